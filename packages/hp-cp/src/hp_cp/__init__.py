@@ -1,0 +1,3 @@
+"""Context parallel attention for PyTorch."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,155 @@
+"""What the packages ask of communication: an axis, and seven collectives over it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
+
+
+class Group(Protocol):
+    """The part of ``torch.distributed.ProcessGroup`` that the packages use."""
+
+    def rank(self) -> int:
+        """Return this process's index in the group."""
+        ...
+
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+        ...
+
+
+class AxisMesh(Protocol):
+    """A mesh whose axes can be looked up; ``torch.distributed.device_mesh.DeviceMesh`` is one."""
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        ...
+
+    @property
+    def mesh(self) -> Any:
+        """Return the global ranks, an array with ``tolist()``."""
+        ...
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """Return the axis names, outermost first."""
+        ...
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the group of one axis."""
+        ...
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this process's coordinate on one axis."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One mesh axis as this process sees it: its name, its group, and the group's global ranks."""
+
+    name: str
+    group: Group
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks on the axis."""
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """Return this process's coordinate on the axis."""
+        return self.group.rank()
+
+    @staticmethod
+    def of(mesh: AxisMesh, mesh_dim: int | str = 0) -> "Axis":
+        """Return one axis of ``mesh``, chosen by position or name; communicates nothing."""
+        names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+        if isinstance(mesh_dim, str):
+            if mesh_dim not in names:
+                raise ValueError(f"no axis {mesh_dim!r} in a mesh with axes {list(names)}")
+            mesh_dim = names.index(mesh_dim)
+        elif not 0 <= mesh_dim < mesh.ndim:
+            raise ValueError(f"no axis {mesh_dim} in a mesh with {mesh.ndim} axes")
+        ranks = mesh.mesh.tolist()
+        for position in range(mesh.ndim):
+            if position < mesh_dim:
+                ranks = ranks[mesh.get_local_rank(position)]
+            elif position > mesh_dim:
+                ranks = [_at(row, mesh.get_local_rank(position)) for row in ranks]
+        return Axis(names[mesh_dim], mesh.get_group(mesh_dim), tuple(ranks))
+
+
+def _at(row: list[Any], index: int) -> Any:
+    return row[index]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> list[Tensor]:
+        """Return the outputs, complete for use on the caller's stream; may be called again."""
+        ...
+
+
+class Collectives(Protocol):
+    """Collectives over an `Axis`; each call starts at once and returns its `Work`.
+
+    Every rank of the axis makes the same calls in the same order. Lists of tensors (one dtype, one
+    device) are coalesced into one call. Inputs must stay untouched until `Work.wait`. Outputs are
+    allocated where they are not given. Nothing here is differentiable; see `all_gather`,
+    `reduce_scatter`, `all_reduce`, `replicate` and `all_to_all` of this package for that.
+    """
+
+    def all_gather(
+        self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+    ) -> Work:
+        """Concatenate each input ``[n, ...]`` over the axis in rank order: ``[size * n, ...]``."""
+        ...
+
+    def reduce_scatter(
+        self,
+        axis: Axis,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+        op: ReduceOp = "sum",
+    ) -> Work:
+        """Reduce each input ``[size * n, ...]`` and keep this rank's ``[n, ...]``."""
+        ...
+
+    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Reduce each tensor over the axis, in place."""
+        ...
+
+    def all_to_all(
+        self,
+        axis: Axis,
+        input: Tensor,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Work:
+        """Send row block ``i`` of ``input`` to rank ``i``; blocks are equal or ``send_splits``.
+
+        The output ``[sum(receive_splits), ...]`` holds what each rank sent here, in rank order.
+        """
+        ...
+
+    def exchange(
+        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Work:
+        """Send and receive whole tensors point to point; keys are coordinates on the axis.
+
+        Returns the filled ``receives`` in the order of their keys. A rank may take no part.
+        """
+        ...
+
+    def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Overwrite each tensor with that of coordinate ``source``."""
+        ...

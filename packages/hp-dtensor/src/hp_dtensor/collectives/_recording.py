@@ -1,0 +1,116 @@
+"""Count what goes over each axis, whatever carries it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ._interface import Axis, Collectives, ReduceOp, Work
+from ._torch import TorchCollectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Calls, and bytes of payload that this rank received from others."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(calls=self.calls + other.calls, bytes=self.bytes + other.bytes)
+
+
+class RecordingCollectives:
+    """`Collectives` that count calls and received bytes per axis name, then pass the call on.
+
+    Bytes are payload received from other ranks. For an all-reduce that is what the bandwidth-optimal
+    algorithm receives, ``2 (n-1) / n`` times the tensor (Patarasuk and Yuan 2009, section 3), rounded
+    down; for a reduce-scatter ``n-1`` times its output. An axis of one rank is not counted.
+    """
+
+    def __init__(self, inner: Collectives | None = None) -> None:
+        self._inner: Collectives = TorchCollectives() if inner is None else inner
+        self._calls: dict[tuple[str, str], Traffic] = {}
+
+    @property
+    def by_axis(self) -> dict[str, Traffic]:
+        """Return the totals so far, by axis name."""
+        totals: dict[str, Traffic] = {}
+        for (axis, _), traffic in self._calls.items():
+            totals[axis] = totals.get(axis, Traffic()) + traffic
+        return totals
+
+    @property
+    def by_call(self) -> dict[tuple[str, str], Traffic]:
+        """Return the totals so far, by axis name and collective."""
+        return dict(self._calls)
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._calls.clear()
+
+    def _count(self, axis: Axis, collective: str, received: int) -> None:
+        if axis.size > 1:
+            key = (axis.name, collective)
+            self._calls[key] = self._calls.get(key, Traffic()) + Traffic(calls=1, bytes=received)
+
+    def all_gather(
+        self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+    ) -> Work:
+        """Count and pass on; see `Collectives.all_gather`."""
+        self._count(axis, "all_gather", (axis.size - 1) * sum(map(_bytes, inputs)))
+        return self._inner.all_gather(axis, inputs, outputs)
+
+    def reduce_scatter(
+        self,
+        axis: Axis,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+        op: ReduceOp = "sum",
+    ) -> Work:
+        """Count and pass on; see `Collectives.reduce_scatter`."""
+        received = sum(_bytes(x) for x in inputs) * (axis.size - 1) // axis.size
+        self._count(axis, "reduce_scatter", received)
+        return self._inner.reduce_scatter(axis, inputs, outputs, op)
+
+    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Count and pass on; see `Collectives.all_reduce`."""
+        received = 2 * sum(_bytes(x) for x in tensors) * (axis.size - 1) // axis.size
+        self._count(axis, "all_reduce", received)
+        return self._inner.all_reduce(axis, tensors, op)
+
+    def all_to_all(
+        self,
+        axis: Axis,
+        input: Tensor,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Work:
+        """Count and pass on; see `Collectives.all_to_all`."""
+        if receive_splits is None:
+            received = _bytes(input) * (axis.size - 1) // axis.size
+        else:
+            row = input[:1].numel() if input.shape[0] else input.new_empty(input.shape[1:]).numel()
+            others = sum(receive_splits) - receive_splits[axis.index]
+            received = others * row * input.element_size()
+        self._count(axis, "all_to_all", received)
+        return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
+
+    def exchange(
+        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Work:
+        """Count and pass on; see `Collectives.exchange`."""
+        received = sum(_bytes(x) for peer, x in receives.items() if peer != axis.index)
+        self._count(axis, "exchange", received)
+        return self._inner.exchange(axis, sends, receives)
+
+    def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Count and pass on; see `Collectives.broadcast`."""
+        received = 0 if axis.index == source else sum(map(_bytes, tensors))
+        self._count(axis, "broadcast", received)
+        return self._inner.broadcast(axis, tensors, source)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

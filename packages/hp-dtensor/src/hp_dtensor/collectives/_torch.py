@@ -1,0 +1,210 @@
+"""The real thing: collectives of ``torch.distributed`` on an axis's process group."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import (
+    all_gather_coalesced,
+    all_gather_single,
+    all_reduce_coalesced,
+    reduce_scatter_coalesced,
+    reduce_scatter_single,
+)
+from ._interface import Axis, ReduceOp, Work
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+class _Done:
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+
+    def wait(self) -> list[Tensor]:
+        return self._outputs
+
+
+class _Pending:
+    """Holds inputs and outputs alive until c10d is done, then finishes the outputs."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        outputs: list[Tensor],
+        inputs: Sequence[Tensor] = (),
+        finish: Callable[[list[Tensor]], None] | None = None,
+    ) -> None:
+        self._works = works
+        self._outputs = outputs
+        self._inputs = inputs
+        self._finish = finish
+
+    def wait(self) -> list[Tensor]:
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish(self._outputs)
+        self._inputs = ()
+        return self._outputs
+
+
+class TorchCollectives:
+    """`Collectives` on ``torch.distributed``; keeps no state, so instances are interchangeable.
+
+    An axis of one rank communicates nothing: outputs are copies of the inputs, or the inputs
+    themselves where no output was given.
+    """
+
+    def all_gather(
+        self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+    ) -> Work:
+        """Concatenate each input over the axis; see `Collectives.all_gather`."""
+        if axis.size == 1:
+            return _Done(_copied(inputs, outputs))
+        inputs = [tensor.contiguous() for tensor in inputs]
+        outs = _outputs(inputs, outputs, lambda n: n * axis.size)
+        group = cast(dist.ProcessGroup, axis.group)
+        if len(inputs) == 1:
+            work = all_gather_single(outs[0], inputs[0], group=group, async_op=True)
+        else:
+            work = all_gather_coalesced(group, outs, list(inputs))
+        return _Pending([work], outs, inputs)
+
+    def reduce_scatter(
+        self,
+        axis: Axis,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+        op: ReduceOp = "sum",
+    ) -> Work:
+        """Reduce and keep this rank's part; see `Collectives.reduce_scatter`."""
+        if axis.size == 1:
+            return _Done(_copied(inputs, outputs))
+        for tensor in inputs:
+            if tensor.shape[0] % axis.size:
+                raise ValueError(
+                    f"reduce_scatter over {axis.name} needs dim 0 divisible by {axis.size}, "
+                    f"got {tuple(tensor.shape)}; pad it or use all_to_all with splits"
+                )
+        inputs = [tensor.contiguous() for tensor in inputs]
+        outs = _outputs(inputs, outputs, lambda n: n // axis.size)
+        group = cast(dist.ProcessGroup, axis.group)
+        reduce, finish = _reduction(op, axis)
+        if len(inputs) == 1:
+            work = reduce_scatter_single(
+                outs[0], inputs[0], op=reduce, group=group, async_op=True
+            )
+        else:
+            work = reduce_scatter_coalesced(group, outs, list(inputs), reduce)
+        return _Pending([work], outs, inputs, finish)
+
+    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Reduce each tensor in place; see `Collectives.all_reduce`."""
+        outs = list(tensors)
+        if axis.size == 1:
+            return _Done(outs)
+        group = cast(dist.ProcessGroup, axis.group)
+        reduce, finish = _reduction(op, axis)
+        if len(outs) == 1:
+            work = dist.all_reduce(outs[0], op=reduce, group=group, async_op=True)
+        else:
+            work = all_reduce_coalesced(group, outs, reduce)
+        return _Pending([work], outs, (), finish)
+
+    def all_to_all(
+        self,
+        axis: Axis,
+        input: Tensor,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Work:
+        """Exchange row blocks; see `Collectives.all_to_all`."""
+        if axis.size == 1:
+            return _Done(_copied([input], None if output is None else [output]))
+        input = input.contiguous()
+        if output is None:
+            rows = input.shape[0] if receive_splits is None else sum(receive_splits)
+            output = input.new_empty((rows, *input.shape[1:]))
+        work = dist.all_to_all_single(
+            output,
+            input,
+            None if receive_splits is None else list(receive_splits),
+            None if send_splits is None else list(send_splits),
+            group=cast(dist.ProcessGroup, axis.group),
+            async_op=True,
+        )
+        return _Pending([work], [output], [input])
+
+    def exchange(
+        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Work:
+        """Send and receive point to point; see `Collectives.exchange`."""
+        group = cast(dist.ProcessGroup, axis.group)
+        outs = list(receives.values())
+        sent = [tensor.contiguous() for tensor in sends.values()]
+        if axis.index in sends:
+            receives[axis.index].copy_(sends[axis.index])
+        operations = [
+            dist.P2POp(dist.irecv, tensor, axis.ranks[peer], group)
+            for peer, tensor in receives.items()
+            if peer != axis.index
+        ] + [
+            dist.P2POp(dist.isend, tensor, axis.ranks[peer], group)
+            for peer, tensor in zip(sends, sent, strict=True)
+            if peer != axis.index
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Pending(works, outs, sent)
+
+    def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
+        outs = list(tensors)
+        if axis.size == 1:
+            return _Done(outs)
+        group = cast(dist.ProcessGroup, axis.group)
+        works = [
+            dist.broadcast(tensor, axis.ranks[source], group=group, async_op=True)
+            for tensor in outs
+        ]
+        return _Pending(works, outs)
+
+
+def _outputs(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, rows: Callable[[int], int]
+) -> list[Tensor]:
+    if outputs is not None:
+        return list(outputs)
+    return [t.new_empty((rows(t.shape[0]), *t.shape[1:])) for t in inputs]
+
+
+def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[Tensor]:
+    if outputs is None:
+        return list(inputs)
+    for output, tensor in zip(outputs, inputs, strict=True):
+        if output.data_ptr() != tensor.data_ptr():
+            output.copy_(tensor.view(output.shape))
+    return list(outputs)
+
+
+def _reduction(
+    op: ReduceOp, axis: Axis
+) -> tuple[dist.ReduceOp, Callable[[list[Tensor]], None] | None]:
+    if op != "avg" or dist.get_backend(cast(dist.ProcessGroup, axis.group)) == "nccl":
+        return cast(dist.ReduceOp, _OPS[op]), None
+
+    def divide(outputs: list[Tensor]) -> None:
+        for output in outputs:
+            output.div_(axis.size)
+
+    return dist.ReduceOp.SUM, divide

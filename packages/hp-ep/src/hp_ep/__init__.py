@@ -1,0 +1,3 @@
+"""Expert parallel mixture-of-experts layers for PyTorch."""
+
+__version__ = "0.1.0"

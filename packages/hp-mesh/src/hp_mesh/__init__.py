@@ -1,0 +1,3 @@
+"""Parallel degrees, rank layout and device meshes for PyTorch."""
+
+__version__ = "0.1.0"

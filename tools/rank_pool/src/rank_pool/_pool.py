@@ -1,0 +1,130 @@
+"""The parent's side: spawn ranks once, send them functions, enforce a deadline."""
+
+import contextlib
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Concatenate, ParamSpec, TypeVar
+
+import cloudpickle
+
+from ._worker import serve
+
+P = ParamSpec("P")
+T = TypeVar("T")
+GRACE_SECONDS = 5.0  # what the others get to answer once one rank has failed
+
+
+class RankError(RuntimeError):
+    """One or more ranks raised, died or did not answer in time; the text holds their tracebacks."""
+
+
+class RankPool:
+    """``world_size`` spawned processes that are the ranks of one gloo world, one thread each."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._pipes: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(
+        self,
+        function: Callable[Concatenate[int, P], T],
+        *args: P.args,
+        timeout: float = 60.0,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """Call ``function(rank, *args)`` on every rank and return the results in rank order.
+
+        Functions and classes of test modules travel by value, everything else by import. Raises
+        `RankError` if a rank raises or if ``timeout`` seconds pass; the pool is then respawned.
+        """
+        if kwargs:
+            raise TypeError(f"pass arguments by position, not {sorted(kwargs)} by keyword")
+        if not self._processes:
+            self._spawn()
+        message = _dumps(function, args)
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        replies: dict[int, tuple[bool, object]] = {}
+        deadline = time.monotonic() + timeout
+        while len(replies) < self.world_size:
+            waiting = [p for r, p in enumerate(self._pipes) if r not in replies]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    replies[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                except EOFError:
+                    replies[rank] = (False, "the process died\n")
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        failures = {r: text for r, (ok, text) in replies.items() if not ok}
+        silent = [r for r in range(self.world_size) if r not in replies]
+        if failures or silent:
+            self.close()
+            texts = [f"--- rank {r} ---\n{text}" for r, text in failures.items()]
+            if silent:
+                texts.append(f"--- no answer in time from ranks {silent} ---")
+            raise RankError("\n" + "\n".join(texts))
+        return [replies[r][1] for r in range(self.world_size)]  # type: ignore[misc]
+
+    def _spawn(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        store = str(Path(self._directory.name) / "store")
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, self.world_size, store, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """End all ranks, by force where they do not answer; the next `run` starts new ones."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send_bytes(b"")
+            pipe.close()
+        for process in self._processes:
+            process.join(1.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self._processes = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+
+def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    module: ModuleType | None = sys.modules.get(function.__module__)
+    if module is None or function.__module__.partition(".")[0] == "rank_pool":
+        payload: bytes = cloudpickle.dumps((function, args))
+        return payload
+    tests = [m for n, m in list(sys.modules.items()) if _same_folder(m, module) and n != "__main__"]
+    for m in tests:
+        cloudpickle.register_pickle_by_value(m)
+    try:
+        payload = cloudpickle.dumps((function, args))
+    finally:
+        for m in tests:
+            cloudpickle.unregister_pickle_by_value(m)
+    return payload
+
+
+def _same_folder(candidate: ModuleType, module: ModuleType) -> bool:
+    here, there = getattr(module, "__file__", None), getattr(candidate, "__file__", None)
+    return bool(here and there) and Path(str(here)).parent == Path(str(there)).parent

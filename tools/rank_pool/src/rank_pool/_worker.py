@@ -1,0 +1,45 @@
+"""What one rank process does: initialise gloo, then run what it is sent until told to stop."""
+
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Hashable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+_CACHE: dict[Hashable, Any] = {}
+
+
+def cached(key: Hashable, make: Callable[[], T]) -> T:
+    """Return ``make()``, called once per rank process for each ``key`` (meshes, process groups)."""
+    if key not in _CACHE:
+        _CACHE[key] = make()
+    value: T = _CACHE[key]
+    return value
+
+
+def serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> None:
+    """Be ``rank`` of ``world_size``; receive pickled ``(function, args)`` and send back results."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    if os.uname().sysname == "Linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size
+    )
+    while (message := pipe.recv_bytes()) != b"":
+        try:
+            function, args = pickle.loads(message)
+            reply = (True, function(rank, *args))
+            payload = cloudpickle.dumps(reply)
+        except BaseException:  # noqa: BLE001 - whatever a rank raises is the parent's to report
+            payload = cloudpickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(payload)
+    # Meshes and autograd graphs may still hold groups: leave without running destructors.
+    os._exit(0)
