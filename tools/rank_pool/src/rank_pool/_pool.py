@@ -10,13 +10,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
 import cloudpickle
 
 from ._worker import serve
 
-P = ParamSpec("P")
 T = TypeVar("T")
 GRACE_SECONDS = 5.0  # what the others get to answer once one rank has failed
 
@@ -36,18 +35,15 @@ class RankPool:
 
     def run(
         self,
-        function: Callable[Concatenate[int, P], T],
-        *args: P.args,
+        function: Callable[..., T],
+        *args: object,
         timeout: float = 60.0,
-        **kwargs: P.kwargs,
     ) -> list[T]:
         """Call ``function(rank, *args)`` on every rank and return the results in rank order.
 
         Functions and classes of test modules travel by value, everything else by import. Raises
         `RankError` if a rank raises or if ``timeout`` seconds pass; the pool is then respawned.
         """
-        if kwargs:
-            raise TypeError(f"pass arguments by position, not {sorted(kwargs)} by keyword")
         if not self._processes:
             self._spawn()
         message = _dumps(function, args)
@@ -57,11 +53,10 @@ class RankPool:
         deadline = time.monotonic() + timeout
         while len(replies) < self.world_size:
             waiting = [p for r, p in enumerate(self._pipes) if r not in replies]
-            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            ready = set(wait(waiting, timeout=max(0.0, deadline - time.monotonic())))
             if not ready:
                 break
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            for rank in [r for r, p in enumerate(self._pipes) if p in ready]:
                 try:
                     replies[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except EOFError:

@@ -31,7 +31,7 @@ def serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> None
     if os.uname().sysname == "Linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size
+        "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
     )
     while (message := pipe.recv_bytes()) != b"":
         try:

@@ -21,9 +21,9 @@ def all_gather(
     """Return the concatenation over ``dim`` of every rank's ``x``, in rank order.
 
     ``sizes`` gives each rank's length in ``dim`` where they differ. One all-gather over ``axis``
-    (an all-to-all where lengths differ); backward: one reduce-scatter of the gradient, summed.
+    (point-to-point sends where lengths differ); backward: one reduce-scatter, summed.
     """
-    return _AllGather.apply(x, axis, dim, _lengths(x, axis, dim, sizes), _door(collectives))
+    return _apply(_AllGather, x, axis, dim, _lengths(x, axis, dim, sizes), _door(collectives))
 
 
 def reduce_scatter(
@@ -52,7 +52,7 @@ def reduce_scatter(
             f"sizes {tuple(sizes)} over {axis.name} must be {axis.size} lengths that sum to "
             f"{x.shape[dim]}, the length of dim {dim}"
         )
-    return _ReduceScatter.apply(x, axis, dim, tuple(sizes), _door(collectives))
+    return _apply(_ReduceScatter, x, axis, dim, tuple(sizes), _door(collectives))
 
 
 def all_reduce(x: Tensor, axis: Axis, *, collectives: Collectives | None = None) -> Tensor:
@@ -61,7 +61,7 @@ def all_reduce(x: Tensor, axis: Axis, *, collectives: Collectives | None = None)
     Backward passes the gradient through: the result is replicated, and every rank's gradient of it
     is already the whole one (Megatron-LM's g, arXiv 1909.08053, section 3).
     """
-    return _AllReduce.apply(x, axis, _door(collectives))
+    return _apply(_AllReduce, x, axis, _door(collectives))
 
 
 def replicate(x: Tensor, axis: Axis, *, collectives: Collectives | None = None) -> Tensor:
@@ -70,7 +70,7 @@ def replicate(x: Tensor, axis: Axis, *, collectives: Collectives | None = None) 
     Backward sums the ranks' gradients, each of which stands for a part of the work done with ``x``:
     one all-reduce (Megatron-LM's f, arXiv 1909.08053, section 3).
     """
-    return _Replicate.apply(x, axis, _door(collectives))
+    return _apply(_Replicate, x, axis, _door(collectives))
 
 
 def all_to_all(
@@ -95,7 +95,12 @@ def all_to_all(
         )
     send = None if send_splits is None else tuple(send_splits)
     receive = None if receive_splits is None else tuple(receive_splits)
-    return _AllToAll.apply(x, axis, send, receive, _door(collectives))
+    return _apply(_AllToAll, x, axis, send, receive, _door(collectives))
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
 
 
 def _door(collectives: Collectives | None) -> Collectives:
@@ -122,9 +127,9 @@ def _gather(
     if len(set(sizes)) == 1:
         (whole,) = collectives.all_gather(axis, [rows]).wait()
     else:
-        copies = rows.repeat(axis.size, *(1 for _ in rows.shape[1:]))
-        splits = (rows.shape[0],) * axis.size
-        (whole,) = collectives.all_to_all(axis, copies, splits, sizes).wait()
+        whole = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        places = dict(enumerate(whole.split(list(sizes))))
+        collectives.exchange(axis, dict.fromkeys(places, rows), places).wait()
     return whole.movedim(0, dim)
 
 
@@ -154,7 +159,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis, dim, sizes, door = ctx.saved
-        return _ReduceScatter.apply(grads[0], axis, dim, sizes, door), None, None, None, None
+        return _apply(_ReduceScatter, grads[0], axis, dim, sizes, door), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -168,7 +173,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         axis, dim, sizes, door = ctx.saved
-        return _AllGather.apply(grads[0], axis, dim, sizes, door), None, None, None, None
+        return _apply(_AllGather, grads[0], axis, dim, sizes, door), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -180,7 +185,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Replicate.apply(grads[0], *ctx.saved), None, None
+        return _apply(_Replicate, grads[0], *ctx.saved), None, None
 
 
 class _Replicate(torch.autograd.Function):
@@ -191,7 +196,7 @@ class _Replicate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllReduce.apply(grads[0], *ctx.saved), None, None
+        return _apply(_AllReduce, grads[0], *ctx.saved), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -212,4 +217,4 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(grads[0], *ctx.saved), None, None, None, None
+        return _apply(_AllToAll, grads[0], *ctx.saved), None, None, None, None

@@ -1,5 +1,6 @@
 """Count what goes over each axis, whatever carries it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,9 +24,9 @@ class Traffic:
 class RecordingCollectives:
     """`Collectives` that count calls and received bytes per axis name, then pass the call on.
 
-    Bytes are payload received from other ranks. For an all-reduce that is what the bandwidth-optimal
-    algorithm receives, ``2 (n-1) / n`` times the tensor (Patarasuk and Yuan 2009, section 3), rounded
-    down; for a reduce-scatter ``n-1`` times its output. An axis of one rank is not counted.
+    Bytes are payload received from other ranks. For an all-reduce that is what the algorithm of
+    least bandwidth receives, ``2 (n-1) / n`` times the tensor (Patarasuk and Yuan 2009, section 3),
+    rounded down; for a reduce-scatter ``n-1`` times its output. An axis of one rank is not counted.
     """
 
     def __init__(self, inner: Collectives | None = None) -> None:
@@ -91,9 +92,8 @@ class RecordingCollectives:
         if receive_splits is None:
             received = _bytes(input) * (axis.size - 1) // axis.size
         else:
-            row = input[:1].numel() if input.shape[0] else input.new_empty(input.shape[1:]).numel()
             others = sum(receive_splits) - receive_splits[axis.index]
-            received = others * row * input.element_size()
+            received = others * math.prod(input.shape[1:]) * input.element_size()
         self._count(axis, "all_to_all", received)
         return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
 

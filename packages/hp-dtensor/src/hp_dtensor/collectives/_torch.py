@@ -15,7 +15,7 @@ from .._torch import (
 )
 from ._interface import Axis, ReduceOp, Work
 
-_OPS = {
+_OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -101,9 +101,7 @@ class TorchCollectives:
         group = cast(dist.ProcessGroup, axis.group)
         reduce, finish = _reduction(op, axis)
         if len(inputs) == 1:
-            work = reduce_scatter_single(
-                outs[0], inputs[0], op=reduce, group=group, async_op=True
-            )
+            work = reduce_scatter_single(outs[0], inputs[0], op=reduce, group=group, async_op=True)
         else:
             work = reduce_scatter_coalesced(group, outs, list(inputs), reduce)
         return _Pending([work], outs, inputs, finish)
@@ -197,14 +195,13 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
     return list(outputs)
 
 
-def _reduction(
-    op: ReduceOp, axis: Axis
-) -> tuple[dist.ReduceOp, Callable[[list[Tensor]], None] | None]:
+def _reduction(op: ReduceOp, axis: Axis) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
+    # Only NCCL averages; elsewhere the sum is divided once it is complete.
     if op != "avg" or dist.get_backend(cast(dist.ProcessGroup, axis.group)) == "nccl":
-        return cast(dist.ReduceOp, _OPS[op]), None
+        return _OPS[op], None
 
     def divide(outputs: list[Tensor]) -> None:
         for output in outputs:
             output.div_(axis.size)
 
-    return dist.ReduceOp.SUM, divide
+    return _OPS["sum"], divide

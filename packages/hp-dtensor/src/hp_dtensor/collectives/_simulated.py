@@ -1,0 +1,356 @@
+"""Every rank in one process: a thread each, and collectives that meet in memory."""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ._interface import Axis, ReduceOp, Work
+
+T = TypeVar("T")
+
+
+class SimulatedWorld:
+    """``size`` ranks as threads of this process; for property tests of code that communicates.
+
+    Calls must match as on a real group: ranks that make different calls, or end while another waits
+    for them, fail the run with an error that names them instead of hanging.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        if size < 1:
+            raise ValueError(f"a world has at least one rank, got size={size}")
+        self.size = size
+        self.timeout = timeout
+        self._changed = threading.Condition()
+        self._ended: set[int] = set()
+        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._letters: dict[tuple[tuple[int, ...], int, int, int], Tensor] = {}
+
+    def run(self, function: Callable[[int, "SimulatedCollectives"], T]) -> list[T]:
+        """Call ``function(rank, collectives)`` on every rank; return the results in rank order.
+
+        The first exception (lowest rank; one's own before one caused by a peer) is raised here.
+        """
+        self._ended.clear()
+        self._meetings.clear()
+        self._letters.clear()
+        results: dict[int, T] = {}
+        errors: dict[int, BaseException] = {}
+
+        def live(rank: int) -> None:
+            try:
+                results[rank] = function(rank, SimulatedCollectives(self, rank))
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                errors[rank] = error
+            finally:
+                with self._changed:
+                    self._ended.add(rank)
+                    self._changed.notify_all()
+
+        threads = [threading.Thread(target=live, args=(r,), daemon=True) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank in sorted(errors, key=lambda r: (isinstance(errors[r], PeerError), r)):
+            raise errors[rank]
+        return [results[rank] for rank in range(self.size)]
+
+    def _wait_for(
+        self, ready: Callable[[], bool], peers: Callable[[], set[int]], what: str
+    ) -> None:
+        with self._changed:
+            while not ready():
+                if gone := peers() & self._ended:
+                    raise PeerError(f"ranks {sorted(gone)} ended without taking part in {what}")
+                if not self._changed.wait(self.timeout):
+                    raise PeerError(f"{what} waited {self.timeout} s for ranks {sorted(peers())}")
+
+
+class PeerError(RuntimeError):
+    """A simulated rank waited for a peer that ended, or that made another call."""
+
+
+@dataclass
+class _Meeting:
+    call: str
+    posted: dict[int, list[Tensor]] = field(default_factory=dict)
+    results: dict[int, list[Tensor]] = field(default_factory=dict)
+    error: str | None = None
+
+
+class SimulatedGroup:
+    """The ranks of one axis, seen from one of them."""
+
+    def __init__(self, ranks: tuple[int, ...], me: int) -> None:
+        self.ranks = ranks
+        self._index = ranks.index(me)
+
+    def rank(self) -> int:
+        """Return this rank's index in the group."""
+        return self._index
+
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+        return len(self.ranks)
+
+
+class SimulatedMesh:
+    """An `AxisMesh` over simulated ranks, row-major."""
+
+    def __init__(
+        self, shape: Sequence[int], names: Sequence[str], me: int, ranks: Sequence[int]
+    ) -> None:
+        if math.prod(shape) != len(ranks):
+            raise ValueError(f"a mesh of shape {tuple(shape)} does not hold {len(ranks)} ranks")
+        self.mesh = torch.tensor(list(ranks)).view(*shape)
+        self.mesh_dim_names: tuple[str, ...] | None = tuple(names)
+        self.device_type = "cpu"
+        self._me = me
+        self._coordinate = [int(i) for i in (self.mesh == me).nonzero()[0]]
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return self.mesh.ndim
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Return the number of ranks, of one axis or of all."""
+        return self.mesh.numel() if mesh_dim is None else self.mesh.shape[mesh_dim]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's coordinate on one axis."""
+        return self._coordinate[self._position(mesh_dim)]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> SimulatedGroup:
+        """Return the group along one axis."""
+        return SimulatedGroup(tuple(self._line(self._position(mesh_dim)).tolist()), self._me)
+
+    def __getitem__(self, name: str) -> "SimulatedMesh":
+        line = self._line(self._position(name)).tolist()
+        return SimulatedMesh((len(line),), (name,), self._me, line)
+
+    def _line(self, position: int) -> Tensor:
+        index: list[Any] = list(self._coordinate)
+        index[position] = slice(None)
+        return self.mesh[tuple(index)]
+
+    def _position(self, mesh_dim: int | str | None) -> int:
+        if isinstance(mesh_dim, str):
+            return cast(tuple[str, ...], self.mesh_dim_names).index(mesh_dim)
+        if mesh_dim is None and self.ndim > 1:
+            raise RuntimeError("name the axis of a mesh with several axes")
+        return mesh_dim or 0
+
+
+class SimulatedCollectives:
+    """`Collectives` among the threads of a `SimulatedWorld`; reductions run in rank order."""
+
+    def __init__(self, world: SimulatedWorld, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+        self._turn: dict[tuple[int, ...], int] = {}
+        self._sent: dict[tuple[tuple[int, ...], int], int] = {}
+        self._received: dict[tuple[tuple[int, ...], int], int] = {}
+
+    def axis(self, name: str = "world", ranks: Sequence[int] | None = None) -> Axis:
+        """Return an axis over ``ranks``, by default the whole world."""
+        ranks = tuple(range(self._world.size) if ranks is None else ranks)
+        return Axis(name, SimulatedGroup(ranks, self.rank), ranks)
+
+    def mesh(self, shape: Sequence[int], names: Sequence[str]) -> SimulatedMesh:
+        """Return a mesh of the whole world, row-major, as this rank sees it."""
+        return SimulatedMesh(shape, names, self.rank, range(self._world.size))
+
+    def all_gather(
+        self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+    ) -> Work:
+        """Concatenate each input over the axis; see `Collectives.all_gather`."""
+
+        def gather(posted: list[list[Tensor]]) -> list[list[Tensor]]:
+            whole = [torch.cat(parts) for parts in zip(*posted, strict=True)]
+            return [whole for _ in posted]
+
+        return self._meet(axis, f"all_gather{_shapes(inputs)}", inputs, gather, outputs)
+
+    def reduce_scatter(
+        self,
+        axis: Axis,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+        op: ReduceOp = "sum",
+    ) -> Work:
+        """Reduce and keep this rank's part; see `Collectives.reduce_scatter`."""
+
+        def scatter(posted: list[list[Tensor]]) -> list[list[Tensor]]:
+            totals = [_reduce(parts, op) for parts in zip(*posted, strict=True)]
+            chunks = [total.tensor_split(axis.size) for total in totals]
+            return [[chunk[i] for chunk in chunks] for i in range(axis.size)]
+
+        return self._meet(axis, f"reduce_scatter {op}{_shapes(inputs)}", inputs, scatter, outputs)
+
+    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Reduce each tensor in place; see `Collectives.all_reduce`."""
+
+        def reduce(posted: list[list[Tensor]]) -> list[list[Tensor]]:
+            totals = [_reduce(parts, op) for parts in zip(*posted, strict=True)]
+            return [totals for _ in posted]
+
+        return self._meet(axis, f"all_reduce {op}{_shapes(tensors)}", tensors, reduce, tensors)
+
+    def all_to_all(
+        self,
+        axis: Axis,
+        input: Tensor,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Work:
+        """Exchange row blocks; see `Collectives.all_to_all`."""
+        if send_splits is None:
+            send_splits = [input.shape[0] // axis.size] * axis.size
+        blocks = list(input.split(list(send_splits)))
+
+        def transpose(posted: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[torch.cat(blocks)] for blocks in zip(*posted, strict=True)]
+
+        def check(result: list[Tensor], posted: list[list[Tensor]]) -> None:
+            got = tuple(blocks[axis.index].shape[0] for blocks in posted)
+            if receive_splits is not None and got != tuple(receive_splits):
+                raise PeerError(
+                    f"rank {self.rank} expects {tuple(receive_splits)} rows over {axis.name}, "
+                    f"its peers sent {got}"
+                )
+
+        return self._meet(
+            axis, "all_to_all", blocks, transpose, None if output is None else [output], check
+        )
+
+    def exchange(
+        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Work:
+        """Send and receive point to point; see `Collectives.exchange`."""
+        world = self._world
+        with world._changed:
+            for peer, tensor in sends.items():
+                turn = _next(self._sent, (axis.ranks, peer))
+                world._letters[axis.ranks, axis.index, peer, turn] = tensor.detach().clone()
+            world._changed.notify_all()
+        awaited = {
+            peer: (axis.ranks, peer, axis.index, _next(self._received, (axis.ranks, peer)))
+            for peer in receives
+        }
+
+        def finish() -> list[Tensor]:
+            for peer, key in awaited.items():
+                world._wait_for(
+                    lambda key=key: key in world._letters,  # type: ignore[misc]
+                    lambda peer=peer: {axis.ranks[peer]},  # type: ignore[misc]
+                    f"exchange over {axis.name}",
+                )
+                letter = world._letters.pop(key)
+                if letter.shape != receives[peer].shape:
+                    raise PeerError(
+                        f"rank {axis.ranks[peer]} sent {tuple(letter.shape)} over {axis.name} "
+                        f"where rank {self.rank} expects {tuple(receives[peer].shape)}"
+                    )
+                receives[peer].detach().copy_(letter)
+            return list(receives.values())
+
+        return _Deferred(finish)
+
+    def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
+
+        def spread(posted: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [[tensor.clone() for tensor in posted[source]] for _ in posted]
+
+        call = f"broadcast from {source}{_shapes(tensors)}"
+        return self._meet(axis, call, tensors, spread, tensors)
+
+    def _meet(
+        self,
+        axis: Axis,
+        call: str,
+        inputs: Sequence[Tensor],
+        combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
+        outputs: Sequence[Tensor] | None,
+        check: Callable[[list[Tensor], list[list[Tensor]]], None] | None = None,
+    ) -> Work:
+        world = self._world
+        key = (axis.ranks, _next(self._turn, axis.ranks))
+        with world._changed:
+            meeting = world._meetings.setdefault(key, _Meeting(call))
+            if meeting.call != call:
+                meeting.error = (
+                    f"over {axis.name}, rank {self.rank} calls {call} "
+                    f"where another rank calls {meeting.call}"
+                )
+            meeting.posted[axis.index] = [tensor.detach() for tensor in inputs]
+            if len(meeting.posted) == axis.size and meeting.error is None:
+                posted = [meeting.posted[i] for i in range(axis.size)]
+                with torch.no_grad():
+                    for i, result in enumerate(combine(posted)):
+                        meeting.results[i] = [tensor.clone() for tensor in result]
+            world._changed.notify_all()
+
+        def missing() -> set[int]:
+            return {rank for i, rank in enumerate(axis.ranks) if i not in meeting.posted}
+
+        def finish() -> list[Tensor]:
+            world._wait_for(
+                lambda: bool(meeting.results) or meeting.error is not None, missing, call
+            )
+            if meeting.error is not None:
+                raise PeerError(meeting.error)
+            result = meeting.results[axis.index]
+            if check is not None:
+                check(result, [meeting.posted[i] for i in range(axis.size)])
+            if outputs is None:
+                return result
+            for output, tensor in zip(outputs, result, strict=True):
+                output.detach().copy_(tensor.view(output.shape))
+            return list(outputs)
+
+        return _Deferred(finish)
+
+
+class _Deferred:
+    def __init__(self, finish: Callable[[], list[Tensor]]) -> None:
+        self._finish: Callable[[], list[Tensor]] | None = finish
+        self._outputs: list[Tensor] = []
+
+    def wait(self) -> list[Tensor]:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._outputs = finish()
+        return self._outputs
+
+
+def _next(counters: dict[Any, int], key: Any) -> int:
+    turn = counters.get(key, 0)
+    counters[key] = turn + 1
+    return turn
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return " " + " ".join(f"{tuple(t.shape)}" for t in tensors)
+
+
+def _reduce(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        if op == "max":
+            total = torch.maximum(total, part)
+        elif op == "min":
+            total = torch.minimum(total, part)
+        elif op == "prod":
+            total = total * part
+        else:
+            total = total + part
+    return total / len(parts) if op == "avg" else total

@@ -1,0 +1,391 @@
+"""The three implementations of `Collectives` agree, and gradients are adjoints."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool, cached
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_dtensor import (
+    Axis,
+    Collectives,
+    RecordingCollectives,
+    ReduceOp,
+    SimulatedCollectives,
+    SimulatedWorld,
+    TorchCollectives,
+    Traffic,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    replicate,
+)
+
+Program = Callable[[Collectives, Axis], list[Tensor]]
+
+
+def numbers(rank: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-9, 9, shape, generator=generator).double()
+
+
+def gather(door: Collectives, axis: Axis) -> list[Tensor]:
+    return door.all_gather(axis, [numbers(axis.index, 3, 2)]).wait()
+
+
+def gather_list(door: Collectives, axis: Axis) -> list[Tensor]:
+    return door.all_gather(axis, [numbers(axis.index, 3, 2), numbers(axis.index + 9, 1)]).wait()
+
+
+def gather_into(door: Collectives, axis: Axis) -> list[Tensor]:
+    out = torch.zeros(3 * axis.size + 1, dtype=torch.double)
+    door.all_gather(axis, [numbers(axis.index, 3)], [out[1:]]).wait()
+    return [out]
+
+
+def scatter(door: Collectives, axis: Axis) -> list[Tensor]:
+    return door.reduce_scatter(axis, [numbers(axis.index, 2 * axis.size, 3)]).wait()
+
+
+def scatter_list(door: Collectives, axis: Axis) -> list[Tensor]:
+    n = axis.size
+    return door.reduce_scatter(axis, [numbers(axis.index, n), numbers(axis.index, 2 * n)]).wait()
+
+
+def scatter_mean(door: Collectives, axis: Axis) -> list[Tensor]:
+    return door.reduce_scatter(axis, [numbers(axis.index, axis.size)], op="avg").wait()
+
+
+def reduce_all(door: Collectives, axis: Axis) -> list[Tensor]:
+    return [door.all_reduce(axis, [numbers(axis.index, 5)], op).wait()[0] for op in OPS]
+
+
+def reduce_list(door: Collectives, axis: Axis) -> list[Tensor]:
+    return door.all_reduce(axis, [numbers(axis.index, 5), numbers(axis.index + 4, 2, 2)]).wait()
+
+
+def swap_equal(door: Collectives, axis: Axis) -> list[Tensor]:
+    return door.all_to_all(axis, numbers(axis.index, 2 * axis.size, 3)).wait()
+
+
+def swap_uneven(door: Collectives, axis: Axis) -> list[Tensor]:
+    me, n = axis.index, axis.size
+    send = [(me * 3 + peer) % 4 for peer in range(n)]
+    receive = [(peer * 3 + me) % 4 for peer in range(n)]
+    return door.all_to_all(axis, numbers(me, sum(send), 2), send, receive).wait()
+
+
+def send_onwards(door: Collectives, axis: Axis) -> list[Tensor]:
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    place = torch.empty(4, dtype=torch.double)
+    return door.exchange(axis, {after: numbers(axis.index, 4)}, {before: place}).wait()
+
+
+def send_one_way(door: Collectives, axis: Axis) -> list[Tensor]:
+    last = axis.size - 1
+    sends = {last: numbers(0, 3)} if axis.index == 0 else {}
+    receives = {0: torch.empty(3, dtype=torch.double)} if axis.index == last else {}
+    return door.exchange(axis, sends, receives).wait()
+
+
+def spread(door: Collectives, axis: Axis) -> list[Tensor]:
+    tensors = [numbers(axis.index, 3), numbers(axis.index + 5, 2)]
+    return door.broadcast(axis, tensors, axis.size - 1).wait()
+
+
+OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
+PROGRAMS: list[Program] = [
+    gather,
+    gather_list,
+    gather_into,
+    scatter,
+    scatter_list,
+    scatter_mean,
+    reduce_all,
+    reduce_list,
+    swap_equal,
+    swap_uneven,
+    send_onwards,
+    send_one_way,
+    spread,
+]
+# What each program must give on each of n ranks, by the collective's definition.
+EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
+    gather: lambda me, n: [torch.cat([numbers(r, 3, 2) for r in range(n)])],
+    gather_list: lambda me, n: [
+        torch.cat([numbers(r, 3, 2) for r in range(n)]),
+        torch.cat([numbers(r + 9, 1) for r in range(n)]),
+    ],
+    gather_into: lambda me, n: [
+        torch.cat([torch.zeros(1).double(), *(numbers(r, 3) for r in range(n))])
+    ],
+    scatter: lambda me, n: [sum_of(n, 2 * n, 3)[2 * me : 2 * me + 2]],
+    scatter_list: lambda me, n: [
+        sum_of(n, n)[me : me + 1],
+        sum_of(n, 2 * n)[2 * me : 2 * me + 2],
+    ],
+    scatter_mean: lambda me, n: [sum_of(n, n)[me : me + 1] / n],
+    reduce_all: lambda me, n: [
+        sum_of(n, 5),
+        sum_of(n, 5) / n,
+        torch.stack([numbers(r, 5) for r in range(n)]).amax(0),
+        torch.stack([numbers(r, 5) for r in range(n)]).amin(0),
+        torch.stack([numbers(r, 5) for r in range(n)]).prod(0),
+    ],
+    reduce_list: lambda me, n: [
+        sum_of(n, 5),
+        torch.stack([numbers(r + 4, 2, 2) for r in range(n)]).sum(0),
+    ],
+    swap_equal: lambda me, n: [
+        torch.cat([numbers(r, 2 * n, 3)[2 * me : 2 * me + 2] for r in range(n)])
+    ],
+    swap_uneven: lambda me, n: [torch.cat([uneven_block(r, me, n) for r in range(n)])],
+    send_onwards: lambda me, n: [numbers((me - 1) % n, 4)],
+    send_one_way: lambda me, n: [numbers(0, 3)] if me == n - 1 else [],
+    spread: lambda me, n: [numbers(n - 1, 3), numbers(n - 1 + 5, 2)],
+}
+
+
+def sum_of(n: int, *shape: int) -> Tensor:
+    return torch.stack([numbers(r, *shape) for r in range(n)]).sum(0)
+
+
+def uneven_block(source: int, target: int, n: int) -> Tensor:
+    splits = [(source * 3 + peer) % 4 for peer in range(n)]
+    block: Tensor = numbers(source, sum(splits), 2).split(splits)[target]
+    return block
+
+
+def check(program: Program, results: list[list[Tensor]]) -> None:
+    for me, result in enumerate(results):
+        expected = EXPECTED[program](me, len(results))
+        assert len(result) == len(expected)
+        for got, want in zip(result, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def world_axis() -> Axis:
+    return cached(
+        "world", lambda: Axis.of(init_device_mesh("cpu", (SIZE[0],), mesh_dim_names=("world",)))
+    )
+
+
+SIZE = [0]
+
+
+def on_gloo(rank: int, program: Program, n: int) -> list[Tensor]:
+    SIZE[0] = n
+    return program(TorchCollectives(), world_axis())
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_simulated_collectives_give_the_definition(program: Program, n: int) -> None:
+    check(program, SimulatedWorld(n).run(lambda rank, door: program(door, door.axis())))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_torch_collectives_give_the_definition(ranks: Callable[[int], RankPool], n: int) -> None:
+    for program in PROGRAMS:
+        check(program, ranks(n).run(on_gloo, program, n))
+
+
+RECEIVED: dict[Program, Callable[[int, int], int]] = {
+    gather: lambda me, n: (n - 1) * 48,
+    gather_list: lambda me, n: (n - 1) * 56,
+    gather_into: lambda me, n: (n - 1) * 24,
+    scatter: lambda me, n: (n - 1) * 48,
+    scatter_list: lambda me, n: (n - 1) * 24,
+    scatter_mean: lambda me, n: (n - 1) * 8,
+    reduce_all: lambda me, n: 5 * (2 * 40 * (n - 1) // n),
+    reduce_list: lambda me, n: 2 * 72 * (n - 1) // n,
+    swap_equal: lambda me, n: (n - 1) * 48,
+    swap_uneven: lambda me, n: 16 * sum((r * 3 + me) % 4 for r in range(n) if r != me),
+    send_onwards: lambda me, n: 32,
+    send_one_way: lambda me, n: 24 if me == n - 1 else 0,
+    spread: lambda me, n: 0 if me == n - 1 else 40,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("n", [2, 4])
+def test_recording_counts_calls_and_received_bytes(program: Program, n: int) -> None:
+    def counted(rank: int, door: SimulatedCollectives) -> Traffic:
+        recording = RecordingCollectives(door)
+        program(recording, door.axis("a"))
+        assert recording.by_axis == {"a": sum(recording.by_call.values(), Traffic())}
+        return recording.by_axis["a"]
+
+    calls = len(OPS) if program is reduce_all else 1
+    for me, traffic in enumerate(SimulatedWorld(n).run(counted)):
+        assert traffic == Traffic(calls=calls, bytes=RECEIVED[program](me, n))
+
+
+def test_recording_starts_again_after_reset() -> None:
+    def counted(rank: int, door: SimulatedCollectives) -> dict[str, Traffic]:
+        recording = RecordingCollectives(door)
+        gather(recording, door.axis("a"))
+        recording.reset()
+        return recording.by_axis
+
+    assert SimulatedWorld(2).run(counted) == [{}, {}]
+
+
+Map = Callable[[Tensor, Axis, Collectives], Tensor]
+
+
+def adjoint_pairs(n: int, sizes: list[int]) -> list[tuple[Map, Callable[[int], tuple[int, ...]]]]:
+    """Give each sharded-to-sharded map with the shape of its input on each rank."""
+    total = sum(sizes)
+    transposed = [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]
+    return [
+        (
+            lambda x, axis, door: all_gather(x, axis, 1, sizes=sizes, collectives=door),
+            lambda me: (2, sizes[me]),
+        ),
+        (
+            lambda x, axis, door: reduce_scatter(x, axis, 1, sizes=sizes, collectives=door),
+            lambda me: (2, total),
+        ),
+        (
+            lambda x, axis, door: all_to_all(
+                x,
+                axis,
+                transposed[axis.index],
+                [row[axis.index] for row in transposed],
+                collectives=door,
+            ),
+            lambda me: (sum(transposed[me]), 2),
+        ),
+    ]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 2))
+@settings(deadline=None, max_examples=60)
+def test_backward_is_the_adjoint_summed_over_ranks(sizes: list[int], which: int) -> None:
+    """<A x, y> = <x, A' y>, inner products summed over all ranks."""
+    n = len(sizes)
+    apply, shape = adjoint_pairs(n, sizes)[which]
+
+    def products(rank: int, door: SimulatedCollectives) -> tuple[float, float]:
+        x = numbers(rank, *shape(rank)).requires_grad_()
+        out = apply(x, door.axis(), door)
+        y = numbers(rank + 50, *out.shape)
+        (back,) = torch.autograd.grad(out, x, y)
+        return (out * y).sum().item(), (x * back).sum().item()
+
+    pairs = SimulatedWorld(n).run(products)
+    assert sum(p[0] for p in pairs) == sum(p[1] for p in pairs)
+
+
+def test_replicate_and_all_reduce_compose_to_a_tensor_parallel_product() -> None:
+    """x W1 W2 with W1 cut by columns and W2 by rows has the gradients of the whole product."""
+    n = 3
+    w1, w2, x = numbers(1, 4, 6), numbers(2, 6, 5), numbers(3, 2, 4)
+    whole = [t.clone().requires_grad_() for t in (x, w1, w2)]
+    (whole[0] @ whole[1] @ whole[2]).square().sum().backward()
+
+    def cut(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        axis = door.axis()
+        leaves = [x.clone(), w1.chunk(n, 1)[rank].clone(), w2.chunk(n, 0)[rank].clone()]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        hidden = replicate(leaves[0], axis, collectives=door) @ leaves[1]
+        all_reduce(hidden @ leaves[2], axis, collectives=door).square().sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    results = SimulatedWorld(n).run(cut)
+    for grads in results:
+        torch.testing.assert_close(grads[0], whole[0].grad, rtol=0, atol=0)
+    joined = torch.cat([g[1] for g in results], 1), torch.cat([g[2] for g in results], 0)
+    torch.testing.assert_close(joined[0], whole[1].grad, rtol=0, atol=0)
+    torch.testing.assert_close(joined[1], whole[2].grad, rtol=0, atol=0)
+
+
+def test_second_derivatives_flow_through_the_collectives() -> None:
+    def twice(rank: int, door: SimulatedCollectives) -> float:
+        x = numbers(rank, 2).requires_grad_()
+        out = all_gather(x, door.axis(), collectives=door)
+        (first,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        torch.testing.assert_close(first, 2 * 3 * x**2)
+        torch.testing.assert_close(second, 2 * 6 * x)
+        return second.sum().item()
+
+    SimulatedWorld(2).run(twice)
+
+
+def test_axis_of_reads_groups_and_ranks_from_a_mesh() -> None:
+    def axes(rank: int, door: SimulatedCollectives) -> tuple[Any, ...]:
+        mesh = door.mesh((2, 3), ("outer", "inner"))
+        outer, inner = Axis.of(mesh, "outer"), Axis.of(mesh, 1)
+        assert Axis.of(mesh["inner"]).ranks == inner.ranks
+        return outer.ranks, outer.index, inner.ranks, inner.index, inner.name
+
+    results = SimulatedWorld(6).run(axes)
+    assert results[4] == ((1, 4), 1, (3, 4, 5), 1, "inner")
+
+
+def test_axis_of_refuses_unknown_axes() -> None:
+    def ask(rank: int, door: SimulatedCollectives) -> None:
+        mesh = door.mesh((1,), ("a",))
+        with pytest.raises(ValueError, match=r"no axis 'b' in a mesh with axes \['a'\]"):
+            Axis.of(mesh, "b")
+        with pytest.raises(ValueError, match="no axis 1"):
+            Axis.of(mesh, 1)
+
+    SimulatedWorld(1).run(ask)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, a, d: all_gather(x, a, sizes=[1, 2], collectives=d), "sizes"),
+        (lambda x, a, d: reduce_scatter(x, a, collectives=d), "equal parts"),
+        (lambda x, a, d: reduce_scatter(x, a, sizes=[1, 1], collectives=d), "sum to"),
+        (lambda x, a, d: all_to_all(x, a, [1, 2], collectives=d), "both"),
+        (lambda x, a, d: all_to_all(x, a, collectives=d), "equal blocks"),
+    ],
+)
+def test_bad_sizes_raise_before_communication(call: Map, message: str) -> None:
+    def attempt(rank: int, door: SimulatedCollectives) -> None:
+        recording = RecordingCollectives(door)
+        with pytest.raises(ValueError, match=message):
+            call(torch.zeros(3, 2), door.axis(), recording)
+        assert recording.by_axis == {}
+
+    SimulatedWorld(2).run(attempt)
+
+
+def test_a_rank_that_ends_early_fails_its_peers_instead_of_hanging() -> None:
+    def leave(rank: int, door: SimulatedCollectives) -> None:
+        if rank:
+            door.all_reduce(door.axis(), [torch.ones(1)]).wait()
+
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] ended without taking part in all_reduce"):
+        SimulatedWorld(3).run(leave)
+
+
+def test_different_calls_fail_instead_of_mixing() -> None:
+    def disagree(rank: int, door: SimulatedCollectives) -> None:
+        program = gather if rank else scatter
+        program(door, door.axis("cp"))
+
+    with pytest.raises(RuntimeError, match=r"over cp, rank .* where another rank calls"):
+        SimulatedWorld(2).run(disagree)
+
+
+def test_a_ranks_own_error_is_shown_before_its_peers() -> None:
+    def fail(rank: int, door: SimulatedCollectives) -> None:
+        if rank == 2:
+            raise KeyError("mine")
+        gather(door, door.axis())
+
+    with pytest.raises(KeyError, match="mine"):
+        SimulatedWorld(3).run(fail)
