@@ -1,0 +1,157 @@
+# /// script
+# dependencies = ["nox[uv]>=2025.10.14"]
+# ///
+"""All checks and jobs of the repository; plain ``nox`` runs what a change must pass.
+
+One package at a time: ``nox -s "tests(hp-mesh)"``. The block above lets nox fetch uv for itself;
+``nox --script-mode none`` goes without it, with virtualenv.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+nox.options.sessions = ["lint", "types", "tests", "build", "wheel", "vendor", "integration"]
+
+# uv does not read pip's settings: hand it the local wheels that pip was told about.
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+
+ROOT = Path(__file__).parent
+PROJECTS: dict[str, dict[str, Any]] = {
+    path.parent.name: nox.project.load_toml(path)["project"]
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+PACKAGES = sorted(PROJECTS, key=lambda name: len(PROJECTS[name]["dependencies"]))
+TEST_TOOLS = ("-etools/rank_pool", "pytest", "pytest-timeout", "hypothesis", "numpy")
+TRAINER = ("-r", "tools/train/requirements.txt")
+DIST = ROOT / "dist"
+
+each_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
+
+
+def siblings(package: str) -> list[str]:
+    """Return the packages of this repository that ``package`` declares, far ones included."""
+    declared = [re.match(r"[\w-]+", line) for line in PROJECTS[package]["dependencies"]]
+    near = [found[0] for found in declared if found and found[0] in PROJECTS]
+    return list(dict.fromkeys(near + [far for name in near for far in siblings(name)]))
+
+
+def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) -> None:
+    """Install packages and their siblings from this tree, editable, and ``extras``."""
+    names = dict.fromkeys(name for p in packages for name in (p, *siblings(p)))
+    session.install("-c", "constraints.txt", *(f"-epackages/{n}" for n in names), *extras)
+
+
+def import_name(package: str) -> str:
+    """Return the name under which ``package`` is imported."""
+    return package.replace("-", "_")
+
+
+@nox.session
+@each_package
+def tests(session: nox.Session, package: str) -> None:
+    """Run one package's tests: properties, simulated worlds, gloo ranks."""
+    install(session, package, extras=TEST_TOOLS)
+    session.run("pytest", f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", [*PACKAGES, "tools"], ids=[*PACKAGES, "tools"])
+def types(session: nox.Session, package: str) -> None:
+    """Check one package and its tests, or the tools, with mypy --strict."""
+    if package == "tools":
+        install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "mypy", "nox"))
+        session.run("mypy", "noxfile.py", *map(str, ROOT.glob("tools/*.py")))
+        session.run("mypy", "-p", "rank_pool")
+        session.run("mypy", "tools/train")
+        session.run("mypy", "tests-integration", env={"MYPYPATH": "tools"})
+        return
+    install(session, package, extras=(*TEST_TOOLS, "mypy"))
+    session.run("mypy", "-p", import_name(package))
+    session.run("mypy", f"packages/{package}/tests")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, format and who may import whom."""
+    session.install("ruff", "import-linter")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    sources = os.pathsep.join(str(path) for path in ROOT.glob("packages/*/src"))
+    session.run("lint-imports", env={"PYTHONPATH": sources})
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every package's sdist and wheel with hatch into dist/."""
+    session.install("hatch")
+    shutil.rmtree(DIST, ignore_errors=True)
+    # hatch makes environments of its own: beside this one, and not inside the one nox names to uv.
+    env = {"HATCH_DATA_DIR": str(Path(session.create_tmp()).resolve()), "UV_PYTHON": None}
+    for package in PACKAGES:
+        with session.chdir(ROOT / "packages" / package):
+            session.run("hatch", "version", env=env)
+            session.run("hatch", "build", str(DIST), env=env)
+
+
+@nox.session(requires=["build"], reuse_venv=False)
+@each_package
+def wheel(session: nox.Session, package: str) -> None:
+    """Install one wheel with what it declares and nothing else; run its README's examples."""
+    (built,) = DIST.glob(f"{import_name(package)}-*.whl")
+    (sdist,) = DIST.glob(f"{import_name(package)}-*.tar.gz")
+    session.install("-c", "constraints.txt", "--find-links", str(DIST), str(built))
+    check = ("tools/check_wheel.py", import_name(package), str(sdist))
+    session.run("python", "-P", *check)
+    session.run("python", "-P", "tools/examples.py", f"packages/{package}/README.md")
+
+
+@nox.session
+@each_package
+def vendor(session: nox.Session, package: str) -> None:
+    """Copy one package into a foreign one and run its own tests there."""
+    session.install("-c", "constraints.txt", "torch", *TEST_TOOLS)
+    root = Path(session.create_tmp()).resolve()
+    shutil.rmtree(root, ignore_errors=True)
+    target, tests = root / "host" / "_vendor", root / "host_tests"
+    where = ["--into", str(target), "--namespace", "host._vendor", "--tests", str(tests)]
+    session.run("python", "tools/vendor.py", package, *where)
+    nothing_installed = (
+        "import sys, importlib.util as u; found = [n for n in sys.argv[1:] if u.find_spec(n)]; "
+        "assert not found, f'installed beside the vendored copy: {found}'"
+    )
+    session.run("python", "-P", "-c", nothing_installed, *map(import_name, PACKAGES))
+    settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root))
+    session.run("pytest", *settings, str(tests), env={"PYTHONPATH": str(root)})
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Run packages together on several processes, the trainer among them."""
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER))
+    session.run("python", "tools/examples.py", "README.md")
+    session.run("pytest", "tests-integration", *session.posargs)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train the reference model; degrees and other options go after ``--``."""
+    install(session, *PACKAGES, extras=TRAINER)
+    session.run("python", "tools/train", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, one at a time; packages or files, and ``--quick``, go after ``--``."""
+    install(session, *PACKAGES, extras=("numpy",))
+    for peers in sorted(ROOT.glob("packages/*/benchmarks/requirements.txt")):
+        session.install("--no-deps", "-r", str(peers))
+    session.run("python", "tools/bench.py", *session.posargs)
