@@ -1,0 +1,21 @@
+"""What can be wrong with a call; every error is raised before any communication."""
+
+
+class ContextParallelError(ValueError):
+    """A configuration, input or backend that context parallelism cannot serve."""
+
+
+class DegreeError(ContextParallelError):
+    """A Ulysses degree or a mesh that the ranks or the heads do not allow."""
+
+
+class LayoutError(ContextParallelError):
+    """A layout, mask or schedule that makes no plan."""
+
+
+class InputError(ContextParallelError):
+    """Tensors or arguments of a call that do not fit together or do not fit the plan."""
+
+
+class BackendError(ContextParallelError):
+    """A backend that does not exist or cannot compute what is asked."""

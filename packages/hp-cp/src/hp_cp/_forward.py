@@ -1,0 +1,166 @@
+"""What a context parallel module runs in place of its forward."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import AxisMesh, Collectives
+
+from ._attention import context_parallel_attention
+from ._call import Call, Key
+from ._errors import InputError
+from ._heads import heads_to_rows, rows_to_heads
+from ._inputs import from_batch_first, one_axis, plan_inputs, to_batch_first
+from ._layouts import Contiguous, Layout
+from ._masks import MaskSpec
+from ._plan import Schedule
+from .backends._interface import AttentionBackend
+
+_HONOURED = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a `ContextParallel` style was made with; see there."""
+
+    seq_dim: int
+    head_dim: int
+    qkv_indices: tuple[int, int, int]
+    qkv_kwarg_names: tuple[str, ...]
+    schedule: Schedule
+    layout: Layout
+    mask: MaskSpec | None
+    backend: str | AttentionBackend
+    collectives: Collectives
+
+
+class ContextParallelForward:
+    """A module's forward over the ranks of a mesh; keeps nothing between calls."""
+
+    def __init__(
+        self, inner: Callable[..., Any], mesh: AxisMesh, ulysses_degree: int, settings: Settings
+    ) -> None:
+        functools.update_wrapper(self, inner)
+        self._inner = inner
+        self._parameters = tuple(inspect.signature(inner).parameters.values())
+        self._mesh = mesh
+        self._ulysses_degree = ulysses_degree
+        self._settings = settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns, with this rank's rows of the attention."""
+        settings = self._settings
+        call = Call.of(self._parameters, args, kwargs)
+        names = settings.qkv_kwarg_names or (None, None, None)
+        keys = [call.key(i, name) for i, name in zip(settings.qkv_indices, names, strict=True)]
+        q, k, v = (call.values[key] for key in keys)
+        seq_len = q.shape[settings.seq_dim] if self._is_cut(q) else None
+        q, k, v = (self._local(x) for x in (q, k, v))
+        _check_options(call)
+        whole_in_order = self._ulysses_degree > 1 and isinstance(settings.layout, Contiguous)
+        if whole_in_order and settings.mask is None:
+            return self._exchange_around_inner(call, keys, q, k, v, seq_len)
+        return self._replace_inner(call, keys, q, k, v, seq_len)
+
+    def _replace_inner(
+        self, call: Call, keys: list[Key], q: Tensor, k: Tensor, v: Tensor, seq_len: int | None
+    ) -> Tensor:
+        settings = self._settings
+        if others := call.names_beside(keys, _HONOURED):
+            raise InputError(
+                f"arguments {others} have no meaning for the attention that replaces this module's "
+                f"forward; leave them out, or use ulysses_degree=None with Contiguous and no mask, "
+                f"which run the forward itself"
+            )
+        mask = settings.mask or MaskSpec(causal=bool(call.option("is_causal")))
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            self._mesh,
+            mask=mask,
+            layout=settings.layout,
+            ulysses_degree=self._ulysses_degree,
+            schedule=settings.schedule,
+            backend=settings.backend,
+            scale=call.option("scale"),
+            seq_dim=settings.seq_dim,
+            head_dim=settings.head_dim,
+            seq_len=seq_len,
+            collectives=settings.collectives,
+        )
+
+    def _exchange_around_inner(
+        self, call: Call, keys: list[Key], q: Tensor, k: Tensor, v: Tensor, seq_len: int | None
+    ) -> Any:
+        settings = self._settings
+        axis = one_axis(self._mesh)
+        dims = (settings.seq_dim, settings.head_dim)
+        plan = plan_inputs(
+            q,
+            k,
+            v,
+            axis,
+            mask=MaskSpec(causal=bool(call.option("is_causal"))),
+            layout=settings.layout,
+            ulysses_degree=self._ulysses_degree,
+            schedule=settings.schedule,
+            seq_dim=settings.seq_dim,
+            head_dim=settings.head_dim,
+            seq_len=seq_len,
+        )
+        rows = [to_batch_first(x, *dims) for x in (q, k, v)]
+        heads = rows_to_heads(rows, axis, plan.chunks, settings.collectives)
+        whole = [from_batch_first(x, *dims) for x in heads]
+        args, kwargs = call.rebuild(dict(zip(keys, whole, strict=True)))
+        result = self._inner(*args, **kwargs)
+
+        def back(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape != whole[0].shape:
+                return value
+            x = to_batch_first(value, *dims)
+            return from_batch_first(
+                heads_to_rows(x, axis, plan.chunks, settings.collectives), *dims
+            )
+
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*map(back, result))
+        if isinstance(result, (tuple, list)):
+            return type(result)(map(back, result))
+        return back(result)
+
+    def _is_cut(self, x: Tensor) -> bool:
+        """Return whether ``x`` is a DTensor whose sequence lies over this mesh."""
+        if not isinstance(x, DTensor) or x.device_mesh != self._mesh:
+            return False
+        (placement,) = x.placements
+        if not placement.is_shard(self._settings.seq_dim) or not isinstance(
+            self._settings.layout, Contiguous
+        ):
+            raise InputError(
+                f"a DTensor over the context parallel mesh is sharded on dim "
+                f"{self._settings.seq_dim} and lies Contiguous, got {placement} with "
+                f"{self._settings.layout!r}; redistribute it, or pass local rows"
+            )
+        return True
+
+    def _local(self, x: Tensor) -> Tensor:
+        self._is_cut(x)
+        return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _check_options(call: Call) -> None:
+    if call.option("attn_mask") is not None:
+        raise InputError(
+            "attn_mask is a dense mask, which no rank holds whole; use is_causal or a MaskSpec"
+        )
+    if call.option("dropout_p"):
+        raise InputError(
+            f"dropout_p={call.option('dropout_p')} is not supported under context parallelism; "
+            f"use dropout_p=0.0"
+        )

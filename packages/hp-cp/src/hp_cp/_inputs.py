@@ -1,0 +1,97 @@
+"""Check the tensors of a call and make its plan; nothing here communicates."""
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import Axis, AxisMesh
+
+from ._errors import DegreeError, InputError
+from ._layouts import Layout
+from ._masks import MaskSpec
+from ._plan import AttentionPlan, Schedule, plan_attention
+
+
+def one_axis(mesh: AxisMesh) -> Axis:
+    """Return the context parallel axis, the only one of ``mesh``."""
+    if mesh.ndim != 1:
+        raise DegreeError(
+            f"context parallelism runs over a mesh of one axis, got axes "
+            f"{list(mesh.mesh_dim_names or range(mesh.ndim))}; pass one axis, as mesh['cp']"
+        )
+    return Axis.of(mesh, 0)
+
+
+def plan_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    *,
+    mask: MaskSpec,
+    layout: Layout | None,
+    ulysses_degree: int,
+    schedule: Schedule,
+    seq_dim: int,
+    head_dim: int,
+    seq_len: int | None,
+) -> AttentionPlan:
+    """Return the plan for these local tensors, or raise for what does not fit."""
+    if q.ndim != 4 or seq_dim == head_dim or not {seq_dim, head_dim} <= {0, 1, 2}:
+        raise InputError(
+            f"attention takes 4-D tensors whose last dim is the head size, got {tuple(q.shape)} "
+            f"with seq_dim={seq_dim}, head_dim={head_dim}; use two different dims of 0, 1, 2"
+        )
+    if k.shape != v.shape or _without(q, head_dim) != _without(k, head_dim):
+        raise InputError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree in all dims "
+            f"but the heads of q, dim {head_dim}; cross attention and unequal head sizes are not "
+            f"supported"
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise InputError(
+            f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on "
+            f"{q.device}, {k.device}, {v.device}"
+        )
+    rows = q.shape[seq_dim]
+    plan = plan_attention(
+        mask,
+        layout,
+        axis.size,
+        rows * axis.size if seq_len is None else seq_len,
+        schedule=schedule,
+        ulysses_degree=ulysses_degree,
+        batch=q.shape[3 - seq_dim - head_dim],
+        q_heads=q.shape[head_dim],
+        kv_heads=k.shape[head_dim],
+        head_size=q.shape[3],
+        itemsize=q.element_size(),
+    )
+    if rows != plan.lengths[axis.index]:
+        raise InputError(
+            f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
+            f"S={plan.seq_len}) gives rank {axis.index} {plan.lengths[axis.index]}; shard with "
+            f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
+        )
+    return plan
+
+
+def to_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Return a view ``[batch, heads, rows, size]`` with a dense last dim."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.permute(3 - seq_dim - head_dim, head_dim, seq_dim, 3)
+
+
+def from_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Undo `to_batch_first`."""
+    order = [3 - seq_dim - head_dim, head_dim, seq_dim, 3]
+    return x.permute([order.index(dim) for dim in range(4)])
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return ``x`` in autocast's dtype where autocast is on for its device, as SDPA casts it."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def _without(x: Tensor, dim: int) -> list[int]:
+    return [size for i, size in enumerate(x.shape) if i != dim]

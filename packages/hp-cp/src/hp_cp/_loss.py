@@ -1,0 +1,40 @@
+"""Next-token labels and a loss that does not depend on how tokens lie over ranks."""
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
+
+IGNORED = -100  # what torch.nn.functional.cross_entropy leaves out by default
+
+
+def shift_labels(labels: Tensor, *, seq_dim: int = -1, ignored: int = IGNORED) -> Tensor:
+    """Return a copy that holds at each position the label of the next, ``ignored`` at the end.
+
+    For whole sequences, before `shard_sequence`: a rank's last label belongs to another rank.
+    """
+    shifted = labels.roll(-1, seq_dim)
+    if labels.shape[seq_dim]:
+        shifted.select(seq_dim, -1).fill_(ignored)
+    return shifted
+
+
+def cp_loss(
+    loss_sum: Tensor,
+    n_tokens: int | Tensor,
+    loss_mesh: AxisMesh,
+    *,
+    collectives: Collectives | None = None,
+) -> Tensor:
+    """Return this rank's share of the mean loss: its sum over the number of tokens of all ranks.
+
+    ``loss_sum`` sums the loss over this rank's ``n_tokens`` counted tokens. Shares of all ranks of
+    ``loss_mesh`` sum to the mean, so gradients are to be summed, not averaged, over it. One
+    all-reduce of the count per axis, outside autograd. Without any token the share is
+    ``loss_sum``, which is then zero.
+    """
+    door: Collectives = TorchCollectives() if collectives is None else collectives
+    count = torch.as_tensor(n_tokens, device=loss_sum.device, dtype=torch.int64).detach().clone()
+    for position in range(loss_mesh.ndim):
+        door.all_reduce(Axis.of(loss_mesh, position), [count]).wait()
+    return loss_sum / count.clamp_(min=1)

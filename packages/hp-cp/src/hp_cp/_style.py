@@ -1,0 +1,88 @@
+"""The parallel style: a core-attention module whose attention spans the ranks of a mesh."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hp_dtensor import AxisMesh, Collectives, TorchCollectives
+
+from ._errors import DegreeError, InputError
+from ._forward import ContextParallelForward, Settings
+from ._inputs import one_axis
+from ._layouts import Contiguous, Layout
+from ._masks import MaskSpec
+from ._plan import Schedule, check_degree
+from .backends._interface import AttentionBackend
+
+
+class ContextParallel(ParallelStyle):
+    """Make ``forward(q, k, v, ...)`` of a core-attention module attend over all ranks' rows.
+
+    The module is called with this rank's rows of q, k and v and returns this rank's rows. Its
+    forward has the arguments of ``scaled_dot_product_attention``; q, k and v are at positions
+    ``qkv_indices``, or keywords named ``qkv_kwarg_names`` (by default what the forward calls its
+    parameters there). DTensors are taken as their local shards; outputs are plain tensors.
+    ``seq_dim`` and ``head_dim`` are 1 and 2 for ``[batch, rows, heads, size]``.
+
+    ``ulysses_degree``: None or the axis size exchanges sequence for heads, 1 gathers keys and
+    values. ``layout=None`` means `Contiguous`; local lengths are equal, or those of the DTensors.
+    ``mask=None`` takes the call's ``is_causal``. The module's own forward runs only where Ulysses,
+    `Contiguous` and ``mask=None`` meet: it then gets the whole sequence of its heads and every
+    other argument untouched, and outputs that are shaped like its q, alone or in a tuple or list,
+    are exchanged back. Elsewhere `context_parallel_attention`, with the call's ``scale``, replaces
+    it.
+
+    Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
+    cannot honour, and queries and keys of different lengths; before any communication.
+    """
+
+    def __init__(
+        self,
+        seq_dim: int = 1,
+        head_dim: int = 2,
+        ulysses_degree: int | None = None,
+        qkv_indices: tuple[int, int, int] = (0, 1, 2),
+        qkv_kwarg_names: tuple[str, ...] = (),
+        *,
+        schedule: Schedule = "gather",
+        layout: Layout | None = None,
+        mask: MaskSpec | None = None,
+        backend: str | AttentionBackend = "auto",
+        collectives: Collectives | None = None,
+    ) -> None:
+        if len(qkv_kwarg_names) not in (0, 3):
+            raise InputError(
+                f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names}; give three, "
+                f"or none to use those of the module's forward"
+            )
+        self.ulysses_degree = ulysses_degree
+        self.settings = Settings(
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            qkv_indices=qkv_indices,
+            qkv_kwarg_names=qkv_kwarg_names,
+            schedule=schedule,
+            layout=Contiguous() if layout is None else layout,
+            mask=mask,
+            backend=backend,
+            collectives=TorchCollectives() if collectives is None else collectives,
+        )
+
+    def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
+        """Replace ``module.forward`` and return ``module``; on one rank, leave it as it is.
+
+        Raises `DegreeError` for a mesh of several axes, a degree that its size does not allow, or a
+        module that is context parallel already.
+        """
+        axis = one_axis(mesh)
+        degree = axis.size if self.ulysses_degree is None else self.ulysses_degree
+        check_degree(degree, axis.size)
+        if isinstance(module.forward, ContextParallelForward):
+            raise DegreeError("this module is context parallel already; apply the style once")
+        if axis.size > 1:
+            forward = ContextParallelForward(module.forward, mesh, degree, self.settings)
+            module.forward = forward
+        return module
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.apply(module, device_mesh)

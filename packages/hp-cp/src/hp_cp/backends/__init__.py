@@ -1,0 +1,1 @@
+"""Kernels that compute one block and its log-sum-exp."""

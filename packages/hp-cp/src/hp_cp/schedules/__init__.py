@@ -1,0 +1,1 @@
+"""Ways to bring keys and values to the queries of a plan."""

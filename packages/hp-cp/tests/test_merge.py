@@ -1,0 +1,67 @@
+"""Merging parts of the keys is attention over all of them."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hp_cp._merge import merge
+
+from .strategies import MASKS, dense_attention, inputs
+
+FULL = MASKS[1]
+
+
+def part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    out, lse = (x.clone() for x in parts[0])
+    for other in parts[1:]:
+        merge(out, lse, *other)
+    return out, lse
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 99))
+def test_merging_parts_of_the_keys_in_any_order_is_attention_over_all(
+    sizes: list[int], seed: int
+) -> None:
+    q, k, v, _ = inputs(2, 2, sum(sizes), seed=seed)
+    pieces = list(zip(k.split(sizes, 2), v.split(sizes, 2), strict=True))
+    parts = [part(q, *piece) for piece in pieces]
+    expected = dense_attention(q, k, v, FULL)
+    for order in permutations(parts):
+        out, lse = merged(list(order))
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(lse, part(q, k, v)[1], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_without_keys_leave_the_other_side_bitwise(first: bool) -> None:
+    q, k, v, _ = inputs(2, 2, 5)
+    some = part(q, k, v)
+    none = (torch.zeros_like(some[0]), torch.full_like(some[1], -torch.inf))
+    out, lse = merged([none, some] if first else [some, none])
+    assert torch.equal(out, some[0])
+    assert torch.equal(lse, some[1])
+
+
+def test_two_sides_without_keys_stay_without() -> None:
+    out, lse = torch.zeros(1, 1, 3, 4), torch.full((1, 1, 3), -torch.inf)
+    merge(out, lse, out.clone(), lse.clone())
+    assert torch.equal(out, torch.zeros(1, 1, 3, 4))
+    assert torch.equal(lse, torch.full((1, 1, 3), -torch.inf))
+
+
+def test_a_nan_is_not_hidden() -> None:
+    q, k, v, _ = inputs(1, 1, 4)
+    out, lse = part(q, k, v)
+    merge(out, lse, torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan))
+    assert out.isnan().all()
+    assert lse.isnan().all()

@@ -1,0 +1,102 @@
+"""Sharding the sequence and putting it together again."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import cached
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_cp import (
+    Contiguous,
+    DegreeError,
+    InputError,
+    Layout,
+    Zigzag,
+    position_ids,
+    shard_sequence,
+    unshard_sequence,
+)
+from hp_dtensor import SimulatedCollectives, SimulatedWorld
+
+from .strategies import LAYOUTS, layouts
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 5), st.integers(0, 25), layouts, st.sampled_from([0, 1, -1, -2]))
+def test_unshard_inverts_shard(n: int, seq_len: int, layout: Layout, dim: int) -> None:
+    shape = [2, 3]
+    shape.insert(dim % 3, seq_len)
+    x = torch.arange(6 * seq_len, dtype=torch.float64).view(shape)
+
+    def rank(_: int, door: SimulatedCollectives) -> tuple[int, Tensor]:
+        mesh = door.mesh((n,), ("cp",))
+        mine = shard_sequence(x, mesh, layout, dim)
+        whole = unshard_sequence(mine, mesh, layout, dim, seq_len=seq_len, collectives=door)
+        return mine.shape[dim], whole
+
+    results = SimulatedWorld(n).run(rank)
+    assert [r[0] for r in results] == [len(held) for held in layout.indices(n, seq_len)]
+    assert all(torch.equal(r[1], x) for r in results)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 4), st.integers(1, 12), layouts)
+def test_the_gradient_of_unshard_sums_the_ranks_gradients(
+    n: int, seq_len: int, layout: Layout
+) -> None:
+    def rank(rank: int, door: SimulatedCollectives) -> Tensor:
+        mesh = door.mesh((n,), ("cp",))
+        rows = position_ids(mesh, layout, seq_len).double().requires_grad_()
+        whole = unshard_sequence(rows, mesh, layout, 0, seq_len=seq_len, collectives=door)
+        (whole * torch.arange(seq_len) * (rank + 1)).sum().backward()
+        assert rows.grad is not None
+        return rows.grad
+
+    grads = SimulatedWorld(n).run(rank)
+    for held, grad in zip(layout.indices(n, seq_len), grads, strict=True):
+        assert grad.tolist() == [i * n * (n + 1) / 2 for i in held]
+
+
+def cut_and_join(rank: int, layout: Layout, seq_len: int) -> tuple[Any, Any]:
+    mesh = cached("cp", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    x = torch.arange(2 * seq_len).view(2, seq_len)
+    tree = {"x": x, "more": [x + 1, (None, "text")]}
+    mine = shard_sequence(tree, mesh, layout, 1)
+    return mine, unshard_sequence(mine, mesh, layout, 1, seq_len=seq_len)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("seq_len", [8, 7])
+def test_trees_go_there_and_back_on_gloo(ranks: Any, layout: Layout, seq_len: int) -> None:
+    x = torch.arange(2 * seq_len).view(2, seq_len)
+    for rank, (mine, whole) in enumerate(ranks(2).run(cut_and_join, layout, seq_len)):
+        held = list(layout.indices(2, seq_len)[rank])
+        assert torch.equal(mine["x"], x[:, held])
+        assert torch.equal(mine["more"][0], x[:, held] + 1)
+        assert mine["more"][1] == (None, "text")
+        assert torch.equal(whole["x"], x)
+        assert torch.equal(whole["more"][0], x + 1)
+        assert whole["more"][1] == (None, "text")
+
+
+def test_a_tensor_without_the_dim_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    with pytest.raises(InputError, match=r"shape \(4,\) has no dim 1"):
+        shard_sequence(torch.zeros(4), mesh, Contiguous(), 1)
+
+
+def test_a_length_that_the_layout_does_not_give_is_refused() -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    with pytest.raises(InputError, match=r"Zigzag\(n=2, S=9\) gives rank 0, 5"):
+        unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0, seq_len=9, collectives=door)
+
+
+def test_a_mesh_of_two_axes_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((2, 2), ("dp", "cp"))
+    with pytest.raises(DegreeError, match=r"one axis, got axes \['dp', 'cp'\]"):
+        position_ids(mesh, Contiguous(), 8)

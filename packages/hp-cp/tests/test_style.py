@@ -1,0 +1,353 @@
+"""The style makes a core-attention module attend over all ranks' rows."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_pool import cached
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hp_cp import (
+    ContextParallel,
+    ContextParallelError,
+    Contiguous,
+    DegreeError,
+    InputError,
+    Layout,
+    MaskSpec,
+    Zigzag,
+)
+from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+
+from .strategies import LAYOUTS, inputs, leaves, with_gradients
+
+
+class Core(nn.Module):
+    """SDPA's signature on ``[batch, rows, heads, size]``; remembers the shapes it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Size] = []
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend over the rows that were given."""
+        self.seen.append(q.shape)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+
+class Model(nn.Module):
+    """A module around the core, which `parallelize_module` reaches by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend causally."""
+        out: Tensor = self.core(q, k, v, is_causal=True, scale=0.3)
+        return out
+
+
+def cp_mesh(n: int) -> DeviceMesh:
+    return cached("cp", lambda: init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)))
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+def parallelized(
+    rank: int, n: int, degree: int | None, layout: Layout | None, tensors: tuple[Tensor, ...]
+) -> tuple[list[Tensor], int, list[str]]:
+    style = ContextParallel(ulysses_degree=degree, layout=layout)
+    model = Model()
+    assert parallelize_module(model, cp_mesh(n), {"core": style}) is model
+    mine = list((layout or Contiguous()).indices(n, tensors[0].shape[1])[rank])
+    q, k, v, grad = (x[:, mine] for x in tensors)
+    local = leaves(q, k, v)
+    before = sorted(vars(model.core))
+    results = with_gradients(model(*local), local, grad)
+    changed = sorted(set(vars(model.core)) - set(before))
+    return results, len(model.core.seen), changed
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS], ids=repr)
+@pytest.mark.parametrize("degree", [None, 1])
+@pytest.mark.parametrize("n", [2, 4])
+def test_parallelize_module_gives_the_single_process_result(
+    ranks: Any, n: int, degree: int | None, layout: Layout | None
+) -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(8, 4, 16))
+    answers = ranks(n).run(parallelized, n, degree, layout, tensors)
+    whole = leaves(*tensors[:3])
+    expected = with_gradients(Model()(*whole), whole, tensors[3])
+    own_forward_runs = degree is None and layout in (None, Contiguous())
+    for i, (results, calls, changed) in enumerate(answers):
+        mine = list((layout or Contiguous()).indices(n, 16)[i])
+        for result, reference in zip(results, expected, strict=True):
+            if degree is None:
+                assert torch.equal(result, reference[:, mine])
+            torch.testing.assert_close(result, reference[:, mine], rtol=0, atol=1e-13)
+        assert calls == int(own_forward_runs)
+        assert changed == []
+
+
+def simulated(n: int, style_of: Any, call: Any, module_of: Any = Core) -> list[Any]:
+    """Apply a style to a module of each simulated rank, and return what ``call`` makes of it."""
+
+    def rank(rank: int, door: SimulatedCollectives) -> Any:
+        module = module_of()
+        style_of(door).apply(module, door.mesh((n,), ("cp",)))
+        return call(rank, module)
+
+    return SimulatedWorld(n).run(rank)
+
+
+TENSORS = tuple(rows(x).contiguous() for x in inputs(4, 2, 12))
+
+
+def expected(causal: bool) -> Tensor:
+    q, k, v, _ = TENSORS
+    out: Tensor = Core()(q, k, v, is_causal=causal)
+    return out
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_call_decides_the_mask_where_the_style_has_none(
+    degree: int | None, causal: bool
+) -> None:
+    outs = simulated(
+        2,
+        lambda door: ContextParallel(ulysses_degree=degree, collectives=door),
+        lambda r, m: m(*(x.chunk(2, 1)[r] for x in TENSORS[:3]), is_causal=causal),
+    )
+    torch.testing.assert_close(torch.cat(outs, 1), expected(causal), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+def test_the_styles_mask_goes_before_the_calls(degree: int | None) -> None:
+    outs = simulated(
+        2,
+        lambda door: ContextParallel(
+            ulysses_degree=degree, mask=MaskSpec(causal=True), collectives=door
+        ),
+        lambda r, m: m(*(x.chunk(2, 1)[r] for x in TENSORS[:3]), is_causal=False),
+    )
+    torch.testing.assert_close(torch.cat(outs, 1), expected(True), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+def test_keywords_by_the_forwards_own_names_and_by_given_names(degree: int | None) -> None:
+    class Named(nn.Module):
+        def forward(self, layer: int = 3, **tensors: Tensor) -> Tensor:
+            assert layer == 3
+            q, k, v = (tensors[name] for name in ("query", "key", "value"))
+            out: Tensor = Core()(q, k, v, is_causal=True)
+            return out
+
+    def by_own(rank: int, module: nn.Module) -> Any:
+        q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
+        return module(q, v=v, k=k, is_causal=True)
+
+    def by_given(rank: int, module: nn.Module) -> Any:
+        q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
+        return module(value=v, query=q, key=k)
+
+    own = simulated(2, lambda d: ContextParallel(ulysses_degree=degree, collectives=d), by_own)
+    given = simulated(
+        2,
+        lambda d: ContextParallel(
+            ulysses_degree=degree,
+            qkv_indices=(5, 6, 7),
+            qkv_kwarg_names=("query", "key", "value"),
+            mask=None if degree is None else MaskSpec(causal=True),
+            collectives=d,
+        ),
+        by_given,
+        Named,
+    )
+    for outs in (own, given):
+        torch.testing.assert_close(torch.cat(outs, 1), expected(True), rtol=0, atol=1e-13)
+
+
+class Pair(NamedTuple):
+    """An output with a second field."""
+
+    out: Tensor
+    extra: Any
+
+
+@pytest.mark.parametrize("kind", [tuple, list, Pair])
+def test_ulysses_keeps_containers_and_passes_other_arguments_and_outputs(kind: Any) -> None:
+    class Several(nn.Module):
+        def forward(self, tag: str, q: Tensor, k: Tensor, v: Tensor, *, flag: bool) -> Any:
+            out = Core()(q, k, v, is_causal=True)
+            return Pair(out, (tag, flag)) if kind is Pair else kind([out, (tag, flag)])
+
+    results = simulated(
+        2,
+        lambda door: ContextParallel(qkv_indices=(1, 2, 3), collectives=door),
+        lambda r, m: m("tag", *(x.chunk(2, 1)[r] for x in TENSORS[:3]), flag=True),
+        Several,
+    )
+    assert [type(result) for result in results] == [kind] * 2
+    assert [result[1] for result in results] == [("tag", True)] * 2
+    torch.testing.assert_close(
+        torch.cat([result[0] for result in results], 1), expected(True), rtol=0, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+def test_two_forwards_in_flight_on_one_module(degree: int | None) -> None:
+    def call(rank: int, module: nn.Module) -> list[Tensor]:
+        q, k, v, grad = (x.chunk(2, 1)[rank] for x in TENSORS)
+        first, second = leaves(q, k, v), leaves(2 * q, k, v)
+        outs = [module(*first, is_causal=True), module(*second)]
+        results = with_gradients(outs[0], first, grad)
+        return [*results, *with_gradients(outs[1], second, grad)]
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(ulysses_degree=degree, collectives=door)
+
+    q, k, v, grad = TENSORS
+    first, second = leaves(q, k, v), leaves(2 * q, k, v)
+    right = with_gradients(Core()(*first, is_causal=True), first, grad)
+    right += with_gradients(Core()(*second), second, grad)
+    for parts, reference in zip(zip(*simulated(2, style, call), strict=True), right, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), reference, rtol=0, atol=1e-13)
+
+
+def distributed_inputs(
+    rank: int, degree: int | None, tensors: tuple[Tensor, ...]
+) -> list[tuple[str, Tensor]]:
+    """Pass DTensors whose lengths over the mesh are unequal."""
+    mesh = cp_mesh(2)
+    core = ContextParallel(ulysses_degree=degree).apply(Core(), mesh)
+    parts = [
+        DTensor.from_local(x.chunk(2, 1)[rank], mesh, [Shard(1)], shape=x.shape, stride=x.stride())
+        for x in tensors[:3]
+    ]
+    out = core(*parts, is_causal=True)
+    try:
+        core(*(DTensor.from_local(x, mesh, [Replicate()]) for x in tensors[:3]))
+    except ContextParallelError as error:
+        return [(type(out).__name__, out), (str(error), out)]
+    return []
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+def test_dtensors_are_taken_as_their_shards(ranks: Any, degree: int | None) -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(4, 2, 7))
+    answers = ranks(2).run(distributed_inputs, degree, tensors)
+    reference = Core()(*tensors[:3], is_causal=True)
+    assert [len(a) for a in answers] == [2, 2]
+    assert [a[0][0] for a in answers] == ["Tensor", "Tensor"]
+    assert all("is sharded on dim 1" in a[1][0] for a in answers)
+    whole = torch.cat([a[0][1] for a in answers], 1)
+    torch.testing.assert_close(whole, reference, rtol=0, atol=1e-13)
+
+
+def test_one_rank_keeps_the_plain_module() -> None:
+    core = Core()
+    mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
+    assert ContextParallel().apply(core, mesh) is core
+    assert "forward" not in vars(core)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attn_mask": torch.ones(12, 12, dtype=torch.bool)}, "attn_mask is a dense mask"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported"),
+        ({"k": torch.zeros(2, 3, 2, 8), "v": torch.zeros(2, 3, 2, 8)}, "cross attention"),
+        ({"q": None}, "no argument at position 0 or as q="),
+    ],
+)
+def test_calls_that_cannot_be_served_raise_on_every_rank(
+    degree: int | None, change: dict[str, Any], said: str
+) -> None:
+    records = []
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        records.append(RecordingCollectives(door))
+        return ContextParallel(ulysses_degree=degree, collectives=records[-1])
+
+    def call(rank: int, module: nn.Module) -> str:
+        local = [x.chunk(2, 1)[rank].float() for x in TENSORS[:3]]
+        given: dict[str, Any] = {**dict(zip("qkv", local, strict=True)), **change}
+        with pytest.raises(InputError) as info:
+            module(**{name: value for name, value in given.items() if value is not None})
+        return str(info.value)
+
+    texts = simulated(2, style, call)
+    assert len(set(texts)) == 1
+    assert said in texts[0]
+    assert [record.by_axis for record in records] == [{}, {}]
+
+
+def test_an_argument_that_only_the_replaced_forward_knows_is_refused() -> None:
+    class Windowed(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+            return q
+
+    def call(rank: int, module: nn.Module) -> str:
+        q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
+        module(q, k, v, 0)
+        with pytest.raises(InputError) as info:
+            module(q, k, v, 5)
+        return str(info.value)
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(ulysses_degree=1, collectives=door)
+
+    texts = simulated(2, style, call, Windowed)
+    assert all("arguments ['window'] have no meaning" in text for text in texts)
+
+
+@pytest.mark.parametrize("degree", [2, 3, 8])
+def test_a_degree_between_or_beyond_is_refused_when_applied(degree: int) -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((4,), ("cp",))
+    with pytest.raises(DegreeError, match=rf"ulysses_degree={degree} .* 1 \(.*\) or 4 "):
+        ContextParallel(ulysses_degree=degree).apply(Core(), mesh)
+
+
+def test_a_mesh_of_two_axes_is_refused_when_applied() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((2, 2), ("outer", "ulysses"))
+    with pytest.raises(DegreeError, match="one axis"):
+        ContextParallel().apply(Core(), mesh)
+
+
+def test_applying_twice_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    core = ContextParallel().apply(Core(), mesh)
+    with pytest.raises(DegreeError, match="already"):
+        ContextParallel(layout=Zigzag()).apply(core, mesh)
+
+
+def test_two_names_for_three_tensors_are_refused() -> None:
+    with pytest.raises(InputError, match="give three"):
+        ContextParallel(qkv_kwarg_names=("q", "k"))

@@ -1,0 +1,111 @@
+"""One small training run, whatever the degrees: what a rank returns, and what one process gives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from train.config import ModelConfig, TrainConfig
+from train.data import Samples
+from train.loop import Trainer
+from train.model import build_model
+from train.parallelize import parallelize
+
+from hp_dtensor import RecordingCollectives, Traffic
+from hp_mesh import ParallelDims
+
+MODEL = ModelConfig(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+)
+TRAIN = TrainConfig(seed=3, batch_size=8, seq_len=32, warmup_steps=1)
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Losses of all steps, the norm and the whole gradients of the first, and what moved."""
+
+    losses: list[float]
+    norm: float
+    gradients: Mapping[str, Tensor]
+    traffic: Mapping[str, Traffic]
+
+
+def samples() -> Samples:
+    """Return text of words with some structure: 11 samples, so that the second batch is partial."""
+    words = [bytes([97 + (i * i) % 26] * (1 + i % 5)) for i in range(200)]
+    return Samples(b" ".join(words)[: 11 * TRAIN.seq_len], TRAIN.seq_len, TRAIN.seed)
+
+
+def train(trainer: Trainer, recording: RecordingCollectives | None = None) -> Outcome:
+    """Make `STEPS` updates and return what happened."""
+    data = samples()
+    batch = data.batch(0, TRAIN.batch_size)
+    losses = [trainer.gradients(batch)]
+    gradients = {name: whole(p.grad) for name, p in trainer.model.named_parameters()}
+    norm = trainer.update()
+    trainer.step, trainer.samples = 1, batch.consumed
+    losses += [trainer.train_step(data).loss for _ in range(STEPS - 1)]
+    traffic = {} if recording is None else recording.by_axis
+    return Outcome(losses=losses, norm=norm, gradients=gradients, traffic=traffic)
+
+
+def whole(gradient: Tensor | None) -> Tensor:
+    """Return all of a gradient, gathered where it is distributed."""
+    if gradient is None:
+        raise ValueError("a parameter has no gradient")
+    tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return tensor.detach().clone()
+
+
+def single_process(dtype: torch.dtype) -> Outcome:
+    """Return the outcome of one process without any of the parallel parts."""
+    return train(Trainer(build_model(MODEL, TRAIN.seed, dtype), TRAIN))
+
+
+def on_rank(
+    rank: int, degrees: dict[str, int], dtype: torch.dtype, recompute: bool = False
+) -> Outcome:
+    """Return one rank's outcome; gradients only from rank 0, which has gathered them."""
+    dims = ParallelDims(**degrees)
+    mesh = dims.build_mesh("cpu")
+    recording = RecordingCollectives()
+    model = build_model(MODEL, TRAIN.seed, dtype)
+    parallelize(model, mesh, mesh.dims, collectives=recording, checkpoint_activations=recompute)
+    outcome = train(Trainer(model, TRAIN, mesh=mesh, collectives=recording), recording)
+    del model
+    mesh.close()
+    kept = outcome.gradients if rank == 0 else {}
+    return Outcome(
+        losses=outcome.losses, norm=outcome.norm, gradients=kept, traffic=outcome.traffic
+    )
+
+
+def combinations(world_size: int) -> list[dict[str, int]]:
+    """Return every valid choice of dp_replicate, dp_shard, cp, tp, ep and Ulysses or gather."""
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    found = []
+    for replicate, shard, cp, tp in product(divisors, repeat=4):
+        if prod((replicate, shard, cp, tp)) != world_size:
+            continue
+        base = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
+        for ep, ulysses in product(divisors, sorted({1, cp})):
+            if (shard * cp * tp) % ep == 0 and MODEL.num_experts % ep == 0:
+                found.append({**base, "ep": ep, "ulysses_degree": ulysses})
+    return found
+
+
+def name(degrees: Mapping[str, int]) -> str:
+    """Return the degrees that say something, for a test's name."""
+    said = [f"{k.removesuffix('_degree')}{v}" for k, v in degrees.items() if v > 1]
+    return "-".join(said)

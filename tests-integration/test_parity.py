@@ -1,0 +1,102 @@
+"""Every combination of axes trains as one process does."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from parity import MODEL, TRAIN, Outcome, combinations, name, on_rank, single_process
+from rank_pool import RankPool
+
+from hp_mesh import ParallelDims
+
+Ranks = Callable[[int], RankPool]
+
+
+@cache
+def reference(dtype: torch.dtype) -> Outcome:
+    return single_process(dtype)
+
+
+def assert_same(outcomes: list[Outcome], expected: Outcome, relative: float) -> None:
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(expected.losses, rel=relative, abs=0)
+        assert outcome.norm == pytest.approx(expected.norm, rel=relative, abs=0)
+    gradients = outcomes[0].gradients
+    assert gradients.keys() == expected.gradients.keys()
+    errors = {
+        key: ((gradients[key] - want).abs().max() / want.abs().max()).item()
+        for key, want in expected.gradients.items()
+    }
+    assert all(want.abs().max() > 0 for want in expected.gradients.values())
+    worst = max(errors, key=lambda key: errors[key])
+    assert errors[worst] <= relative, f"{worst}: {errors[worst]:.1e} relative"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_matrix_holds_every_valid_combination(world_size: int) -> None:
+    listed = {tuple(degrees.items()) for degrees in combinations(world_size)}
+    every = range(1, world_size + 1)
+    for replicate in every:
+        for shard in every:
+            for cp in every:
+                for tp in every:
+                    for ep in every:
+                        degrees = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp}
+                        degrees |= {"tp": tp, "ep": ep, "ulysses_degree": 1}
+                        try:
+                            dims = ParallelDims(**degrees, world_size=world_size)
+                            dims.validate(MODEL, TRAIN.seq_len, TRAIN.batch_size)
+                        except ValueError:
+                            assert tuple(degrees.items()) not in listed
+                        else:
+                            assert tuple(degrees.items()) in listed
+
+
+@pytest.mark.parametrize("degrees", combinations(2), ids=name)
+def test_two_ranks_train_as_one_process(ranks: Ranks, degrees: dict[str, int]) -> None:
+    outcomes = ranks(2).run(on_rank, degrees, torch.float64)
+    assert_same(outcomes, reference(torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("degrees", combinations(4), ids=name)
+def test_four_ranks_train_as_one_process(ranks: Ranks, degrees: dict[str, int]) -> None:
+    outcomes = ranks(4).run(on_rank, degrees, torch.float64)
+    assert_same(outcomes, reference(torch.float64), 1e-12)
+
+
+FLOAT32 = [
+    {"dp_shard": 2, "cp": 2, "ep": 4},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    {"tp": 2, "cp": 2, "ep": 4},
+]
+
+
+@pytest.mark.parametrize("degrees", FLOAT32, ids=name)
+def test_float32_differs_by_rounding_only(ranks: Ranks, degrees: dict[str, int]) -> None:
+    outcomes = ranks(4).run(on_rank, degrees, torch.float32)
+    assert_same(outcomes, reference(torch.float32), 1e-5)
+
+
+RECOMPUTED = [
+    {"dp_shard": 2, "cp": 2, "ep": 4, "ulysses_degree": 1},
+    {"dp_shard": 2, "tp": 2, "ep": 2, "ulysses_degree": 1},
+    {"dp_replicate": 2, "cp": 2, "ep": 2, "ulysses_degree": 2},
+]
+
+
+@pytest.mark.parametrize("degrees", RECOMPUTED, ids=name)
+def test_recomputation_changes_nothing(ranks: Ranks, degrees: dict[str, int]) -> None:
+    plain, again = (ranks(4).run(on_rank, degrees, torch.float64, flag) for flag in (False, True))
+    for before, after in zip(plain, again, strict=True):
+        assert before.losses == after.losses
+        assert before.norm == after.norm
+    for key, gradient in plain[0].gradients.items():
+        assert torch.equal(gradient, again[0].gradients[key]), key
+
+
+def test_traffic_is_counted_by_axis(ranks: Ranks) -> None:
+    outcomes = ranks(4).run(on_rank, {"dp_shard": 2, "cp": 2, "ep": 4}, torch.float64)
+    for outcome in outcomes:
+        assert {"fsdp", "cp", "ep", "loss"} <= outcome.traffic.keys()
+        assert all(traffic.bytes > 0 for traffic in outcome.traffic.values())

@@ -1,0 +1,45 @@
+"""The repository's own tools."""
+
+from pathlib import Path
+
+import examples
+import pytest
+import vendor
+
+
+def test_vendoring_moves_imports_of_siblings_and_nothing_else() -> None:
+    source = (
+        '"""from hp_mesh import text stays."""\n'
+        "from hp_mesh import A, B\n"
+        "if True:\n    from hp_dtensor._layout import (\n        C,\n    )\n"
+        "from . import _own\nfrom hp_meshes import D\nimport os\n"
+    )
+    moved = vendor.rewrite(source, ["hp_mesh", "hp_dtensor"], "foo._vendor")
+    assert moved == source.replace(
+        "\nfrom hp_mesh import", "\nfrom foo._vendor.hp_mesh import"
+    ).replace("from hp_dtensor._layout", "from foo._vendor.hp_dtensor._layout")
+
+
+def test_vendoring_refuses_what_it_cannot_move() -> None:
+    with pytest.raises(SystemExit, match="line 2: 'import hp_mesh' cannot be moved"):
+        vendor.rewrite("import os\nimport hp_mesh\n", ["hp_mesh"], "foo")
+
+
+def test_vendoring_copies_a_package_with_the_siblings_it_declares(tmp_path: Path) -> None:
+    vendor.copy("hp-cp", tmp_path / "v", "v")
+    assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [
+        "hp_cp",
+        "hp_dtensor",
+        "hp_mesh",
+    ]
+    for path in (tmp_path / "v").rglob("*.py"):
+        assert "\nfrom hp_" not in path.read_text(encoding="utf-8")
+    assert (tmp_path / "v" / "hp_cp" / "LICENSE").is_file()
+
+
+def test_an_example_that_fails_names_its_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as error:
+        examples.run(page)
+    assert error.traceback[-1].lineno == 7

@@ -1,0 +1,247 @@
+"""The main job, started as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = [sys.executable, str(ROOT / "tools" / "train")]
+
+
+def run(*words: str, command: list[str] | None = None, timeout: float = 300) -> str:
+    """Return what a run printed; it must end well."""
+    done = subprocess.run(
+        [*(command or TRAIN), *words], capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+@pytest.mark.timeout(600)
+def test_the_default_run_learns_and_equals_one_process_at_every_step(tmp_path: Path) -> None:
+    printed = run("--out", str(tmp_path), timeout=590)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 60
+    assert summary["world_size"] == 4
+    dims = summary["dims"]
+    assert (dims["dp_shard"], dims["cp"], dims["ep"]) == (2, 2, 4)
+    assert summary["final_loss"] <= 0.75 * summary["first_loss"]
+    assert 0 <= summary["reference_max_rel_diff"] <= 1e-5
+    assert summary["torch"] == torch.__version__
+    assert summary["tokens_per_second"] > 0
+    assert summary["peak_memory_bytes"] > 2**20
+    for axis in ("fsdp", "cp", "ep"):
+        assert summary["bytes_by_axis"][axis]["calls"] > 0
+        assert summary["bytes_by_axis"][axis]["bytes"] > 0
+    recorded = losses(tmp_path)
+    assert list(recorded) == list(range(1, 61))
+    assert recorded[1] == summary["first_loss"]
+    assert recorded[60] == summary["final_loss"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "loss.svg").read_text()
+    assert Path(summary["checkpoint"]) == tmp_path / "checkpoint"
+    metadata = dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata()
+    assert any("head.weight" in key for key in metadata.state_dict_metadata)
+    assert "checkpoint" in printed
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("words", [("--dp-shard", "2"), ("--tp", "2", "--ep", "2")])
+def test_a_resumed_run_repeats_the_undisturbed_one_bitwise(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    procs = ("--procs", "2", *words)
+    run(*procs, "--steps", "4", "--out", str(tmp_path / "whole"))
+    run(*procs, "--steps", "2", "--out", str(tmp_path / "half"))
+    run("--resume", str(tmp_path / "half"), "--steps", "4", "--out", str(tmp_path / "rest"))
+    undisturbed, resumed = losses(tmp_path / "whole"), losses(tmp_path / "rest")
+    assert resumed == {step: undisturbed[step] for step in (3, 4)}
+
+
+@pytest.mark.timeout(300)
+def test_other_degrees_on_resume_are_refused(tmp_path: Path) -> None:
+    run("--procs", "2", "--dp-shard", "2", "--steps", "1", "--out", str(tmp_path))
+    message = refused("--resume", str(tmp_path), "--procs", "2", "--tp", "2")
+    assert "degrees" in message
+    assert "tp=2" in message
+
+
+def refused(*words: str, environment: dict[str, str] | None = None) -> str:
+    """Return the message of a run that must end with status 2 and print nothing else."""
+    done = subprocess.run(
+        [*TRAIN, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | (environment or {}),
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "legal"),
+    [
+        (("--tp", "3"), "tp=3", "1, 2 or 4"),
+        (("--ep", "5"), "ep=5", "1, 2 or 4"),
+        (("--cp", "3"), "cp=3", "1, 2 or 4"),
+        (("--dp-shard", "0"), "dp_shard=0", "1"),
+        (("--dp-replicate", "-2"), "dp_replicate=-2", "1"),
+        (("--dp-shard", "2", "--tp", "4"), "dp_shard=2", "4"),
+        (("--pp", "2"), "pp=2", "1"),
+        (("--etp", "2"), "etp=2", "1"),
+        (("--cp", "4", "--ulysses-degree", "3"), "ulysses_degree=3", "1, 2 or 4"),
+        (("--procs", "16", "--tp", "16"), "tp=16", "1, 2 or 4"),
+        (("--procs", "0"), "procs=0", "1 or more"),
+        (("--steps", "0"), "steps=0", "1 or more"),
+        (("--resume", "nowhere"), "nowhere", "folder"),
+        (("--tp", "two"), "two", "integer"),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, tuple) else None,
+)
+def test_wrong_options_end_with_one_message_before_anything_starts(
+    words: tuple[str, ...], given: str, legal: str
+) -> None:
+    """Importing torch is what takes time: none of it is loaded, so no rank was started either."""
+    printed = refused(*words, environment={"PYTHONPROFILEIMPORTTIME": "1"})
+    imported = {line.split("|")[-1].strip() for line in printed.splitlines() if "|" in line}
+    assert "argparse" in imported
+    assert "torch" not in imported
+    message = "\n".join(line for line in printed.splitlines() if "import time:" not in line)
+    assert given in message
+    assert legal in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.timeout(300)
+def test_it_joins_the_world_of_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", str(ROOT / "tools" / "train")]
+    run("--steps", "2", "--tp", "2", "--out", str(tmp_path), command=torchrun)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert summary["dims"]["tp"] == 2
+    assert summary["reference_max_rel_diff"] <= 1e-5
+
+
+@pytest.mark.timeout(120)
+def test_the_reference_is_one_process_without_groups(tmp_path: Path) -> None:
+    run("--reference", "--steps", "2", "--out", str(tmp_path))
+    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 1
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """Start a run of many steps and return once it has made its first."""
+    process = subprocess.Popen(
+        [*TRAIN, "--steps", "100000", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "loss" in line:
+            return process
+    raise AssertionError(process.communicate()[1])
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def assert_gone(pids: list[int], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_rank_ends_the_run_and_is_named_first(tmp_path: Path) -> None:
+    process = start("--procs", "2", "--out", str(tmp_path))
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode not in (0, 2)
+    assert errors.startswith("rank 1 was killed by SIGKILL")
+    assert_gone(ranks)
+
+
+FAILING = """
+import os, sys
+sys.path[:0] = sys.argv[1:2]
+from train.loop import Trainer
+from train.program import main
+
+update = Trainer.update
+def fail(self):
+    if os.environ["RANK"] == "1" and self.step == 1:
+        raise ArithmeticError("only rank 1 says this")
+    return update(self)
+Trainer.update = fail
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_failing_rank_ends_the_run_with_its_own_traceback_first(tmp_path: Path) -> None:
+    from train.launch import launch
+
+    program = tmp_path / "failing.py"
+    program.write_text(FAILING)
+    command = [sys.executable, str(program), str(ROOT / "tools"), "--procs", "2"]
+    command += ["--out", str(tmp_path / "run")]
+    launcher = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
+    launcher += f"from {launch.__module__} import launch; sys.exit(launch({command!r}, 2))"
+    done = subprocess.run(
+        [sys.executable, "-c", launcher], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode not in (0, 2)
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("rank 1 failed")
+    traceback, _, _ = done.stderr.partition("ArithmeticError: only rank 1 says this")
+    assert "Traceback" in traceback
+    assert "rank 0" not in traceback
+    assert "Connection closed" not in traceback
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
+    process = start("--procs", "2", "--out", str(tmp_path))
+    ranks = children(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert_gone(ranks)
+
+
+@pytest.mark.timeout(120)
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    process = start("--procs", "2", "--out", str(tmp_path))
+    ranks = children(process.pid)
+    process.kill()
+    process.wait(timeout=10)
+    assert_gone(ranks)
+    process.communicate(timeout=10)
