@@ -10,13 +10,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 
 from ._worker import serve
 
 T = TypeVar("T")
+START_SECONDS = 180.0  # what new processes get to import torch and find each other
 GRACE_SECONDS = 5.0  # what the others get to answer once one rank has failed
 
 
@@ -46,7 +47,11 @@ class RankPool:
         """
         if not self._processes:
             self._spawn()
-        message = _dumps(function, args)
+            self._call(cloudpickle.dumps((_answer, ())), START_SECONDS)
+        results: list[T] = self._call(_dumps(function, args), timeout)
+        return results
+
+    def _call(self, message: bytes, timeout: float) -> list[Any]:
         for pipe in self._pipes:
             pipe.send_bytes(message)
         replies: dict[int, tuple[bool, object]] = {}
@@ -71,7 +76,7 @@ class RankPool:
             if silent:
                 texts.append(f"--- no answer in time from ranks {silent} ---")
             raise RankError("\n" + "\n".join(texts))
-        return [replies[r][1] for r in range(self.world_size)]  # type: ignore[misc]
+        return [replies[r][1] for r in range(self.world_size)]
 
     def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -104,9 +109,13 @@ class RankPool:
             self._directory = None
 
 
+def _answer(rank: int) -> int:
+    return rank
+
+
 def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     module: ModuleType | None = sys.modules.get(function.__module__)
-    if module is None or function.__module__.partition(".")[0] == "rank_pool":
+    if module is None:
         payload: bytes = cloudpickle.dumps((function, args))
         return payload
     tests = [m for n, m in list(sys.modules.items()) if _same_folder(m, module) and n != "__main__"]
