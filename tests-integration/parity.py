@@ -77,7 +77,7 @@ def on_rank(
     rank: int, degrees: dict[str, int], dtype: torch.dtype, recompute: bool = False
 ) -> Outcome:
     """Return one rank's outcome; gradients only from rank 0, which has gathered them."""
-    dims = ParallelDims(**degrees)
+    dims = ParallelDims.from_dict(degrees)
     mesh = dims.build_mesh("cpu")
     recording = RecordingCollectives()
     model = build_model(MODEL, TRAIN.seed, dtype)

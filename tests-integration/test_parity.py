@@ -45,7 +45,7 @@ def test_the_matrix_holds_every_valid_combination(world_size: int) -> None:
                         degrees = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp}
                         degrees |= {"tp": tp, "ep": ep, "ulysses_degree": 1}
                         try:
-                            dims = ParallelDims(**degrees, world_size=world_size)
+                            dims = ParallelDims.from_dict({**degrees, "world_size": world_size})
                             dims.validate(MODEL, TRAIN.seq_len, TRAIN.batch_size)
                         except ValueError:
                             assert tuple(degrees.items()) not in listed

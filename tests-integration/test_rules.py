@@ -20,7 +20,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def make(degrees: dict[str, int]) -> tuple[Trainer, Callable[[], None]]:
-    mesh = ParallelDims(**degrees).build_mesh("cpu")
+    mesh = ParallelDims.from_dict(degrees).build_mesh("cpu")
     model = build_model(MODEL, TRAIN.seed)
     parallelize(model, mesh, mesh.dims)
     return Trainer(model, TRAIN, mesh=mesh), mesh.close
@@ -133,7 +133,7 @@ def test_tensor_parallel_peers_read_the_same(ranks: Ranks) -> None:
 
 def calls(rank: int, degrees: dict[str, int]) -> dict[tuple[str, str], int]:
     """Route every token to the first experts, so that other ranks' experts get none."""
-    mesh = ParallelDims(**degrees).build_mesh("cpu")
+    mesh = ParallelDims.from_dict(degrees).build_mesh("cpu")
     recording = RecordingCollectives()
     model = build_model(MODEL, TRAIN.seed)
     with torch.no_grad():

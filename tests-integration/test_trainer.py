@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = [sys.executable, str(ROOT / "tools" / "train")]
@@ -53,7 +53,7 @@ def test_the_default_run_learns_and_equals_one_process_at_every_step(tmp_path: P
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "loss.svg").read_text()
     assert Path(summary["checkpoint"]) == tmp_path / "checkpoint"
-    metadata = dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata()
+    metadata = FileSystemReader(tmp_path / "checkpoint").read_metadata()
     assert any("head.weight" in key for key in metadata.state_dict_metadata)
     assert "checkpoint" in printed
 
