@@ -1,0 +1,149 @@
+"""Degrees on their own: what each value may be, and how a missing one follows from the world."""
+
+import operator
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import SupportsIndex
+
+from ._errors import ParallelDimsError, Violation, divisors, join_words, raise_errors
+
+BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DEFAULT_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+INFERRED = -1
+
+Degree = SupportsIndex | str | None
+
+
+def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> int | None:
+    """Return ``value`` as a positive integer, -1 where ``inferable``, or None where ``optional``.
+
+    Integers of any type and strings that spell one are taken; a bool, a float or any other string
+    raises `ParallelDimsError`.
+    """
+    if value is None and optional:
+        return None
+    number = _as_integer(value)
+    if number is not None and (number > 0 or (number == INFERRED and inferable)):
+        return number
+    choices = ["a positive integer"]
+    choices += ["-1 (inferred)"] if inferable else []
+    choices += ["None"] if optional else []
+    raise ParallelDimsError(
+        [
+            Violation(
+                rule="value",
+                values={name: value},
+                reason=f"{name}={value!r} is not a degree; use {join_words(choices)}",
+            )
+        ]
+    )
+
+
+def _as_integer(value: Degree) -> int | None:
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, str):
+        return int(value) if value.strip().removeprefix("-").isdecimal() else None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def infer_degrees(degrees: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the base degrees with the one that is -1 replaced so that their product is the world.
+
+    Raises `ParallelDimsError` where no degree makes it so.
+    """
+    inferred = [name for name in BASE_AXES if degrees[name] == INFERRED]
+    given = {name: degrees[name] for name in BASE_AXES if degrees[name] not in (1, INFERRED)}
+    given = given or {"dp_shard": 1}
+    product = prod(given.values())
+    if inferred and world_size % product == 0:
+        return {**degrees, inferred[0]: world_size // product}
+    if not inferred and product == world_size:
+        return dict(degrees)
+    raise ParallelDimsError([_product_violation(given, inferred, world_size)])
+
+
+def _product_violation(given: dict[str, int], inferred: list[str], world_size: int) -> Violation:
+    product = prod(given.values())
+    names, factors = "*".join(given), "*".join(str(n) for n in given.values())
+    subject = f"{names}={factors}" + (f"={product}" if len(given) > 1 else "")
+    legal: dict[str, tuple[int, ...]] = {}
+    if inferred:
+        reason = f"{subject} does not divide world_size={world_size}"
+        for name, degree in given.items():
+            others = product // degree
+            if world_size % others == 0:
+                legal[name] = divisors(world_size // others)
+    else:
+        reason = f"{subject} is not world_size={world_size}"
+        for name, degree in given.items():
+            others = product // degree
+            if world_size % others == 0:
+                legal[name] = (world_size // others,)
+    values = {**given, "world_size": world_size}
+    return Violation(rule="product", reason=reason, values=values, legal=legal)
+
+
+def value_violations(
+    degrees: Mapping[str, int], ulysses_degree: int | None, order: tuple[str, ...]
+) -> Iterator[Violation]:
+    """Yield what is wrong whatever the world: several -1, ``etp``, Ulysses degree, ``order``."""
+    inferred = [name for name in BASE_AXES if degrees[name] == INFERRED]
+    if len(inferred) > 1:
+        yield Violation(
+            rule="one-inferred",
+            values=dict.fromkeys(inferred, INFERRED),
+            reason=f"{join_words(inferred, 'and')} are -1, but only one degree can be inferred "
+            "from the world; give the others a positive integer",
+        )
+    tp, etp, cp = degrees["tp"], degrees["etp"], degrees["cp"]
+    if etp != 1 and tp not in (etp, INFERRED):
+        yield Violation(
+            rule="etp",
+            values={"etp": etp, "tp": tp},
+            reason=f"etp={etp} is neither 1 nor tp={tp}",
+            legal={"etp": tuple(sorted({1, tp}))},
+        )
+    if ulysses_degree is not None and cp != INFERRED and cp % ulysses_degree:
+        yield Violation(
+            rule="ulysses",
+            values={"ulysses_degree": ulysses_degree, "cp": cp},
+            reason=f"ulysses_degree={ulysses_degree} does not divide cp={cp}",
+            legal={"ulysses_degree": divisors(cp)},
+        )
+    if sorted({*order} - {"ep"}) != sorted(BASE_AXES) or len({*order}) != len(order):
+        yield Violation(
+            rule="order",
+            values={"order": order},
+            reason=f"order={order} is not a permutation of {DEFAULT_ORDER}",
+        )
+
+
+def sparse_violations(degrees: Mapping[str, int]) -> Iterator[Violation]:
+    """Yield what is wrong with ``ep``: experts live on ranks that the dense layers already use."""
+    ep, etp, block = degrees["ep"], degrees["etp"], {n: degrees[n] for n in BASE_AXES[2:]}
+    ranks = prod(block.values())
+    if ranks % (ep * etp) == 0:
+        return
+    parts = ", ".join(f"{name}={degree}" for name, degree in block.items())
+    subject = f"ep={ep}" if etp == 1 else f"ep={ep}*etp={etp}={ep * etp}"
+    legal = divisors(ranks // etp) if ranks % etp == 0 else ()
+    yield Violation(
+        rule="sparse",
+        values={"ep": ep, "etp": etp, **block},
+        reason=f"{subject} does not divide dp_shard*cp*tp={ranks} ({parts})",
+        legal={"ep": legal},
+    )
+
+
+def check_resolved(degrees: Mapping[str, int], ulysses_degree: int | None) -> None:
+    """Raise for every rule that needs all degrees known: ``etp``, the Ulysses degree, ``ep``."""
+    raise_errors(
+        [
+            *value_violations(degrees, ulysses_degree, BASE_AXES),
+            *sparse_violations(degrees),
+        ]
+    )

@@ -1,0 +1,102 @@
+"""What a broken rule looks like, and the errors that carry it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, overload
+
+
+def join_words(words: Iterable[object], last: str = "or") -> str:
+    """Return ``a``, ``a or b``, ``a, b or c`` ..."""
+    texts = [str(word) for word in words]
+    return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a positive integer in ascending order."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken rule.
+
+    ``rule`` is a stable code, ``values`` every number that the rule looked at, ``legal`` what each
+    name that could be changed may be, the others as given. ``level`` ``"advice"`` works but costs.
+    """
+
+    rule: str
+    reason: str
+    values: Mapping[str, object] = field(hash=False)
+    legal: Mapping[str, tuple[int, ...]] = field(hash=False, default_factory=dict)
+    level: Literal["error", "advice"] = "error"
+
+    def __str__(self) -> str:
+        choices = {name: numbers for name, numbers in self.legal.items() if numbers}
+        if not choices:
+            return self.reason
+        # The subject of the sentence needs no second mention.
+        first = next(iter(choices))
+        alone = len(choices) == 1 and self.reason.startswith(f"{first}={self.values.get(first)} ")
+        options = [
+            join_words(numbers) if alone else f"{name}={join_words(numbers)}"
+            for name, numbers in choices.items()
+        ]
+        return f"{self.reason}; use {', or '.join(options)}"
+
+
+class Report(Sequence[Violation]):
+    """All that a check found, and in ``skipped`` the fields that were absent."""
+
+    __slots__ = ("_violations", "skipped")
+
+    def __init__(self, violations: Iterable[Violation], skipped: Iterable[str] = ()) -> None:
+        self._violations = tuple(violations)
+        self.skipped = tuple(skipped)
+
+    @overload
+    def __getitem__(self, index: int) -> Violation: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Violation]: ...
+    def __getitem__(self, index: int | slice) -> Violation | Sequence[Violation]:
+        return self._violations[index]
+
+    def __len__(self) -> int:
+        return len(self._violations)
+
+    def __iter__(self) -> Iterator[Violation]:
+        return iter(self._violations)
+
+    def __repr__(self) -> str:
+        return f"Report({list(self._violations)!r}, skipped={self.skipped!r})"
+
+    @property
+    def errors(self) -> tuple[Violation, ...]:
+        """Return the violations that make the configuration unusable."""
+        return tuple(v for v in self._violations if v.level == "error")
+
+
+class ParallelDimsError(ValueError):
+    """Degrees that break one or more rules; ``violations`` holds every one of them."""
+
+    def __init__(self, violations: Iterable[Violation]) -> None:
+        self.violations = list(violations)
+        super().__init__("\n".join(str(violation) for violation in self.violations))
+
+    def __reduce__(self) -> tuple[type["ParallelDimsError"], tuple[list[Violation]]]:
+        return type(self), (self.violations,)
+
+
+class LayoutError(ValueError):
+    """An axis, rank or coordinate that the layout does not have."""
+
+
+class MeshError(ValueError):
+    """Meshes that cannot be built here and now: no process group, ranks that disagree, closed."""
+
+
+def raise_errors(violations: Iterable[Violation]) -> None:
+    """Raise one `ParallelDimsError` for all errors among ``violations``; do nothing without one."""
+    errors = [violation for violation in violations if violation.level == "error"]
+    if errors:
+        raise ParallelDimsError(errors)

@@ -1,0 +1,148 @@
+"""What a decoder model, its sequences and its batches ask of the degrees: a tuple of functions."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from ._errors import Report, Violation, divisors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What one check looks at: resolved degrees, the model's fields, sequence and batch."""
+
+    degrees: Mapping[str, int]
+    ulysses_degree: int | None
+    model: Mapping[str, tuple[str, int]]
+    seq_len: int | None
+    global_batch: int | None
+    causal_balance: bool
+
+
+class Absent(Exception):
+    """A field that a rule needs is not known."""
+
+
+Rule: TypeAlias = Callable[[Subject], Iterator[Violation]]
+
+
+def _field(subject: Subject, field: str) -> tuple[str, int]:
+    if field not in subject.model:
+        raise Absent(field)
+    return subject.model[field]
+
+
+def _split(subject: Subject, rule: str, field: str, *axes: str) -> Iterator[Violation]:
+    """A field of the model is cut over the product of some degrees."""
+    degrees = {axis: _degree(subject, axis) for axis in axes}
+    if prod(degrees.values()) > 1:
+        yield from _indivisible(rule, *_field(subject, field), degrees)
+
+
+def _degree(subject: Subject, axis: str) -> int:
+    return (subject.ulysses_degree or 1) if axis == "ulysses_degree" else subject.degrees[axis]
+
+
+def _indivisible(
+    rule: str, name: str, number: int, degrees: Mapping[str, int], factor: int = 1
+) -> Iterator[Violation]:
+    """Yield a violation where ``factor`` times the product of degrees does not divide a number."""
+    product = factor * prod(degrees.values())
+    if number % product == 0:
+        return
+    given = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    twice = [str(factor)] if factor > 1 else []
+    if len(given) == 1 and not twice:
+        subject = f"{next(iter(given))}={product}"
+    else:
+        numbers = [*twice, *map(str, given.values())]
+        subject = f"{'*'.join([*twice, *given])}={'*'.join(numbers)}={product}"
+    legal = {
+        axis: divisors(number // (product // degree))
+        for axis, degree in given.items()
+        if number % (product // degree) == 0
+    }
+    yield Violation(
+        rule=rule,
+        values={**given, name: number},
+        reason=f"{subject} does not divide {name}={number}",
+        legal=legal,
+    )
+
+
+def heads_over_tp(subject: Subject) -> Iterator[Violation]:
+    """Attention heads divide over tp."""
+    yield from _split(subject, "heads-tp", "heads", "tp")
+
+
+def kv_heads_over_tp(subject: Subject) -> Iterator[Violation]:
+    """Key and value heads divide over tp, so fewer of them than tp is an error too."""
+    yield from _split(subject, "kv-heads-tp", "kv_heads", "tp")
+
+
+def heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
+    """The heads of one tp rank divide over its Ulysses group."""
+    if (subject.ulysses_degree or 1) > 1:
+        yield from _split(subject, "heads-ulysses", "heads", "tp", "ulysses_degree")
+
+
+def experts_over_ep(subject: Subject) -> Iterator[Violation]:
+    """Experts divide over ep."""
+    yield from _split(subject, "experts-ep", "experts", "ep")
+
+
+def ffn_over_tp(subject: Subject) -> Iterator[Violation]:
+    """The feed-forward width divides over tp."""
+    yield from _split(subject, "ffn-tp", "ffn", "tp")
+
+
+def vocab_over_tp(subject: Subject) -> Iterator[Violation]:
+    """The vocabulary divides over tp."""
+    yield from _split(subject, "vocab-tp", "vocab", "tp")
+
+
+def sequence_over_cp_and_tp(subject: Subject) -> Iterator[Violation]:
+    """A sequence divides over cp and tp; balanced causal attention cuts it into twice cp parts."""
+    cp, tp = subject.degrees["cp"], subject.degrees["tp"]
+    if cp * tp == 1:
+        return
+    if subject.seq_len is None:
+        raise Absent("seq_len")
+    factor = 2 if subject.causal_balance and cp > 1 else 1
+    rule = "sequence-balance" if factor == 2 else "sequence"
+    yield from _indivisible(rule, "seq_len", subject.seq_len, {"cp": cp, "tp": tp}, factor)
+
+
+def batch_over_dp(subject: Subject) -> Iterator[Violation]:
+    """Every data-parallel rank gets the same number of samples."""
+    degrees = {name: subject.degrees[name] for name in ("dp_replicate", "dp_shard")}
+    if prod(degrees.values()) == 1:
+        return
+    if subject.global_batch is None:
+        raise Absent("global_batch")
+    yield from _indivisible("batch", "global_batch", subject.global_batch, degrees)
+
+
+RULES: tuple[Rule, ...] = (
+    heads_over_tp,
+    kv_heads_over_tp,
+    heads_over_ulysses,
+    experts_over_ep,
+    ffn_over_tp,
+    vocab_over_tp,
+    sequence_over_cp_and_tp,
+    batch_over_dp,
+)
+
+
+def check_rules(subject: Subject) -> Report:
+    """Return what every rule finds; a rule whose field is absent is skipped and named."""
+    violations: list[Violation] = []
+    skipped: dict[str, None] = {}
+    for rule in RULES:
+        try:
+            violations += rule(subject)
+        except Absent as absent:
+            skipped[str(absent)] = None
+    return Report(violations, skipped)

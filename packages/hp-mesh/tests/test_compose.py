@@ -1,0 +1,168 @@
+"""Torch's FSDP, tensor parallel, DTensor and checkpoints take these meshes and combine them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from rank_pool import RankPool, cached
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from hp_mesh import ParallelDims, ParallelMesh
+
+from .fakes import fake_world
+from .strategies import dims
+
+Pool = Callable[[int], RankPool]
+# The first of these imports FSDP, DTensor and the compiler on four ranks at once, which takes 15 s
+# on two idle cores and minutes on busy ones.
+PATIENCE = 240
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
+INNER_TP = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+OUTER_TP = ("tp", "pp", "cp", "dp_shard", "dp_replicate", "ep")
+
+
+def full(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach()
+
+
+def dense_model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+
+
+def samples() -> Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def parallelize(model: nn.Module, mesh: ParallelMesh) -> nn.Module:
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp_replicate", "fsdp"])
+    return model
+
+
+def train_dense(rank: int, dims: ParallelDims, folder: str) -> tuple[list[Tensor], bool]:
+    mesh = cached(("compose", dims), dims.build_mesh)
+    model = parallelize(dense_model(0), mesh)
+    batch = mesh["batch"]
+    model(samples().chunk(batch.size())[batch.get_local_rank()]).square().mean().backward()
+    gradients = [full(parameter.grad) for parameter in model.parameters()]
+    state_dict_saver.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    other = parallelize(dense_model(7), mesh)
+    state = get_model_state_dict(other)
+    state_dict_loader.load({"model": state}, checkpoint_id=folder)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    equal = all(torch.equal(full(a), full(b)) for a, b in pairs)
+    return gradients, equal
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(dp_shard=2, tp=2, order=INNER_TP),
+        ParallelDims(dp_shard=2, tp=2, order=OUTER_TP),
+        ParallelDims(dp_replicate=2, dp_shard=2, order=INNER_TP),
+        ParallelDims(dp_replicate=2, dp_shard=2, order=OUTER_TP),
+        ParallelDims(dp_replicate=2, tp=2),
+    ],
+    ids=lambda dims: f"{dims.summary()} {dims.order[0]} first",
+)
+def test_fsdp_over_tensor_parallel_trains_and_checkpoints_like_one_process(
+    ranks: Pool, dims: ParallelDims, tmp_path: Path
+) -> None:
+    reference = dense_model(0)
+    reference(samples()).square().mean().backward()
+    for gradients, equal in ranks(4).run(train_dense, dims, str(tmp_path), timeout=PATIENCE):
+        assert equal
+        for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+class Experts(nn.Module):
+    """All of a rank's samples through each of the experts that live on it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return ``[experts, samples, width]``."""
+        weight = self.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        return torch.einsum("sh,ehw->esw", inputs, local)
+
+
+def expert_weight() -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(4, 8, 3, generator=generator, dtype=torch.float64)
+
+
+def train_experts(rank: int, dims: ParallelDims) -> Tensor:
+    mesh = cached(("compose", dims), dims.build_mesh)
+    experts = Experts(distribute_tensor(expert_weight(), mesh["ep"], [Shard(0)]))
+    fully_shard(experts, mesh=mesh["dp_replicate", "efsdp"])
+    experts(samples().chunk(4)[rank]).square().sum().backward()
+    gradient = full(experts.weight.grad)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(ep=2, dp_shard=4),
+        ParallelDims(ep=2, cp=2, dp_shard=2),
+        ParallelDims(ep=2, dp_replicate=2, dp_shard=2),
+        ParallelDims(ep=2, tp=2, dp_shard=2, order=OUTER_TP),
+        ParallelDims(ep=4, dp_shard=4),
+    ],
+    ids=lambda dims: f"{dims.summary()} {dims.order[0]} first",
+)
+def test_fsdp_over_expert_parallel_averages_over_the_ranks_that_hold_the_same_experts(
+    ranks: Pool, dims: ParallelDims
+) -> None:
+    layout = dims.layout()
+    expected = torch.zeros(4, 8, 3, dtype=torch.float64)
+    for rank in range(4):
+        here = Experts(expert_weight())
+        here(samples().chunk(4)[rank]).square().sum().backward()
+        assert here.weight.grad is not None
+        mine = slice(
+            layout.coordinate("ep", rank) * 4 // dims.ep,
+            (layout.coordinate("ep", rank) + 1) * 4 // dims.ep,
+        )
+        expected[mine] += here.weight.grad[mine] / (4 // dims.ep)
+    for gradient in ranks(4).run(train_experts, dims, timeout=PATIENCE):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+@given(dims(max_world=64))
+@settings(deadline=None, max_examples=40)
+def test_fsdp_concatenates_its_mesh_with_tp_or_ep_in_every_order(dims: ParallelDims) -> None:
+    layout = dims.layout()
+    rank = layout.world_size - 1
+    with fake_world(layout.world_size, rank):
+        mesh = dims.build_mesh()
+        for data, model in (("fsdp", "tp"), ("efsdp", "ep")):
+            layer = nn.Linear(4, 12 * layout.size(model), bias=False)
+            weight = DTensor.from_local(
+                torch.zeros(12, 4), mesh[model], [Shard(0)], run_check=False
+            )
+            layer.weight = nn.Parameter(weight)
+            fully_shard(layer, mesh=mesh["dp_replicate", data])
+            assert isinstance(layer.weight, DTensor)
+            joint = layer.weight.device_mesh
+            assert joint.mesh_dim_names == ("dp_replicate", data, model)
+            assert joint.get_coordinate() == tuple(
+                layout.coordinate(name, rank) for name in ("dp_replicate", data, model)
+            )

@@ -1,0 +1,88 @@
+"""Degrees from mappings, objects and command lines, and back."""
+
+import json
+from argparse import ArgumentParser
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from hp_mesh import ParallelDims, ParallelDimsError
+
+from .strategies import dims, fields, orders, world_of
+
+
+@given(dims())
+@settings(deadline=None, max_examples=100)
+def test_dictionaries_round_trip_through_json(dims: ParallelDims) -> None:
+    assert ParallelDims.from_dict(json.loads(json.dumps(dims.to_dict()))) == dims
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tp=-1, cp=2), ParallelDims(ep=3)])
+def test_unresolved_degrees_round_trip_too(dims: ParallelDims) -> None:
+    assert ParallelDims.from_dict(dims.to_dict()) == dims
+
+
+@given(fields(), orders)
+@settings(deadline=None, max_examples=100)
+def test_command_lines_round_trip(degrees: dict[str, Any], order: tuple[str, ...]) -> None:
+    words = [f"--order={','.join(order)}"]
+    for name, degree in degrees.items():
+        if degree is not None:
+            words += [f"--{name.replace('_', '-')}", str(degree)]
+    parser = ArgumentParser()
+    ParallelDims.add_arguments(parser)
+    world = world_of(degrees)
+    expected = ParallelDims(**degrees, order=order, world_size=world)
+    assert ParallelDims.from_args(parser.parse_args(words), world) == expected
+    assert ParallelDims.from_args(parser.parse_args(words)).resolve(world) == expected
+
+
+def test_an_empty_command_line_means_the_defaults() -> None:
+    parser = ArgumentParser()
+    ParallelDims.add_arguments(parser)
+    assert ParallelDims.from_args(parser.parse_args([])) == ParallelDims()
+
+
+def test_bad_numbers_on_a_command_line_get_the_same_error_as_elsewhere() -> None:
+    parser = ArgumentParser()
+    ParallelDims.add_arguments(parser)
+    for text in ("0", "two", "2.0"):
+        with pytest.raises(ParallelDimsError, match=f"^dp_shard='{text}' is not a degree|^dp_sh"):
+            ParallelDims.from_args(parser.parse_args(["--dp-shard", text]))
+
+
+@given(fields(), orders)
+@settings(deadline=None, max_examples=100)
+def test_mappings_objects_and_dataclasses_give_the_same_degrees(
+    degrees: dict[str, Any], order: tuple[str, ...]
+) -> None:
+    world = world_of(degrees)
+    content = {**degrees, "order": order, "learning_rate": 0.1}
+    record = make_dataclass("Record", list(content))(**content)
+    expected = ParallelDims(**degrees, order=order, world_size=world)
+    for config in (content, SimpleNamespace(**content), record):
+        assert ParallelDims.from_config(config, world) == expected
+
+
+def test_absent_and_none_mean_default_but_etp_follows_tp() -> None:
+    expected = ParallelDims(tp=2, etp=2, ep=2, world_size=8)
+    assert ParallelDims.from_config({"tp": 2, "ep": 2, "cp": None}, 8) == expected
+    assert ParallelDims.from_config({"tp": -1, "dp_shard": 4, "ep": 2}, 8) == expected
+    assert ParallelDims.from_config({"tp": 2, "ep": 2, "etp": 1}, 8).etp == 1
+
+
+def test_dp_is_an_older_name_of_dp_shard() -> None:
+    assert ParallelDims.from_config({"dp": 4, "tp": 2}, 8).dp_shard == 4
+    assert ParallelDims.from_config({"dp": 4, "dp_shard": 4, "tp": 2}, 8).dp_shard == 4
+    with pytest.raises(ParallelDimsError, match="dp=2 and dp_shard=4 differ"):
+        ParallelDims.from_config({"dp": 2, "dp_shard": 4, "tp": 2}, 8)
+
+
+def test_unknown_keys_of_a_dictionary_are_all_reported() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_dict({"tp": 2, "tensor": 2, "pipe": 1})
+    assert [list(v.values) for v in caught.value.violations] == [["tensor"], ["pipe"]]
+    assert "dp_replicate" in str(caught.value)

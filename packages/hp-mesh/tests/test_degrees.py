@@ -1,0 +1,158 @@
+"""Degrees: values, inference, and the errors that name the legal ones."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_mesh import ParallelDims, ParallelDimsError
+
+from .strategies import BASE, fields, world_of
+
+
+@given(fields(), st.sampled_from(BASE))
+@settings(deadline=None, max_examples=200)
+def test_the_one_degree_that_is_minus_one_follows_from_the_world(
+    degrees: dict[str, Any], missing: str
+) -> None:
+    world = world_of(degrees)
+    if missing == "tp":
+        degrees["etp"] = 1
+        degrees["ep"] = 1
+    full = ParallelDims(**degrees, world_size=world)
+    assert ParallelDims(**{**degrees, missing: -1}).resolve(world) == full
+    assert ParallelDims(**{**degrees, missing: -1}, world_size=world) == full
+    if missing == "dp_shard":
+        assert ParallelDims(**{**degrees, missing: None}).resolve(world) == full
+
+
+@given(fields())
+@settings(deadline=None, max_examples=100)
+def test_resolving_is_idempotent_and_refuses_another_world(degrees: dict[str, Any]) -> None:
+    world = world_of(degrees)
+    dims = ParallelDims(**degrees).resolve(world)
+    assert dims.resolve(world) == dims
+    with pytest.raises(ParallelDimsError, match=f"world_size={world + 1} .* world_size={world}"):
+        dims.resolve(world + 1)
+
+
+def test_no_degree_at_all_means_sharding_over_the_world() -> None:
+    assert ParallelDims(world_size=8).dp_shard == 8
+    assert ParallelDims(tp=4, world_size=8).dp_shard == 2
+    one = ParallelDims(world_size=1)
+    assert (one.dp_replicate, one.dp_shard, one.cp, one.tp, one.pp, one.ep) == (1,) * 6
+
+
+def test_absent_dp_shard_is_one_where_another_degree_is_inferred() -> None:
+    dims = ParallelDims(cp=2, tp=-1, world_size=8)
+    assert (dims.dp_shard, dims.tp) == (1, 4)
+
+
+@pytest.mark.parametrize("name", [*BASE, "ep", "etp"])
+@pytest.mark.parametrize("value", [0, -2, True, 2.0, "two", "", "1.5", [2]])
+def test_what_is_no_degree_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ParallelDimsError, match=rf"^{name}={re.escape(repr(value))} is not"):
+        ParallelDims(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["ep", "etp", "ulysses_degree", "world_size"])
+def test_only_dense_degrees_can_be_inferred(name: str) -> None:
+    with pytest.raises(ParallelDimsError, match=f"^{name}=-1 is not a degree"):
+        ParallelDims(**{name: -1})  # type: ignore[arg-type]
+
+
+def test_integers_of_other_types_and_strings_that_spell_one_are_degrees() -> None:
+    dims = ParallelDims(
+        tp=np.int64(2),  # type: ignore[arg-type]
+        cp="2",  # type: ignore[arg-type]
+        dp_shard="-1",  # type: ignore[arg-type]
+        world_size=8,
+    )
+    assert [type(n) for n in (dims.tp, dims.cp, dims.dp_shard)] == [int] * 3
+    assert (dims.tp, dims.cp, dims.dp_shard) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"tp": 3}, "tp=3 does not divide world_size=4; use 1, 2 or 4"),
+        ({"cp": 3}, "cp=3 does not divide world_size=4; use 1, 2 or 4"),
+        ({"dp_shard": 3}, "dp_shard=3 is not world_size=4; use 4"),
+        ({"dp_shard": 1}, "dp_shard=1 is not world_size=4; use 4"),
+        (
+            {"cp": 2, "tp": 4},
+            "cp*tp=2*4=8 does not divide world_size=4; use cp=1, or tp=1 or 2",
+        ),
+        (
+            {"dp_shard": 2, "cp": 2, "tp": 2},
+            "dp_shard*cp*tp=2*2*2=8 is not world_size=4; use dp_shard=1, or cp=1, or tp=1",
+        ),
+        (
+            {"cp": 2, "ep": 5},
+            "ep=5 does not divide dp_shard*cp*tp=4 (dp_shard=2, cp=2, tp=1); use 1, 2 or 4",
+        ),
+        (
+            {"tp": 2, "etp": 2, "ep": 4},
+            "ep=4*etp=2=8 does not divide dp_shard*cp*tp=4 (dp_shard=2, cp=1, tp=2); use ep=1 or 2",
+        ),
+        ({"tp": 4, "etp": 2}, "etp=2 is neither 1 nor tp=4; use 1 or 4"),
+        ({"tp": -1, "etp": 2}, "etp=2 is neither 1 nor tp=4; use 1 or 4"),
+        ({"ulysses_degree": 2}, "ulysses_degree=2 does not divide cp=1; use 1"),
+        ({"cp": -1, "ulysses_degree": 3}, "ulysses_degree=3 does not divide cp=4; use 1, 2 or 4"),
+        (
+            {"dp_shard": -1, "tp": -1},
+            "dp_shard and tp are -1, but only one degree can be "
+            "inferred from the world; give the others a positive integer",
+        ),
+    ],
+)
+def test_errors_name_what_was_given_the_rule_and_what_is_legal(
+    degrees: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(**degrees).resolve(4)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+@given(fields(max_world=64), st.sampled_from(BASE), st.integers(1, 9))
+@settings(deadline=None, max_examples=200)
+def test_every_alternative_that_a_product_error_offers_is_legal(
+    degrees: dict[str, Any], changed: str, value: int
+) -> None:
+    world = world_of(degrees)
+    given = {name: degrees[name] for name in BASE} | {changed: value}
+    inferred = {**given, "dp_shard": -1}
+    for attempt in (given, inferred):
+        try:
+            ParallelDims(**attempt).resolve(world)
+        except ParallelDimsError as error:
+            (violation,) = error.violations
+            assert violation.rule == "product"
+            for name, numbers in violation.legal.items():
+                for number in numbers:
+                    ParallelDims(**{**attempt, name: number}).resolve(world)
+
+
+def test_all_bad_values_are_reported_at_once() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(tp=0, cp=True, pp="x")  # type: ignore[arg-type]
+    assert sorted(v.values.popitem()[0] for v in caught.value.violations) == ["cp", "pp", "tp"]  # type: ignore[attr-defined]
+
+
+def test_rules_between_known_values_are_reported_together_and_before_the_world_is_known() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(tp=2, etp=3, cp=2, ulysses_degree=3, order=("tp", "cp"))
+    assert [v.rule for v in caught.value.violations] == ["etp", "ulysses", "order"]
+
+
+@pytest.mark.parametrize("order", [("tp",), (*BASE, "tp"), (*BASE, "xp"), ()])
+def test_an_order_that_is_no_permutation_is_refused(order: tuple[str, ...]) -> None:
+    with pytest.raises(ParallelDimsError, match="not a permutation"):
+        ParallelDims(order=order)
+
+
+def test_expert_parallel_needs_no_place_in_the_order() -> None:
+    assert ParallelDims(order=BASE, world_size=2).layout().size("ep") == 1

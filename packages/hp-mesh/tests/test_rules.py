@@ -1,0 +1,154 @@
+"""What a model, its sequences and its batch ask of the degrees."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_mesh import ParallelDims, ParallelDimsError
+
+from .strategies import dims
+
+MODEL = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "intermediate_size": 96,
+    "vocab_size": 320,
+}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "change", "message"),
+    [
+        (
+            {"tp": 3},
+            {},
+            "tp=3 does not divide num_attention_heads=16; use 1, 2, 4, 8 or 16\n"
+            "tp=3 does not divide num_key_value_heads=4; use 1, 2 or 4\n"
+            "tp=3 does not divide vocab_size=320; "
+            "use 1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 64, 80, 160 or 320",
+        ),
+        ({"tp": 8}, {}, "tp=8 does not divide num_key_value_heads=4; use 1, 2 or 4"),
+        (
+            {"tp": 2, "cp": 16, "ulysses_degree": 16},
+            {},
+            "tp*ulysses_degree=2*16=32 does not divide num_attention_heads=16; "
+            "use tp=1, or ulysses_degree=1, 2, 4 or 8",
+        ),
+        ({"dp_shard": 3, "ep": 3}, {}, "ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
+        (
+            {"tp": 4},
+            {"intermediate_size": 6},
+            "tp=4 does not divide intermediate_size=6; use 1, 2, 3 or 6",
+        ),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused_with_what_would(
+    degrees: dict[str, int], change: dict[str, int], message: str
+) -> None:
+    dims = ParallelDims(**{"dp_shard": 1, **degrees})  # type: ignore[arg-type]
+    with pytest.raises(ParallelDimsError) as caught:
+        dims.validate({**MODEL, **change})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("degrees", "arguments", "message"),
+    [
+        (
+            {"cp": 2, "tp": 2},
+            {"seq_len": 6},
+            "cp*tp=2*2=4 does not divide seq_len=6; use cp=1 or 3, or tp=1 or 3",
+        ),
+        (
+            {"cp": 4},
+            {"seq_len": 12, "causal_balance": True},
+            "2*cp=2*4=8 does not divide seq_len=12; use cp=1, 2, 3 or 6",
+        ),
+        (
+            {"dp_replicate": 2, "dp_shard": 3},
+            {"global_batch": 8},
+            "dp_replicate*dp_shard=2*3=6 does not divide global_batch=8; use dp_shard=1, 2 or 4",
+        ),
+    ],
+)
+def test_sequences_and_batches_must_divide_over_the_ranks(
+    degrees: dict[str, int], arguments: dict[str, Any], message: str
+) -> None:
+    dims = ParallelDims(**{"dp_shard": 1, **degrees})  # type: ignore[arg-type]
+    with pytest.raises(ParallelDimsError) as caught:
+        dims.validate({}, **arguments)
+    assert str(caught.value) == message
+
+
+def test_balance_is_only_asked_of_sequences_that_are_cut() -> None:
+    assert not ParallelDims(tp=2, dp_shard=1).check({}, seq_len=6, causal_balance=True)
+    assert not ParallelDims(cp=2, dp_shard=1).check({}, seq_len=6)
+
+
+@given(dims(), st.fixed_dictionaries({n: st.integers(1, 64) for n in MODEL}), st.integers(1, 512))
+@settings(deadline=None, max_examples=200)
+def test_a_configuration_is_refused_exactly_when_something_does_not_divide(
+    dims: ParallelDims, model: dict[str, int], number: int
+) -> None:
+    heads, kv_heads, experts, ffn, vocab = (model[name] for name in MODEL)
+    ulysses = dims.ulysses_degree or 1
+    remainders = {
+        "heads-tp": heads % dims.tp,
+        "kv-heads-tp": kv_heads % dims.tp,
+        "heads-ulysses": heads % (dims.tp * ulysses) if ulysses > 1 else 0,
+        "experts-ep": experts % dims.ep,
+        "ffn-tp": ffn % dims.tp,
+        "vocab-tp": vocab % dims.tp,
+        "sequence": number % (dims.cp * dims.tp),
+        "batch": number % dims.dp_size,
+    }
+    report = dims.check(model, seq_len=number, global_batch=number)
+    assert {v.rule for v in report} == {rule for rule, rest in remainders.items() if rest}
+
+
+@given(dims(), st.fixed_dictionaries({n: st.integers(1, 64) for n in MODEL}))
+@settings(deadline=None, max_examples=200)
+def test_every_alternative_that_a_model_error_offers_divides(
+    dims: ParallelDims, model: dict[str, int]
+) -> None:
+    for violation in dims.check(model, seq_len=96, global_batch=24):
+        *axes, field = violation.values
+        for name, numbers in violation.legal.items():
+            for number in numbers:
+                product = number
+                for axis in axes:
+                    product *= 1 if axis == name else int(str(violation.values[axis]))
+                assert int(str(violation.values[field])) % product == 0
+
+
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_are_read_under_every_name_in_use(spelling: str) -> None:
+    (violation,) = ParallelDims(dp_shard=3, ep=3).check({spelling: 8}, global_batch=3)
+    assert violation.values == {"ep": 3, spelling: 8}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SimpleNamespace(**MODEL),
+        SimpleNamespace(config=SimpleNamespace(**MODEL)),
+        SimpleNamespace(text_config=SimpleNamespace(**MODEL)),
+        {"text_config": MODEL, "num_key_value_heads": None},
+        SimpleNamespace(config=SimpleNamespace(text_config=SimpleNamespace(**MODEL))),
+    ],
+)
+def test_models_and_configurations_are_read_wherever_the_fields_are(model: object) -> None:
+    report = ParallelDims(tp=8, dp_shard=1).check(model, seq_len=8)
+    assert [v.rule for v in report] == ["kv-heads-tp"]
+    assert report.skipped == ()
+
+
+def test_absent_fields_are_named_only_where_a_rule_needs_them() -> None:
+    assert ParallelDims(dp_shard=1).check({}).skipped == ()
+    report = ParallelDims(tp=2, ep=2, dp_shard=2).check({"n_heads": 4})
+    assert not report
+    assert report.skipped == ("kv_heads", "experts", "ffn", "vocab", "seq_len", "global_batch")
