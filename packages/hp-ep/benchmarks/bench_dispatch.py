@@ -1,0 +1,199 @@
+"""Dispatch and combine, forward and backward, against torchtitan's all-to-all dispatcher.
+
+    python bench_dispatch.py [--quick] [--json FILE]
+
+Both sides run in the same gloo ranks (one thread each) in random order within each round, on the
+same tokens, weights and expert ids, and their outputs and gradients are compared first. The other
+side gets its counts per expert for free (its router has them), runs its plain-tensor path, and in
+the rows with experts computes with this package's experts: only the dispatch differs. Times on
+gloo say something about copies, calls and host time, nothing about a GPU.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+from hp_ep import AllToAll, GroupedExperts
+
+PEER = "torchtitan.models.common.token_dispatcher"
+Step = Callable[[Tensor, Tensor], Tensor]
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting; ``hidden`` 0 means experts that only double their input."""
+
+    ranks: int
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+    skew: float
+    rounds: int
+
+
+CASES = [
+    Case(2, 2048, 512, 0, 64, 8, 0.0, 15),
+    Case(2, 2048, 512, 0, 64, 8, 6.0, 15),
+    Case(4, 2048, 512, 0, 64, 8, 0.0, 15),
+    Case(2, 1024, 512, 1024, 64, 8, 0.0, 15),
+]
+QUICK = [Case(2, 64, 16, 0, 8, 2, 0.0, 2), Case(2, 64, 16, 32, 8, 2, 0.0, 2)]
+
+
+def main() -> int:
+    """Run all cases and print one line per arm; 1 where the other side is not there."""
+    parser = argparse.ArgumentParser(description="dispatch + combine against torchtitan's")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args()
+    if importlib.util.find_spec("torchtitan") is None:
+        print(
+            "bench_dispatch: torchtitan cannot be imported; install benchmarks/requirements.txt "
+            "with --no-deps",
+            file=sys.stderr,
+        )
+        return 1
+    rows = []
+    print("gloo, one thread per rank; torchtitan: plain-tensor path, counts for free")
+    for case in QUICK if options.quick else CASES:
+        row = _measure(case)
+        rows.append(row)
+        print(
+            f"{case}\n"
+            f"  wall ms: ours {row['ours_ms']:.1f}  theirs {row['theirs_ms']:.1f}  "
+            f"ratio {row['ratio']:.3f} ({row['ratio_low']:.3f} .. {row['ratio_high']:.3f})\n"
+            f"  CPU s, all ranks: ours {row['ours_cpu_s']:.3f}  theirs {row['theirs_cpu_s']:.3f}  "
+            f"ratio {row['cpu_ratio']:.3f}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps({"name": "ep_dispatch", "rows": rows}, indent=2))
+    return 0
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, args=(case, folder), nprocs=case.ranks)
+        times: dict[str, list[list[float]]] = json.loads(Path(folder, "times").read_text())
+    ours, theirs = times["ours"], times["theirs"]
+    wall = sorted(a[0] / b[0] for a, b in zip(ours, theirs, strict=True))
+    cpu = [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)]
+    return asdict(case) | {
+        "ours_ms": 1e3 * statistics.median(t[0] for t in ours),
+        "theirs_ms": 1e3 * statistics.median(t[0] for t in theirs),
+        "ratio": statistics.median(wall),
+        "ratio_low": wall[len(wall) // 10],
+        "ratio_high": wall[-1 - len(wall) // 10],
+        "ours_cpu_s": statistics.median(t[1] for t in ours),
+        "theirs_cpu_s": statistics.median(t[1] for t in theirs),
+        "cpu_ratio": statistics.median(cpu),
+    }
+
+
+def _rank(rank: int, case: Case, folder: str) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = Path(folder, "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.ranks)
+    mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("ep",))
+    torch.manual_seed(rank)
+    logits = torch.randn(case.tokens, case.experts)
+    logits += case.skew * torch.linspace(1, 0, case.experts)
+    chosen, ids = logits.softmax(-1).topk(case.top_k)
+    weights = (chosen / chosen.sum(-1, keepdim=True)).requires_grad_()
+    x = torch.randn(case.tokens, case.dim, requires_grad=True)
+    grad = torch.randn(case.tokens, case.dim)
+    compute = _experts(case)
+    arms = {"ours": _ours(case, mesh, ids, compute), "theirs": _theirs(case, mesh, ids, compute)}
+    _compare(arms, x, weights, grad)
+    times: dict[str, list[list[float]]] = {name: [] for name in arms}
+    shuffle = random.Random(case.tokens)  # the same on every rank
+    for _ in range(case.rounds + 1):
+        for name in shuffle.sample(sorted(arms), len(arms)):
+            times[name].append(_timed(arms[name], x, weights, grad))
+    if rank == 0:  # the first round warms up
+        kept = {name: values[1:] for name, values in times.items()}
+        Path(folder, "times").write_text(json.dumps(kept))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _experts(case: Case) -> Compute:
+    if case.hidden == 0:
+        return lambda rows, _counts: rows * 2
+    experts = GroupedExperts(case.dim, case.hidden, case.experts // case.ranks)
+    return lambda rows, counts: experts(rows, counts)
+
+
+def _ours(case: Case, mesh: DeviceMesh, ids: Tensor, compute: Compute) -> Step:
+    dispatcher = AllToAll(mesh, case.experts)
+
+    def step(x: Tensor, weights: Tensor) -> Tensor:
+        rows, counts, state = dispatcher.dispatch(x, weights, ids)
+        return dispatcher.combine(compute(rows, counts), state)
+
+    return step
+
+
+def _theirs(case: Case, mesh: DeviceMesh, ids: Tensor, compute: Compute) -> Step:
+    module = importlib.import_module(PEER)
+    module.get_spmd_backend = lambda: "partial_dtensor"  # type: ignore[attr-defined]
+    peer = module.AllToAllTokenDispatcher
+    dispatcher = peer(peer.Config(num_experts=case.experts, top_k=case.top_k))
+    dispatcher.wire_meshes(ep_mesh=mesh)
+    counts_here = torch.bincount(ids.view(-1), minlength=case.experts)
+
+    def step(x: Tensor, weights: Tensor) -> Tensor:
+        rows, counts, state = dispatcher.dispatch(x, weights, ids, counts_here)
+        result: Tensor = dispatcher.combine(compute(rows, counts), state, x)
+        return result
+
+    return step
+
+
+def _compare(arms: dict[str, Step], x: Tensor, weights: Tensor, grad: Tensor) -> None:
+    ours, theirs = (
+        (y, *torch.autograd.grad(y, (x, weights), grad))
+        for y in (arms[name](x, weights) for name in ("ours", "theirs"))
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        if (a - b).abs().max() > 1e-5 * b.abs().max():
+            raise RuntimeError("the two sides do not compute the same")
+
+
+def _timed(step: Step, x: Tensor, weights: Tensor, grad: Tensor) -> list[float]:
+    """Return seconds between barriers, and CPU seconds of all ranks."""
+    dist.barrier()
+    started, cpu = time.perf_counter(), time.process_time()
+    x.grad = weights.grad = None
+    step(x, weights).backward(grad)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    used = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+    dist.all_reduce(used)
+    return [seconds, used.item()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

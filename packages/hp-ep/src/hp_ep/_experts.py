@@ -1,0 +1,132 @@
+"""The experts' feed-forward networks: many at once on sorted rows, and the one all tokens share."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._errors import ExpertConfigError, RoutingError
+from ._parameters import local_weight
+from ._torch import can_group, grouped_linear
+
+Activation = Literal["swiglu", "geglu"]
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+
+
+class GroupedExperts(nn.Module):
+    """``num_experts`` gated feed-forward networks, each applied to its own block of rows.
+
+    Expert ``e`` computes ``w2[e] @ (gate(w1[e] @ x) * (w3[e] @ x))`` (Shazeer, arXiv 2002.05202,
+    section 2), with ``gate`` SiLU for ``activation="swiglu"`` and GELU for ``"geglu"``. Parameters:
+    ``w1, w3 [num_experts, hidden_dim, dim]`` and ``w2 [num_experts, dim, hidden_dim]``. They may be
+    DTensors sharded by expert, as `ExpertParallel` makes them: then the local experts compute.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        *,
+        activation: Activation = "swiglu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.activation = _known(activation)
+        up, down = (num_experts, hidden_dim, dim), (num_experts, dim, hidden_dim)
+        self.w1 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
+        self.w3 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, uniform within ``1 / sqrt(in)`` as ``nn.Linear`` does."""
+        _draw(self.w1, self.w2, self.w3)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return each row's result ``[rows, dim]``.
+
+        ``rows [rows, dim]`` lie by expert, ``counts [local experts]`` of them for each. Grouped
+        products where torch has them for the dtype and shapes, else one expert after the other,
+        which copies the counts to the host. `RoutingError` where ``counts`` on the CPU are
+        negative or do not sum to the rows; on other devices that is not looked at.
+        """
+        w1, w2, w3 = map(local_weight, (self.w1, self.w2, self.w3))
+        if counts.shape != w1.shape[:1]:
+            raise ExpertConfigError(
+                f"counts {tuple(counts.shape)} must have one number per expert here: "
+                f"({w1.shape[0]},)"
+            )
+        if counts.is_cpu:
+            _check_split(counts, rows)
+        gate = _GATES[self.activation]
+        if can_group(rows, w1, w2, w3):
+            ends = counts.cumsum(0, dtype=torch.int32)
+            hidden = gate(grouped_linear(rows, w1, ends)) * grouped_linear(rows, w3, ends)
+            return grouped_linear(hidden, w2, ends)
+        # unbind has one backward for all experts; indexing w[i] would fill a whole w per expert.
+        each = zip(rows.split(counts.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+        return torch.cat([_gated(gate, x, up, down, side) for x, up, down, side in each])
+
+
+class SharedExperts(nn.Module):
+    """One gated feed-forward network for every token; ``hidden_dim`` is that of all of them.
+
+    Parameters as in `GroupedExperts`, without the experts' dimension. `MoE` makes it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: Activation = "swiglu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = _known(activation)
+        self.w1 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
+        self.w3 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, uniform within ``1 / sqrt(in)`` as ``nn.Linear`` does."""
+        _draw(self.w1, self.w2, self.w3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result for each of ``x [tokens, dim]``."""
+        w1, w2, w3 = map(local_weight, (self.w1, self.w2, self.w3))
+        return _gated(_GATES[self.activation], x, w1, w2, w3)
+
+
+def _gated(
+    gate: Callable[[Tensor], Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
+) -> Tensor:
+    return F.linear(gate(F.linear(x, w1)) * F.linear(x, w3), w2)
+
+
+def _draw(*weights: Tensor) -> None:
+    for weight in weights:
+        bound = 1.0 / math.sqrt(weight.shape[-1])
+        nn.init.uniform_(weight, -bound, bound)
+
+
+def _known(activation: Activation) -> Activation:
+    if activation not in _GATES:
+        raise ExpertConfigError(f"activation={activation!r} is not one of {sorted(_GATES)}")
+    return activation
+
+
+def _check_split(counts: Tensor, rows: Tensor) -> None:
+    numbers = counts.tolist()
+    if min(numbers) < 0 or sum(numbers) != rows.shape[0]:
+        raise RoutingError(
+            f"counts {numbers} must be at least 0 and sum to the {rows.shape[0]} rows"
+        )

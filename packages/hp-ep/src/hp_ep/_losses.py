@@ -1,0 +1,52 @@
+"""The load-balancing loss, and how it reaches the gradient without being returned."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._torch import run_function
+
+
+def load_balancing_share(
+    probabilities: Tensor, counts: Tensor, num_tokens: Tensor, top_k: int
+) -> Tensor:
+    """Return this rank's share of the load-balancing loss of the whole batch, a scalar.
+
+    The loss is ``E * sum_e f_e * P_e`` (Fedus et al., arXiv 2101.03961, section 2.2), where ``f_e``
+    is the fraction of all choices that fell on expert ``e`` and ``P_e`` the mean probability of
+    ``e`` over all tokens; it is 1 where all is uniform. ``probabilities [tokens, E]`` are this
+    rank's, ``counts [E]`` and ``num_tokens`` those of all ranks, so the shares sum to the loss.
+    ``counts`` carries no gradient. Communicates nothing.
+    """
+    tokens = num_tokens.to(probabilities.dtype).clamp(min=1)
+    fractions = counts.to(probabilities.dtype) / (tokens * top_k)
+    return probabilities.shape[1] * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def attach(x: Tensor, loss: Tensor, load: Tensor, counts: Tensor) -> Tensor:
+    """Return ``x``; its backward gives ``loss`` a gradient of 1 and adds ``counts`` to ``load``.
+
+    Backward runs once per step, forward twice where activations are recomputed: so the load is
+    counted there.
+    """
+    return run_function(_Attach, x, loss, load, counts)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, load: Tensor, counts: Tensor) -> Tensor:
+        # Not save_for_backward: that would refuse the load, which other calls change meanwhile.
+        ctx.load = load
+        ctx.save_for_backward(counts)
+        ctx.loss = loss.shape, loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (counts,) = ctx.saved_tensors
+        ctx.load += counts
+        shape, dtype, device = ctx.loss
+        return grads[0], torch.ones(shape, dtype=dtype, device=device), None, None

@@ -1,0 +1,97 @@
+"""The mixture-of-experts layer: router, dispatcher, experts."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ._errors import ExpertConfigError
+from ._experts import Activation, GroupedExperts, SharedExperts
+from ._routing import TopKRouter
+from .dispatch._local import Local
+from .dispatch._protocol import TokenDispatcher
+
+
+class MoE(nn.Module):
+    """A layer of ``num_experts`` feed-forward experts, ``top_k`` of which see each token.
+
+    The result is the sum over a token's experts of routing weight times expert output (Shazeer et
+    al., arXiv 1701.06538, section 2), plus ``num_shared_experts`` experts' worth of a network that
+    sees every token (Dai et al., arXiv 2401.06066, section 3.2). Needs no process group as it is;
+    `ExpertParallel` spreads the experts over ranks.
+
+    ``router`` is a `TopKRouter` with ``load_balance_loss``, ``experts`` a `GroupedExperts`,
+    ``shared_experts`` a network or None, ``dispatcher`` a `TokenDispatcher` (`Local` by default)
+    that may be replaced between calls.
+    """
+
+    dispatcher: TokenDispatcher
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        num_shared_experts: int = 0,
+        activation: Activation = "swiglu",
+        load_balance_loss: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = TopKRouter(
+            dim,
+            num_experts,
+            top_k,
+            load_balance_loss=load_balance_loss,
+            device=device,
+            dtype=dtype,
+        )
+        self.experts = GroupedExperts(
+            dim, hidden_dim, num_experts, activation=activation, device=device, dtype=dtype
+        )
+        self.shared_experts: SharedExperts | None = None
+        if num_shared_experts:
+            self.shared_experts = SharedExperts(
+                dim,
+                hidden_dim * num_shared_experts,
+                activation=activation,
+                device=device,
+                dtype=dtype,
+            )
+        self.dispatcher = Local(num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's result for ``x [..., dim]``, in its shape and dtype.
+
+        Communicates what the dispatcher and the router's loss do; no token is dropped. ``x`` are
+        this rank's own tokens: a DTensor must be sharded, not over ``dim``, since the tokens of a
+        replicated one would be computed by every rank.
+        """
+        if isinstance(x, DTensor):
+            _check_sharded(x)
+            result = DTensor.from_local(
+                self(x.to_local()),
+                x.device_mesh,
+                x.placements,
+                run_check=False,
+                shape=x.shape,
+                stride=x.stride(),
+            )
+            return result
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, expert_ids = self.router(tokens)
+        rows, counts, state = self.dispatcher.dispatch(tokens, weights, expert_ids)
+        total = self.dispatcher.combine(self.experts(rows, counts), state)
+        if self.shared_experts is not None:
+            total = total + self.shared_experts(tokens)
+        return total.view(x.shape)
+
+
+def _check_sharded(x: DTensor) -> None:
+    if any(not p.is_shard() or p.is_shard(x.dim() - 1) for p in x.placements):
+        raise ExpertConfigError(
+            f"the input is a DTensor with placements {x.placements}; shard it over tokens (by "
+            "sequence or batch) or pass this rank's own tokens as a plain tensor"
+        )

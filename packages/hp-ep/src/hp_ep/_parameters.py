@@ -1,0 +1,58 @@
+"""Weights that may be DTensors: what a forward computes with, and how a style lays them out."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ._errors import ExpertConfigError
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """Return what this rank computes with; of a DTensor, its local part.
+
+    Where the DTensor is replicated over an axis, the ranks of that axis hold different tokens, so
+    the gradient is Partial over it. Communicates nothing.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    placements: list[Placement] = [
+        Partial() if placement.is_replicate() else placement for placement in weight.placements
+    ]
+    return weight.to_local(grad_placements=placements)
+
+
+def shard_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter ``[experts, ...]`` of ``module`` by a DTensor, Shard(0) over ``mesh``.
+
+    Every rank keeps its own block of the values it has and communicates nothing.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        _check_plain(name, parameter)
+        blocks = parameter.detach().chunk(mesh.size())
+        local = blocks[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+        _replace(module, name, local, mesh, Shard(0))
+
+
+def replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter of ``module`` by a DTensor replicated over ``mesh``, as it is here."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        _check_plain(name, parameter)
+        _replace(module, name, parameter.detach(), mesh, Replicate())
+
+
+def _check_plain(name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        raise ExpertConfigError(
+            f"{name} is already a DTensor with placements {parameter.placements}; apply an "
+            "expert-parallel style once, before FSDP"
+        )
+
+
+def _replace(
+    module: nn.Module, name: str, local: Tensor, mesh: DeviceMesh, placement: Placement
+) -> None:
+    requires_grad = module.get_parameter(name).requires_grad
+    value = DTensor.from_local(local, mesh, [placement], run_check=False)
+    module.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))

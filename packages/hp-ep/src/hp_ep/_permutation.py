@@ -1,0 +1,175 @@
+"""Moving rows between orders: permutations, and the gather and weighted sum of routed rows."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._errors import ExpertConfigError
+from ._torch import run_function
+
+_BLOCK = 1 << 20  # elements of a temporary that the allocator keeps instead of returning it
+
+
+def permute_indices(
+    tokens_per_expert_group: Tensor,
+    experts_per_rank: int,
+    num_ranks: int,
+    *,
+    num_rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the permutation from rank-major to expert-major rows, and the rows of each expert.
+
+    ``tokens_per_expert_group [num_ranks * experts_per_rank]`` counts the rows as they arrive: those
+    of rank 0 for expert 0, of rank 0 for expert 1, ..., of rank 1 for expert 0, .... The results
+    are int64: ``indices [rows]``, to be used with `permute`, and ``tokens_per_expert
+    [experts_per_rank]``. ``num_rows``, the sum of the counts where the caller knows it, spares a
+    device-to-host synchronisation. Communicates nothing.
+    """
+    counts = tokens_per_expert_group
+    if counts.shape != (num_ranks * experts_per_rank,):
+        raise ExpertConfigError(
+            f"tokens_per_expert_group has shape {tuple(counts.shape)}; {num_ranks} ranks x "
+            f"{experts_per_rank} experts per rank need ({num_ranks * experts_per_rank},)"
+        )
+    counts = counts.long()
+    starts = counts.cumsum(0) - counts
+    lengths = counts.view(num_ranks, experts_per_rank).t().reshape(-1)
+    # What to add to a row's place in the output to get its place in the input, block by block.
+    shifts = starts.view(num_ranks, experts_per_rank).t().reshape(-1)
+    shifts = shifts - (lengths.cumsum(0) - lengths)
+    indices = shifts.repeat_interleave(lengths, output_size=num_rows)
+    indices += torch.arange(indices.shape[0], device=indices.device)
+    return indices, lengths.view(experts_per_rank, num_ranks).sum(1)
+
+
+def permute(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return ``rows[indices]`` for a permutation ``indices [rows]``; backward: `unpermute`."""
+    _check_permutation(rows, indices)
+    return reorder(rows, indices, invert(indices))
+
+
+def unpermute(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows that `permute` with the same ``indices`` took: its inverse and transpose."""
+    _check_permutation(rows, indices)
+    return reorder(rows, invert(indices), indices)
+
+
+def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return ``x [tokens, dim]`` once per slot, in ``order``: ``[tokens * k, dim]``.
+
+    Slot ``t * k + j`` is the ``j``-th choice of token ``t``. ``order [tokens * k]`` lists the slots
+    in the order of the result, and ``places [tokens, k]`` is its inverse: each slot's row. Backward
+    is `bag_sum` without weights.
+    """
+    _check_slots(order, places, x.shape[0])
+    return run_function(_GatherRows, x, order, places)
+
+
+def bag_sum(rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's rows, weighted: ``[tokens, dim]``; `gather_rows` transposed.
+
+    ``rows [tokens * k, dim]`` lie in ``order``; ``weights [tokens, k]`` (1 by default) multiply
+    the rows at ``places``. The sum is deterministic. Gradients: of ``rows``, the token's gradient
+    times the weight; of ``weights``, the inner product of row and gradient.
+    """
+    _check_slots(order, places, places.shape[0])
+    if rows.shape[0] != places.numel():
+        raise ExpertConfigError(
+            f"bag_sum got {rows.shape[0]} rows for {tuple(places.shape)} slots; give one per slot"
+        )
+    if weights is not None and weights.shape != places.shape:
+        raise ExpertConfigError(
+            f"weights {tuple(weights.shape)} and places {tuple(places.shape)} must agree"
+        )
+    return run_function(_BagSum, rows, order, places, weights)
+
+
+def reorder(rows: Tensor, indices: Tensor, inverse: Tensor) -> Tensor:
+    """Return ``rows[indices]``; backward takes ``inverse``, which the caller has at hand."""
+    return run_function(_Reorder, rows, indices, inverse)
+
+
+def invert(indices: Tensor) -> Tensor:
+    """Return the inverse of a permutation ``[n]``."""
+    steps = torch.arange(indices.shape[0], device=indices.device, dtype=indices.dtype)
+    return torch.empty_like(indices).scatter_(0, indices, steps)
+
+
+def _check_permutation(rows: Tensor, indices: Tensor) -> None:
+    if indices.shape != rows.shape[:1]:
+        raise ExpertConfigError(
+            f"a permutation of {rows.shape[0]} rows has shape ({rows.shape[0]},), "
+            f"got indices {tuple(indices.shape)}"
+        )
+
+
+def _check_slots(order: Tensor, places: Tensor, tokens: int) -> None:
+    if places.dim() != 2 or places.shape[0] != tokens or order.shape != (places.numel(),):
+        raise ExpertConfigError(
+            f"order {tuple(order.shape)} and places {tuple(places.shape)} must be [tokens * k] and "
+            f"[tokens, k] for {tokens} tokens"
+        )
+
+
+def _row_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return each row's inner product; torch's own makes a temporary as large as ``a``."""
+    if not a.is_cpu:  # there a kernel launch costs more than the temporary
+        whole: Tensor = torch.linalg.vecdot(a, b)
+        return whole
+    step = max(1, _BLOCK // max(1, a.shape[1]))
+    blocks = zip(a.split(step), b.split(step), strict=True)
+    return torch.cat([torch.linalg.vecdot(x, y) for x, y in blocks])
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(indices, inverse)
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        indices, inverse = ctx.saved_tensors
+        return run_function(_Reorder, grads[0], inverse, indices), None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, order // places.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return F.embedding_bag(places, grads[0].contiguous(), mode="sum"), None, None
+
+
+class _BagSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        # Without a gradient of the weights the rows need not be kept.
+        keep = weights is not None and ctx.needs_input_grad[3]
+        ctx.save_for_backward(rows if keep else None, order, places, weights)
+        scale = None if weights is None else weights.to(rows.dtype)
+        return F.embedding_bag(places, rows.contiguous(), mode="sum", per_sample_weights=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, order, places, weights = ctx.saved_tensors
+        grad = grads[0].index_select(0, order // places.shape[1])
+        if weights is None:
+            return grad, None, None, None
+        grad_weights = None
+        if rows is not None:
+            products = _row_products(rows, grad).to(weights.dtype)
+            grad_weights = products.index_select(0, places.view(-1)).view(places.shape)
+        grad *= weights.reshape(-1).index_select(0, order).to(grad.dtype)[:, None]
+        return grad, None, None, grad_weights

@@ -1,0 +1,66 @@
+"""Names of torch that are not public, resolved once.
+
+``grouped_mm`` is public in ``torch.nn.functional`` from torch 2.10; it has no public way to ask
+what it takes. `can_group` states what its kernels check in 2.11 to 2.13: a floating dtype of at
+most 32 bits, and rows that start at multiples of 16 bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNMENT = 16  # bytes
+
+_grouped_mm: Callable[..., Tensor] = F.grouped_mm
+
+
+def can_group(rows: Tensor, *weights: Tensor) -> bool:
+    """Return whether `grouped_linear` takes ``rows [n, in]`` and ``weights [experts, out, in]``.
+
+    The gradient's grouped products run over ``out`` too, so both lengths must be aligned.
+    """
+    if rows.dtype not in _GROUPED_DTYPES or any(w.dtype != rows.dtype for w in weights):
+        return False
+    lengths = [length for w in weights for length in w.shape[1:]]
+    offsets = [w.storage_offset() for w in weights] + [rows.storage_offset()]
+    return all(w.is_contiguous() for w in weights) and all(
+        n * rows.element_size() % _ALIGNMENT == 0 for n in lengths + offsets
+    )
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return ``rows[i] @ weight[expert of i].T`` as ``[n, out]`` by one grouped product.
+
+    ``offsets [experts]`` int32 are the ends of the experts' row blocks; the last must be ``n``.
+    """
+    product = _grouped_mm(_dense(rows), weight.transpose(-2, -1), offs=offsets)
+    return run_function(_DenseGradient, product)
+
+
+def run_function(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    """Return ``function.apply(*args)``, which torch leaves without types, as the tensor it is."""
+    result: Tensor = function.apply(*args)
+    return result
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Identity; the backward of the grouped product refuses expanded gradients, as of ``sum()``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _dense(grads[0])
+
+
+def _dense(x: Tensor) -> Tensor:
+    # Tensors without elements count as contiguous whatever their strides, which are checked too.
+    if x.is_contiguous() and x.numel():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""How tokens reach their experts and come back: one dispatcher per module."""

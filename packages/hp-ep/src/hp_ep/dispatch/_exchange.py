@@ -1,0 +1,129 @@
+"""Rows sorted by expert, to the ranks that hold the experts and back."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives, Work, all_to_all
+
+from .._errors import ExpertConfigError
+from .._permutation import invert, permute_indices, reorder
+from ._faults import FAULT_SIZE, raise_faults
+
+
+def expert_axis(mesh: AxisMesh) -> Axis:
+    """Return the axis of a 1-D mesh, whatever its name, or the axis ``ep`` of a larger one."""
+    if mesh.ndim == 1:
+        return Axis.of(mesh, 0)
+    names = mesh.mesh_dim_names or ()
+    if "ep" not in names:
+        raise ExpertConfigError(
+            f"no axis 'ep' in a mesh with axes {list(names)}; pass the 1-D mesh of the axis that "
+            "splits the experts"
+        )
+    return Axis.of(mesh, "ep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """An exchange of counts under way."""
+
+    sent: Tensor
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """Who gets how many rows in one call, and their order once they are here."""
+
+    send_splits: tuple[int, ...]
+    receive_splits: tuple[int, ...]
+    counts: Tensor
+    """Rows per local expert ``[local experts]``."""
+    indices: Tensor | None
+    inverse: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows this rank's experts get."""
+        return sum(self.receive_splits)
+
+
+class RowExchange:
+    """Moves rows that lie by global expert to the ranks of those experts; holds no call's state.
+
+    Rank ``i`` of the axis holds experts ``i * e .. (i + 1) * e - 1`` of ``num_experts``, where
+    ``e`` is ``num_experts`` over the axis size; an `ExpertConfigError` if that is not whole.
+    """
+
+    def __init__(
+        self, mesh: AxisMesh, num_experts: int, collectives: Collectives | None = None
+    ) -> None:
+        axis = expert_axis(mesh)
+        if num_experts % axis.size:
+            legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ExpertConfigError(
+                f"{axis.name}={axis.size} does not divide num_experts={num_experts}; "
+                f"use one of {legal} ranks"
+            )
+        self.axis = axis
+        self.num_experts = num_experts
+        self.experts_per_rank = num_experts // axis.size
+        self._collectives: Collectives = TorchCollectives() if collectives is None else collectives
+
+    def announce(self, counts: Tensor, fault: Tensor) -> Announcement:
+        """Start telling every rank how many rows it gets; one all-to-all over the axis.
+
+        ``counts [num_experts]`` are this rank's rows per global expert; ``fault [3]`` goes to all.
+        """
+        blocks = counts.long().view(self.axis.size, self.experts_per_rank)
+        sent = torch.cat([blocks, fault.expand(self.axis.size, FAULT_SIZE)], 1)
+        return Announcement(sent=sent, work=self._collectives.all_to_all(self.axis, sent))
+
+    def plan(self, announcement: Announcement) -> RowPlan:
+        """Return the plan once all counts are here; the call's one device-to-host synchronisation.
+
+        Raises a `RoutingError` on every rank if any of them announced a fault.
+        """
+        (received,) = announcement.work.wait()
+        local = self.experts_per_rank
+        table = torch.stack([announcement.sent, received]).tolist()
+        raise_faults([row[local:] for row in table[1]], self.axis.ranks, self.num_experts)
+        send, receive = (tuple(sum(row[:local]) for row in side) for side in table)
+        counts = received[:, :local]
+        if local == 1 or self.axis.size == 1:  # rank-major is expert-major then
+            return RowPlan(
+                send_splits=send,
+                receive_splits=receive,
+                counts=counts.sum(0),
+                indices=None,
+                inverse=None,
+            )
+        indices, per_expert = permute_indices(
+            counts.reshape(-1), local, self.axis.size, num_rows=sum(receive)
+        )
+        return RowPlan(
+            send_splits=send,
+            receive_splits=receive,
+            counts=per_expert,
+            indices=indices,
+            inverse=invert(indices),
+        )
+
+    def dispatch(self, rows: Tensor, plan: RowPlan) -> Tensor:
+        """Return the rows for the local experts, by expert; one all-to-all, one in backward."""
+        here = all_to_all(
+            rows, self.axis, plan.send_splits, plan.receive_splits, collectives=self._collectives
+        )
+        if plan.indices is None or plan.inverse is None:
+            return here
+        return reorder(here, plan.indices, plan.inverse)
+
+    def combine(self, rows: Tensor, plan: RowPlan) -> Tensor:
+        """Return the rows to where `dispatch` took them from; one all-to-all, one in backward."""
+        if plan.indices is not None and plan.inverse is not None:
+            rows = reorder(rows, plan.inverse, plan.indices)
+        return all_to_all(
+            rows, self.axis, plan.receive_splits, plan.send_splits, collectives=self._collectives
+        )

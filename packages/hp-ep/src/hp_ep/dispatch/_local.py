@@ -1,0 +1,49 @@
+"""All experts on this rank: no communication."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .._permutation import bag_sum, gather_rows
+from ._faults import check_ids, checks_data, raise_faults
+from ._protocol import DispatchState, check_routing, consume
+from ._sorting import SortedSlots, sort_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _LocalState(DispatchState):
+    slots: SortedSlots
+    weights: Tensor
+
+
+class Local:
+    """A `TokenDispatcher` for experts that all live here; communicates nothing.
+
+    ``validate`` says whether to check the expert ids, which costs a device-to-host
+    synchronisation: by default only where there is none, on the CPU.
+    """
+
+    def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:
+        self.num_experts = num_experts
+        self._validate = validate
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows sorted by expert; see `TokenDispatcher.dispatch`.
+
+        `RoutingError` for an expert id out of range or named twice by one token.
+        """
+        check_routing(x, weights, expert_ids, self.num_experts)
+        if checks_data(expert_ids, self._validate):
+            expert_ids, fault = check_ids(expert_ids, self.num_experts)
+            raise_faults([fault.tolist()], None, self.num_experts)
+        slots = sort_slots(expert_ids, self.num_experts)
+        rows = gather_rows(x, slots.order, slots.places)
+        state = _LocalState(owner=self, num_rows=rows.shape[0], slots=slots, weights=weights)
+        return rows, slots.counts, state
+
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        own = consume(state, self, _LocalState, rows)
+        return bag_sum(rows, own.slots.order, own.slots.places, own.weights)

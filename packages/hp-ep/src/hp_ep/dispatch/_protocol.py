@@ -1,0 +1,102 @@
+"""What a dispatcher is, and the state that one dispatch hands to its combine."""
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from .._errors import DispatchStateError, ExpertConfigError
+
+
+class _Once:
+    """True the first time it is asked, False ever after."""
+
+    __slots__ = ("_used",)
+
+    def __init__(self) -> None:
+        self._used = False
+
+    def claim(self) -> bool:
+        used, self._used = self._used, True
+        return not used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DispatchState:
+    """What one ``dispatch`` leaves for its ``combine``, which consumes it.
+
+    Nothing of a call is kept anywhere else, so any number may be in flight and be combined in any
+    order. Dispatchers add what they need in a subclass.
+    """
+
+    owner: object
+    """The dispatcher that made this state."""
+    num_rows: int
+    """How many rows the experts got, and must give back."""
+    _once: _Once = field(default_factory=_Once, repr=False)
+
+
+class TokenDispatcher(Protocol):
+    """Brings tokens to their experts and the results back, summed by routing weight.
+
+    Every rank of the dispatcher's group makes the same calls in the same order, also without
+    tokens, and so does its backward.
+    """
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows for this rank's experts, rows per expert, and the state of this call.
+
+        ``x [tokens, dim]``, ``weights [tokens, k]``, ``expert_ids [tokens, k]`` (int64, distinct
+        within a token). The rows ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64.
+        """
+        ...
+
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        """Return the weighted sum of each token's results ``[tokens, dim]``.
+
+        ``rows [rows, dim]`` are the experts' outputs in the order that ``dispatch`` gave. A
+        `DispatchStateError` for a state of another dispatcher or one that was combined before.
+        """
+        ...
+
+
+S = TypeVar("S", bound=DispatchState)
+
+
+def consume(state: DispatchState, owner: object, kind: type[S], rows: Tensor) -> S:
+    """Return ``state`` as its dispatcher's own ``kind``, and mark it combined."""
+    if not isinstance(state, kind) or state.owner is not owner:
+        raise DispatchStateError(
+            "combine got a state that another dispatcher made; give it the state that its own "
+            "dispatch returned"
+        )
+    if rows.shape[0] != state.num_rows:
+        raise ExpertConfigError(
+            f"combine got {rows.shape[0]} rows, but its dispatch gave {state.num_rows}; experts "
+            "return one row for each"
+        )
+    if not state._once.claim():
+        raise DispatchStateError(
+            "this state was combined before; a dispatch is combined once, so dispatch again"
+        )
+    return state
+
+
+def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: int) -> None:
+    """Raise an `ExpertConfigError` unless the three shapes describe one routing."""
+    if weights.shape != expert_ids.shape or weights.dim() != 2:
+        raise ExpertConfigError(
+            f"weights {tuple(weights.shape)} and expert_ids {tuple(expert_ids.shape)} must have "
+            "one shape [tokens, k]"
+        )
+    if x.dim() != 2 or x.shape[0] != weights.shape[0]:
+        raise ExpertConfigError(
+            f"x {tuple(x.shape)} must be [tokens, dim] with the {weights.shape[0]} tokens of "
+            f"weights {tuple(weights.shape)}"
+        )
+    if not 1 <= weights.shape[1] <= num_experts:
+        raise ExpertConfigError(
+            f"each token names {weights.shape[1]} of {num_experts} experts; use 1 to {num_experts}"
+        )

@@ -1,0 +1,249 @@
+"""Tokens that travel to their experts come back as if all experts were at home."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from rank_pool import cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_ep import AllToAll, DispatchStateError, ExpertConfigError, GroupedExperts, RoutingError
+
+from .reference import assert_close, dense_combine, grads
+from .strategies import Routing, routings
+
+Result = dict[str, Tensor]
+
+
+def _weights(num_experts: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_experts)
+    shapes = (num_experts, 5, 3), (num_experts, 3, 5), (num_experts, 5, 3)
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def _rank_result(rank: int, dispatcher: AllToAll, routing: Routing) -> Result:
+    local = routing.num_experts // routing.num_ranks
+    experts = GroupedExperts(3, 5, local, dtype=torch.float64)
+    with torch.no_grad():
+        for p, whole in zip(experts.parameters(), _weights(routing.num_experts), strict=True):
+            p.copy_(whole[rank * local : (rank + 1) * local])
+    x = routing.x[rank].clone().requires_grad_()
+    w = routing.weights[rank].clone().requires_grad_()
+    rows, counts, state = dispatcher.dispatch(x, w, routing.expert_ids[rank])
+    y = dispatcher.combine(experts(rows, counts), state)
+    (y * torch.arange(1.0, 4.0)).sum().backward()
+    gx, gw, g1, g2, g3 = grads([x, w, *experts.parameters()])
+    sums = rows.detach().sum(0)
+    return dict(y=y.detach(), x=gx, w=gw, w1=g1, w2=g2, w3=g3, counts=counts, sums=sums)
+
+
+def _check(routing: Routing, results: list[Result]) -> None:
+    """Compare what the ranks return, put together, with one process that has all tokens."""
+    x = torch.cat(routing.x).requires_grad_()
+    w = torch.cat(routing.weights).requires_grad_()
+    ids = torch.cat(routing.expert_ids)
+    w1, w2, w3 = (p.requires_grad_() for p in _weights(routing.num_experts))
+    y = dense_combine(x, w, ids, w1, w2, w3)
+    (y * torch.arange(1.0, 4.0)).sum().backward()
+    assert_close(torch.cat([r["y"] for r in results]), y)
+    for name, leaf in dict(x=x, w=w, w1=w1, w2=w2, w3=w3).items():
+        assert_close(torch.cat([r[name] for r in results]), leaf.grad)
+    counts = torch.cat([r["counts"] for r in results])
+    assert counts.tolist() == [int((ids == e).sum()) for e in range(routing.num_experts)]
+    total = x.detach().sum(0) * routing.top_k  # every token arrives once per choice, unchanged
+    assert_close(torch.stack([r["sums"] for r in results]).sum(0), total)
+
+
+def _dispatcher(collectives: SimulatedCollectives, ranks: int, experts: int) -> AllToAll:
+    return AllToAll(collectives.mesh((ranks,), ("ep",)), experts, collectives)
+
+
+@settings(deadline=None, max_examples=80)
+@given(routings())
+def test_outputs_and_all_gradients_equal_the_dense_layer(routing: Routing) -> None:
+    def rank(me: int, collectives: SimulatedCollectives) -> Result:
+        dispatcher = _dispatcher(collectives, routing.num_ranks, routing.num_experts)
+        return _rank_result(me, dispatcher, routing)
+
+    _check(routing, SimulatedWorld(routing.num_ranks).run(rank))
+
+
+def _fixed_routing(tokens: list[int], experts: int, top_k: int, load: float = 0.0) -> Routing:
+    generator = torch.Generator().manual_seed(sum(tokens))
+    logits = torch.randn(sum(tokens), experts, generator=generator, dtype=torch.float64)
+    ids = (logits - load * torch.arange(experts)).topk(top_k).indices
+    weights = torch.rand(ids.shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(sum(tokens), 3, generator=generator, dtype=torch.float64)
+    return Routing(
+        num_ranks=len(tokens),
+        num_experts=experts,
+        top_k=top_k,
+        x=list(x.split(tokens)),
+        weights=list(weights.split(tokens)),
+        expert_ids=list(ids.split(tokens)),
+    )
+
+
+ROUTINGS = {
+    "uneven": _fixed_routing([5, 2], 4, 2),
+    "no token on rank 1": _fixed_routing([4, 0], 4, 2),
+    "no tokens": _fixed_routing([0, 0], 4, 2),
+    "one expert for all": _fixed_routing([3, 4], 4, 1, load=100.0),
+    "all experts for each": _fixed_routing([2, 3], 4, 4),
+    "four ranks": _fixed_routing([3, 0, 5, 1], 8, 3),
+    "one expert per rank": _fixed_routing([1, 2, 3, 4], 4, 2),
+}
+
+
+def _on_gloo(rank: int, routing: Routing) -> Result:
+    mesh = cached("ep mesh", lambda: _mesh(routing.num_ranks))
+    return _rank_result(rank, AllToAll(mesh, routing.num_experts), routing)
+
+
+def _mesh(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_real_ranks_equal_the_dense_layer(ranks: Any, name: str) -> None:
+    routing = ROUTINGS[name]
+    _check(routing, ranks(routing.num_ranks).run(_on_gloo, routing))
+
+
+@settings(deadline=None, max_examples=25)
+@given(routings())
+def test_two_calls_in_flight_may_be_combined_in_any_order(routing: Routing) -> None:
+    def rank(me: int, collectives: SimulatedCollectives) -> list[Tensor]:
+        dispatcher = _dispatcher(collectives, routing.num_ranks, routing.num_experts)
+        x, w, ids = routing.x[me], routing.weights[me], routing.expert_ids[me]
+        first, _, first_state = dispatcher.dispatch(x, w, ids)
+        second, _, second_state = dispatcher.dispatch(-3 * x, w, ids.flip(1))
+        y2 = dispatcher.combine(second, second_state)
+        y1 = dispatcher.combine(first, first_state)
+        return [y1 - x * w.sum(1, keepdim=True), y2 + 3 * x * w.sum(1, keepdim=True)]
+
+    for first, second in SimulatedWorld(routing.num_ranks).run(rank):
+        assert_close(first, torch.zeros_like(first))
+        assert_close(second, torch.zeros_like(second))
+
+
+@settings(deadline=None, max_examples=40)
+@given(routings())
+def test_calls_and_bytes_are_those_of_the_formula(routing: Routing) -> None:
+    def rank(me: int, collectives: SimulatedCollectives) -> dict[tuple[str, str], Any]:
+        recording = RecordingCollectives(collectives)
+        mesh = collectives.mesh((routing.num_ranks,), ("ep",))
+        _rank_result(me, AllToAll(mesh, routing.num_experts, recording), routing)
+        return recording.by_call
+
+    local = routing.num_experts // routing.num_ranks
+    for me, calls in enumerate(SimulatedWorld(routing.num_ranks).run(rank)):
+        if routing.num_ranks == 1:
+            assert calls == {}
+            continue
+        sent = int((routing.expert_ids[me] // local != me).sum())
+        received = sum(
+            int((ids // local == me).sum()) for i, ids in enumerate(routing.expert_ids) if i != me
+        )
+        row = 3 * 8
+        traffic = calls.pop(("ep", "all_to_all"))
+        assert calls == {}
+        assert traffic.calls == 5
+        # Rows one way and results the other in forward, gradients the opposite ways in backward.
+        assert traffic.bytes == (routing.num_ranks - 1) * (local + 3) * 8 + 2 * row * (
+            received + sent
+        )
+
+
+FAULTS = [
+    ([[0, 4]], r"rank 1: expert id 4 is not one of 0 .. 3"),
+    ([[0, -1]], r"rank 1: expert id -1 is not one of 0 .. 3"),
+    ([[2, 2]], r"rank 1: a token names expert 2 twice; its choices must be distinct"),
+]
+
+
+def _faulty(rank: int, dispatcher: AllToAll, ids: list[list[int]]) -> str:
+    mine = torch.tensor([[0, 1], [2, 3]] if rank != 1 else ids)
+    try:
+        dispatcher.dispatch(torch.ones(len(mine), 2), torch.ones(mine.shape), mine)
+    except RoutingError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("ids", "text"), FAULTS)
+def test_a_fault_on_one_rank_is_raised_by_all_and_names_it(ids: list[list[int]], text: str) -> None:
+    errors = SimulatedWorld(4).run(lambda me, door: _faulty(me, _dispatcher(door, 4, 4), ids))
+    assert errors == [text] * 4
+
+
+def _faulty_on_gloo(rank: int, ids: list[list[int]]) -> list[str]:
+    dispatcher = AllToAll(cached("ep mesh", lambda: _mesh(2)), 4)
+    return [_faulty(rank, dispatcher, ids), _faulty(rank, dispatcher, [[0, 1]])]
+
+
+def test_real_ranks_raise_together_and_go_on_with_the_next_call(ranks: Any) -> None:
+    ids, text = FAULTS[0]
+    assert ranks(2).run(_faulty_on_gloo, ids) == [[text, "no error"]] * 2
+
+
+def test_faults_of_several_ranks_are_all_named() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        return _faulty(1 if me in (1, 2) else 0, _dispatcher(door, 4, 4), [[0, me + 3]])
+
+    text = "rank 1: expert id 4 is not one of 0 .. 3; rank 2: expert id 5 is not one of 0 .. 3"
+    assert SimulatedWorld(4).run(rank) == [text] * 4
+
+
+def test_validation_can_be_turned_off() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[int]:
+        dispatcher = AllToAll(door.mesh((2,), ("ep",)), 4, door, validate=False)
+        ids = torch.tensor([[2, 2]])
+        _, counts, _ = dispatcher.dispatch(torch.ones(1, 1), torch.ones(1, 2), ids)
+        return counts.tolist()
+
+    assert SimulatedWorld(2).run(rank) == [[0, 0], [4, 0]]
+
+
+def test_states_are_checked() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[str]:
+        first, second = _dispatcher(door, 2, 2), _dispatcher(door, 2, 2)
+        x, w, ids = torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+        rows, _, state = first.dispatch(x, w, ids)
+        with pytest.raises(DispatchStateError) as foreign:
+            second.combine(rows, state)
+        first.combine(rows, state)
+        with pytest.raises(DispatchStateError) as twice:
+            first.combine(rows, state)
+        return [str(foreign.value).partition(";")[0], str(twice.value).partition(";")[0]]
+
+    expected = [
+        "combine got a state that another dispatcher made",
+        "this state was combined before",
+    ]
+    assert SimulatedWorld(2).run(rank) == [expected] * 2
+
+
+def test_experts_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None:
+    with pytest.raises(ExpertConfigError, match=r"ep=4 .*=6; use one of \[1, 2, 3, 6\]"):
+        SimulatedWorld(4).run(lambda me, door: _dispatcher(door, 4, 6))
+
+
+def test_the_axis_ep_of_a_larger_mesh_is_taken() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[int]:
+        dispatcher = AllToAll(door.mesh((2, 2), ("efsdp", "ep")), 2, door)
+        ids = torch.tensor([[me % 2]])
+        _, counts, _ = dispatcher.dispatch(torch.ones(1, 1), torch.ones(1, 1), ids)
+        return counts.tolist()
+
+    assert SimulatedWorld(4).run(rank) == [[1]] * 4
+
+
+def test_a_larger_mesh_without_that_axis_is_refused() -> None:
+    with pytest.raises(ExpertConfigError, match=r"no axis 'ep' .* \['dp', 'tp'\]"):
+        SimulatedWorld(4).run(
+            lambda me, door: AllToAll(door.mesh((2, 2), ("dp", "tp")), 4, door).num_experts
+        )

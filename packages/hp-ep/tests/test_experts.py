@@ -1,0 +1,128 @@
+"""Many experts at once equal each on its own, on both paths."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hp_ep import ExpertConfigError, GroupedExperts, RoutingError
+from hp_ep._torch import can_group
+
+from .reference import assert_close, dense_experts, grads
+
+
+def _run(
+    dtype: torch.dtype, counts: list[int], dim: int, hidden: int
+) -> tuple[GroupedExperts, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    experts = GroupedExperts(dim, hidden, len(counts), dtype=dtype)
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    rows = torch.randn(sum(counts), dim, generator=generator).to(dtype).requires_grad_()
+    result = experts(rows, torch.tensor(counts))
+    result.sum().backward()
+    return experts, rows, result
+
+
+LOADS = [[2, 0, 4], [0, 0, 0], [0, 5, 0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("counts", LOADS)
+@pytest.mark.parametrize(
+    ("dtype", "dim", "hidden", "grouped", "tolerance"),
+    [
+        (torch.float32, 8, 16, True, 1e-5),
+        (torch.float32, 3, 5, False, 1e-5),
+        (torch.float64, 8, 16, False, 1e-12),
+        (torch.bfloat16, 8, 16, True, 3e-2),
+        (torch.bfloat16, 4, 16, False, 3e-2),
+    ],
+)
+def test_each_expert_computes_its_own_rows(
+    counts: list[int], dtype: torch.dtype, dim: int, hidden: int, grouped: bool, tolerance: float
+) -> None:
+    experts, rows, result = _run(dtype, counts, dim, hidden)
+    assert can_group(rows, experts.w1, experts.w2, experts.w3) is grouped
+    assert result.dtype == dtype
+    leaves = [t.detach().double().requires_grad_() for t in (rows, *experts.parameters())]
+    every = dense_experts(*leaves)
+    owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    expected = every[owner, torch.arange(sum(counts))]
+    expected.sum().backward()
+    assert_close(result.double(), expected, tolerance)
+    for mine, reference in zip(grads([rows, *experts.parameters()]), grads(leaves), strict=True):
+        assert_close(mine.double(), reference, tolerance)
+
+
+def test_grouped_products_are_used_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = torch.nn.functional.linear
+
+    def linear(*args: Any) -> Tensor:
+        calls.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    _run(torch.float32, [2, 3], 8, 16)
+    assert not calls
+    _run(torch.float64, [2, 3], 8, 16)
+    assert len(calls) == 6
+
+
+def test_weights_off_the_alignment_take_the_other_path() -> None:
+    rows, whole = torch.zeros(2, 8), torch.zeros(1 + 3 * 16 * 8)
+    assert can_group(rows, whole[:-1].view(3, 16, 8))
+    assert not can_group(rows, whole[1:].view(3, 16, 8))
+    assert not can_group(rows, torch.zeros(3, 16, 8, dtype=torch.float64))
+    assert not can_group(rows, torch.zeros(3, 8, 16).transpose(1, 2))
+
+
+def test_uninitialised_memory_never_reaches_a_result_or_a_gradient(
+    nan_in_new_memory: None,
+) -> None:
+    assert torch.empty(3).isnan().all()  # the fixture does what the test needs
+    for counts in LOADS:
+        for dtype, dim in ((torch.float32, 8), (torch.float64, 8)):
+            experts, rows, result = _run(dtype, counts, dim, 16)
+            for tensor in (result, *grads([rows, *experts.parameters()])):
+                assert tensor.isfinite().all()
+
+
+def test_a_frozen_weight_gets_no_gradient_and_the_others_do() -> None:
+    experts = GroupedExperts(8, 16, 2)
+    experts.w1.requires_grad_(False)
+    experts(torch.randn(3, 8), torch.tensor([1, 2])).sum().backward()
+    assert experts.w1.grad is None
+    assert experts.w2.grad is not None
+
+
+def test_geglu_gates_with_gelu() -> None:
+    experts = GroupedExperts(2, 3, 1, activation="geglu", dtype=torch.float64)
+    x = torch.randn(4, 2, dtype=torch.float64)
+    gate = torch.nn.functional.gelu(x @ experts.w1[0].t())
+    expected = (gate * (x @ experts.w3[0].t())) @ experts.w2[0].t()
+    assert_close(experts(x, torch.tensor([4])), expected)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [2, 2], [4, -1]])
+def test_counts_that_do_not_split_the_rows_are_refused(counts: list[int]) -> None:
+    with pytest.raises(RoutingError, match=r"sum to the 3 rows"):
+        GroupedExperts(8, 16, 2)(torch.zeros(3, 8), torch.tensor(counts))
+
+
+def test_counts_for_another_number_of_experts_are_refused() -> None:
+    with pytest.raises(ExpertConfigError, match=r"counts \(3,\) .* \(2,\)"):
+        GroupedExperts(8, 16, 2)(torch.zeros(3, 8), torch.tensor([1, 1, 1]))
+
+
+def test_an_unknown_activation_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ExpertConfigError, match=r"'relu' is not one of \['geglu', 'swiglu'\]"):
+        GroupedExperts(8, 16, 2, activation="relu")  # type: ignore[arg-type]
+
+
+def test_experts_can_be_made_without_memory_and_filled_later() -> None:
+    experts = GroupedExperts(8, 16, 2, device="meta").to_empty(device="cpu")
+    experts.reset_parameters()
+    assert all(0 < p.abs().max() <= 1 / p.shape[-1] ** 0.5 for p in experts.parameters())
