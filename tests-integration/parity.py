@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 import torch
+from rank_pool import cached
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from train.config import ModelConfig, TrainConfig
@@ -15,7 +16,7 @@ from train.model import build_model
 from train.parallelize import parallelize
 
 from hp_dtensor import RecordingCollectives, Traffic
-from hp_mesh import ParallelDims
+from hp_mesh import ParallelDims, ParallelMesh
 
 MODEL = ModelConfig(
     hidden_size=32,
@@ -73,18 +74,21 @@ def single_process(dtype: torch.dtype) -> Outcome:
     return train(Trainer(build_model(MODEL, TRAIN.seed, dtype), TRAIN))
 
 
+def mesh_of(degrees: Mapping[str, int]) -> ParallelMesh:
+    """Return the mesh of these degrees, built once per rank process and kept."""
+    key = ("mesh", *sorted(degrees.items()))
+    return cached(key, lambda: ParallelDims.from_dict(degrees).build_mesh("cpu"))
+
+
 def on_rank(
     rank: int, degrees: dict[str, int], dtype: torch.dtype, recompute: bool = False
 ) -> Outcome:
     """Return one rank's outcome; gradients only from rank 0, which has gathered them."""
-    dims = ParallelDims.from_dict(degrees)
-    mesh = dims.build_mesh("cpu")
+    mesh = mesh_of(degrees)
     recording = RecordingCollectives()
     model = build_model(MODEL, TRAIN.seed, dtype)
     parallelize(model, mesh, mesh.dims, collectives=recording, checkpoint_activations=recompute)
     outcome = train(Trainer(model, TRAIN, mesh=mesh, collectives=recording), recording)
-    del model
-    mesh.close()
     kept = outcome.gradients if rank == 0 else {}
     return Outcome(
         losses=outcome.losses, norm=outcome.norm, gradients=kept, traffic=outcome.traffic

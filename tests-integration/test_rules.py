@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parity import MODEL, TRAIN, samples
+from parity import MODEL, TRAIN, mesh_of, samples
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -14,16 +14,15 @@ from train.model import build_model
 from train.parallelize import parallelize
 
 from hp_dtensor import RecordingCollectives
-from hp_mesh import ParallelDims
 
 Ranks = Callable[[int], RankPool]
 
 
-def make(degrees: dict[str, int]) -> tuple[Trainer, Callable[[], None]]:
-    mesh = ParallelDims.from_dict(degrees).build_mesh("cpu")
+def make(degrees: dict[str, int]) -> Trainer:
+    mesh = mesh_of(degrees)
     model = build_model(MODEL, TRAIN.seed)
     parallelize(model, mesh, mesh.dims)
-    return Trainer(model, TRAIN, mesh=mesh), mesh.close
+    return Trainer(model, TRAIN, mesh=mesh)
 
 
 def test_initial_values_depend_on_seed_and_name_only() -> None:
@@ -52,13 +51,11 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
 
 
 def whole_parameters(rank: int, degrees: dict[str, int]) -> dict[str, Tensor]:
-    trainer, close = make(degrees)
-    found = {
+    trainer = make(degrees)
+    return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in trainer.model.named_parameters()
     }
-    close()
-    return found
 
 
 @pytest.mark.parametrize("degrees", [{"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4, "ep": 4}])
@@ -96,12 +93,11 @@ def test_the_last_partial_batch_is_padded_with_ignored_labels() -> None:
 
 
 def parts(rank: int, degrees: dict[str, int]) -> tuple[list[int], list[int], Tensor, Tensor]:
-    trainer, close = make(degrees)
+    trainer = make(degrees)
     mesh = trainer._mesh
     assert mesh is not None
     place = [mesh["batch"].get_local_rank(), mesh["cp"].get_local_rank()]
     tokens, labels = trainer._part(samples().batch(0, TRAIN.batch_size))
-    close()
     return place, [int(i) for i in trainer._positions], tokens, labels
 
 
@@ -133,7 +129,7 @@ def test_tensor_parallel_peers_read_the_same(ranks: Ranks) -> None:
 
 def calls(rank: int, degrees: dict[str, int]) -> dict[tuple[str, str], int]:
     """Route every token to the first experts, so that other ranks' experts get none."""
-    mesh = ParallelDims.from_dict(degrees).build_mesh("cpu")
+    mesh = mesh_of(degrees)
     recording = RecordingCollectives()
     model = build_model(MODEL, TRAIN.seed)
     with torch.no_grad():
@@ -144,7 +140,6 @@ def calls(rank: int, degrees: dict[str, int]) -> dict[tuple[str, str], int]:
     trainer = Trainer(model, TRAIN, mesh=mesh, collectives=recording)
     loss = trainer.gradients(samples().batch(0, TRAIN.batch_size))
     assert loss > 0
-    mesh.close()
     return {key: traffic.calls for key, traffic in recording.by_call.items()}
 
 

@@ -45,10 +45,16 @@ class RankPool:
         Functions and classes of test modules travel by value, everything else by import. Raises
         `RankError` if a rank raises or if ``timeout`` seconds pass; the pool is then respawned.
         """
-        if not self._processes:
-            self._spawn()
-            self._call(cloudpickle.dumps((_answer, ())), START_SECONDS)
-        results: list[T] = self._call(_dumps(function, args), timeout)
+        message = _dumps(function, args)
+        try:
+            if not self._processes:
+                self._spawn()
+                self._call(cloudpickle.dumps((_answer, ())), START_SECONDS)
+            results: list[T] = self._call(message, timeout)
+        except BaseException:
+            # Unread answers would be taken for those of the next call.
+            self.close()
+            raise
         return results
 
     def _call(self, message: bytes, timeout: float) -> list[Any]:
@@ -71,7 +77,6 @@ class RankPool:
         failures = {r: text for r, (ok, text) in replies.items() if not ok}
         silent = [r for r in range(self.world_size) if r not in replies]
         if failures or silent:
-            self.close()
             texts = [f"--- rank {r} ---\n{text}" for r, text in failures.items()]
             if silent:
                 texts.append(f"--- no answer in time from ranks {silent} ---")
