@@ -6,7 +6,37 @@ Names that need torch are loaded on first use: layouts and plans work without it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._cost import AlphaBeta as AlphaBeta
+from ._cost import CostModel as CostModel
+from ._errors import CrossMeshError as CrossMeshError
+from ._errors import LayoutError as LayoutError
+from ._errors import LocalShapeMismatch as LocalShapeMismatch
+from ._errors import MixedPartialError as MixedPartialError
+from ._errors import PartialSourceError as PartialSourceError
+from ._errors import PartialTargetError as PartialTargetError
+from ._errors import PlacementCountError as PlacementCountError
+from ._errors import PlacementTypeError as PlacementTypeError
+from ._errors import RankNotInMesh as RankNotInMesh
+from ._errors import ShardDimError as ShardDimError
+from ._errors import ShardOrderError as ShardOrderError
+from ._explain import explain as explain
+from ._layout import Box as Box
+from ._layout import Layout as Layout
+from ._placements import Partial as Partial
+from ._placements import Replicate as Replicate
+from ._placements import Shard as Shard
+from ._plan import Plan as Plan
+from ._steps import Step as Step
+from ._transfer import Transfer as Transfer
+from ._transfer import plan_transfer as plan_transfer
+
 if TYPE_CHECKING:
+    from ._norms import NonFiniteNormError as NonFiniteNormError
+    from ._norms import NormOrderError as NormOrderError
+    from ._norms import clip_grad_norm_ as clip_grad_norm_
+    from ._redistribute import Pending as Pending
+    from ._redistribute import redistribute as redistribute
+    from ._torch import concatenate_meshes as concatenate_meshes
     from .collectives._differentiable import all_gather as all_gather
     from .collectives._differentiable import all_reduce as all_reduce
     from .collectives._differentiable import all_to_all as all_to_all
@@ -29,6 +59,9 @@ _NEED_TORCH = {
     "AxisMesh": ".collectives._interface",
     "Collectives": ".collectives._interface",
     "Group": ".collectives._interface",
+    "NonFiniteNormError": "._norms",
+    "NormOrderError": "._norms",
+    "Pending": "._redistribute",
     "RecordingCollectives": ".collectives._recording",
     "ReduceOp": ".collectives._interface",
     "SimulatedCollectives": ".collectives._simulated",
@@ -39,12 +72,41 @@ _NEED_TORCH = {
     "all_gather": ".collectives._differentiable",
     "all_reduce": ".collectives._differentiable",
     "all_to_all": ".collectives._differentiable",
+    "clip_grad_norm_": "._norms",
+    "concatenate_meshes": "._torch",
+    "redistribute": "._redistribute",
     "reduce_scatter": ".collectives._differentiable",
     "replicate": ".collectives._differentiable",
 }
 
 __version__ = "0.1.0"
-__all__ = ["__version__", *_NEED_TORCH]  # noqa: PLE0604
+__all__ = [
+    "AlphaBeta",
+    "Box",
+    "CostModel",
+    "CrossMeshError",
+    "Layout",
+    "LayoutError",
+    "LocalShapeMismatch",
+    "MixedPartialError",
+    "Partial",
+    "PartialSourceError",
+    "PartialTargetError",
+    "PlacementCountError",
+    "PlacementTypeError",
+    "Plan",
+    "RankNotInMesh",
+    "Replicate",
+    "Shard",
+    "ShardDimError",
+    "ShardOrderError",
+    "Step",
+    "Transfer",
+    "__version__",
+    "explain",
+    "plan_transfer",
+    *_NEED_TORCH,
+]
 
 
 def __getattr__(name: str) -> object:

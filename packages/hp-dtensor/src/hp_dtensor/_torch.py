@@ -4,20 +4,28 @@
 ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` before, which 2.13 deprecates. The
 coalesced methods of ``ProcessGroup`` have no public function; the public alternative is the
 context manager ``torch.distributed._coalescing_manager``, itself private, which stops running
-collectives after an exception inside it.
+collectives after an exception inside it. ``DTensorSpec``, ``TensorMeta`` and ``_StridedShard``
+describe a DTensor from inside; what they are used for, and the public way, stands at each function.
+``AsyncCollectiveTensor`` is what torch's functional collectives return before they are waited for.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import (  # the option structs of the coalesced methods
     AllgatherOptions,
     AllreduceCoalescedOptions,
     ReduceScatterOptions,
 )
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def _first(owner: Any, *names: str) -> Any:
@@ -67,3 +75,67 @@ def all_reduce_coalesced(group: ProcessGroup, tensors: list[Any], op: dist.Reduc
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """Join submeshes of one root into one mesh; ``DeviceMesh._concatenate`` has no public name."""
     return DeviceMesh._concatenate(meshes)
+
+
+def local_part(x: DTensor) -> Tensor:
+    """Return a DTensor's local tensor, complete, without autograd.
+
+    ``DTensor.to_local`` is the public way; it goes through autograd at 4 times the host time.
+    """
+    local = x._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def ordered_axes(x: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """Return the order of axes that shard the same dim, ``DTensorSpec.shard_order`` (2.11 to 2.13).
+
+    None where the placements say it all. No public name: placements spell it with `strided_shard`.
+    """
+    order = getattr(x._spec, "shard_order", None)
+    if order is None or all(list(axes) == sorted(axes) for _, axes in order):
+        return None
+    return tuple((dim, tuple(axes)) for dim, axes in order)
+
+
+def with_placements(x: DTensor, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
+    """Return ``local`` as a DTensor of the global shape of ``x``, without autograd.
+
+    ``DTensor.from_local`` is the public way; it goes through autograd at 5 times the host time.
+    """
+    meta = x._spec.tensor_meta
+    if not x.is_contiguous():
+        stride = torch.empty(x.shape, device="meta").stride()
+        meta = TensorMeta(x.shape, stride, x.dtype)
+    spec = DTensorSpec(x._spec.mesh, placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return ``_StridedShard``, torch's spelling of a dim that later axes split first."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def split_factor(placement: Placement) -> int | None:
+    """Return the split factor of a ``_StridedShard``, None for any other placement."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
+def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """Return the meshes that were flattened from axes of ``mesh``'s root.
+
+    ``DeviceMesh._flatten_mapping`` (2.11 to 2.13); there is no public list of them.
+    """
+    return list(mesh._get_root_mesh()._flatten_mapping.values())
+
+
+def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return each tensor's norm, in one launch where the device has a fused kernel.
+
+    ``torch._foreach_norm``; public: ``torch.linalg.vector_norm`` of each.
+    """
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor in place; ``torch._foreach_mul_``, public: ``Tensor.mul_`` of each."""
+    torch._foreach_mul_(tensors, factor)

@@ -1,0 +1,124 @@
+"""Layouts: boxes, order, equality, errors."""
+
+import itertools
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from hp_dtensor import (
+    Layout,
+    MixedPartialError,
+    Partial,
+    PlacementCountError,
+    PlacementTypeError,
+    RankNotInMesh,
+    Replicate,
+    Shard,
+    ShardDimError,
+    ShardOrderError,
+)
+
+from .strategies import Case, cases
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases(partial=True))
+def test_boxes_partition_the_tensor_for_each_replica(case: Case) -> None:
+    layout, shape = case.source, case.shape
+    whole = [axis for axis, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    for fixed in itertools.product(*(range(layout.mesh_shape[axis]) for axis in whole)):
+        held = np.zeros(shape, dtype=int)
+        for rank in case.ranks:
+            coordinate = layout.coordinate(rank)
+            if [coordinate[axis] for axis in whole] == list(fixed):
+                for box in layout.boxes(shape, rank):
+                    held[tuple(slice(lo, hi) for lo, hi in box)] += 1
+        assert (held == 1).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases())
+def test_a_shard_is_torch_chunk_nested_in_shard_order(case: Case) -> None:
+    layout, shape = case.source, case.shape
+    full = torch.arange(math.prod(shape)).view(shape)
+    for rank in case.ranks:
+        part = full
+        coordinate = layout.coordinate(rank)
+        for dim in range(len(shape)):
+            for axis in layout.chain(dim):
+                chunks = part.chunk(layout.mesh_shape[axis], dim)
+                empty = part.narrow(dim, 0, 0)
+                at = coordinate[axis]
+                part = chunks[at] if at < len(chunks) else empty
+        assert layout.local_shape(shape, rank) == tuple(part.shape)
+        boxes = layout.boxes(shape, rank)
+        assert len(boxes) == (1 if part.numel() else 0)
+        for box in boxes:
+            assert torch.equal(full[tuple(slice(lo, hi) for lo, hi in box)], part)
+
+
+def test_fsdp_before_tp_splits_dim_0_by_the_inner_axis_first() -> None:
+    layout = Layout((4, 2), (S0, S0), {0: (1, 0)})
+    starts = [layout.box_at((15,), layout.coordinate(rank))[0] for rank in range(8)]
+    assert starts == [(0, 2), (8, 10), (2, 4), (10, 12), (4, 6), (12, 14), (6, 8), (14, 15)]
+
+
+def test_equal_layouts_compare_equal_however_the_order_is_spelled() -> None:
+    plain = Layout((2, 2), (S0, S0))
+    assert plain == Layout((2, 2), (S0, S0), {0: [0, 1]})
+    assert plain == Layout((2, 2), (S0, S0), ((0, (0, 1)),))
+    assert hash(plain) == hash(Layout((2, 2), (S0, S0), {0: (0, 1)}, ranks=(0, 1, 2, 3)))
+    assert plain != Layout((2, 2), (S0, S0), {0: (1, 0)})
+
+
+def test_ranks_are_places_in_the_mesh_not_numbers() -> None:
+    layout = Layout((2,), (S0,), ranks=(7, 3))
+    assert layout.boxes((4,), 7) == (((0, 2),),)
+    assert layout.boxes((4,), 3) == (((2, 4),),)
+
+
+def test_a_scalar_is_one_box_without_dims() -> None:
+    assert Layout((2,), (R,)).boxes((), 1) == ((),)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_the_mesh_is_named(rank: int) -> None:
+    with pytest.raises(RankNotInMesh, match=rf"rank {rank} .*0 to 3"):
+        Layout((2, 2), (R, R)).boxes((4,), rank)
+
+
+def test_errors_say_what_is_legal() -> None:
+    with pytest.raises(PlacementCountError, match="give 2, one for each axis"):
+        Layout((2, 2), (R,))
+    with pytest.raises(ShardDimError, match="0 to 1"):
+        Layout((2,), (Shard(2),)).boxes((4, 4), 0)
+    with pytest.raises(ShardDimError, match="'a'"):
+        Shard("a")  # type: ignore[arg-type]
+    with pytest.raises(ShardOrderError, match=r"axes \(0, 1\) shard"):
+        Layout((2, 2), (S0, S0), {0: (1,)})
+    with pytest.raises(ShardOrderError, match="dim 1"):
+        Layout((2, 2), (S0, S0), {1: (0, 1)})
+    with pytest.raises(MixedPartialError, match="max and sum"):
+        Layout((2, 2), (Partial("sum"), Partial("max")))
+    with pytest.raises(PlacementTypeError, match="sum, avg, max, min, prod"):
+        Partial("mean")  # type: ignore[arg-type]
+    with pytest.raises(PlacementTypeError, match=r"use Replicate\(\)"):
+        Layout((2,), ("R",))  # type: ignore[arg-type]
+    with pytest.raises(RankNotInMesh, match="needs 4 different ranks"):
+        Layout((2, 2), (R, R), ranks=(0, 1, 2, 2))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 40), st.lists(st.integers(1, 5), max_size=3))
+def test_boxes_of_nested_shards_ascend_in_shard_order(length: int, degrees: list[int]) -> None:
+    layout = Layout(tuple(degrees), (S0,) * len(degrees))
+    intervals = [layout.box_at((length,), layout.coordinate(r))[0] for r in range(layout.size)]
+    filled = [interval for interval in intervals if interval[0] < interval[1]]
+    assert [lo for lo, _ in filled] == [0, *(hi for _, hi in filled[:-1])][: len(filled)]
+    assert (filled[-1][1] if filled else 0) == length

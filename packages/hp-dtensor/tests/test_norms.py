@@ -1,0 +1,138 @@
+"""The norm over mixed meshes is that of one process that holds every gradient whole."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from rank_pool import RankPool, cached
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hp_dtensor import (
+    NonFiniteNormError,
+    NormOrderError,
+    PartialSourceError,
+    RecordingCollectives,
+    clip_grad_norm_,
+)
+
+Pools = Callable[[int], RankPool]
+R, S0, S1 = theirs.Replicate(), theirs.Shard(0), theirs.Shard(1)
+SHAPES = [(8, 3), (5, 4), (6, 6), (4, 2, 3), (7,), (1, 9)]
+LAYOUTS: list[tuple[tuple[str, ...], tuple[theirs.Placement, ...]] | None] = [
+    (("fsdp",), (S0,)),
+    (("dp", "tp"), (S0, S1)),
+    (("dp", "tp"), (R, S0)),
+    (("efsdp", "ep"), (S1, S0)),
+    None,
+    (("fsdp",), (S0,)),
+]
+ORDERS = [1.0, 2.0, 3.0, math.inf]
+
+
+def mesh_of(names: tuple[str, ...]) -> DeviceMesh:
+    shape = (4,) if len(names) == 1 else (2, 2)
+    return cached(("norms", names), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def gradients() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator, dtype=torch.double) for shape in SHAPES]
+
+
+def parameters() -> list[nn.Parameter]:
+    made = []
+    for grad, layout in zip(gradients(), LAYOUTS, strict=True):
+        value = torch.zeros_like(grad)
+        if layout is not None:
+            names, placements = layout
+            value = distribute_tensor(value, mesh_of(names), placements, src_data_rank=None)
+            grad = distribute_tensor(grad, mesh_of(names), placements, src_data_rank=None)
+        made.append(nn.Parameter(value))
+        made[-1].grad = grad
+    return made
+
+
+def clipped(rank: int, order: float) -> tuple[Tensor, list[Tensor], int]:
+    given = parameters()
+    silent = nn.Parameter(torch.zeros(3))
+    door = RecordingCollectives()
+    norm = clip_grad_norm_([*given, silent, given[0]], 1.5, order, collectives=door)
+    after = []
+    for parameter in given:
+        assert parameter.grad is not None
+        grad = parameter.grad
+        after.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
+    return norm, after, sum(traffic.calls for traffic in door.by_axis.values())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norm_and_gradients_equal_those_of_one_process(ranks: Pools, order: float) -> None:
+    alone = [nn.Parameter(torch.zeros_like(grad)) for grad in gradients()]
+    for parameter, grad in zip(alone, gradients(), strict=True):
+        parameter.grad = grad
+    expected = nn.utils.clip_grad_norm_(alone, 1.5, order)
+    for norm, after, calls in ranks(4).run(clipped, order):
+        assert type(norm) is Tensor
+        torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0.0)
+        for mine, parameter in zip(after, alone, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=0.0)
+        # Three sets of ranks: the whole world (fsdp, dp x tp, efsdp x ep alike), tp, none.
+        assert calls == 2
+
+
+def staged(rank: int) -> Tensor:
+    stages = cached("stages", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+    whole = torch.full((4, 2), 1.0 + rank // 2)
+    parameter = nn.Parameter(
+        distribute_tensor(torch.zeros(4, 2), stages["dp"], [S0], src_data_rank=None)
+    )
+    parameter.grad = distribute_tensor(whole, stages["dp"], [S0], src_data_rank=None)
+    return clip_grad_norm_(parameter, 1e9, pp=stages["pp"])
+
+
+def test_stages_of_a_pipeline_add_up(ranks: Pools) -> None:
+    for norm in ranks(4).run(staged):
+        assert norm.item() == pytest.approx(math.sqrt(8 * 1.0 + 8 * 4.0), rel=1e-6)
+
+
+def refused(rank: int) -> list[str]:
+    mesh = mesh_of(("fsdp",))
+    names = []
+    partial = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [R]))
+    partial.grad = DTensor.from_local(torch.zeros(2), mesh, [theirs.Partial()])
+    broken = nn.Parameter(distribute_tensor(torch.zeros(8), mesh, [S0], src_data_rank=None))
+    only_rank_2 = torch.zeros(2)
+    only_rank_2[0] = math.nan if rank == 2 else 1.0
+    broken.grad = DTensor.from_local(only_rank_2, mesh, [S0])
+    calls: list[Callable[[], Tensor]] = [
+        lambda: clip_grad_norm_(partial, 1.0),
+        lambda: clip_grad_norm_(broken, 1.0, error_if_nonfinite=True),
+        lambda: clip_grad_norm_(broken, 1.0, 0.0),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            names.append(type(error).__name__)
+    names.append(str(broken.grad.to_local()[0].item()))
+    return names
+
+
+def test_every_rank_refuses_alike_and_scales_nothing(ranks: Pools) -> None:
+    errors = [kind.__name__ for kind in (PartialSourceError, NonFiniteNormError, NormOrderError)]
+    for rank, names in enumerate(ranks(4).run(refused)):
+        assert names == [*errors, "nan" if rank == 2 else "1.0"]
+
+
+def test_one_process_needs_no_group() -> None:
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1).bfloat16())
+    first.grad, second.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0]).bfloat16()
+    norm = clip_grad_norm_([first, second, first], 1.0)
+    assert norm.item() == 5.0
+    torch.testing.assert_close(first.grad, torch.tensor([0.6, 0.0]))
+    assert clip_grad_norm_([], 1.0).item() == 0.0

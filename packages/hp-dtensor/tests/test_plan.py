@@ -1,0 +1,134 @@
+"""Plans: every rank chooses the same cheapest steps."""
+
+import pytest
+from hypothesis import given, settings
+
+from hp_dtensor import (
+    AlphaBeta,
+    CrossMeshError,
+    Layout,
+    Partial,
+    PartialTargetError,
+    PlacementCountError,
+    Plan,
+    Replicate,
+    Shard,
+    explain,
+    plan_transfer,
+)
+
+from .strategies import Case, cases
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+Placements = tuple[Replicate | Shard | Partial, ...]
+
+
+def plan(source: Placements, target: Placements, shape: tuple[int, ...] = (8, 8)) -> Plan:
+    mesh = (2,) * len(source)
+    return explain(Layout(mesh, source), Layout(mesh, target), shape=shape)
+
+
+def kinds(made: Plan) -> list[str]:
+    return [step.kind for step in made.steps]
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(partial=True))
+def test_every_rank_chooses_the_same_steps(case: Case) -> None:
+    plans = [explain(case.source, case.target, shape=case.shape, rank=r) for r in case.ranks]
+    assert len({made.steps for made in plans}) == 1
+    assert len({made.time for made in plans}) == 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases())
+def test_a_plan_that_reduces_nothing_receives_the_lower_bound(case: Case) -> None:
+    for rank in case.ranks:
+        made = explain(case.source, case.target, shape=case.shape, rank=rank, itemsize=1)
+        least = 0
+        for _, box in plan_transfer(*case, rank).recvs:
+            elements = 1
+            for lo, hi in box:
+                elements *= hi - lo
+            least += elements
+        assert made.bytes_received == least
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(partial=True))
+def test_steps_lead_from_source_to_target(case: Case) -> None:
+    made = explain(case.source, case.target, shape=case.shape)
+    for step, following in zip(made.steps, made.steps[1:], strict=False):
+        assert step.target == following.source
+    if made.steps and 1 not in case.source.mesh_shape:
+        assert made.steps[0].source == case.source
+        assert made.steps[-1].target == case.target
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        ((S0,), (S0,), []),
+        ((R,), (S0,), ["slice"]),
+        ((R, R), (S0, S1), ["slice"]),
+        ((S0,), (R,), ["all_gather"]),
+        ((S0,), (S1,), ["all_to_all"]),
+        ((S0, R), (R, S1), ["slice", "all_gather"]),
+        ((S0, S1), (S1, S0), ["direct"]),
+        ((S0, S0), (R, R), ["direct"]),
+        ((P,), (R,), ["all_reduce"]),
+        ((P,), (S1,), ["reduce_scatter"]),
+        ((P, R), (R, S0), ["slice", "all_reduce"]),
+        ((P, P), (S0, S1), ["reduce_scatter", "reduce_scatter"]),
+        ((P, S0), (P, S0), []),
+        ((P, S0), (P, R), ["all_gather"]),
+    ],
+)
+def test_a_native_collective_is_used_where_it_moves_no_more(
+    source: Placements, target: Placements, steps: list[str]
+) -> None:
+    assert kinds(plan(source, target)) == steps
+
+
+def test_unequal_parts_go_direct() -> None:
+    assert kinds(plan((S0,), (R,), (7, 8))) == ["direct"]
+    assert kinds(plan((S0,), (S1,), (8, 7))) == ["direct"]
+
+
+def test_an_axis_of_degree_one_needs_no_step() -> None:
+    for source, target in (((S0,), (R,)), ((P,), (S0,)), ((R,), (P,))):
+        made = explain(Layout((1,), source), Layout((1,), target), shape=(4, 4))
+        assert made.steps == ()
+
+
+def test_slicing_before_the_reduction_halves_what_it_receives() -> None:
+    whole, sliced = plan((P, R), (R, R)), plan((P, R), (R, S0))
+    assert sliced.bytes_received * 2 == whole.bytes_received == 256
+
+
+def test_latency_and_bandwidth_decide() -> None:
+    # One all-reduce costs one latency; scattering first costs two, and saves bytes on the way.
+    pair = Layout((2, 2), (P, S0)), Layout((2, 2), (S1, R))
+    slow_start = explain(*pair, shape=(64, 64), cost=AlphaBeta(alpha=1.0, beta=0.0))
+    assert len([step for step in slow_start.steps if step.axes]) == 2
+    per_axis = AlphaBeta(alpha=(0.0, 0.0), beta=(1.0, 10.0))
+    assert per_axis.seconds((0, 1), 4, 2.0) == 20.0
+
+
+def test_the_text_lists_the_steps() -> None:
+    text = str(plan((P, R), (R, S0)))
+    assert "(P(sum), R) -> (R, S(0)) for [8, 8] on mesh [2, 2]" in text
+    assert "receives 128 bytes" in text
+    assert "1. slice" in text
+    assert "2. all_reduce over axes (0,)" in text
+    assert "nothing to do" in str(plan((R,), (R,)))
+
+
+def test_explain_needs_the_shape_of_a_layout_and_one_mesh() -> None:
+    with pytest.raises(PlacementCountError, match="shape="):
+        explain(Layout((2,), (S0,)))
+    with pytest.raises(CrossMeshError, match="one mesh"):
+        explain(Layout((2,), (S0,)), Layout((4,), (S0,)), shape=(4,))
+    with pytest.raises(PartialTargetError, match="axis 0"):
+        explain(Layout((2,), (S0,)), (P,), shape=(4,))
+    assert kinds(explain(Layout((2,), (S0,)), shape=(4,))) == ["all_gather"]

@@ -1,0 +1,336 @@
+"""DTensors on real groups: values, gradients, bytes, errors."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from hypothesis import given, settings
+from rank_pool import RankPool, cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hp_dtensor import (
+    CrossMeshError,
+    Layout,
+    LayoutError,
+    LocalShapeMismatch,
+    MixedPartialError,
+    Partial,
+    PartialTargetError,
+    PlacementCountError,
+    RecordingCollectives,
+    Replicate,
+    Shard,
+    ShardDimError,
+    ShardOrderError,
+    explain,
+    redistribute,
+)
+
+from .strategies import Case, cases
+
+Pools = Callable[[int], RankPool]
+Placements = tuple[Replicate | Shard | Partial, ...]
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+BATCH = 16  # cases that travel to the ranks together: the trip costs more than the work
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    names = ("a", "b", "c")[: len(shape)]
+    return cached(("mesh", shape), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def whole(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, shape, generator=generator).double()
+
+
+def slice_of(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    box = layout.box_at(tuple(full.shape), layout.coordinate(rank))
+    return full[tuple(slice(lo, hi) for lo, hi in box)].clone()
+
+
+def as_dtensor(full: Tensor, layout: Layout, rank: int) -> DTensor:
+    """Wrap a rank's slice; a shard order is reached by redistribution from mesh order."""
+    mesh = mesh_of(layout.mesh_shape)
+    plain = Layout(layout.mesh_shape, layout.placements)
+    local = slice_of(full, plain, rank)
+    placements = [_theirs(p) for p in layout.placements]
+    x = DTensor.from_local(local, mesh, placements, shape=full.shape, stride=full.stride())
+    if layout != plain:
+        x = redistribute(x, layout.placements, shard_order=layout.shard_order)
+    return x
+
+
+def leaf(x: DTensor) -> DTensor:
+    copy = x.detach().requires_grad_()
+    assert isinstance(copy, DTensor)
+    return copy
+
+
+def _theirs(placement: Replicate | Shard | Partial) -> theirs.Placement:
+    if isinstance(placement, Shard):
+        return theirs.Shard(placement.dim)
+    if isinstance(placement, Partial):
+        return theirs.Partial(placement.op)
+    return theirs.Replicate()
+
+
+def moved(rank: int, batch: list[Case]) -> list[tuple[Tensor, Tensor, int, int, bool]]:
+    """For each case: our local result, torch's whole tensor of it, bytes, shared layout."""
+    results = []
+    for source, target, shape in batch:
+        full = whole(shape)
+        x = as_dtensor(full, source, rank)
+        door = RecordingCollectives()
+        order = target.shard_order
+        plan = explain(x, target.placements, shard_order=order)
+        y = redistribute(x, target.placements, shard_order=order, collectives=door)
+        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        again = redistribute(x, target.placements, shard_order=order, async_op=True).wait()
+        same = torch.equal(again.to_local(), y.to_local()) and again.placements == y.placements
+        results.append((y.to_local(), y.full_tensor(), received, plan.bytes_received, same))
+    return results
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
+def test_random_layouts_give_slices_of_the_global_tensor(
+    ranks: Pools, mesh: tuple[int, ...]
+) -> None:
+    @settings(deadline=None, max_examples=3)
+    @given(st.lists(cases(mesh=mesh), min_size=BATCH, max_size=BATCH))
+    def check(batch: list[Case]) -> None:
+        for rank, results in enumerate(ranks(math.prod(mesh)).run(moved, batch)):
+            for case, result in zip(batch, results, strict=True):
+                local, gathered, received, predicted, same = result
+                full = whole(case.shape)
+                assert torch.equal(local, slice_of(full, case.target, rank))
+                # torch reads our placements, strided shards too, as we meant them.
+                assert torch.equal(gathered, full)
+                assert received == predicted
+                assert same
+
+    check()
+
+
+def from_torch(rank: int) -> tuple[Tensor, Tensor]:
+    full = whole((15, 3))
+    mesh = mesh_of((2, 2))
+    fsdp_tp = redistribute(
+        distribute_tensor(full, mesh, [theirs.Shard(0), theirs.Shard(0)]),
+        (S0, S0),
+        shard_order={0: (1, 0)},
+    ).placements
+    x = distribute_tensor(full, mesh, list(fsdp_tp), src_data_rank=None)
+    return x.to_local(), redistribute(x, (R, R)).to_local()
+
+
+def test_torchs_strided_shards_are_understood(ranks: Pools) -> None:
+    full = whole((15, 3))
+    layout = Layout((2, 2), (S0, S0), {0: (1, 0)})
+    for rank, (local, gathered) in enumerate(ranks(4).run(from_torch)):
+        assert torch.equal(local, slice_of(full, layout, rank))
+        assert torch.equal(gathered, full)
+
+
+def adjoint(rank: int, batch: list[Case]) -> list[tuple[float, float, Tensor, bool]]:
+    """<redistribute(x), y> and <x, gradient>, each over the global tensor; placement of both."""
+    results = []
+    for source, target, shape in batch:
+        x = leaf(as_dtensor(whole(shape, 1), source, rank))
+        y = as_dtensor(whole(shape, 2), target, rank)
+        out = redistribute(x, target.placements, shard_order=target.shard_order)
+        out.backward(y)
+        forward = (out.full_tensor().detach() * whole(shape, 2)).sum()
+        grad = x.grad
+        assert isinstance(grad, DTensor)
+        backward = (whole(shape, 1) * grad.full_tensor()).sum()
+        results.append(
+            (forward.item(), backward.item(), grad.to_local(), grad.placements == x.placements)
+        )
+    return results
+
+
+@settings(deadline=None, max_examples=3)
+@given(batch=st.lists(cases(mesh=(2, 2)), min_size=BATCH, max_size=BATCH))
+def test_backward_is_the_adjoint_and_has_the_layout_of_the_input(
+    ranks: Pools, batch: list[Case]
+) -> None:
+    for rank, results in enumerate(ranks(4).run(adjoint, batch)):
+        for case, (forward, backward, grad, same) in zip(batch, results, strict=True):
+            assert forward == backward
+            assert torch.equal(grad, slice_of(whole(case.shape, 2), case.source, rank))
+            assert same
+
+
+PARTIAL_PAIRS: list[tuple[Placements, Placements]] = [
+    ((Partial(), R), (R, R)),
+    ((Partial(), R), (R, S0)),
+    ((Partial(), S0), (S0, R)),
+    ((Partial(), S1), (S1, S0)),
+    ((Partial(), Partial()), (S0, S0)),
+    ((Partial(), Partial()), (S1, R)),
+    ((Partial("avg"), S0), (S0, S0)),
+    ((R, Partial("max")), (S1, S0)),
+    ((Partial("min"), Partial("min")), (R, S1)),
+    ((Partial("prod"), R), (S0, R)),
+]
+
+
+def reduced(rank: int, shape: tuple[int, ...]) -> list[tuple[Tensor, tuple[str, ...], Tensor]]:
+    results = []
+    for source, target in PARTIAL_PAIRS:
+        mesh = mesh_of((2, 2))
+        layout = Layout((2, 2), source)
+        mine = slice_of(whole(shape, partial_seed(source, rank)), layout, rank)
+        placements = [
+            theirs.Partial("product") if p == Partial("prod") else _theirs(p) for p in source
+        ]
+        stride = whole(shape).stride()
+        x = leaf(DTensor.from_local(mine, mesh, placements, shape=torch.Size(shape), stride=stride))
+        y = redistribute(x, target)
+        y.backward(as_dtensor(whole(shape, 99), Layout((2, 2), target), rank))
+        grad = x.grad
+        assert isinstance(grad, DTensor)
+        results.append((y.to_local().detach(), tuple(map(str, grad.placements)), grad.to_local()))
+    return results
+
+
+def partial_seed(source: Placements, rank: int) -> int:
+    """Ranks hold different values exactly along the partial axes."""
+    coordinate = divmod(rank, 2)
+    return sum(
+        (axis + 1) * coordinate[axis] for axis, p in enumerate(source) if isinstance(p, Partial)
+    )
+
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "avg": lambda parts: parts.mean(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+    "prod": lambda parts: parts.prod(0),
+}
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3), (1, 2)])
+def test_partial_values_are_reduced_and_their_gradient_is_replicated(
+    ranks: Pools, shape: tuple[int, ...]
+) -> None:
+    for rank, results in enumerate(ranks(4).run(reduced, shape)):
+        for (source, target), (local, placements, grad) in zip(PARTIAL_PAIRS, results, strict=True):
+            op = next(p.op for p in source if isinstance(p, Partial))
+            seeds = sorted({partial_seed(source, other) for other in range(4)})
+            full = OPS[op](torch.stack([whole(shape, seed) for seed in seeds]))
+            assert torch.equal(local, slice_of(full, Layout((2, 2), target), rank))
+            back: Placements = tuple(R if isinstance(p, Partial) else p for p in source)
+            assert placements == tuple(map(str, back))
+            assert torch.equal(grad, slice_of(whole(shape, 99), Layout((2, 2), back), rank))
+
+
+def linear(rank: int) -> tuple[Tensor, Tensor]:
+    mesh = mesh_of((4,))
+    layout = Layout((4,), (Partial(),))
+
+    def scattered(values: Tensor) -> Tensor:
+        x = DTensor.from_local(values, mesh, [theirs.Partial()])
+        return redistribute(x, (S0,)).to_local()
+
+    a, b = (slice_of(whole((8, 2), seed + rank), layout, rank) for seed in (10, 20))
+    return scattered(2 * a + 3 * b), 2 * scattered(a) + 3 * scattered(b)
+
+
+def test_reduction_is_linear_in_the_partial_values(ranks: Pools) -> None:
+    for together, apart in ranks(4).run(linear):
+        assert torch.equal(together, apart)
+
+
+def twice(rank: int) -> tuple[Tensor, bool]:
+    x = leaf(as_dtensor(whole((4, 4)), Layout((4,), (S0,)), rank))
+    y = redistribute(x, (S1,))
+    (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert isinstance(second, DTensor)
+    return second.full_tensor().detach(), redistribute(x, (S0,)) is x
+
+
+def test_second_derivatives_pass_and_nothing_to_do_is_the_same_tensor(ranks: Pools) -> None:
+    for second, same in ranks(4).run(twice):
+        assert torch.equal(second, 6 * whole((4, 4)))
+        assert same
+
+
+def submesh(rank: int) -> tuple[list[str], Tensor, Tensor, str]:
+    """A (2, 1, 2) mesh seen as its last two axes, and without a group over both of its axes."""
+    pair = cached("line", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y")))
+    line = pair["y"]
+    full = whole((6, 4))
+    layout = Layout((2,), (S0,))
+    x = DTensor.from_local(
+        slice_of(full, layout, rank % 2), line, [theirs.Shard(0)], shape=full.shape, stride=(4, 1)
+    )
+    door = RecordingCollectives()
+    y = redistribute(x, (S1,), collectives=door)
+    grown = redistribute(x, mesh=line)
+    return list(door.by_axis), y.to_local(), grown.to_local(), str(y.device_mesh)
+
+
+def test_a_submesh_moves_over_its_own_axis(ranks: Pools) -> None:
+    full = whole((6, 4))
+    for rank, (axes, local, gathered, _) in enumerate(ranks(4).run(submesh)):
+        assert axes == ["y"]
+        assert torch.equal(local, slice_of(full, Layout((2,), (S1,)), rank % 2))
+        assert torch.equal(gathered, full)
+
+
+def refused(rank: int) -> list[tuple[str, str]]:
+    mesh, line = mesh_of((2, 2)), mesh_of((4,))
+    x = as_dtensor(whole((4, 4)), Layout((2, 2), (S0, R)), rank)
+    wrong = DTensor.from_local(
+        torch.zeros(3, 4),
+        mesh,
+        [theirs.Shard(0), theirs.Replicate()],
+        shape=torch.Size((4, 4)),
+        stride=(4, 1),
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: redistribute(x, (S0,)),
+        lambda: redistribute(x, (Shard(2), R)),
+        lambda: redistribute(x, (Partial(), R)),
+        lambda: redistribute(x, (S0, S0), shard_order={0: (0,)}),
+        lambda: redistribute(x, (S0,), mesh=line),
+        lambda: redistribute(x, (Partial("sum"), Partial("max"))),
+        lambda: redistribute(wrong, (R, R)),
+    ]
+    texts = []
+    for call in calls:
+        try:
+            call()
+        except LayoutError as error:
+            texts.append((type(error).__name__, str(error)))
+    return texts
+
+
+def test_wrong_targets_raise_on_every_rank_alike_before_any_communication(ranks: Pools) -> None:
+    first, *others = ranks(4).run(refused)
+    assert [name for name, _ in first] == [
+        kind.__name__
+        for kind in (
+            PlacementCountError,
+            ShardDimError,
+            PartialTargetError,
+            ShardOrderError,
+            CrossMeshError,
+            MixedPartialError,
+            LocalShapeMismatch,
+        )
+    ]
+    assert all([name for name, _ in other] == [name for name, _ in first] for other in others)
+    assert all(other[:6] == first[:6] for other in others)
+    assert "(4,)" in first[4][1] or "4" in first[4][1]
+    assert "'a'" in first[4][1] or "a=" in first[4][1]
