@@ -1,0 +1,21 @@
+"""What can be wrong with a call; each error is raised before anything is communicated."""
+
+
+class ShardingError(ValueError):
+    """A call of this package cannot be carried out; base of the errors below."""
+
+
+class MeshError(ShardingError):
+    """The mesh has the wrong number of axes, device type, or overlaps a parameter's own mesh."""
+
+
+class ParameterError(ShardingError):
+    """A parameter cannot be sharded as it is."""
+
+
+class ModuleError(ShardingError):
+    """A module cannot be a unit of sharding."""
+
+
+class StateError(ShardingError, RuntimeError):
+    """A call came at a moment at which it has no meaning."""

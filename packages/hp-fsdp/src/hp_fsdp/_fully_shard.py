@@ -1,0 +1,196 @@
+"""Plan and install: nothing here communicates."""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import Axis, Collectives, TorchCollectives
+
+from ._errors import MeshError, ModuleError, ParameterError
+from ._gradients import DataAxes
+from ._group import ParameterGroup
+from ._parameters import Owner, ShardedParameter
+from ._schedule import Schedule
+from ._surface import FSDPModule, sharded_class
+from ._unit import UNIT_ATTRIBUTE, Options, Unit, unit_of
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = ...,
+    *,
+    reshard_after_forward: bool | None = ...,
+    collectives: Collectives | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    mesh: DeviceMesh | None = ...,
+    *,
+    reshard_after_forward: bool | None = ...,
+    collectives: Collectives | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+    collectives: Collectives | None = None,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard a module's parameters over data-parallel ranks, in place, and return the module.
+
+    The parameters of ``module`` that no earlier call took become DTensors, Shard(0) over the last
+    axis of ``mesh`` and, if it has two, replicated over the first. A parameter that already is a
+    DTensor of tensor or expert parallelism keeps its placements: its new mesh is ``mesh`` followed
+    by its own. Call it on blocks first, on the root last. A list is one unit.
+
+    Forward gathers a unit's parameters with one all-gather per dtype over the shard axis; backward
+    gathers them again and reduces the gradients of all parameters, zeros for those that took no
+    part, with one reduce-scatter, then one all-reduce over the first of two axes. After backward
+    ``parameter.grad`` is laid out like the parameter and is the mean over all ranks of ``mesh``,
+    or what `FSDPModule.set_gradient_divide_factor` says. This function communicates nothing.
+
+    Args:
+        module: a module with a ``forward``, or a list of such modules.
+        mesh: 1-D, or 2-D ``(replicate, shard)``; by default 1-D over the world.
+        reshard_after_forward: whether the parameters are given up between forward and backward. By
+            default the root and the last unit before its end keep them, the others do not.
+        collectives: what carries the communication; by default ``torch.distributed``.
+
+    Raises:
+        MeshError: mesh of more than two axes, without the names that a DTensor parameter needs, or
+            overlapping the parameter's own mesh.
+        ModuleError: a module without forward, or sharded before.
+        ParameterError: a scalar, meta, non-contiguous or elsewhere sharded parameter.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    _check_modules(modules)
+    if mesh is None:
+        mesh = _world_mesh(modules)
+    if not 1 <= mesh.ndim <= 2:
+        raise MeshError(
+            f"a mesh of {mesh.ndim} axes; give one axis to shard over, or two, the first of which "
+            "replicates"
+        )
+    if collectives is None:
+        collectives = TorchCollectives()
+    device = _device(mesh)
+    axes = DataAxes(Axis.of(mesh, mesh.ndim - 1), Axis.of(mesh, 0) if mesh.ndim == 2 else None)
+    by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+    for parameter in _free_parameters(modules):
+        original = parameter.original()
+        if original is not None:
+            _check_parameter(original, parameter.name, mesh)
+            by_dtype.setdefault(original.dtype, []).append(parameter)
+    groups = [
+        ParameterGroup(parameters, mesh, axes, collectives, device)
+        for parameters in by_dtype.values()
+    ]
+    _move_buffers(modules, device)
+    unit = Unit(modules, groups, Options(reshard_after_forward=reshard_after_forward), Schedule)
+    sharded: list[FSDPModule] = []
+    for each in modules:
+        each.__dict__[UNIT_ATTRIBUTE] = unit
+        own: Any = type(each)  # a type that mypy takes for unhashable
+        each.__class__ = sharded_class(own)
+        if isinstance(each, FSDPModule):
+            sharded.append(each)
+    return sharded[0] if isinstance(module, nn.Module) else sharded
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ModuleError("an empty list of modules; give at least one")
+    for module in modules:
+        name = type(module).__name__
+        if unit_of(module) is not None:
+            raise ModuleError(f"{name} is sharded already; a module can be sharded once")
+        if type(module).forward is nn.Module.forward:
+            raise ModuleError(
+                f"{name} has no forward, so it cannot gather its parameters; shard the modules in "
+                "it one by one"
+            )
+
+
+def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
+    if original.ndim == 0:
+        raise ParameterError(f"{name} is a scalar; make it a tensor of one element to shard it")
+    if original.is_meta:
+        raise ParameterError(f"{name} is on the meta device; give it memory before sharding")
+    if not original.is_contiguous():
+        raise ParameterError(
+            f"{name} of shape {tuple(original.shape)} has strides {original.stride()}; only "
+            "contiguous parameters can be sharded, so call .contiguous() first"
+        )
+    if isinstance(original, DTensor) and original.device_mesh.device_type != mesh.device_type:
+        raise MeshError(
+            f"{name} is a DTensor on a {original.device_mesh.device_type} mesh, to be sharded over "
+            f"a {mesh.device_type} mesh; both must have one device type"
+        )
+
+
+def _free_parameters(modules: Sequence[nn.Module]) -> list[ShardedParameter]:
+    """Return the parameters of ``modules`` that no unit has yet, each once with all its places."""
+    taken: dict[int, str] = {}
+    originals: dict[int, str] = {}
+    for root in modules:
+        for inner in root.modules():
+            unit = unit_of(inner)
+            for group in unit.groups if unit is not None else ():
+                for parameter in group.parameters:
+                    taken[id(parameter.sharded)] = parameter.name
+                    taken[id(parameter.unsharded)] = parameter.name
+                    alive = parameter.original()
+                    if alive is not None:
+                        originals[id(alive)] = parameter.name
+    owners: dict[int, list[Owner]] = {}
+    found: dict[int, tuple[nn.Parameter, str]] = {}
+    visited: set[nn.Module] = set()
+    for root in modules:
+        for path, inner in root.named_modules():
+            if inner in visited:
+                continue
+            visited.add(inner)
+            for name, candidate in inner._parameters.items():
+                if candidate is None or id(candidate) in taken:
+                    continue
+                full_name = f"{path}.{name}" if path else name
+                if id(candidate) in originals:
+                    raise ParameterError(
+                        f"{full_name} is the same parameter as {originals[id(candidate)]} of a "
+                        "unit sharded before; give both modules to fully_shard as one list"
+                    )
+                owners.setdefault(id(candidate), []).append(Owner(inner, name))
+                found.setdefault(id(candidate), (candidate, full_name))
+    return [ShardedParameter(p, owners[key], name) for key, (p, name) in found.items()]
+
+
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    for root in modules:
+        for inner in root.modules():
+            for name, buffer in inner._buffers.items():
+                if buffer is not None and buffer.device != device and not buffer.is_meta:
+                    inner._buffers[name] = buffer.to(device)
+
+
+def _world_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
+    types = {p.device.type for module in modules for p in module.parameters()} or {"cpu"}
+    if len(types) > 1 or "meta" in types:
+        raise MeshError(f"parameters on devices {sorted(types)}; give the mesh to shard over")
+    return init_device_mesh(types.pop(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -1,0 +1,151 @@
+"""When units gather, prefetch and reduce: the order is learned, never asked of the data."""
+
+from torch import nn
+
+from ._errors import StateError
+from ._gradients import Reduction
+from ._group import ParameterGroup
+from ._states import GradientState, ParameterState
+from ._torch import call_after_backward
+from ._unit import Unit, unit_of
+
+REDUCTIONS_IN_FLIGHT = 2  # packed gradient buffers alive at once
+
+
+class Schedule:
+    """The step of all units under one root module.
+
+    Every forward pass of the root records the order in which units begin and end. The next pass
+    follows it: a unit that begins starts the gather of the one that began after it. Backward goes
+    through the recorded ends in reverse, one gather ahead. Where a pass leaves the recorded order,
+    it does without prefetch to its end. All collectives are thus issued in program order, the same
+    on all ranks that run the same program.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        """Take over all units under ``root``, also from the schedules of its parts."""
+        self.units: list[Unit] = []
+        for module in root.modules():
+            unit = unit_of(module)
+            if unit is not None and unit not in self.units:
+                if unit.schedule is not None:
+                    unit.schedule.check_no_backward()
+                unit.schedule = self
+                self.units.append(unit)
+        self._pass_root: Unit | None = None
+        self._begun: list[Unit] = []
+        self._ended: list[Unit] = []
+        self._begin_order: list[Unit] = []
+        self._end_order: list[Unit] = []
+        self._following = False
+        self._backward = False
+        self._cursor = 0
+        self._reductions: list[Reduction] = []
+
+    def check_no_backward(self) -> None:
+        """Raise `StateError` if an earlier backward never came to its end."""
+        if self._backward:
+            raise StateError(
+                "an earlier backward ended with an exception; call reset() on the root module "
+                "before the next forward"
+            )
+
+    def enter(self, unit: Unit) -> None:
+        """Note that a unit's forward begins; starts its all-gather and that of its successor."""
+        if self._pass_root is None or self._pass_root is unit:
+            self._pass_root = unit
+            self._begun, self._ended = [], []
+            self._following = True
+        position = len(self._begun)
+        self._begun.append(unit)
+        order = self._begin_order
+        self._following &= position < len(order) and order[position] is unit
+        unit.gather()
+        if self._following and position + 1 < len(order):
+            order[position + 1].gather()
+
+    def leave(self, unit: Unit) -> None:
+        """Note that a unit's forward ended; the root's end closes the pass."""
+        self._ended.append(unit)
+        if unit is not self._pass_root:
+            return
+        for other in self.units:
+            if other.half_run:
+                other.leave(self)
+        self._begin_order, self._end_order = self._begun, self._ended
+        self._cursor = len(self._end_order)
+        self._pass_root = None
+        self._drop_unused_gathers()
+
+    def reshards_after_forward(self, unit: Unit) -> bool:
+        """Return whether a unit gives up its parameters when its forward ends.
+
+        By default all do but the root and, once the order is known, the last unit to end before it:
+        backward needs these two at once.
+        """
+        chosen = unit.options.reshard_after_forward
+        if chosen is not None:
+            return chosen
+        if unit is self._pass_root:
+            return False
+        last = self._end_order[-2] if len(self._end_order) > 1 else None
+        expects_backward = unit.gradients is not GradientState.EMPTY
+        return not (self._following and expects_backward and unit is last)
+
+    def begin_backward(self) -> None:
+        """Ask autograd, once per backward, to call when it is done."""
+        if not self._backward:
+            self._backward = True
+            call_after_backward(self._finish_backward)
+
+    def backward_reached(self, unit: Unit) -> None:
+        """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
+        self.begin_backward()
+        unit.gather()
+        order = self._end_order
+        at = next((i for i in reversed(range(self._cursor)) if order[i] is unit), None)
+        if at is None:
+            # A second pass through the same units: start again from the end.
+            at = next((i for i in reversed(range(len(order))) if order[i] is unit), None)
+        if at is not None:
+            self._cursor = at
+            if at:
+                order[at - 1].gather()
+
+    def reduce(self, group: ParameterGroup, divide: float | None) -> None:
+        """Start a group's reduction; earlier ones are waited for so that few are in flight."""
+        scattering = [r for r in self._reductions if r.scattering]
+        for earlier in scattering[: max(0, len(scattering) - REDUCTIONS_IN_FLIGHT + 1)]:
+            earlier.finish_scatter()
+        begun = group.reduce(divide)
+        if begun is not None:
+            self._reductions.append(begun)
+
+    def _finish_backward(self) -> None:
+        for unit in reversed(self.units):
+            unit.finish_backward()
+            unit.forget_half_run()
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            reduction.finish()
+        self._drop_unused_gathers()
+        self._backward = False
+        self._cursor = len(self._end_order)
+
+    def _drop_unused_gathers(self) -> None:
+        for unit in self.units:
+            for group in unit.groups:
+                if group.state is ParameterState.GATHERING:
+                    group.reshard()
+
+    def reset(self) -> None:
+        """Forget the step under way; see `FSDPModule.reset`."""
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reductions = []
+        for unit in self.units:
+            unit.reset()
+        self._pass_root = None
+        self._backward = False
+        self._following = False
+        self._cursor = len(self._end_order)

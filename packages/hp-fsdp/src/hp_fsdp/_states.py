@@ -1,0 +1,69 @@
+"""The states of a unit's parameters and gradients, and the one table of legal transitions.
+
+Parameters go round SHARDED -> GATHERING -> UNSHARDED -> SHARDED. Gradients go round EMPTY ->
+EXPECTED (a forward ran with gradients enabled) -> WRITING (its backward began) -> EMPTY (handed to
+a reduction, or left to accumulate). A reduction under way is an object of its own.
+"""
+
+from enum import Enum, auto
+from typing import TypeVar
+
+from ._errors import StateError
+
+
+class ParameterState(Enum):
+    """Where the parameters of a group are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+
+
+class GradientState(Enum):
+    """What a unit knows of the backward to come."""
+
+    EMPTY = auto()
+    EXPECTED = auto()
+    WRITING = auto()
+
+
+class Event(Enum):
+    """What moves a state."""
+
+    GATHER = auto()
+    ARRIVE = auto()
+    RESHARD = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    REDUCE = auto()
+    RESET = auto()
+
+
+_P, _G = ParameterState, GradientState
+TRANSITIONS: dict[tuple[Enum, Event], Enum] = {
+    (_P.SHARDED, Event.GATHER): _P.GATHERING,
+    (_P.GATHERING, Event.ARRIVE): _P.UNSHARDED,
+    (_P.UNSHARDED, Event.RESHARD): _P.SHARDED,
+    (_G.EMPTY, Event.FORWARD): _G.EXPECTED,
+    (_G.EXPECTED, Event.FORWARD): _G.EXPECTED,
+    (_G.EMPTY, Event.BACKWARD): _G.WRITING,
+    (_G.EXPECTED, Event.BACKWARD): _G.WRITING,
+    (_G.WRITING, Event.BACKWARD): _G.WRITING,
+    (_G.EXPECTED, Event.REDUCE): _G.EMPTY,
+    (_G.WRITING, Event.REDUCE): _G.EMPTY,
+    **{(state, Event.RESET): _P.SHARDED for state in _P},
+    **{(state, Event.RESET): _G.EMPTY for state in _G},
+}
+S = TypeVar("S", bound=Enum)
+
+
+def advance(state: S, event: Event) -> S:
+    """Return the state that follows; raises `StateError` where the table has none."""
+    following = TRANSITIONS.get((state, event))
+    if following is None:
+        legal = sorted(e.name for s, e in TRANSITIONS if s is state)
+        raise StateError(
+            f"{event.name} is not legal in state {state.name}; legal are {legal} "
+            "(reset() leads back from any state)"
+        )
+    return type(state)[following.name]

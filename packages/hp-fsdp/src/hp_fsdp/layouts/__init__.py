@@ -1,0 +1,1 @@
+"""How the parameters of one group lie in flat memory; each layout is one module."""

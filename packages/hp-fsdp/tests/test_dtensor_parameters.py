@@ -1,0 +1,220 @@
+"""Parameters that tensor or expert parallelism placed before."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from hp_dtensor import Axis, all_reduce, replicate
+from hp_fsdp import MeshError, fully_shard
+
+from .models import (
+    WIDTH,
+    Net,
+    full,
+    gradients,
+    loss_of,
+    make,
+    mesh_of,
+    reference,
+    shard,
+    tokens,
+    worst,
+)
+
+Ranks = Callable[[int], RankPool]
+
+
+class Scale(nn.Module):
+    """Scales tokens that lie split over ``mesh``: the gradient of the weight arrives Partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.mesh: DeviceMesh | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x * weight``, computed on each rank's tokens only."""
+        if self.mesh is None:
+            return x * self.weight
+        whole = DTensor.from_local(x, self.mesh, [Replicate()])
+        split = whole.redistribute(placements=[Shard(0)])
+        scaled = cast(DTensor, split * self.weight)
+        return scaled.redistribute(placements=[Replicate()]).to_local()
+
+
+class Scaled(Net):
+    """The net with a scale after the blocks, in the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = self.scale(block(x))
+        return cast(Tensor, self.head(x))
+
+
+def with_tensor_parallel(mesh: DeviceMesh) -> Any:
+    model = make(Scaled)
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model.scale.mesh = mesh
+    weight = distribute_tensor(model.scale.weight.data, mesh, [Replicate()])
+    model.scale.weight = nn.Parameter(weight)
+    return model
+
+
+def data_mesh(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh, int]:
+    """Return the mesh to shard over, tensor parallel's, and which replica of the data this is."""
+    root = mesh_of(shape, ("dp_replicate", "fsdp", "tp")[-len(shape) :])
+    data = root["fsdp"] if len(shape) == 2 else root["dp_replicate", "fsdp"]
+    replica = 0
+    for axis in range(data.ndim):
+        replica = replica * data.size(axis) + data.get_local_rank(axis)
+    return data, root["tp"], replica
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    placed = {name: cast(DTensor, p) for name, p in model.named_parameters()}
+    return {
+        name: (p.device_mesh.mesh_dim_names, p.device_mesh.mesh.tolist(), str(p.placements))
+        for name, p in placed.items()
+    }
+
+
+def tensor_parallel_step(rank: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    data, tp, replica = data_mesh(shape)
+    plain = dict(make(Scaled).named_parameters())
+    model = shard(with_tensor_parallel(tp), data)
+    right = [name for name, p in model.named_parameters() if torch.equal(full(p), plain[name])]
+    loss_of(model, tokens(replica)).backward()
+    return {
+        "right": right == list(plain),
+        "layout": describe(model),
+        "gradient layout": all(
+            p.grad.placements == p.placements and p.grad.device_mesh == p.device_mesh
+            for p in model.parameters()
+        ),
+        "gradients": gradients(model),
+    }
+
+
+def torch_layout(rank: int, shape: tuple[int, ...]) -> dict[str, Any]:
+    data, tp, _ = data_mesh(shape)
+    model = with_tensor_parallel(tp)
+    for block in model.blocks:
+        torch.distributed.fsdp.fully_shard(block, mesh=data)
+    torch.distributed.fsdp.fully_shard(model, mesh=data)
+    return describe(model)
+
+
+SHAPES = [(2, 1), (1, 2), (2, 2), (2, 1, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_step_with_torch_tensor_parallel(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    world = torch.Size(shape).numel()
+    expected = reference(world // shape[-1], Scaled)
+    for found in ranks(world).run(tensor_parallel_step, shape):
+        assert found["right"]
+        assert found["gradient layout"]
+        assert worst(found["gradients"], expected) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2, 2)], ids=["fsdp-tp", "hsdp-tp"])
+def test_meshes_and_placements_are_torchs(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    ours, theirs = ranks(4).run(tensor_parallel_step, shape), ranks(4).run(torch_layout, shape)
+    assert [found["layout"] for found in ours] == theirs
+
+
+class Experts(nn.Module):
+    """``count`` experts, of which each rank of ``axis`` computes its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(count, WIDTH))
+        self.axis: Axis | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` plus the sum over experts of ``tanh(x @ weight + bias)``."""
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        if self.axis is None:
+            return x + torch.tanh(torch.einsum("tw,ewv->etv", x, weight) + bias[:, None]).sum(0)
+        weight, bias = cast(DTensor, weight).to_local(), cast(DTensor, bias).to_local()
+        seen = replicate(x, self.axis)
+        part = torch.tanh(torch.einsum("tw,ewv->etv", seen, weight) + bias[:, None]).sum(0)
+        return x + all_reduce(part, self.axis)
+
+
+class MixtureNet(Net):
+    """The net with experts in every block's place."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Experts(count) for _ in range(2))
+
+
+class UnevenNet(MixtureNet):
+    """Three experts on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+def expert_step(rank: int, shape: tuple[int, int], kind: type[MixtureNet]) -> dict[str, Any]:
+    mesh = mesh_of(shape, ("efsdp", "ep"))
+    model = make(kind)
+    plain = dict(make(kind).named_parameters())
+    for experts in model.blocks:
+        experts.axis = Axis.of(mesh, "ep")
+        for name in ("weight", "bias"):
+            whole = getattr(experts, name).data
+            setattr(experts, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [Shard(0)])))
+    shard(model, mesh["efsdp"])
+    right = [name for name, p in model.named_parameters() if torch.equal(full(p), plain[name])]
+    loss_of(model, tokens(mesh.get_local_rank("efsdp"))).backward()
+    return {"right": right == list(plain), "gradients": gradients(model)}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("kind", [MixtureNet, UnevenNet], ids=["even", "uneven"])
+def test_step_with_experts_on_another_axis(
+    ranks: Ranks, shape: tuple[int, int], kind: type[MixtureNet]
+) -> None:
+    expected = reference(shape[0], kind)
+    for found in ranks(4).run(expert_step, shape, kind):
+        assert found["right"]
+        assert worst(found["gradients"], expected) < 1e-12
+
+
+def overlapping(rank: int) -> str:
+    mesh = mesh_of((2, 1), ("fsdp", "tp"))
+    linear = nn.Linear(4, 4)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.data, mesh["fsdp"], [Shard(0)]))
+    try:
+        fully_shard(linear, mesh["fsdp"])
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_on_the_same_axis_is_refused(ranks: Ranks) -> None:
+    for message in ranks(2).run(overlapping):
+        assert "weight is a DTensor on a mesh with axes ['fsdp'], which share ['fsdp']" in message
