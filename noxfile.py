@@ -138,7 +138,7 @@ def integration(session: nox.Session) -> None:
     """Run packages together on several processes, the trainer among them."""
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER))
     session.run("python", "tools/examples.py", "README.md")
-    session.run("pytest", "tests-integration", *session.posargs)
+    session.run("pytest", "tools/train/tests", "tests-integration", *session.posargs)
 
 
 @nox.session

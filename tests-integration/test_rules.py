@@ -25,31 +25,6 @@ def make(degrees: dict[str, int]) -> Trainer:
     return Trainer(model, TRAIN, mesh=mesh)
 
 
-def test_initial_values_depend_on_seed_and_name_only() -> None:
-    model, same, other = (build_model(MODEL, seed) for seed in (5, 5, 6))
-    wide = build_model(
-        type(MODEL)(
-            hidden_size=MODEL.hidden_size,
-            num_hidden_layers=MODEL.num_hidden_layers,
-            num_attention_heads=MODEL.num_attention_heads,
-            num_key_value_heads=MODEL.num_key_value_heads,
-            intermediate_size=MODEL.intermediate_size,
-            num_experts=2 * MODEL.num_experts,
-            moe_intermediate_size=MODEL.moe_intermediate_size,
-        ),
-        5,
-    )
-    weights = dict(same.named_parameters())
-    for name, value in model.named_parameters():
-        assert torch.equal(value, weights[name])
-    untouched = [n for n, p in wide.named_parameters() if weights[n].shape == p.shape]
-    assert "blocks.1.attention.wq.weight" in untouched
-    for name, value in wide.named_parameters():
-        if name in untouched:
-            assert torch.equal(value, weights[name]), name
-    assert not torch.equal(model.head.weight, other.head.weight)
-
-
 def whole_parameters(rank: int, degrees: dict[str, int]) -> dict[str, Tensor]:
     trainer = make(degrees)
     return {

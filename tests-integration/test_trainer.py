@@ -59,19 +59,6 @@ def test_the_default_run_learns_and_equals_one_process_at_every_step(tmp_path: P
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", [("--dp-shard", "2"), ("--tp", "2", "--ep", "2")])
-def test_a_resumed_run_repeats_the_undisturbed_one_bitwise(
-    tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    procs = ("--procs", "2", *words)
-    run(*procs, "--steps", "4", "--out", str(tmp_path / "whole"))
-    run(*procs, "--steps", "2", "--out", str(tmp_path / "half"))
-    run("--resume", str(tmp_path / "half"), "--steps", "4", "--out", str(tmp_path / "rest"))
-    undisturbed, resumed = losses(tmp_path / "whole"), losses(tmp_path / "rest")
-    assert resumed == {step: undisturbed[step] for step in (3, 4)}
-
-
-@pytest.mark.timeout(300)
 def test_other_degrees_on_resume_are_refused(tmp_path: Path) -> None:
     run("--procs", "2", "--dp-shard", "2", "--steps", "1", "--out", str(tmp_path))
     message = refused("--resume", str(tmp_path), "--procs", "2", "--tp", "2")
@@ -137,12 +124,6 @@ def test_it_joins_the_world_of_torchrun(tmp_path: Path) -> None:
     assert summary["world_size"] == 2
     assert summary["dims"]["tp"] == 2
     assert summary["reference_max_rel_diff"] <= 1e-5
-
-
-@pytest.mark.timeout(120)
-def test_the_reference_is_one_process_without_groups(tmp_path: Path) -> None:
-    run("--reference", "--steps", "2", "--out", str(tmp_path))
-    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 1
 
 
 def start(*words: str) -> subprocess.Popen[str]:
@@ -235,13 +216,3 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, number: signal.Si
     process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert_gone(ranks)
-
-
-@pytest.mark.timeout(120)
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    process = start("--procs", "2", "--out", str(tmp_path))
-    ranks = children(process.pid)
-    process.kill()
-    process.wait(timeout=10)
-    assert_gone(ranks)
-    process.communicate(timeout=10)
