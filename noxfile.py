@@ -24,6 +24,9 @@ nox.options.sessions = ["lint", "types", "tests", "build", "wheel", "vendor", "i
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
 
+# Every test starts processes that import torch: let the first of them keep the compiled modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).parent
 PROJECTS: dict[str, dict[str, Any]] = {
     path.parent.name: nox.project.load_toml(path)["project"]
