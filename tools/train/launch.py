@@ -1,0 +1,191 @@
+"""Start one process per rank on this machine, and end them all when one fails or on a signal."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+RENDEZVOUS = "TRAIN_RENDEZVOUS"  # the folder that the ranks of one local run share
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 1.0  # what the other ranks get to end after the first that failed
+TERMINATE_SECONDS = 3.0  # from asking a process to end to forcing it
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended: its exit status, and when it noted its exception (0 if it did not)."""
+
+    rank: int
+    status: int
+    noted_at: float
+
+    def __str__(self) -> str:
+        if self.status < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.status).name}"
+        return f"rank {self.rank} failed with exit status {self.status}"
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def launch(command: Sequence[str], world_size: int) -> int:
+    """Run ``command`` once per rank and return the exit status of the whole.
+
+    The ranks find each other through a file store and get ``RANK``, ``LOCAL_RANK`` and
+    ``WORLD_SIZE``. What they write to standard error is kept and shown when one fails, that of the
+    rank that failed first before the others'. SIGINT, SIGTERM and SIGHUP end all of them; the
+    ranks also end by themselves when this process is gone (see `watch_parent`).
+    """
+    with tempfile.TemporaryDirectory(prefix="train-") as name, _signals_raise():
+        folder = Path(name)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                processes.append(_start(command, rank, world_size, folder))
+            failures = _wait(processes, folder)
+        except Interrupted as interruption:
+            print(f"{interruption}: ending {world_size} ranks", file=sys.stderr)
+            return 128 + interruption.number
+        finally:
+            _end(processes)
+        if failures:
+            _explain(failures, folder)
+            return 1
+        sys.stderr.write(_standard_error(folder, 0))
+        return 0
+
+
+def watch_parent() -> None:
+    """End this rank at once when the process that launched it is gone.
+
+    The launcher holds the other end of this process's standard input and never writes to it.
+    """
+
+    def wait_for_end() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="watch-parent", daemon=True).start()
+
+
+def note_failure(rank: int) -> None:
+    """Tell the launcher when this rank's own exception was raised; before its peers see it end."""
+    _note(Path(os.environ[RENDEZVOUS]), rank).write_text(repr(time.monotonic()))
+
+
+def _start(
+    command: Sequence[str], rank: int, world_size: int, folder: Path
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        RENDEZVOUS: str(folder),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    with _stderr_path(folder, rank).open("wb") as errors:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C reaches the launcher only, which ends them in order
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[Failure]:
+    """Return what failed, the cause first; empty when every rank ended well."""
+    while True:
+        statuses = [process.poll() for process in processes]
+        if any(statuses):
+            break
+        if all(status == 0 for status in statuses):
+            return []
+        time.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < deadline and None in [process.poll() for process in processes]:
+        time.sleep(POLL_SECONDS)
+    failures = [
+        Failure(rank, process.returncode, _noted_at(folder, rank))
+        for rank, process in enumerate(processes)
+        if process.returncode
+    ]
+    # A rank that was killed could note nothing; what the others noted is its consequence.
+    return sorted(failures, key=lambda failure: failure.noted_at)
+
+
+def _explain(failures: list[Failure], folder: Path) -> None:
+    first, *others = failures
+    sys.stderr.write(f"{first}\n{_standard_error(folder, first.rank)}")
+    for failure in others:
+        lines = _standard_error(folder, failure.rank).strip().splitlines()
+        sys.stderr.write(f"then {failure}" + (f": {lines[-1]}\n" if lines else "\n"))
+    sys.stderr.flush()
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Leave no process behind, whatever signals arrive meanwhile."""
+    previous = [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS]
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + TERMINATE_SECONDS
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+    for number, handler in zip(_SIGNALS, previous, strict=True):
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    # What the caller ignores stays ignored: nohup ignores SIGHUP.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = [signal.signal(number, handle) for number in heard]
+    try:
+        yield
+    finally:
+        for number, handler in zip(heard, previous, strict=True):
+            signal.signal(number, handler)
+
+
+def _noted_at(folder: Path, rank: int) -> float:
+    path = _note(folder, rank)
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def _note(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}"
+
+
+def _stderr_path(folder: Path, rank: int) -> Path:
+    return folder / f"stderr-{rank}"
+
+
+def _standard_error(folder: Path, rank: int) -> str:
+    return _stderr_path(folder, rank).read_text(errors="replace")

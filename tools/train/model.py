@@ -1,0 +1,175 @@
+"""A decoder-only mixture-of-experts language model that knows nothing of parallelism.
+
+Its parts are those of LLaMA (arXiv 2302.13971, section 2.2): RMSNorm (arXiv 1910.07467), rotary
+positions (arXiv 2104.09864) and SwiGLU (arXiv 2002.05202), with grouped-query attention
+(arXiv 2305.13245).
+"""
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hp_ep import MoE
+
+from .config import ModelConfig
+
+
+class CoreAttention(nn.Module):
+    """Attention proper, in a module of its own so that a parallel style can take its place."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return scaled dot product attention of ``[batch, heads, seq, head_dim]``."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; as many heads as its projections hold."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.rope_theta = config.rope_theta
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.wq = nn.Linear(config.hidden_size, width, bias=False)
+        self.wk = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.wv = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.wo = nn.Linear(width, config.hidden_size, bias=False)
+        self.core = CoreAttention()
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Return ``[batch, seq, hidden]`` from the same, at ``position_ids`` ``[seq]``."""
+        query, key, value = (self._heads(project(x)) for project in (self.wq, self.wk, self.wv))
+        query, key = (rotate(t, position_ids, self.rope_theta) for t in (query, key))
+        out: Tensor = self.core(query, key, value, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
+
+
+def rotate(x: Tensor, position_ids: Tensor, theta: float) -> Tensor:
+    """Return ``x`` ``[batch, heads, seq, head_dim]`` turned by rotary positions ``[seq]``.
+
+    The two halves of a head hold the two coordinates of each plane (arXiv 2104.09864, section 3.4).
+    """
+    half = x.shape[-1] // 2
+    exponents = torch.arange(half, dtype=x.dtype, device=x.device) / half
+    angles = position_ids.to(x.dtype)[:, None] * theta**-exponents
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class FeedForward(nn.Module):
+    """The SwiGLU network of a block without experts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``w2(silu(w1 x) * w3 x)``, shape kept."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward network or a mixture of experts, each around a residual."""
+
+    def __init__(self, config: ModelConfig, *, experts: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp: nn.Module = (
+            MoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.num_experts,
+                config.num_experts_per_tok,
+                load_balance_loss=config.router_aux_loss_coef,
+            )
+            if experts
+            else FeedForward(config)
+        )
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Return ``[batch, seq, hidden]`` from the same."""
+        x = x + self.attention(self.attention_norm(x), position_ids)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(
+            Block(config, experts=index % 2 == 1) for index in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """Return logits ``[batch, seq, vocab]`` of ``tokens`` ``[batch, seq]`` at ``[seq]``."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, position_ids)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def build_model(
+    config: ModelConfig,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> LanguageModel:
+    """Return the model with initial values that depend on ``seed`` and each parameter's name only.
+
+    Norms start at one; matrices are normal with a deviation of one over the root of their width,
+    smaller by ``sqrt(2 * layers)`` where they write to the residual stream (GPT-2, section 2.3).
+    """
+    model = LanguageModel(config).to(device, dtype)
+    depth = (2 * config.num_hidden_layers) ** -0.5
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            deviation = parameter.shape[-1] ** -0.5
+            if name.rpartition(".weight")[0].endswith("wo") or ".w2" in name:
+                deviation *= depth
+            parameter.copy_(_normal(f"{seed}/{name}", parameter.shape) * deviation)
+    return model
+
+
+def _normal(key: str, shape: torch.Size) -> Tensor:
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,0 +1,178 @@
+"""What one rank does: join the others, train, save, and leave in good order."""
+
+import datetime
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hp_dtensor import RecordingCollectives, Traffic
+
+from .checkpoint import load, save
+from .data import Samples
+from .launch import RENDEZVOUS, note_failure
+from .loop import Trainer, largest_of_ranks
+from .memory import peak_memory
+from .model import build_model
+from .options import Options, default_out
+from .parallelize import parallelize
+from .report import Report
+from .text import read_text
+
+GROUP_TIMEOUT = datetime.timedelta(minutes=5)
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def run_rank(options: Options) -> int:
+    """Run this process's part of the run and return its exit status.
+
+    A rank that fails prints its own traceback, tells the launcher when, and is gone at once:
+    closing its groups in order would wait for peers that wait for it.
+    """
+    try:
+        record(_run)(options)
+    except BaseException:  # noqa: BLE001 - whatever it is, it ends this rank and is shown
+        if RENDEZVOUS in os.environ:
+            note_failure(int(os.environ["RANK"]))
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+def _run(options: Options) -> None:
+    torch.set_num_threads(1)
+    device = _device(options)
+    if options.reference:
+        report: Report | None = _train_alone(options, device)
+    else:
+        report = _train_together(options, device)
+        if report is not None:
+            _follow_reference(options, report)
+    if report is not None:
+        report.finish()
+
+
+def _train_alone(options: Options, device: torch.device) -> Report:
+    trainer = _reference(options, device)
+    if options.resume is not None:
+        load(trainer, options.resume)
+    report = Report(options)
+    _train(trainer, options, report, None)
+    report.totals(peak_memory(device), {})
+    return report
+
+
+def _train_together(options: Options, device: torch.device) -> Report | None:
+    """Train with the other ranks and leave them; the rank that leads returns the report so far."""
+    _join(options)
+    mesh = options.dims.build_mesh(device.type, timeout=GROUP_TIMEOUT)
+    if not options.out_given:  # every rank of a cluster must write to the same folder
+        started = largest_of_ranks(int(time.time()), mesh, device)
+        options = replace(options, out=default_out(started))
+    collectives = RecordingCollectives()
+    model = build_model(options.model, options.train.seed, getattr(torch, options.dtype), device)
+    parallelize(
+        model,
+        mesh,
+        options.dims,
+        collectives=collectives,
+        checkpoint_activations=options.checkpoint_activations,
+    )
+    trainer = Trainer(model, options.train, mesh=mesh, device=device, collectives=collectives)
+    if options.resume is not None:
+        load(trainer, options.resume)
+    report = Report(options) if dist.get_rank() == 0 else None
+    _train(trainer, options, report, collectives)
+    peak = largest_of_ranks(peak_memory(device), mesh, device)
+    if report is not None:
+        report.totals(peak, collectives.by_axis)
+    # gloo aborts the interpreter's exit when a mesh or a graph still holds one of its groups.
+    dist.barrier()
+    del trainer, model
+    gc.collect()
+    mesh.close()
+    del mesh
+    gc.collect()
+    dist.destroy_process_group()
+    return report
+
+
+def _train(
+    trainer: Trainer,
+    options: Options,
+    report: Report | None,
+    collectives: RecordingCollectives | None,
+) -> None:
+    """Train up to the last step and save; ``report`` is told about each step."""
+    data = Samples(read_text(), options.train.seq_len, options.train.seed)
+    before: Mapping[str, Traffic] = {}
+    while trainer.step < options.steps:
+        result = trainer.train_step(data)
+        after = {} if collectives is None else collectives.by_axis
+        if report is not None:
+            report.step(result, peak_memory(trainer.device), _difference(after, before))
+        before = after
+    save(trainer, options.out / "checkpoint", options.identity)
+
+
+def _follow_reference(options: Options, report: Report) -> None:
+    """Train the same model in this process alone, from the start, for the report to compare."""
+    trainer = _reference(options, _device(options))
+    data = Samples(read_text(), options.train.seq_len, options.train.seed)
+    while trainer.step < options.steps:
+        report.reference_step(trainer.train_step(data))
+
+
+def _reference(options: Options, device: torch.device) -> Trainer:
+    dtype = getattr(torch, options.dtype)
+    model = build_model(options.model, options.train.seed, dtype, device)
+    return Trainer(model, options.train, device=device)
+
+
+def _device(options: Options) -> torch.device:
+    if options.device == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local} has no GPU of its own, this machine has "
+            f"{torch.cuda.device_count()}; start one process per GPU"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _join(options: Options) -> None:
+    """Join the world that the launcher or torchrun describes in the environment."""
+    backend = "gloo" if options.device == "cpu" else "nccl"
+    if RENDEZVOUS not in os.environ:
+        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    dist.init_process_group(
+        backend,
+        init_method=(Path(os.environ[RENDEZVOUS]) / "store").as_uri(),
+        rank=int(os.environ["RANK"]),
+        world_size=options.world_size,
+        timeout=GROUP_TIMEOUT,
+    )
+
+
+def _difference(after: Mapping[str, Traffic], before: Mapping[str, Traffic]) -> dict[str, Traffic]:
+    return {
+        axis: Traffic(
+            calls=now.calls - before.get(axis, Traffic()).calls,
+            bytes=now.bytes - before.get(axis, Traffic()).bytes,
+        )
+        for axis, now in after.items()
+    }

@@ -1,0 +1,150 @@
+"""What a run shows and leaves behind: progress lines, log, summary and loss curves."""
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hp_dtensor import Traffic
+
+from .loop import StepResult
+from .options import Options, name_degrees
+
+
+class Report:
+    """The report of one run, made by the rank that leads it.
+
+    ``options.out`` gets ``log.jsonl`` while the run goes on (a run that goes on in its own folder
+    adds to it), the rest at `finish`. Bytes and calls are this rank's: the payload that it received
+    through the packages' collectives.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._records: list[dict[str, Any]] = []
+        self._reference: dict[int, float] = {}
+        self._peak_memory = 0
+        self._traffic: Mapping[str, Traffic] = {}
+        options.out.mkdir(parents=True, exist_ok=True)
+        goes_on_there = options.resume == options.out / "checkpoint"
+        self._log = (options.out / "log.jsonl").open("a" if goes_on_there else "w")
+        self._print(
+            f"training {options.steps} steps of {self._tokens:,} bytes in {options.dtype} on "
+            f"{options.world_size} {options.device} "
+            f"{'process' if options.world_size == 1 else 'processes'}: {options.dims.summary()}"
+        )
+
+    def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Traffic]) -> None:
+        """Show and log one step, with this rank's traffic of the step by axis."""
+        record = {
+            **asdict(result),
+            "tokens_per_second": self._tokens / result.seconds,
+            "peak_memory_bytes": peak_memory,
+            "bytes_by_axis": _plain(traffic),
+        }
+        self._records.append(record)
+        self._log.write(json.dumps(record) + "\n")
+        self._log.flush()
+        moved = "  ".join(f"{axis} {_size(t.bytes)}" for axis, t in sorted(traffic.items()))
+        self._print(
+            f"{self._count(result.step)}  [bold]loss {result.loss:.4f}[/]  "
+            f"{record['tokens_per_second']:7,.0f} tokens/s  peak {_size(peak_memory)}"
+            + (f"  [dim]moved {moved}[/]" if moved else "")
+        )
+
+    def reference_step(self, result: StepResult) -> None:
+        """Keep one loss of the single-process reference, and show it now and then."""
+        if result.step == 1:
+            self._print("the same steps on one process, as the reference:")
+        self._reference[result.step] = result.loss
+        if result.step % 10 == 0 or result.step == self._options.steps:
+            self._print(f"{self._count(result.step)}  reference loss {result.loss:.4f}")
+
+    def totals(self, peak_memory: int, traffic: Mapping[str, Traffic]) -> None:
+        """Take the largest peak memory of all ranks, and this rank's traffic of the run."""
+        self._peak_memory = peak_memory
+        self._traffic = dict(traffic)
+
+    def finish(self) -> None:
+        """Write the summary and the curves, and show the summary."""
+        from .plot import largest_difference, plot_losses  # a second of imports, at the end only
+
+        self._log.close()
+        options, out = self._options, self._options.out
+        losses = {int(record["step"]): float(record["loss"]) for record in self._records}
+        difference = largest_difference(losses, self._reference)
+        plot_losses(losses, self._reference, name_degrees(options.dims.to_dict()), out)
+        summary = {
+            "steps": options.steps,
+            "first_loss": self._records[0]["loss"],
+            "final_loss": self._records[-1]["loss"],
+            "reference_max_rel_diff": None if difference is None else difference.relative,
+            "tokens_per_second": statistics.median(r["tokens_per_second"] for r in self._records),
+            "peak_memory_bytes": self._peak_memory,
+            "dims": options.dims.to_dict(),
+            "world_size": options.world_size,
+            "torch": torch.__version__,
+            "bytes_by_axis": _plain(self._traffic),
+            "checkpoint": str(out / "checkpoint"),
+        }
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        self._show(summary)
+
+    def _show(self, summary: Mapping[str, Any]) -> None:
+        first, final = summary["first_loss"], summary["final_loss"]
+        rows = [("loss", f"{first:.4f} -> {final:.4f} ({final / first - 1:+.1%})")]
+        if summary["reference_max_rel_diff"] is not None:
+            difference = summary["reference_max_rel_diff"]
+            rows.append(("largest difference", f"{difference:.1e} relative to one process"))
+        rows += [
+            ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s (median step)"),
+            ("peak memory", f"{_size(self._peak_memory)} (largest rank)"),
+        ]
+        rows += [
+            (f"moved over {axis}", f"{_size(t.bytes)} in {t.calls:,} calls (rank 0 received)")
+            for axis, t in sorted(self._traffic.items())
+        ]
+        if self._options.dims.tp > 1:
+            rows.append(("not counted", "what torch's own tensor parallel moves over tp"))
+        out = self._options.out
+        rows += [("checkpoint", summary["checkpoint"]), ("curves", f"{out}/loss.png, loss.svg")]
+        rows += [("log, summary", f"{out}/log.jsonl, summary.json")]
+        if not self._console.is_terminal:
+            for name, value in rows:
+                self._print(f"{name:25}{value}")
+            return
+        table = Table(show_header=False, title="run finished", title_justify="left")
+        for name, value in rows:
+            table.add_row(f"[bold]{name}[/]", value)
+        self._console.print(table)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text)
+        self._console.file.flush()
+
+    def _count(self, step: int) -> str:
+        steps = str(self._options.steps)
+        return f"step {step:{len(steps)}}/{steps}"
+
+    @property
+    def _tokens(self) -> int:
+        return self._options.train.batch_size * self._options.train.seq_len
+
+
+def _plain(traffic: Mapping[str, Traffic]) -> dict[str, dict[str, int]]:
+    return {axis: {"calls": t.calls, "bytes": t.bytes} for axis, t in sorted(traffic.items())}
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"

@@ -1,0 +1,96 @@
+"""The launcher: who is blamed, and that nothing is left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from train.launch import launch
+
+TOOLS = str(Path(__file__).resolve().parents[2])
+RANK = "import os, sys, time; rank = int(os.environ['RANK']); "
+# A rank that would outlive its launcher, if nothing ended it.
+STAY = (
+    f"import os, sys, time; sys.path.insert(0, {TOOLS!r}); "
+    "from train.launch import watch_parent; watch_parent(); "
+    "open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close(); time.sleep(60)"
+)
+LAUNCH_STAYING = (
+    f"import sys; sys.path.insert(0, {TOOLS!r}); from train.launch import launch; "
+    "sys.exit(launch([sys.executable, '-c', sys.argv[1], sys.argv[2]], 3))"
+)
+
+
+def _python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def _wait_for(what: str, condition: object, seconds: float = 20.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} in {seconds} s"
+        time.sleep(0.02)
+
+
+def test_every_rank_gets_its_place_and_the_folder_they_share(tmp_path: Path) -> None:
+    program = RANK + (
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'); "
+        f"out = open(os.path.join({str(tmp_path)!r}, str(rank)), 'w'); "
+        "out.write(' '.join(os.environ[n] for n in names)); "
+        "sys.exit(not os.path.isdir(os.environ['TRAIN_RENDEZVOUS']))"
+    )
+    assert launch(_python(program), 3) == 0
+    assert [(tmp_path / str(r)).read_text() for r in range(3)] == [f"{r} {r} 3 3" for r in range(3)]
+
+
+def test_the_rank_that_failed_first_is_shown_first(capfd: pytest.CaptureFixture[str]) -> None:
+    # The cause notes its exception first but is the last to be gone.
+    program = (
+        f"import sys; sys.path.insert(0, {TOOLS!r}); from train.launch import note_failure; "
+        + RANK
+        + "time.sleep(0.3 * (rank != 2)); note_failure(rank); time.sleep(0.5 * (rank == 2)); "
+        + "sys.exit('the cause' if rank == 2 else 'connection closed by peer')"
+    )
+    assert launch(_python(program), 4) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:2] == ["rank 2 failed with exit status 1", "the cause"]
+    assert sorted(lines[2:]) == [
+        f"then rank {r} failed with exit status 1: connection closed by peer" for r in (0, 1, 3)
+    ]
+
+
+def test_a_killed_rank_is_the_cause_and_ends_the_others(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program = RANK + "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
+    start = time.monotonic()
+    assert launch(_python(program), 3) == 1
+    assert time.monotonic() - start < 20
+    assert capfd.readouterr().err.startswith("rank 1 was killed by SIGKILL\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = subprocess.Popen(
+        [*_python(LAUNCH_STAYING), STAY, str(tmp_path)], stderr=subprocess.PIPE
+    )
+    _wait_for("ranks", lambda: len(list(tmp_path.iterdir())) == 3)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert all(_alive(pid) for pid in pids)
+    launcher.send_signal(number)
+    launcher.communicate(timeout=20)
+    _wait_for("end of the ranks", lambda: not any(_alive(pid) for pid in pids))
+    assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)

@@ -1,0 +1,62 @@
+"""Whole runs of the program, in processes of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = str(Path(__file__).resolve().parents[1])
+SUMMARY = {
+    "steps",
+    "first_loss",
+    "final_loss",
+    "reference_max_rel_diff",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "dims",
+    "world_size",
+    "torch",
+    "bytes_by_axis",
+    "checkpoint",
+}
+
+
+def _train(out: Path, *words: str) -> tuple[dict[str, Any], list[tuple[int, float, float]]]:
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--out", str(out), *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    summary = json.loads((out / "summary.json").read_text())
+    return summary, [(r["step"], r["loss"], r["grad_norm"]) for r in records]
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) -> None:
+    whole, expected = _train(tmp_path / "whole", "--cp", "2", "--ep", "2", *_two(3))
+    _, first = _train(tmp_path / "part", "--cp", "2", "--ep", "2", *_two(2))
+    resumed, rest = _train(tmp_path / "rest", "--resume", str(tmp_path / "part"), "--steps", "3")
+    assert [step for step, _, _ in rest] == [3]
+    assert first + rest == expected
+    for summary in (whole, resumed):
+        assert set(summary) == SUMMARY
+        assert summary["reference_max_rel_diff"] < 1e-12
+        assert {"cp", "ep", "fsdp", "loss"} <= set(summary["bytes_by_axis"])
+        assert (Path(summary["checkpoint"]) / ".metadata").is_file()
+    assert whole["final_loss"] < whole["first_loss"]
+
+
+@pytest.mark.timeout(200)
+def test_the_reference_is_one_process_without_traffic(tmp_path: Path) -> None:
+    summary, losses = _train(tmp_path, "--reference", "--steps", "1")
+    assert summary["bytes_by_axis"] == {}
+    assert summary["reference_max_rel_diff"] is None
+    assert [step for step, _, _ in losses] == [1]
+
+
+def _two(steps: int) -> list[str]:
+    return ["--procs", "2", "--steps", str(steps)]
