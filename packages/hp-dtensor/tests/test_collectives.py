@@ -381,6 +381,50 @@ def test_different_calls_fail_instead_of_mixing() -> None:
         SimulatedWorld(2).run(disagree)
 
 
+def test_different_dtypes_fail_as_they_do_between_processes() -> None:
+    def disagree(rank: int, door: SimulatedCollectives) -> None:
+        dtype = torch.float64 if rank else torch.float32
+        door.all_reduce(door.axis(), [torch.ones(1, dtype=dtype)]).wait()
+
+    with pytest.raises(RuntimeError, match="where another rank calls"):
+        SimulatedWorld(2).run(disagree)
+
+
+def test_rows_that_cannot_be_joined_fail_on_all_ranks_at_once() -> None:
+    def disagree(rank: int, door: SimulatedCollectives) -> None:
+        door.all_to_all(door.axis(), torch.ones(2, 1 + rank)).wait()
+
+    with pytest.raises(RuntimeError, match="cannot be combined"):
+        SimulatedWorld(2, timeout=3600).run(disagree)
+
+
+def test_simulated_reduce_scatter_refuses_uneven_rows() -> None:
+    def attempt(rank: int, door: SimulatedCollectives) -> None:
+        with pytest.raises(ValueError, match="divisible by 2"):
+            door.reduce_scatter(door.axis(), [torch.ones(3)])
+
+    SimulatedWorld(2).run(attempt)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forward", "backward"),
+    [((2, 2), "all_gather", "reduce_scatter"), ((1, 3), "exchange", "all_to_all")],
+)
+def test_each_direction_makes_the_one_call_that_its_docstring_names(
+    sizes: tuple[int, int], forward: str, backward: str
+) -> None:
+    def counted(rank: int, door: SimulatedCollectives) -> None:
+        recording = RecordingCollectives(door)
+        x = numbers(rank, sizes[rank]).requires_grad_()
+        out = all_gather(x, door.axis("a"), sizes=sizes, collectives=recording)
+        assert list(recording.by_call) == [("a", forward)]
+        out.sum().backward()
+        assert list(recording.by_call) == [("a", forward), ("a", backward)]
+        assert recording.by_axis["a"].calls == 2
+
+    SimulatedWorld(2).run(counted)
+
+
 def test_a_ranks_own_error_is_shown_before_its_peers() -> None:
     def fail(rank: int, door: SimulatedCollectives) -> None:
         if rank == 2:

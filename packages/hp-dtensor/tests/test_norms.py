@@ -1,7 +1,7 @@
 """The norm over mixed meshes is that of one process that holds every gradient whole."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -9,13 +9,17 @@ import torch.distributed.tensor as theirs
 from rank_pool import RankPool, cached
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hp_dtensor import (
+    Axis,
     NonFiniteNormError,
     NormOrderError,
     PartialSourceError,
     RecordingCollectives,
+    ReduceOp,
+    TorchCollectives,
+    Work,
     clip_grad_norm_,
 )
 
@@ -83,6 +87,37 @@ def test_norm_and_gradients_equal_those_of_one_process(ranks: Pools, order: floa
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=0.0)
         # Three sets of ranks: the whole world (fsdp, dp x tp, efsdp x ep alike), tp, none.
         assert calls == 2
+
+
+def with_one_rank_silent(rank: int) -> tuple[Tensor, list[torch.dtype]]:
+    mesh = mesh_of(("fsdp",))
+    value = torch.zeros(8, dtype=torch.float64)
+    parameter = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+    if rank != 2:
+        grad = torch.arange(8, dtype=torch.float64)
+        parameter.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+    spy = Dtypes()
+    return clip_grad_norm_([parameter], 1e9, collectives=spy), spy.sent
+
+
+class Dtypes(TorchCollectives):
+    """Note the dtypes that are all-reduced."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.dtype] = []
+
+    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Note and pass on."""
+        self.sent += [tensor.dtype for tensor in tensors]
+        return super().all_reduce(axis, tensors, op)
+
+
+def test_a_rank_without_gradient_exchanges_the_same_dtype(ranks: Pools) -> None:
+    """Ranks that send different dtypes would end gloo without a Python error."""
+    expected = torch.tensor([0, 1, 2, 3, 6, 7], dtype=torch.float64).norm()
+    for norm, sent in ranks(4).run(with_one_rank_silent):
+        assert sent == [torch.float64]
+        torch.testing.assert_close(norm, expected)
 
 
 def staged(rank: int) -> Tensor:

@@ -20,8 +20,9 @@ def all_gather(
 ) -> Tensor:
     """Return the concatenation over ``dim`` of every rank's ``x``, in rank order.
 
-    ``sizes`` gives each rank's length in ``dim`` where they differ. One all-gather over ``axis``
-    (point-to-point sends where lengths differ); backward: one reduce-scatter, summed.
+    ``sizes`` gives each rank's length in ``dim`` where they differ. One all-gather over ``axis``;
+    backward: one reduce-scatter, summed. Where lengths differ: sends from each rank to each, and
+    backward one all-to-all, summed in rank order.
     """
     return _apply(_AllGather, x, axis, dim, _lengths(x, axis, dim, sizes), _door(collectives))
 
@@ -36,8 +37,9 @@ def reduce_scatter(
 ) -> Tensor:
     """Return this rank's part in ``dim`` of the sum of every rank's ``x``.
 
-    Without ``sizes`` the length must divide by the axis size. One reduce-scatter over ``axis``
-    (an all-to-all, summed in rank order, where lengths differ); backward: one all-gather.
+    Without ``sizes`` the length must divide by the axis size. One reduce-scatter over ``axis``;
+    backward: one all-gather. Where lengths differ: an all-to-all, summed in rank order, and
+    backward sends from each rank to each.
     """
     if sizes is None:
         length = x.shape[dim]

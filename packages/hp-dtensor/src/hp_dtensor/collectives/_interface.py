@@ -89,6 +89,16 @@ def _at(row: list[Any], index: int) -> Any:
     return row[index]
 
 
+def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
+    """Raise ValueError unless a reduce-scatter over ``axis`` can cut dim 0 of all inputs evenly."""
+    for tensor in inputs:
+        if tensor.shape[0] % axis.size:
+            raise ValueError(
+                f"reduce_scatter over {axis.name} needs dim 0 divisible by {axis.size}, "
+                f"got {tuple(tensor.shape)}; pad it or use all_to_all with splits"
+            )
+
+
 @runtime_checkable
 class Work(Protocol):
     """A collective under way."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ._interface import Axis, ReduceOp, Work
+from ._interface import Axis, ReduceOp, Work, check_divisible
 from ._simulated_mesh import SimulatedGroup, SimulatedMesh
 
 T = TypeVar("T")
@@ -122,6 +122,7 @@ class SimulatedCollectives:
         op: ReduceOp = "sum",
     ) -> Work:
         """Reduce and keep this rank's part; see `Collectives.reduce_scatter`."""
+        check_divisible(axis, inputs)
 
         def scatter(posted: list[list[Tensor]]) -> list[list[Tensor]]:
             totals = [_reduce(parts, op) for parts in zip(*posted, strict=True)]
@@ -164,7 +165,12 @@ class SimulatedCollectives:
                 )
 
         return self._meet(
-            axis, "all_to_all", blocks, transpose, None if output is None else [output], check
+            axis,
+            f"all_to_all {input.dtype}",
+            blocks,
+            transpose,
+            None if output is None else [output],
+            check,
         )
 
     def exchange(
@@ -222,7 +228,7 @@ class SimulatedCollectives:
         key = (axis.ranks, _next(self._turn, axis.ranks))
         with world._changed:
             meeting = world._meetings.setdefault(key, _Meeting(call))
-            if meeting.call != call:
+            if meeting.call != call and meeting.error is None:
                 meeting.error = (
                     f"over {axis.name}, rank {self.rank} calls {call} "
                     f"where another rank calls {meeting.call}"
@@ -230,9 +236,12 @@ class SimulatedCollectives:
             meeting.posted[axis.index] = [tensor.detach() for tensor in inputs]
             if len(meeting.posted) == axis.size and meeting.error is None:
                 posted = [meeting.posted[i] for i in range(axis.size)]
-                with torch.no_grad():
-                    for i, result in enumerate(combine(posted)):
-                        meeting.results[i] = [tensor.clone() for tensor in result]
+                try:
+                    with torch.no_grad():
+                        for i, result in enumerate(combine(posted)):
+                            meeting.results[i] = [tensor.clone() for tensor in result]
+                except RuntimeError as error:
+                    meeting.error = f"{call} over {axis.name} cannot be combined: {error}"
             world._changed.notify_all()
 
         def missing() -> set[int]:
@@ -275,7 +284,7 @@ def _next(counters: dict[Any, int], key: Any) -> int:
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
-    return " " + " ".join(f"{tuple(t.shape)}" for t in tensors)
+    return " " + " ".join(f"{t.dtype}{tuple(t.shape)}".removeprefix("torch.") for t in tensors)
 
 
 def _reduce(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:

@@ -13,7 +13,7 @@ from .._torch import (
     reduce_scatter_coalesced,
     reduce_scatter_single,
 )
-from ._interface import Axis, ReduceOp, Work
+from ._interface import Axis, ReduceOp, Work, check_divisible
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -90,12 +90,7 @@ class TorchCollectives:
         """Reduce and keep this rank's part; see `Collectives.reduce_scatter`."""
         if axis.size == 1:
             return _Done(_copied(inputs, outputs))
-        for tensor in inputs:
-            if tensor.shape[0] % axis.size:
-                raise ValueError(
-                    f"reduce_scatter over {axis.name} needs dim 0 divisible by {axis.size}, "
-                    f"got {tuple(tensor.shape)}; pad it or use all_to_all with splits"
-                )
+        check_divisible(axis, inputs)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
         group = cast(dist.ProcessGroup, axis.group)
