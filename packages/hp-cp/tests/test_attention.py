@@ -330,19 +330,36 @@ def test_any_order_of_dims_and_any_scale(
         torch.testing.assert_close(torch.cat(parts, 2), right, rtol=0, atol=1e-13)
 
 
-def under_autocast(rank: int, tensors: tuple[Tensor, ...]) -> tuple[torch.dtype, torch.dtype]:
+def under_autocast(rank: int, degree: int, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     q, k, v, grad = (x.chunk(2, 2)[rank] for x in tensors)
     local = leaves(q, k, v)
     with torch.autocast("cpu", torch.bfloat16):
-        out = context_parallel_attention(*local, cp_mesh(2), mask=CAUSAL)
-    out.backward(grad.to(out.dtype))
-    assert local[1].grad is not None
-    return out.dtype, local[1].grad.dtype
+        out = context_parallel_attention(*local, cp_mesh(2), mask=CAUSAL, ulysses_degree=degree)
+    return with_gradients(out, local, grad.to(out.dtype))
 
 
-def test_autocast_casts_as_it_casts_sdpa(ranks: Any) -> None:
-    tensors = inputs(2, 2, 8, dtype=torch.float32)
-    assert ranks(2).run(under_autocast, tensors) == [(torch.bfloat16, torch.float32)] * 2
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_autocast_casts_as_it_casts_sdpa(ranks: Any, dtype: torch.dtype, degree: int) -> None:
+    tensors = inputs(2, 2, 8, dtype=dtype)
+    whole = leaves(*tensors[:3])
+    with torch.autocast("cpu", torch.bfloat16):
+        reference = F.scaled_dot_product_attention(*whole, is_causal=True)
+    expected = with_gradients(reference, whole, tensors[3].to(reference.dtype))
+    parts = zip(*ranks(2).run(under_autocast, degree, tensors), strict=True)
+    # Values up to 4 have a last place of 2 eps; both sides round, to q, k, v's and to this dtype.
+    atol = 1e-13 if dtype == torch.float64 else 4 * torch.finfo(torch.bfloat16).eps
+    for part, right in zip(parts, expected, strict=True):
+        torch.testing.assert_close(torch.cat(part, 2), right, rtol=0, atol=atol)
+
+
+def test_autocast_leaves_integers_to_be_refused() -> None:
+    def call(mesh: Any, door: Any) -> None:
+        q, k, v = (x.int() for x in shapes((1, 4, 8, 8), (1, 4, 8, 8)))
+        with torch.autocast("cpu", torch.bfloat16):
+            context_parallel_attention(q, k, v, mesh, mask=CAUSAL, collectives=door)
+
+    assert refused(2, call)[0] is BackendError
 
 
 def test_one_rank_is_sdpa_without_communication() -> None:

@@ -20,7 +20,7 @@ from hp_cp import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
 from .strategies import LAYOUTS, layouts
 
@@ -59,6 +59,26 @@ def test_the_gradient_of_unshard_sums_the_ranks_gradients(
     grads = SimulatedWorld(n).run(rank)
     for held, grad in zip(layout.indices(n, seq_len), grads, strict=True):
         assert grad.tolist() == [i * n * (n + 1) / 2 for i in held]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "calls"),
+    [(8, {"all_gather": 1, "reduce_scatter": 1}), (7, {"exchange": 1, "all_to_all": 1})],
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_unshard_and_its_backward_make_the_documented_calls(
+    layout: Layout, seq_len: int, calls: dict[str, int]
+) -> None:
+    def rank(_: int, door: SimulatedCollectives) -> dict[tuple[str, str], int]:
+        record = RecordingCollectives(door)
+        mesh = door.mesh((2,), ("cp",))
+        rows = position_ids(mesh, layout, seq_len).double().requires_grad_()
+        whole = unshard_sequence(rows, mesh, layout, 0, seq_len=seq_len, collectives=record)
+        whole.sum().backward()
+        return {call: traffic.calls for call, traffic in record.by_call.items()}
+
+    expected = {("cp", name): number for name, number in calls.items()}
+    assert SimulatedWorld(2).run(rank) == [expected] * 2
 
 
 def cut_and_join(rank: int, layout: Layout, seq_len: int) -> tuple[Any, Any]:

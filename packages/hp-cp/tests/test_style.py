@@ -1,5 +1,6 @@
 """The style makes a core-attention module attend over all ranks' rows."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -267,6 +268,54 @@ def test_dtensors_are_taken_as_their_shards(ranks: Any, degree: int | None) -> N
     torch.testing.assert_close(whole, reference, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("degree", [None, 1])
+def test_unequal_local_lengths_are_served_where_the_style_has_the_whole_length(
+    ranks: Any, degree: int | None, layout: Layout
+) -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(4, 2, 7))
+    whole = leaves(*tensors[:3])
+    expected = with_gradients(Model()(*whole), whole, tensors[3])
+    answers = ranks(2).run(with_whole_length, degree, layout, tensors)
+    for held, results in zip(layout.indices(2, 7), answers, strict=True):
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, list(held)], rtol=0, atol=1e-13)
+
+
+def with_whole_length(
+    rank: int, degree: int | None, layout: Layout, tensors: tuple[Tensor, ...]
+) -> list[Tensor]:
+    model = Model()
+    style = ContextParallel(ulysses_degree=degree, layout=layout, seq_len=7)
+    style.apply(model.core, cp_mesh(2))
+    q, k, v, grad = (x[:, list(layout.indices(2, 7)[rank])] for x in tensors)
+    local = leaves(q, k, v)
+    return with_gradients(model(*local), local, grad)
+
+
+def contradicted_by_dtensors(rank: int, tensors: tuple[Tensor, ...]) -> str:
+    mesh = cp_mesh(2)
+    core = ContextParallel(seq_len=8).apply(Core(), mesh)
+    parts = [
+        DTensor.from_local(x.chunk(2, 1)[rank], mesh, [Shard(1)], shape=x.shape, stride=x.stride())
+        for x in tensors[:3]
+    ]
+    try:
+        core(*parts)
+    except InputError as error:
+        return str(error)
+    return "served"
+
+
+def test_a_whole_length_that_dtensors_contradict_is_refused(ranks: Any) -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(4, 2, 7))
+    for text in ranks(2).run(contradicted_by_dtensors, tensors):
+        assert text == (
+            "seq_len=8 was given to the style, but q is a DTensor of 7 tokens; "
+            "use seq_len=7 or None"
+        )
+
+
 def test_one_rank_keeps_the_plain_module() -> None:
     core = Core()
     mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
@@ -328,6 +377,63 @@ def test_an_argument_that_only_the_replaced_forward_knows_is_refused() -> None:
     assert all("arguments ['window'] have no meaning" in text for text in texts)
 
 
+def test_arguments_equal_to_their_defaults_are_taken_and_of_another_type_or_value_refused() -> None:
+    class Capped(nn.Module):
+        def forward(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            softcap: float = 50.0,
+            window: tuple[int, int] = (-1000, 1000),
+            bias: Tensor | None = None,
+        ) -> Tensor:
+            return q
+
+    def call(rank: int, module: nn.Module) -> list[str]:
+        q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
+        # Built at run time, so that they are equal to the defaults but not the same objects.
+        module(q, k, v, float("50.0"), (int("-1000"), int("1000")))
+        module(q, k, v, softcap=float("50.0"), bias=None)
+        texts = []
+        for given in ({"softcap": 50}, {"softcap": 30.0}, {"window": (-1000, 0)}, {"bias": q}):
+            with pytest.raises(InputError) as info:
+                module(q, k, v, **given)
+            texts.append(str(info.value).split(" have")[0])
+        return texts
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(ulysses_degree=1, collectives=door)
+
+    names = ("softcap", "softcap", "window", "bias")
+    assert simulated(2, style, call, Capped) == [[f"arguments ['{name}']" for name in names]] * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda q: q.flatten(2), r"a tensor of shape \(2, 12, 16\)"),
+        (
+            lambda q: (q[:, :1], None),
+            r"a tuple of \[a tensor of shape \(2, 1, 2, 8\), a NoneType\]",
+        ),
+        (lambda q: {"out": q}, "a dict"),
+    ],
+)
+def test_a_forward_that_returns_nothing_shaped_like_q_is_refused(
+    returned: Callable[[Tensor], Any], said: str
+) -> None:
+    class Other(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return returned(q)
+
+    def call(rank: int, module: nn.Module) -> None:
+        with pytest.raises(InputError, match=rf"returned {said}, .* shaped like .*\(2, 12, 2, 8\)"):
+            module(*(x.chunk(2, 1)[rank] for x in TENSORS[:3]))
+
+    simulated(2, lambda door: ContextParallel(collectives=door), call, Other)
+
+
 @pytest.mark.parametrize("degree", [2, 3, 8])
 def test_a_degree_between_or_beyond_is_refused_when_applied(degree: int) -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((4,), ("cp",))
@@ -344,8 +450,15 @@ def test_a_mesh_of_two_axes_is_refused_when_applied() -> None:
 def test_applying_twice_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
     core = ContextParallel().apply(Core(), mesh)
-    with pytest.raises(DegreeError, match="already"):
+    with pytest.raises(InputError, match="already"):
         ContextParallel(layout=Zigzag()).apply(core, mesh)
+
+
+def test_one_rank_may_apply_again_since_nothing_was_replaced() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
+    core = ContextParallel().apply(Core(), mesh)
+    assert ContextParallel().apply(core, mesh) is core
+    assert "forward" not in vars(core)
 
 
 def test_two_names_for_three_tensors_are_refused() -> None:

@@ -50,8 +50,11 @@ def test_bad_numbers_on_a_command_line_get_the_same_error_as_elsewhere() -> None
     parser = ArgumentParser()
     ParallelDims.add_arguments(parser)
     for text in ("0", "two", "2.0"):
-        with pytest.raises(ParallelDimsError, match=f"^dp_shard='{text}' is not a degree|^dp_sh"):
+        with pytest.raises(ParallelDimsError) as caught:
             ParallelDims.from_args(parser.parse_args(["--dp-shard", text]))
+        assert str(caught.value) == (
+            f"dp_shard='{text}' is not a degree; use a positive integer, -1 (inferred) or None"
+        )
 
 
 @given(fields(), orders)

@@ -136,6 +136,8 @@ def test_axes_of_different_views_are_refused_with_the_views_that_have_each() -> 
     [
         (lambda layout: layout.size("tq"), "no axis 'tq'; use pp, .* or batch"),
         (lambda layout: layout.size("ulysses"), "set ulysses_degree"),
+        (lambda layout: layout.find(), "no axis given; use one or more of pp, .* or batch"),
+        (lambda layout: layout.find("tp", "tp"), r"\['tp', 'tp'\] given, .* use each axis once"),
         (lambda layout: layout.group("tp", 4), "rank=4 .* use 0 to 3"),
         (lambda layout: layout.coordinates(-1), "rank=-1 .* use 0 to 3"),
         (lambda layout: layout.coordinates(0, "sparce"), "no view 'sparce'; use dense, base"),

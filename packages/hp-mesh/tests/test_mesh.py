@@ -102,6 +102,10 @@ def test_several_axes_come_from_one_view_in_its_order() -> None:
             mesh["fsdp", "cp"]
         with pytest.raises(LayoutError, match=r"dense view has them as \['fsdp', 'tp'\]"):
             mesh["tp", "fsdp"]
+        with pytest.raises(LayoutError, match=r"no axis given; use one or more of pp, "):
+            mesh[()]
+        with pytest.raises(LayoutError, match=r"which are \['dp', 'dp'\]; use each axis once"):
+            mesh["dp", "batch"]
         with pytest.raises(LayoutError, match=r"no axis 'dq'; use pp, "):
             mesh["dq"]
         with pytest.raises(LayoutError, match=r"no view 'ep'; use .*'sparse'"):
@@ -127,6 +131,8 @@ def test_a_closed_mesh_says_so_and_leaves_no_group_behind() -> None:
             mesh["tp"]
         with pytest.raises(MeshError, match="closed"):
             mesh.view("base")
+        with pytest.raises(MeshError, match="closed"):
+            mesh.device_type  # noqa: B018
         with pytest.raises(ValueError, match="Invalid process group"):
             dist.destroy_process_group(group)
         assert dist.is_initialized()
@@ -220,18 +226,27 @@ def test_a_mesh_can_be_built_again_after_it_was_closed(ranks: Pool) -> None:
     assert ranks(4).run(rebuild_and_reduce) == [low, low, high, high]
 
 
-def build_what_differs(rank: int) -> str:
+def build_what_differs(rank: int, degrees: dict[int, int], others: int) -> str:
+    """Return the error of a rank whose tp is its own, or that of all others."""
     try:
-        ParallelDims(tp=2 if rank else 4).build_mesh()
-    except MeshError as error:
+        ParallelDims(tp=degrees.get(rank, others)).build_mesh()
+    except (MeshError, ParallelDimsError) as error:
         return str(error)
     return "built"
 
 
 def test_ranks_with_different_degrees_all_raise_and_say_what_each_has(ranks: Pool) -> None:
-    messages = ranks(4).run(build_what_differs)
+    messages = ranks(4).run(build_what_differs, {0: 4}, 2)
     assert all(message.startswith("ranks build different meshes") for message in messages)
     assert ["'tp': 4" in message for message in messages] == [True, False, False, False]
+
+
+def test_a_rank_whose_degrees_are_illegal_alone_keeps_no_other_waiting(ranks: Pool) -> None:
+    illegal = "tp=3 does not divide world_size=4; use 1, 2 or 4"
+    first, *others = ranks(4).run(build_what_differs, {0: 3}, 2, timeout=20)
+    assert first == illegal
+    assert all(message.startswith("ranks build different meshes") for message in others)
+    assert ranks(4).run(build_what_differs, {}, 3, timeout=20) == [illegal] * 4
 
 
 def test_a_mesh_is_typed_for_its_users() -> None:

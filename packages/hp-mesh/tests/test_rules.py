@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
 
-from .strategies import dims
+from .strategies import dims, divisors
 
 MODEL = {
     "num_attention_heads": 16,
@@ -37,6 +37,18 @@ MODEL = {
             {},
             "tp*ulysses_degree=2*16=32 does not divide num_attention_heads=16; "
             "use tp=1, or ulysses_degree=1, 2, 4 or 8",
+        ),
+        (
+            {"cp": 12, "ulysses_degree": 6},
+            {"num_attention_heads": 24},
+            "ulysses_degree=6 neither divides num_key_value_heads=4 nor is a multiple of it; "
+            "use 1, 2, 4 or 12",
+        ),
+        (
+            {"tp": 2, "cp": 6, "ulysses_degree": 2},
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            "ulysses_degree=2 neither divides num_key_value_heads/tp=6/2=3 nor is a multiple of "
+            "it; use 1, 3 or 6",
         ),
         ({"dp_shard": 3, "ep": 3}, {}, "ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
         (
@@ -96,10 +108,13 @@ def test_a_configuration_is_refused_exactly_when_something_does_not_divide(
 ) -> None:
     heads, kv_heads, experts, ffn, vocab = (model[name] for name in MODEL)
     ulysses = dims.ulysses_degree or 1
+    kv = kv_heads // dims.tp
     remainders = {
         "heads-tp": heads % dims.tp,
         "kv-heads-tp": kv_heads % dims.tp,
         "heads-ulysses": heads % (dims.tp * ulysses) if ulysses > 1 else 0,
+        # A tp rank's kv heads cannot be dealt out before tp divides them.
+        "kv-heads-ulysses": kv_heads % dims.tp == 0 and bool(kv % ulysses and ulysses % kv),
         "experts-ep": experts % dims.ep,
         "ffn-tp": ffn % dims.tp,
         "vocab-tp": vocab % dims.tp,
@@ -116,6 +131,8 @@ def test_every_alternative_that_a_model_error_offers_divides(
     dims: ParallelDims, model: dict[str, int]
 ) -> None:
     for violation in dims.check(model, seq_len=96, global_batch=24):
+        if violation.rule == "kv-heads-ulysses":
+            continue
         *axes, field = violation.values
         for name, numbers in violation.legal.items():
             for number in numbers:
@@ -123,6 +140,21 @@ def test_every_alternative_that_a_model_error_offers_divides(
                 for axis in axes:
                     product *= 1 if axis == name else int(str(violation.values[axis]))
                 assert int(str(violation.values[field])) % product == 0
+
+
+@given(st.integers(1, 24), st.integers(1, 3), st.integers(1, 12), st.integers(1, 3))
+@settings(deadline=None, max_examples=200)
+def test_every_ulysses_degree_that_the_kv_heads_allow_is_offered_and_no_other(
+    kv: int, tp: int, ulysses: int, outer: int
+) -> None:
+    def found(degree: int) -> list[Any]:
+        dims = ParallelDims(tp=tp, cp=ulysses * outer, ulysses_degree=degree, dp_shard=1)
+        return list(dims.check({"num_key_value_heads": kv * tp}))
+
+    for violation in found(ulysses):
+        assert violation.rule == "kv-heads-ulysses"
+        degrees = [degree for degree in divisors(ulysses * outer) if not found(degree)]
+        assert list(violation.legal["ulysses_degree"]) == degrees
 
 
 @pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts", "n_routed_experts"])

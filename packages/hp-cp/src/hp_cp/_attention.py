@@ -37,16 +37,19 @@ def context_parallel_attention(
     q, k and v are this rank's rows, 4-D with the head size last: ``[batch, heads, rows, size]``
     where ``seq_dim=2, head_dim=1``. q may have a multiple of the heads of k and v (grouped
     queries). ``layout`` says which positions the rows are; None means `Contiguous`. ``seq_len`` is
-    the length of the whole sequence, by default the local length times the axis size; give it where
-    ranks hold unequal lengths. Under autocast the inputs are cast as SDPA casts them.
+    the length of the whole sequence. None means the local length times the axis size: ranks that
+    hold unequal lengths must be given it, or each infers another whole, and collectives that do not
+    match hang or abort. Under autocast the inputs are cast as SDPA casts them.
 
-    Over the one axis of ``mesh``: with ``ulysses_degree=1`` one all-gather of k and v, and in the
-    backward one all-to-all of their gradients; with ``ulysses_degree`` equal to the axis size one
-    all-to-all of q, k, v, one of the output, and both again in the backward. The same inputs give
-    the same bits every time, and Ulysses those of one process (but for the gradients of k and v
-    with fewer kv heads than ranks).
+    Over the one axis of ``mesh``: with ``ulysses_degree=1`` one all-gather of k and v (sends from
+    rank to rank where lengths differ), and in the backward one all-to-all of their gradients; with
+    ``ulysses_degree`` equal to the axis size one all-to-all of q, k, v, one of the output, and both
+    again in the backward. The same inputs give the same bits every time, and Ulysses those of one
+    process (but for the gradients of k and v with fewer kv heads than ranks).
 
-    Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication.
+    Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
+    on every rank together where all give tensors of equal shape and dtype and the same options. A
+    local length that the layout does not give is seen on that rank only, while the others wait.
     """
     axis = one_axis(mesh)
     q, k, v = (as_autocast(x) for x in (q, k, v))

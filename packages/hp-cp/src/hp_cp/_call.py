@@ -54,7 +54,7 @@ class Call:
         for key, value in self.values.items():
             name = self._name(key) if isinstance(key, int) else key
             default = defaults.get(name) if name is not None else None
-            if key not in keys and name not in known and value is not default:
+            if key not in keys and name not in known and not _same(value, default):
                 others.append(str(key) if name is None else name)
         return others
 
@@ -69,3 +69,14 @@ class Call:
         if position < len(self.parameters) and self.parameters[position].kind in named:
             return self.parameters[position].name
         return None
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Return whether a value is its default, or a plain scalar or tuple of them equal to it."""
+    if value is default:
+        return True
+    if type(value) is not type(default):
+        return False
+    if isinstance(value, tuple):
+        return len(value) == len(default) and all(map(_same, value, default))
+    return isinstance(value, (bool, int, float, str)) and value == default

@@ -1,4 +1,4 @@
-"""What can be wrong with a call; every error is raised before any communication."""
+"""What can be wrong with a call; before any communication unless a docstring says so."""
 
 
 class ContextParallelError(ValueError):

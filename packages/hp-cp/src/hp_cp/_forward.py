@@ -36,6 +36,7 @@ class Settings:
     layout: Layout
     mask: MaskSpec | None
     backend: str | AttentionBackend
+    seq_len: int | None
     collectives: Collectives
 
 
@@ -59,7 +60,7 @@ class ContextParallelForward:
         names = settings.qkv_kwarg_names or (None, None, None)
         keys = [call.key(i, name) for i, name in zip(settings.qkv_indices, names, strict=True)]
         q, k, v = (call.values[key] for key in keys)
-        seq_len = q.shape[settings.seq_dim] if self._is_cut(q) else None
+        seq_len = self._whole_length(q)
         q, k, v = (self._local(x) for x in (q, k, v))
         _check_options(call)
         whole_in_order = self._ulysses_degree > 1 and isinstance(settings.layout, Contiguous)
@@ -120,8 +121,18 @@ class ContextParallelForward:
         args, kwargs = call.rebuild(dict(zip(keys, whole, strict=True)))
         result = self._inner(*args, **kwargs)
 
+        def has_rows(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.shape == whole[0].shape
+
+        if not any(map(has_rows, result if isinstance(result, (tuple, list)) else [result])):
+            raise InputError(
+                f"the module returned {_describe(result)}, and nothing shaped like the q that it "
+                f"got, {tuple(whole[0].shape)}; return the attention of that shape, alone or in a "
+                f"tuple or list, or use ulysses_degree=1"
+            )
+
         def back(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.shape != whole[0].shape:
+            if not has_rows(value):
                 return value
             x = to_batch_first(value, *dims)
             return from_batch_first(
@@ -133,6 +144,19 @@ class ContextParallelForward:
         if isinstance(result, (tuple, list)):
             return type(result)(map(back, result))
         return back(result)
+
+    def _whole_length(self, q: Tensor) -> int | None:
+        """Return the length of the whole sequence where the style or a DTensor says it."""
+        given = self._settings.seq_len
+        if not self._is_cut(q):
+            return given
+        length = q.shape[self._settings.seq_dim]
+        if given not in (None, length):
+            raise InputError(
+                f"seq_len={given} was given to the style, but q is a DTensor of {length} tokens; "
+                f"use seq_len={length} or None"
+            )
+        return length
 
     def _is_cut(self, x: Tensor) -> bool:
         """Return whether ``x`` is a DTensor whose sequence lies over this mesh."""
@@ -152,6 +176,15 @@ class ContextParallelForward:
     def _local(self, x: Tensor) -> Tensor:
         self._is_cut(x)
         return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _describe(result: Any) -> str:
+    """Return the shapes of what a forward returned, and the types of what is no tensor."""
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of [{', '.join(map(_describe, result))}]"
+    return f"a {type(result).__name__}"
 
 
 def _check_options(call: Call) -> None:

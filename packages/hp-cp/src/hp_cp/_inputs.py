@@ -35,7 +35,11 @@ def plan_inputs(
     head_dim: int,
     seq_len: int | None,
 ) -> AttentionPlan:
-    """Return the plan for these local tensors, or raise for what does not fit."""
+    """Return the plan for these local tensors, or raise for what does not fit.
+
+    Ranks whose tensors have equal shapes raise together; only the last check, of the local length,
+    sees what is this rank's alone.
+    """
     if q.ndim != 4 or seq_dim == head_dim or not {seq_dim, head_dim} <= {0, 1, 2}:
         raise InputError(
             f"attention takes 4-D tensors whose last dim is the head size, got {tuple(q.shape)} "
@@ -88,9 +92,11 @@ def from_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Return ``x`` in autocast's dtype where autocast is on for its device, as SDPA casts it."""
+    """Return ``x`` as autocast hands it to SDPA: any floating dtype but float64 becomes its own."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    if not torch.is_autocast_enabled(device) or not x.is_floating_point():
+        return x
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
 
 
 def _without(x: Tensor, dim: int) -> list[int]:

@@ -35,10 +35,12 @@ def unshard_sequence(
 ) -> Any:
     """Return ``tree`` with every tensor whole along ``seq_dim``, in global order, on every rank.
 
-    ``seq_len`` is the whole length, by default the local length times the axis size. One all-gather
-    per tensor (an all-to-all where lengths differ). Differentiable: backward sums the ranks'
-    gradients of the whole tensor and keeps this rank's positions, one reduce-scatter. Raises
-    `InputError` for a tensor without that dim or with another length than the layout gives.
+    ``seq_len`` is the whole length; None means the local length times the axis size, so ranks that
+    hold unequal lengths must be given it. Differentiable: backward sums the ranks' gradients of the
+    whole tensor and keeps this rank's positions. Per tensor: where lengths are equal one
+    all-gather, and backward one reduce-scatter; where they differ sends from each rank to each, and
+    backward one all-to-all. Raises `InputError`, before it communicates this tensor, for one
+    without that dim, or with another length than the layout gives, which is seen on that rank only.
     """
     axis = one_axis(mesh)
     return map_tensors(

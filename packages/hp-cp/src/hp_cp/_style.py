@@ -6,7 +6,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._errors import DegreeError, InputError
+from ._errors import InputError
 from ._forward import ContextParallelForward, Settings
 from ._inputs import one_axis
 from ._layouts import Contiguous, Layout
@@ -25,15 +25,21 @@ class ContextParallel(ParallelStyle):
     ``seq_dim`` and ``head_dim`` are 1 and 2 for ``[batch, rows, heads, size]``.
 
     ``ulysses_degree``: None or the axis size exchanges sequence for heads, 1 gathers keys and
-    values. ``layout=None`` means `Contiguous`; local lengths are equal, or those of the DTensors.
-    ``mask=None`` takes the call's ``is_causal``. The module's own forward runs only where Ulysses,
-    `Contiguous` and ``mask=None`` meet: it then gets the whole sequence of its heads and every
-    other argument untouched, and outputs that are shaped like its q, alone or in a tuple or list,
-    are exchanged back. Elsewhere `context_parallel_attention`, with the call's ``scale``, replaces
-    it.
+    values. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``.
+    ``seq_len`` is the length of the whole sequence; None means that of DTensors over the mesh, else
+    the local length times the axis size, so give it where ranks call with unequal lengths of plain
+    tensors.
+
+    The module's own forward runs only where Ulysses, `Contiguous` and ``mask=None`` meet: it then
+    gets the whole sequence of its heads and every other argument untouched, and outputs that are
+    shaped like its q, alone or in a tuple or list, are exchanged back. Elsewhere
+    `context_parallel_attention`, with the call's ``scale``, replaces it.
 
     Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
-    cannot honour, and queries and keys of different lengths; before any communication.
+    cannot honour, and queries and keys of different lengths; before any communication. A local
+    length that the layout does not give is seen on that rank only, while the others wait. Where the
+    module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
+    after the first exchange, on every rank whose forward did so.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class ContextParallel(ParallelStyle):
         layout: Layout | None = None,
         mask: MaskSpec | None = None,
         backend: str | AttentionBackend = "auto",
+        seq_len: int | None = None,
         collectives: Collectives | None = None,
     ) -> None:
         if len(qkv_kwarg_names) not in (0, 3):
@@ -65,20 +72,22 @@ class ContextParallel(ParallelStyle):
             layout=Contiguous() if layout is None else layout,
             mask=mask,
             backend=backend,
+            seq_len=seq_len,
             collectives=TorchCollectives() if collectives is None else collectives,
         )
 
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
         """Replace ``module.forward`` and return ``module``; on one rank, leave it as it is.
 
-        Raises `DegreeError` for a mesh of several axes, a degree that its size does not allow, or a
-        module that is context parallel already.
+        Raises `DegreeError` for a mesh of several axes or a degree that its size does not allow,
+        and `InputError` for a module that is context parallel already, which one that the style
+        left as it is on one rank is not.
         """
         axis = one_axis(mesh)
         degree = axis.size if self.ulysses_degree is None else self.ulysses_degree
         check_degree(degree, axis.size)
         if isinstance(module.forward, ContextParallelForward):
-            raise DegreeError("this module is context parallel already; apply the style once")
+            raise InputError("this module is context parallel already; apply the style once")
         if axis.size > 1:
             forward = ContextParallelForward(module.forward, mesh, degree, self.settings)
             module.forward = forward

@@ -198,8 +198,9 @@ class ParallelDims:
         all-reduce over the world compares them first. ``device_type`` is by default the
         accelerator's unless the world runs on gloo alone; an accelerator's device must have been
         set before. ``timeout`` is that of the new groups, torch's default if None. Raises
-        `MeshError` without a default process group or where ranks disagree, `ParallelDimsError`
-        where the degrees do not make its world.
+        `MeshError` without a default process group or where ranks disagree, `ParallelDimsError` on
+        ranks whose degrees do not make its world; where only some ranks have such degrees, the
+        others raise `MeshError`.
         """
         from ._mesh import build_mesh
 

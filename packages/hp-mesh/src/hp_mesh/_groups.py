@@ -61,6 +61,16 @@ def create_groups(
     return by_axis, created
 
 
+def tell_refusal(device_type: str, reason: str) -> None:
+    """Take part in the comparison of `create_groups` with the reason why this rank creates none.
+
+    All others would wait for this rank otherwise; those that could create groups raise instead.
+    """
+    world = _world()
+    if not _is_fake(world):
+        _compare(world, device_type, reason, _LocalNames(world))
+
+
 def _world() -> dist.ProcessGroup:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise MeshError("no default process group; call torch.distributed.init_process_group first")
@@ -96,24 +106,28 @@ def _is_fake(world: dist.ProcessGroup) -> bool:
 def _choose_way(
     world: dist.ProcessGroup, device_type: str, agreed: str, names: _LocalNames
 ) -> "Way":
-    local = _is_fake(world) or _agree(world, device_type, agreed, names)
+    same, local = True, True
+    if not _is_fake(world):
+        same, local = _compare(world, device_type, agreed, names)
+    if not same:
+        raise MeshError(f"ranks build different meshes; this rank has {agreed}")
     if splits_world(world):
         return _split
     return _create_locally if local else _create_together
 
 
-def _agree(world: dist.ProcessGroup, device_type: str, agreed: str, names: _LocalNames) -> bool:
-    """Return whether all ranks can create groups locally; raise where they build other meshes."""
-    digest = int.from_bytes(sha256(agreed.encode()).digest()[:7], "big")
+def _compare(
+    world: dist.ProcessGroup, device_type: str, text: str, names: _LocalNames
+) -> tuple[bool, bool]:
+    """Return whether all ranks have this text, and whether all can create groups locally."""
+    digest = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
     mine = [digest, -digest, names.count, -names.count, int(names.taken)]
     # Where gloo is at hand this needs no device, and starts no communicator before its time.
     device = "cpu" if "gloo" in dist.get_backend_config(world) else device_type
     most = torch.tensor(mine, dtype=torch.int64, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
     most_digest, least_digest, most_count, least_count, taken = most.tolist()
-    if most_digest != -least_digest:
-        raise MeshError(f"ranks build different meshes; this rank has {agreed}")
-    return most_count == -least_count and not taken
+    return most_digest == -least_digest, most_count == -least_count and not taken
 
 
 def _create_locally(

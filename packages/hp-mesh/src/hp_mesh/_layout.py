@@ -90,10 +90,14 @@ class RankLayout:
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
         """Return the first view that has all these axes, and their names without aliases."""
+        if not names:
+            raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
         axes = tuple(ALIASES.get(name, name) for name in names)
         for name, axis in zip(names, axes, strict=True):
             if axis not in self._sizes:
                 raise LayoutError(self._unknown(name))
+        if len(set(axes)) < len(axes):
+            raise LayoutError(f"{list(names)} given, which are {list(axes)}; use each axis once")
         for view in self._views.values():
             if all(axis in view.axes for axis in axes):
                 return view, axes

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._errors import LayoutError, MeshError
-from ._groups import create_groups
+from ._errors import LayoutError, MeshError, ParallelDimsError
+from ._groups import create_groups, tell_refusal
 from ._layout import RankLayout, View
 from ._torch import share_ranks
 
@@ -48,15 +48,13 @@ class ParallelMesh:
         return mesh
 
     def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
-        if self._closed:
-            raise MeshError("this mesh is closed; build another")
         view, axes = self.layout.find(*names)
         if list(axes) != [axis for axis in view.axes if axis in axes]:
             raise LayoutError(
                 f"axes {list(names)} given; the {view.name} view has them as "
                 f"{[axis for axis in view.axes if axis in axes]}"
             )
-        full = self._views[view.name]
+        full = self.view(view.name)
         mesh = full[axes]
         share_ranks(mesh, full)
         return mesh
@@ -69,7 +67,7 @@ class ParallelMesh:
     @property
     def device_type(self) -> str:
         """Return the device type of all meshes."""
-        return self._views["base"].device_type
+        return self.view("base").device_type
 
     def view(self, name: str) -> DeviceMesh:
         """Return the full-world mesh of one view, such as ``"base"`` or ``"sparse"``."""
@@ -102,8 +100,12 @@ def build_mesh(
     """Create the groups and views of ``dims``; see `ParallelDims.build_mesh`."""
     if not dist.is_initialized():
         raise MeshError("no default process group; call torch.distributed.init_process_group first")
-    dims = dims.resolve(dist.get_world_size())
     device_type = device_type or _default_device_type()
+    try:
+        dims = dims.resolve(dist.get_world_size())
+    except ParallelDimsError as error:
+        tell_refusal(device_type, str(error))
+        raise
     layout = dims.layout()
     agreed = f"{dims.to_dict()} on {device_type}"
     groups, created = create_groups(layout, dist.get_rank(), device_type, timeout, agreed)

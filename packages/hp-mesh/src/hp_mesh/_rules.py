@@ -87,6 +87,30 @@ def heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
         yield from _split(subject, "heads-ulysses", "heads", "tp", "ulysses_degree")
 
 
+def kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
+    """Ulysses ranks get equal shares of a tp rank's kv heads, or equally many share each head."""
+    ulysses, tp = subject.ulysses_degree or 1, subject.degrees["tp"]
+    if ulysses == 1:
+        return
+    name, kv_heads = _field(subject, "kv_heads")
+    kv = kv_heads // tp
+    if kv_heads % tp or _shares(kv, ulysses):  # where tp does not divide them, that is the error
+        return
+    owner = f"{name}={kv_heads}" if tp == 1 else f"{name}/tp={kv_heads}/{tp}={kv}"
+    yield Violation(
+        rule="kv-heads-ulysses",
+        values={"ulysses_degree": ulysses, **({"tp": tp} if tp > 1 else {}), name: kv_heads},
+        reason=f"ulysses_degree={ulysses} neither divides {owner} nor is a multiple of it",
+        legal={
+            "ulysses_degree": tuple(u for u in divisors(subject.degrees["cp"]) if _shares(kv, u))
+        },
+    )
+
+
+def _shares(kv_heads: int, ulysses: int) -> bool:
+    return kv_heads % ulysses == 0 or ulysses % kv_heads == 0
+
+
 def experts_over_ep(subject: Subject) -> Iterator[Violation]:
     """Experts divide over ep."""
     yield from _split(subject, "experts-ep", "experts", "ep")
@@ -128,6 +152,7 @@ RULES: tuple[Rule, ...] = (
     heads_over_tp,
     kv_heads_over_tp,
     heads_over_ulysses,
+    kv_heads_over_ulysses,
     experts_over_ep,
     ffn_over_tp,
     vocab_over_tp,
