@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool, cached
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor import (
     Axis,
@@ -341,6 +341,22 @@ def test_axis_of_refuses_unknown_axes() -> None:
             Axis.of(mesh, 1)
 
     SimulatedWorld(1).run(ask)
+
+
+def axis_of_permuted_mesh(rank: int) -> str:
+    mesh = cached("permuted", lambda: DeviceMesh("cpu", [1, 0], mesh_dim_names=("x",)))
+    with pytest.raises(ValueError, match="ascending ranks") as error:
+        Axis.of(mesh)
+    return str(error.value)
+
+
+def test_a_mesh_in_another_order_than_its_group_is_refused(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    texts = ranks(2).run(axis_of_permuted_mesh)
+    assert texts[0] == texts[1]
+    assert "[1, 0]" in texts[0]
+    assert "[0, 1]" in texts[0]
 
 
 @pytest.mark.parametrize(

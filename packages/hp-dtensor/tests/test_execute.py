@@ -29,6 +29,7 @@ from .strategies import Case, cases
 
 _package = plan_transfer.__module__.rpartition(".")[0]
 _execute = import_module(f"{_package}._execute")
+_stages = import_module(f"{_package}._stages")
 _plan = import_module(f"{_package}._plan")
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -86,9 +87,16 @@ def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[tuple[int, ...]]
             )
         ]
         axis: Axis = door.axis(str(axes), ranks)
-        return _execute.Fold(axis, tuple(range(len(ranks))))
+        return _stages.Fold(lambda: axis, tuple(range(len(ranks))), len(ranks))
 
     return fold
+
+
+def carried_out(
+    plan: Plan, local: Tensor, fold: Callable[[tuple[int, ...]], Any], door: Collectives
+) -> Tensor:
+    result: Tensor = _execute.start(_execute.prepare(plan, fold), local, door)()
+    return result
 
 
 def run(
@@ -101,7 +109,7 @@ def run(
         plan: Plan = _plan.make_plan(*case, rank, dtype.itemsize, None, folded)
         door = RecordingCollectives(simulated)
         local = part(values, case.source, case.shape, rank)
-        result = _execute.start(plan, local, folder(plan, simulated), door)()
+        result = carried_out(plan, local, folder(plan, simulated), door)
         return result, plan, sum(traffic.bytes for traffic in door.by_axis.values())
 
     return SimulatedWorld(case.source.size, timeout=20.0).run(member)
@@ -139,10 +147,7 @@ def test_there_and_back_is_identity(case: Case) -> None:
     plans = [_plan.make_plan(*back, rank, 8) for rank in case.ranks]
 
     def member(rank: int, door: SimulatedCollectives) -> Tensor:
-        result: Tensor = _execute.start(
-            plans[rank], there[rank][0], folder(plans[rank], door), door
-        )()
-        return result
+        return carried_out(plans[rank], there[rank][0], folder(plans[rank], door), door)
 
     for rank, result in enumerate(SimulatedWorld(case.source.size).run(member)):
         assert torch.equal(result, part(values, case.source, case.shape, rank))
@@ -165,6 +170,6 @@ def test_a_result_that_moved_shares_no_memory_with_its_input() -> None:
         raise AssertionError(f"a slice needs no group, asked for {axes}")
 
     door: Collectives = RecordingCollectives()
-    result = _execute.start(plan, local, no_group, door)()
+    result = carried_out(plan, local, no_group, door)
     result.fill_(1.0)
     assert math.isclose(local.sum().item(), 0.0)

@@ -107,12 +107,25 @@ def test_slicing_before_the_reduction_halves_what_it_receives() -> None:
 
 
 def test_latency_and_bandwidth_decide() -> None:
-    # One all-reduce costs one latency; scattering first costs two, and saves bytes on the way.
-    pair = Layout((2, 2), (P, S0)), Layout((2, 2), (S1, R))
-    slow_start = explain(*pair, shape=(64, 64), cost=AlphaBeta(alpha=1.0, beta=0.0))
-    assert len([step for step in slow_start.steps if step.axes]) == 2
+    """Over one axis the bytes go in one small group; over both only what is missing goes."""
+    pair = Layout((2, 2), (S0, R)), Layout((2, 2), (S1, S0))
+    latency = explain(*pair, shape=(64, 64), cost=AlphaBeta(alpha=1.0, beta=0.0))
+    bandwidth = explain(*pair, shape=(64, 64), cost=AlphaBeta(alpha=0.0, beta=1.0))
+    assert [step.kind for step in latency.steps] == ["all_to_all", "slice"]
+    assert [step.kind for step in bandwidth.steps] == ["direct"]
+    received = [
+        sum(
+            explain(*pair, shape=(64, 64), rank=rank, cost=cost).bytes_received for rank in range(4)
+        )
+        for cost in (AlphaBeta(alpha=1.0, beta=0.0), AlphaBeta(alpha=0.0, beta=1.0))
+    ]
+    assert received[1] < received[0]
+
+
+def test_a_step_is_as_slow_as_its_slowest_axis() -> None:
     per_axis = AlphaBeta(alpha=(0.0, 0.0), beta=(1.0, 10.0))
     assert per_axis.seconds((0, 1), 4, 2.0) == 20.0
+    assert per_axis.seconds((0,), 2, 2.0) == 2.0
 
 
 def test_the_text_lists_the_steps() -> None:

@@ -29,7 +29,8 @@ def explain(
 
     ``x`` is a DTensor, planned with the groups that exist, or a `Layout` with the global ``shape``,
     a ``rank`` and an ``itemsize`` in bytes, planned as if any set of axes had a group, without
-    torch. ``str(plan)`` lists the steps. Communicates nothing. Raises as `redistribute` does.
+    torch. ``str(plan)`` lists the steps. Communicates nothing. Raises as `redistribute` does,
+    and `RankNotInMesh` on a rank outside the mesh of ``x``.
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
@@ -40,6 +41,11 @@ def explain(
                 raise CrossMeshError(
                     f"the tensor lies on a mesh of shape {tuple(x.device_mesh.shape)} and the "
                     f"target on one of shape {placements.mesh_shape}"
+                )
+            ranks = tuple(x.device_mesh.mesh.flatten().tolist())
+            if placements.ranks not in (None, ranks):
+                raise CrossMeshError(
+                    f"the tensor lies on ranks {ranks} and the target on {placements.ranks}"
                 )
             shard_order, placements = placements.shard_order, placements.placements
         return plan_for(x, placements, mesh, shard_order, cost)

@@ -1,14 +1,15 @@
 """Find the process group that spans given axes of a mesh; never makes one."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._execute import Fold
 from ._layout import ravel
+from ._stages import Fold
 from ._torch import flattened_meshes
 from .collectives._interface import Axis
 
@@ -18,14 +19,11 @@ def find_fold(mesh: DeviceMesh, axes: tuple[int, ...]) -> Fold | None:
 
     None if there is no such group. Communicates nothing.
     """
+    name = _name(mesh, axes)
     coordinate = tuple(mesh.get_coordinate() or ())
-    if len(axes) == 1:
-        ranks = ranks_along(mesh, axes)
-        axis = Axis(_name(mesh, axes), mesh.get_group(axes[0]), ranks)
-        return Fold(axis, tuple(range(len(ranks))))
-    for group, ranks in _candidates(mesh):
+    for group, ranks in _lines(mesh, axes[0]) if len(axes) == 1 else _candidates(mesh):
         if (members := _members(mesh, axes, coordinate, ranks)) is not None:
-            return Fold(Axis(_name(mesh, axes), group, ranks), members)
+            return Fold(_finder(name, group, ranks), members, len(ranks))
     return None
 
 
@@ -35,10 +33,14 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
-    """Return the sets of axes that one group spans; None if any set has one."""
-    if mesh.ndim == 1 or mesh.size() == dist.get_world_size():
+    """Return the sets of axes that one group spans; None if any set has one.
+
+    A rank outside the mesh has no groups to look at and answers None.
+    """
+    coordinate = mesh.get_coordinate()
+    if mesh.ndim == 1 or coordinate is None or mesh.size() == dist.get_world_size():
         return None
-    coordinate = tuple(mesh.get_coordinate() or ())
+    coordinate = tuple(coordinate)
     sets = (
         tuple(axis for axis, taken in enumerate(choice) if taken)
         for choice in product((False, True), repeat=mesh.ndim)
@@ -52,19 +54,35 @@ def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
     )
 
 
-def _candidates(mesh: DeviceMesh) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return groups that may span several axes, smallest first, with their ranks in group order."""
-    found: list[tuple[Any, tuple[int, ...]]] = []
+_Groups: TypeAlias = list[tuple[Callable[[], Any], tuple[int, ...]]]
+
+
+def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
+    """Return how to find the axis's own group, with its ranks, which it may hold in another order.
+
+    ``torch.distributed.new_group`` sorts them; a mesh may list its ranks in any order.
+    """
+    ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+    return [(lambda: mesh.get_group(axis), tuple(ranks))]
+
+
+def _candidates(mesh: DeviceMesh) -> _Groups:
+    """Return how to find groups that may span several axes, with their ranks; smallest first."""
+    found: _Groups = []
     for flattened in flattened_meshes(mesh):
-        group = flattened.get_group()
-        found.append((group, tuple(dist.get_process_group_ranks(group))))
+        ranks = dist.get_process_group_ranks(flattened.get_group())
+        found.append((flattened.get_group, tuple(ranks)))
     found.sort(key=lambda pair: len(pair[1]))
     if mesh.size() == dist.get_world_size():
-        found.append((dist.group.WORLD, tuple(range(dist.get_world_size()))))
+        found.append((lambda: dist.group.WORLD, tuple(range(dist.get_world_size()))))
     return found
 
 
-# The two caches hold what follows from a mesh's ranks alone; groups are looked up at each call.
+def _finder(name: str, group: Callable[[], Any], ranks: tuple[int, ...]) -> Callable[[], Axis]:
+    return lambda: Axis(name, group(), ranks)
+
+
+# The two caches hold what follows from a mesh's ranks alone.
 @lru_cache(maxsize=256)
 def _ranks_along(
     mesh: DeviceMesh, axes: tuple[int, ...], coordinate: tuple[int, ...]

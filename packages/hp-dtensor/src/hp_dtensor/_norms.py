@@ -63,16 +63,18 @@ def clip_grad_norm_(
         if grad is not None:
             shared.gradients.append(local_part(grad) if isinstance(grad, DTensor) else grad)
     gradients = [grad for shared in sets.values() for grad in shared.gradients]
-    total = torch.zeros((), dtype=_dtype(gradients), device=_device(unique, gradients))
+    dtype = _dtype([*unique, *gradients])
+    # Ranks may hold gradients of different dtypes, or none: what they exchange has one dtype.
+    total = torch.zeros((), dtype=torch.float64, device=_device(unique, gradients))
     # One order of the sets for all ranks: two that share two sets must not wait crosswise.
     for ranks in sorted(sets, key=sorted):
-        part = _power_sum(sets[ranks].gradients, order, total)
+        part = _power_sum(sets[ranks].gradients, order, dtype, total)
         for axis in sets[ranks].axes:
             part = _over(axis, part, order, door)
         total = torch.maximum(total, part) if order == math.inf else total + part
     if pp is not None:
         total = _over(pp if isinstance(pp, Axis) else Axis.of(pp), total, order, door)
-    norm = total if order == math.inf else total.pow(1.0 / order)
+    norm = (total if order == math.inf else total.pow(1.0 / order)).to(dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
             f"the gradients' norm of order {order} is {norm.item()}; pass "
@@ -109,18 +111,22 @@ def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
     if not sharding or mesh.get_coordinate() is None:
         return frozenset(), ()
     found = find_fold(mesh, tuple(sharding))
-    if found is not None and len(found.members) == found.axis.size:
-        return frozenset(found.axis.ranks), (found.axis,)
+    ranks = frozenset(ranks_along(mesh, tuple(sharding)))
+    if found is not None and len(found.members) == found.size:
+        return ranks, (found.find(),)
     singles = [find_fold(mesh, (axis,)) for axis in sharding]
-    return frozenset(ranks_along(mesh, tuple(sharding))), tuple(f.axis for f in singles if f)
+    return ranks, tuple(single.find() for single in singles if single)
 
 
-def _power_sum(gradients: list[Tensor], order: float, like: Tensor) -> Tensor:
-    """Return the sum of ``|x| ** order`` over all elements (the largest ``|x|`` for inf)."""
+def _power_sum(gradients: list[Tensor], order: float, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return the sum of ``|x| ** order`` over all elements (the largest ``|x|`` for inf).
+
+    Each gradient's norm is taken in ``dtype``; the result has the dtype and device of ``like``.
+    """
     filled = [grad for grad in gradients if grad.numel()]
     if not filled:
         return torch.zeros_like(like)
-    norms = torch.stack([n.to(like.device) for n in foreach_norms(filled, order, like.dtype)])
+    norms = torch.stack([n.to(like) for n in foreach_norms(filled, order, dtype)])
     return norms.amax() if order == math.inf else norms.pow(order).sum()
 
 
@@ -129,10 +135,10 @@ def _over(axis: Axis, part: Tensor, order: float, door: Collectives) -> Tensor:
     return result
 
 
-def _dtype(gradients: list[Tensor]) -> torch.dtype:
+def _dtype(tensors: list[Tensor]) -> torch.dtype:
     dtype = torch.float32
-    for grad in gradients:
-        dtype = torch.promote_types(dtype, grad.dtype)
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
 
 

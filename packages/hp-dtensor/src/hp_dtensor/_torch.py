@@ -10,7 +10,7 @@ describe a DTensor from inside; what they are used for, and the public way, stan
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+Spec: TypeAlias = DTensorSpec
 
 
 def _first(owner: Any, *names: str) -> Any:
@@ -86,27 +88,39 @@ def local_part(x: DTensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def ordered_axes(x: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+def spec_of(x: DTensor) -> Spec:
+    """Return what torch keeps of a DTensor besides its values; it keeps its own hash."""
+    return x._spec
+
+
+def order_of(spec: Spec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     """Return the order of axes that shard the same dim, ``DTensorSpec.shard_order`` (2.11 to 2.13).
 
     None where the placements say it all. No public name: placements spell it with `strided_shard`.
     """
-    order = getattr(x._spec, "shard_order", None)
+    order = getattr(spec, "shard_order", None)
     if order is None or all(list(axes) == sorted(axes) for _, axes in order):
         return None
     return tuple((dim, tuple(axes)) for dim, axes in order)
 
 
-def with_placements(x: DTensor, local: Tensor, placements: tuple[Placement, ...]) -> DTensor:
-    """Return ``local`` as a DTensor of the global shape of ``x``, without autograd.
+def spec_with(spec: Spec, placements: tuple[Placement, ...]) -> Spec:
+    """Return the spec of a contiguous tensor of the same global shape with other placements."""
+    stride = torch.empty(spec.shape, device="meta").stride()
+    meta = TensorMeta(spec.shape, stride, dtype_of(spec))
+    return DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+
+
+def dtype_of(spec: Spec) -> torch.dtype:
+    """Return the dtype; the spec of a DTensor always has its meta data."""
+    return cast(TensorMeta, spec.tensor_meta).dtype
+
+
+def as_dtensor(local: Tensor, spec: Spec) -> DTensor:
+    """Return ``local`` as a DTensor, without autograd.
 
     ``DTensor.from_local`` is the public way; it goes through autograd at 5 times the host time.
     """
-    meta = x._spec.tensor_meta
-    if not x.is_contiguous():
-        stride = torch.empty(x.shape, device="meta").stride()
-        meta = TensorMeta(x.shape, stride, x.dtype)
-    spec = DTensorSpec(x._spec.mesh, placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -126,6 +140,11 @@ def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
     ``DeviceMesh._flatten_mapping`` (2.11 to 2.13); there is no public list of them.
     """
     return list(mesh._get_root_mesh()._flatten_mapping.values())
+
+
+def flattened_count(mesh: DeviceMesh) -> int:
+    """Return how many meshes `flattened_meshes` gives, at less cost."""
+    return len(mesh._get_root_mesh()._flatten_mapping)
 
 
 def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

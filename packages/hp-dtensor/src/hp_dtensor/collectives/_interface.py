@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
 
@@ -68,7 +69,11 @@ class Axis:
 
     @staticmethod
     def of(mesh: AxisMesh, mesh_dim: int | str = 0) -> "Axis":
-        """Return one axis of ``mesh``, chosen by position or name; communicates nothing."""
+        """Return one axis of ``mesh``, chosen by position or name; communicates nothing.
+
+        Raises ValueError for an axis that is not there, and for one whose ranks the mesh lists in
+        another order than its process group does, where a coordinate would not say who is meant.
+        """
         names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
         if isinstance(mesh_dim, str):
             if mesh_dim not in names:
@@ -82,7 +87,14 @@ class Axis:
                 ranks = ranks[mesh.get_local_rank(position)]
             elif position > mesh_dim:
                 ranks = [_at(row, mesh.get_local_rank(position)) for row in ranks]
-        return Axis(names[mesh_dim], mesh.get_group(mesh_dim), tuple(ranks))
+        group = mesh.get_group(mesh_dim)
+        in_group = get_process_group_ranks(group) if isinstance(group, ProcessGroup) else ranks
+        if ranks != in_group:
+            raise ValueError(
+                f"the mesh lists axis {names[mesh_dim]!r} as ranks {ranks}, its process group as "
+                f"{in_group}; build the mesh with ascending ranks"
+            )
+        return Axis(names[mesh_dim], group, tuple(ranks))
 
 
 def _at(row: list[Any], index: int) -> Any:

@@ -1,0 +1,91 @@
+"""Packing pieces and laying them together, against plain slicing."""
+
+import itertools
+import math
+from importlib import import_module
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from hp_dtensor import Box, plan_transfer
+
+_package = plan_transfer.__module__.rpartition(".")[0]
+_pieces = import_module(f"{_package}._pieces")
+
+frames = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[Box, list[Box]]:
+    """Draw a box and a list of boxes that tile it: cuts of one or two of its dims."""
+    frame = draw(frames)
+    boxes: list[Box] = [frame]
+    for dim in draw(st.lists(st.integers(0, len(frame) - 1), min_size=1, max_size=2, unique=True)):
+        lo, hi = frame[dim]
+        inner = draw(st.sets(st.integers(lo, hi))) - {lo, hi}
+        ends = [lo, *sorted(inner), hi]
+        boxes = [
+            (*box[:dim], piece, *box[dim + 1 :])
+            for box in boxes
+            for piece in itertools.pairwise(ends)
+        ]
+    return frame, draw(st.permutations(boxes)) if draw(st.booleans()) else boxes
+
+
+def values(frame: Box) -> Tensor:
+    shape = [hi - lo for lo, hi in frame]
+    return torch.arange(math.prod(shape)).view(shape)
+
+
+def piece(x: Tensor, box: Box, frame: Box) -> Tensor:
+    within = [
+        slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(box, frame, strict=True)
+    ]
+    return x[tuple(within)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(tilings())
+def test_a_packed_buffer_holds_the_pieces_in_order(case: tuple[Box, list[Box]]) -> None:
+    frame, boxes = case
+    x = values(frame)
+    packed = _pieces.packer(boxes, frame)(x)
+    assert torch.equal(packed, torch.cat([piece(x, box, frame).flatten() for box in boxes]))
+
+
+@settings(deadline=None, max_examples=200)
+@given(tilings())
+def test_unpacking_undoes_packing(case: tuple[Box, list[Box]]) -> None:
+    frame, boxes = case
+    x = values(frame)
+    out = torch.full_like(x, -1)
+    _pieces.unpacker(boxes, frame)(_pieces.packer(boxes, frame)(x), out)
+    assert torch.equal(out, x)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), st.integers(1, 4), st.data())
+def test_joining_undoes_parting(part: tuple[int, ...], parts: int, data: st.DataObject) -> None:
+    dim = data.draw(st.integers(0, len(part) - 1))
+    shape = (*part[:dim], part[dim] * parts, *part[dim + 1 :])
+    x = torch.arange(math.prod(shape)).view(shape)
+    apart = _pieces.parter(shape, dim, parts)(x)
+    assert apart.is_contiguous()
+    expected = x.chunk(parts, dim) if x.shape[dim] else [x] * parts
+    assert torch.equal(apart.flatten(), torch.cat([chunk.flatten() for chunk in expected]))
+    together = _pieces.joiner(part, dim, parts)(apart)
+    assert torch.equal(together, x)
+    assert together.is_contiguous()
+
+
+def test_rows_are_packed_without_a_copy() -> None:
+    x = torch.arange(12).view(4, 3)
+    rows: list[Box] = [((0, 1), (0, 3)), ((1, 4), (0, 3))]
+    packed = _pieces.packer(rows, ((0, 4), (0, 3)))(x)
+    assert packed.data_ptr() == x.data_ptr()
