@@ -1,5 +1,6 @@
 """The three implementations of `Collectives` agree, and gradients are adjoints."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -330,6 +331,16 @@ def test_axis_of_reads_groups_and_ranks_from_a_mesh() -> None:
 
     results = SimulatedWorld(6).run(axes)
     assert results[4] == ((1, 4), 1, (3, 4, 5), 1, "inner")
+
+
+def copied_axis(rank: int) -> bool:
+    mesh = cached("pair", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("world",)))
+    axis = Axis.of(mesh)
+    return copy.deepcopy({"axis": axis})["axis"] is axis
+
+
+def test_a_copied_module_keeps_its_axis(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(copied_axis) == [True, True]
 
 
 def test_axis_of_refuses_unknown_axes() -> None:

@@ -1,6 +1,6 @@
 """Dispatch and combine, forward and backward, against torchtitan's all-to-all dispatcher.
 
-    python bench_dispatch.py [--quick] [--json FILE]
+    python bench_dispatch.py [--quick] [--json FILE] [--deadline SECONDS]
 
 Both sides run in the same gloo ranks (one thread each) in random order within each round, on the
 same tokens, weights and expert ids, and their outputs and gradients are compared first. The other
@@ -12,7 +12,9 @@ gloo say something about copies, calls and host time, nothing about a GPU.
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -28,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from hp_ep import AllToAll, GroupedExperts
 
 PEER = "torchtitan.models.common.token_dispatcher"
+Times = dict[str, list[list[float]]]
 Step = Callable[[Tensor, Tensor], Tensor]
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,8 +57,8 @@ class Case:
 CASES = [
     Case(2, 2048, 512, 0, 64, 8, 0.0, 15),
     Case(2, 2048, 512, 0, 64, 8, 6.0, 15),
-    Case(4, 2048, 512, 0, 64, 8, 0.0, 15),
     Case(2, 1024, 512, 1024, 64, 8, 0.0, 15),
+    Case(4, 2048, 512, 0, 64, 8, 0.0, 15),
 ]
 QUICK = [Case(2, 64, 16, 0, 8, 2, 0.0, 2), Case(2, 64, 16, 32, 8, 2, 0.0, 2)]
 
@@ -65,7 +68,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="dispatch + combine against torchtitan's")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument(
+        "--deadline", type=float, help="seconds for the ranks of one size (600, quick: 35)"
+    )
     options = parser.parse_args()
+    deadline = options.deadline or (35.0 if options.quick else 600.0)
     if importlib.util.find_spec("torchtitan") is None:
         print(
             "bench_dispatch: torchtitan cannot be imported; install benchmarks/requirements.txt "
@@ -75,26 +82,25 @@ def main() -> int:
         return 1
     rows = []
     print("gloo, one thread per rank; torchtitan: plain-tensor path, counts for free")
-    for case in QUICK if options.quick else CASES:
-        row = _measure(case)
-        rows.append(row)
-        print(
-            f"{case}\n"
-            f"  wall ms: ours {row['ours_ms']:.1f}  theirs {row['theirs_ms']:.1f}  "
-            f"ratio {row['ratio']:.3f} ({row['ratio_low']:.3f} .. {row['ratio_high']:.3f})\n"
-            f"  CPU s, all ranks: ours {row['ours_cpu_s']:.3f}  theirs {row['theirs_cpu_s']:.3f}  "
-            f"ratio {row['cpu_ratio']:.3f}",
-            flush=True,
-        )
+    for _, group in itertools.groupby(QUICK if options.quick else CASES, lambda c: c.ranks):
+        cases = list(group)
+        for case, times in zip(cases, _run_ranks(cases, deadline), strict=True):
+            row = _row(case, times)
+            rows.append(row)
+            print(
+                f"{case}\n"
+                f"  wall ms: ours {row['ours_ms']:.1f}  theirs {row['theirs_ms']:.1f}  "
+                f"ratio {row['ratio']:.3f} ({row['ratio_low']:.3f} .. {row['ratio_high']:.3f})\n"
+                f"  CPU s, all ranks: ours {row['ours_cpu_s']:.3f}  "
+                f"theirs {row['theirs_cpu_s']:.3f}  ratio {row['cpu_ratio']:.3f}",
+                flush=True,
+            )
     if options.json:
         options.json.write_text(json.dumps({"name": "ep_dispatch", "rows": rows}, indent=2))
     return 0
 
 
-def _measure(case: Case) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(case, folder), nprocs=case.ranks)
-        times: dict[str, list[list[float]]] = json.loads(Path(folder, "times").read_text())
+def _row(case: Case, times: Times) -> dict[str, Any]:
     ours, theirs = times["ours"], times["theirs"]
     wall = sorted(a[0] / b[0] for a, b in zip(ours, theirs, strict=True))
     cpu = [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)]
@@ -110,13 +116,45 @@ def _measure(case: Case) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, case: Case, folder: str) -> None:
+def _run_ranks(cases: list[Case], deadline: float) -> list[Times]:
+    """Return each case's times, all with as many ranks; raise where a rank fails or is late."""
+    end = time.monotonic() + deadline
+    size = cases[0].ranks
+    # One process imports the other side, which takes seconds, and forks the ranks.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", PEER])
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(
+            _rank, (cases, folder), size, join=False, start_method="forkserver"
+        )
+        try:
+            while not context.join(timeout=max(0.0, end - time.monotonic()), grace_period=1.0):
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"the {size} ranks did not end in {deadline:.0f} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        times: list[Times] = json.loads(Path(folder, "times").read_text())
+    return times
+
+
+def _rank(rank: int, cases: list[Case], folder: str) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    size = cases[0].ranks
     store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.ranks)
-    mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("ep",))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    times = [_case_times(rank, case, mesh) for case in cases]
+    if rank == 0:
+        Path(folder, "times").write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _case_times(rank: int, case: Case, mesh: DeviceMesh) -> Times:
     torch.manual_seed(rank)
     logits = torch.randn(case.tokens, case.experts)
     logits += case.skew * torch.linspace(1, 0, case.experts)
@@ -127,16 +165,12 @@ def _rank(rank: int, case: Case, folder: str) -> None:
     compute = _experts(case)
     arms = {"ours": _ours(case, mesh, ids, compute), "theirs": _theirs(case, mesh, ids, compute)}
     _compare(arms, x, weights, grad)
-    times: dict[str, list[list[float]]] = {name: [] for name in arms}
+    times: Times = {name: [] for name in arms}
     shuffle = random.Random(case.tokens)  # the same on every rank
     for _ in range(case.rounds + 1):
         for name in shuffle.sample(sorted(arms), len(arms)):
             times[name].append(_timed(arms[name], x, weights, grad))
-    if rank == 0:  # the first round warms up
-        kept = {name: values[1:] for name, values in times.items()}
-        Path(folder, "times").write_text(json.dumps(kept))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {name: values[1:] for name, values in times.items()}  # the first round warms up
 
 
 def _experts(case: Case) -> Compute:

@@ -26,7 +26,7 @@ def dense_combine(
 
 
 def dense_moe(layer: MoE, x: Tensor) -> Tensor:
-    """Return the layer's output plus its load-balancing loss spread so that ``sum()`` has it."""
+    """Return the layer's output for ``x [tokens, dim]``; see `dense_balance_loss` for its loss."""
     router, experts = layer.router, layer.experts
     probabilities = (x @ router.weight.t()).softmax(-1)
     chosen, ids = probabilities.topk(router.top_k)

@@ -6,6 +6,18 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+MISFITS = [
+    ((2,), (2, 1), (2, 1), "the tokens or rows have 1 dimensions; give a matrix [tokens, dim]"),
+    ((2, 1), (2,), (2, 1), "weights have 1 dimensions; give a matrix [tokens, k]"),
+    ((2, 1), (2, 1), (2, 1, 1), "expert_ids have 3 dimensions; give a matrix [tokens, k]"),
+    ((3, 1), (2, 1), (3, 1), "weights are for 2 tokens, but x has 3"),
+    ((2, 1), (2, 1), (3, 1), "expert_ids are for 3 tokens, but x has 2"),
+    ((2, 1), (2, 1), (2, 2), "expert_ids name 2 experts per token, but there are 1 weights"),
+    ((2, 1), (2, 4), (2, 4), "each token names 4 of 3 experts; use 1 to 3"),
+    ((2, 1), (2, 0), (2, 0), "each token names 0 of 3 experts; use 1 to 3"),
+]
+"""Shapes of x, weights and expert ids for 3 experts, and how the complaint begins."""
+
 
 @dataclass(frozen=True)
 class Routing:

@@ -13,7 +13,7 @@ from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorl
 from hp_ep import AllToAll, DispatchStateError, ExpertConfigError, GroupedExperts, RoutingError
 
 from .reference import assert_close, dense_combine, grads
-from .strategies import Routing, routings
+from .strategies import MISFITS, Routing, routings
 
 Result = dict[str, Tensor]
 
@@ -196,6 +196,70 @@ def test_faults_of_several_ranks_are_all_named() -> None:
 
     text = "rank 1: expert id 4 is not one of 0 .. 3; rank 2: expert id 5 is not one of 0 .. 3"
     assert SimulatedWorld(4).run(rank) == [text] * 4
+
+
+def _raised(dispatcher: AllToAll, x: Tensor, weights: tuple[int, ...], ids: tuple[int, ...]) -> str:
+    try:
+        dispatcher.dispatch(x, torch.ones(weights), torch.zeros(ids, dtype=torch.int64))
+    except RoutingError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(("x", "weights", "ids", "text"), MISFITS)
+def test_shapes_that_do_not_fit_on_one_rank_are_raised_by_all(
+    x: tuple[int, ...], weights: tuple[int, ...], ids: tuple[int, ...], text: str, validate: bool
+) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        dispatcher = AllToAll(door.mesh((3,), ("ep",)), 3, door, validate=validate)
+        if me == 1:
+            return _raised(dispatcher, torch.ones(x), weights, ids)
+        return _raised(dispatcher, torch.ones(2, 1), (2, 1), (2, 1))
+
+    errors = SimulatedWorld(3).run(rank)
+    assert errors == [errors[0]] * 3
+    assert errors[0].startswith("rank 1: " + text)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (torch.ones(2, 4), "rank 1: 4 of torch.float32"),
+        (torch.ones(2, 3).double(), "rank 1: 3 of torch.float64"),
+        (torch.ones(0, 4), "rank 1: 4 of torch.float32"),
+    ],
+)
+def test_ranks_that_give_rows_of_different_kinds_all_raise(other: Tensor, text: str) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        x = other if me == 1 else torch.ones(2, 3)
+        return _raised(_dispatcher(door, 2, 2), x, (len(x), 1), (len(x), 1))
+
+    errors = SimulatedWorld(2).run(rank)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("all ranks must give rows of one length and dtype")
+    assert errors[0].endswith("got rank 0: 3 of torch.float32; " + text)
+
+
+def _misfit_on_gloo(rank: int) -> list[str]:
+    dispatcher = AllToAll(cached("ep mesh", lambda: _mesh(2)), 2)
+    small = torch.zeros(2, 1, dtype=torch.int32 if rank else torch.int64)
+    try:
+        dispatcher.dispatch(torch.ones(2, 1), torch.ones(2, 1), small)
+        dtype = "no error"
+    except RoutingError as error:
+        dtype = str(error)
+    tokens = _raised(dispatcher, torch.ones(2 + rank, 1), (2, 1), (2, 1))
+    return [dtype, tokens, _raised(dispatcher, torch.ones(2, 1), (2, 1), (2, 1))]
+
+
+def test_real_ranks_raise_shape_and_dtype_faults_together_and_go_on(ranks: Any) -> None:
+    expected = [
+        "rank 1: expert_ids are torch.int32; they must be torch.int64",
+        "rank 1: weights are for 2 tokens, but x has 3; they must be equal",
+        "no error",
+    ]
+    assert ranks(2).run(_misfit_on_gloo) == [expected] * 2
 
 
 def test_validation_can_be_turned_off() -> None:

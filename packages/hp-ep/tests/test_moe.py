@@ -163,19 +163,43 @@ def test_any_number_of_expert_ranks_equals_the_dense_layer(
     _compare(SimulatedWorld(4).run(rank), _dense_result(seed, x, **options), ep)
 
 
-def test_nothing_of_a_call_stays_on_the_layer() -> None:
-    def rank(me: int, door: SimulatedCollectives) -> list[bool]:
-        mesh = door.mesh((2,), ("ep",))
-        layer = _spread(build_moe(1), me, door, mesh, mesh)
-        before = [set(vars(o)) for o in (layer, layer.experts, layer.router, layer.dispatcher)]
-        values = [dict(vars(layer.dispatcher)), dict(vars(layer.router))]
-        layer(torch.ones(me + 1, 4, dtype=torch.float64))
-        after = [set(vars(o)) for o in (layer, layer.experts, layer.router, layer.dispatcher)]
-        kept = [vars(layer.dispatcher), vars(layer.router)]
-        same = all(a[k] is b[k] for a, b in zip(values, kept, strict=True) for k in a)
-        return [before == after, same]
+def _snapshot(value: Any, path: str, found: dict[str, Any], alive: list[Any]) -> None:
+    """Note in ``found``, by path, what ``value`` holds: tensors by value, what this package's
+    objects hold, all else by identity (kept in ``alive``, so that ids stay unique)."""
+    alive.append(value)
+    found[path] = value.tolist() if isinstance(value, Tensor) else id(value)
+    inside: dict[Any, Any] = {}
+    package = MoE.__module__.rpartition(".")[0]
+    if isinstance(value, dict):
+        inside = value
+    elif isinstance(value, (list, tuple, set)):
+        inside = dict(enumerate(value))
+    elif isinstance(value, nn.Module) or type(value).__module__.startswith(package):
+        inside = vars(value)
+    for key, each in inside.items():
+        _snapshot(each, f"{path}.{key}", found, alive)
 
-    assert SimulatedWorld(2).run(rank) == [[True, True]] * 2
+
+def test_nothing_of_a_call_stays_on_the_layer() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[dict[str, Any]]:
+        mesh = door.mesh((2,), ("ep",))
+        layer = _spread(build_moe(1, balance=0.1), me, door, mesh, mesh)
+        before: dict[str, Any] = {}
+        after: dict[str, Any] = {}
+        alive: list[Any] = []
+        _snapshot(layer, "layer", before, alive)
+        y = layer(torch.ones(me + 1, 4, dtype=torch.float64, requires_grad=True))
+        _snapshot(layer, "layer", after, alive)
+        assert y.requires_grad  # the call is still in flight
+        return [before, after]
+
+    for before, after in SimulatedWorld(2).run(rank):
+        assert {
+            "layer.dispatcher._exchange._collectives",
+            "layer._modules.router._buffers.load",
+            "layer._modules.experts._parameters.w1",
+        } <= set(before)
+        assert before == after
 
 
 @pytest.mark.parametrize("tokens", [[3, 0], [0, 0], [2, 5]])

@@ -154,6 +154,14 @@ def test_load_counts_every_choice_of_a_training_step_once() -> None:
     assert router.load.sum() == 2 * 6 * 2
 
 
+def test_load_is_counted_once_where_one_forward_has_two_backwards() -> None:
+    router = _router(4, 2)
+    weights, ids = router(torch.randn(6, 4, dtype=torch.float64))
+    weights.sum().backward(retain_graph=True)
+    weights.sum().backward()
+    assert router.load.tolist() == [int((ids == e).sum()) for e in range(4)]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_repeats_the_ids_and_counts_load_and_loss_once(reentrant: bool) -> None:
     plain, recomputed = _router(4, 2, 0.5), _router(4, 2, 0.5)
@@ -183,6 +191,11 @@ def test_load_is_not_saved() -> None:
 def test_more_choices_than_experts_or_none_are_refused(top_k: int) -> None:
     with pytest.raises(ExpertConfigError, match=rf"top_k={top_k} of num_experts=3 .* use 1 to 3"):
         TopKRouter(4, 3, top_k)
+
+
+def test_axes_that_are_only_names_are_refused() -> None:
+    with pytest.raises(ExpertConfigError, match=r"\['dp'\] are not a mesh or a sequence of Axis"):
+        _router(3, 1).split_tokens_over(["dp"])  # type: ignore[list-item]
 
 
 def test_an_unknown_score_is_refused() -> None:

@@ -6,7 +6,7 @@ class ExpertConfigError(ValueError):
 
 
 class RoutingError(ValueError):
-    """Expert ids or counts that no dispatch can serve; raised on every rank of the group."""
+    """Tokens, expert ids or counts that no dispatch can serve; raised on all ranks of the group."""
 
 
 class DispatchStateError(ValueError):

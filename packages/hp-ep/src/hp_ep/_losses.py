@@ -28,8 +28,8 @@ def load_balancing_share(
 def attach(x: Tensor, loss: Tensor, load: Tensor, counts: Tensor) -> Tensor:
     """Return ``x``; its backward gives ``loss`` a gradient of 1 and adds ``counts`` to ``load``.
 
-    Backward runs once per step, forward twice where activations are recomputed: so the load is
-    counted there.
+    Forward runs twice where activations are recomputed, so the load is counted in backward: in the
+    first one, where the graph is kept for several.
     """
     return run_function(_Attach, x, loss, load, counts)
 
@@ -47,6 +47,8 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (counts,) = ctx.saved_tensors
-        ctx.load += counts
+        if ctx.load is not None:
+            ctx.load += counts
+            ctx.load = None
         shape, dtype, device = ctx.loss
         return grads[0], torch.ones(shape, dtype=dtype, device=device), None, None

@@ -72,14 +72,18 @@ class MoE(nn.Module):
         if isinstance(x, DTensor):
             _check_sharded(x)
             result = DTensor.from_local(
-                self(x.to_local()),
+                self._compute(x.to_local()),
                 x.device_mesh,
                 x.placements,
                 run_check=False,
                 shape=x.shape,
-                stride=x.stride(),
+                stride=torch.empty(x.shape, device="meta").stride(),
             )
             return result
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        """Return the result for this rank's own tokens, contiguous."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, expert_ids = self.router(tokens)
         rows, counts, state = self.dispatcher.dispatch(tokens, weights, expert_ids)

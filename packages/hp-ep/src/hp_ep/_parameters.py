@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ._errors import ExpertConfigError
 
@@ -23,13 +22,22 @@ def local_weight(weight: Tensor) -> Tensor:
     return weight.to_local(grad_placements=placements)
 
 
+def check_plain(module: nn.Module) -> None:
+    """Raise an `ExpertConfigError` if a parameter of ``module`` is a DTensor already."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            raise ExpertConfigError(
+                f"{name} is already a DTensor with placements {parameter.placements}; apply an "
+                "expert-parallel style once, before FSDP"
+            )
+
+
 def shard_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter ``[experts, ...]`` of ``module`` by a DTensor, Shard(0) over ``mesh``.
 
     Every rank keeps its own block of the values it has and communicates nothing.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        _check_plain(name, parameter)
         blocks = parameter.detach().chunk(mesh.size())
         local = blocks[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
         _replace(module, name, local, mesh, Shard(0))
@@ -38,16 +46,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 def replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter of ``module`` by a DTensor replicated over ``mesh``, as it is here."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        _check_plain(name, parameter)
         _replace(module, name, parameter.detach(), mesh, Replicate())
-
-
-def _check_plain(name: str, parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        raise ExpertConfigError(
-            f"{name} is already a DTensor with placements {parameter.placements}; apply an "
-            "expert-parallel style once, before FSDP"
-        )
 
 
 def _replace(

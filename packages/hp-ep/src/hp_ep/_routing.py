@@ -27,6 +27,7 @@ class TopKRouter(nn.Module):
     `split_tokens_over`) enters the gradient through the weights; it is added to a loss that is
     summed over ranks, whatever its scale, and is not returned. The buffer ``load [num_experts]``
     (int64, not saved) grows in backward by the number of times that this rank chose each expert.
+    ``token_axes`` are the axes given to `split_tokens_over`, None before.
     """
 
     load: Tensor
@@ -55,7 +56,7 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         load = torch.empty(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
-        self._token_axes: tuple[Axis, ...] = ()
+        self.token_axes: tuple[Axis, ...] | None = None
         self._collectives: Collectives = TorchCollectives()
         self.reset_parameters()
 
@@ -74,7 +75,7 @@ class TopKRouter(nn.Module):
         data and context parallel, and tensor parallel where the input is sharded by sequence. With
         ``load_balance_loss`` each training forward then makes one small all-reduce per axis.
         """
-        self._token_axes = _as_axes(axes)
+        self.token_axes = as_axes(axes)
         if collectives is not None:
             self._collectives = collectives
 
@@ -99,13 +100,16 @@ class TopKRouter(nn.Module):
             return probabilities.new_zeros(())
         tokens = counts.new_full((1,), probabilities.shape[0])
         totals = torch.cat([counts, tokens])
-        for axis in self._token_axes:
+        for axis in self.token_axes or ():
             (totals,) = self._collectives.all_reduce(axis, [totals]).wait()
         share = load_balancing_share(probabilities, totals[:-1], totals[-1], self.top_k)
         return self.load_balance_loss * share
 
 
-def _as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
+def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return ``axes``, or all axes of a mesh; communicates nothing."""
     if isinstance(axes, Sequence):
+        if not all(isinstance(axis, Axis) for axis in axes):
+            raise ExpertConfigError(f"token axes {axes!r} are not a mesh or a sequence of Axis")
         return tuple(axes)
     return tuple(Axis.of(axes, i) for i in range(axes.ndim))

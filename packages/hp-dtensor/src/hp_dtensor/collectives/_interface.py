@@ -57,6 +57,10 @@ class Axis:
     group: Group
     ranks: tuple[int, ...]
 
+    def __deepcopy__(self, memo: object) -> "Axis":
+        # A group is running processes: a copied module communicates over the same ones.
+        return self
+
     @property
     def size(self) -> int:
         """Return the number of ranks on the axis."""

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hp_dtensor import AxisMesh, Collectives
 
 from .._permutation import bag_sum, gather_rows
 from ._exchange import RowExchange, RowPlan
-from ._faults import check_ids, checks_data, no_fault
-from ._protocol import DispatchState, check_routing, consume
+from ._faults import Fault, as_numbers, check_ids, check_routing, checks_data
+from ._protocol import DispatchState, consume
 from ._sorting import SortedSlots, sort_slots
 
 
@@ -28,8 +29,9 @@ class AllToAll:
     device-to-host synchronisation; backward makes two all-to-alls. Each rank receives from every
     other ``8 * (experts per rank + 3)`` bytes of counts.
 
-    ``validate`` says whether to check expert ids: by default on the CPU only. A rank that finds a
-    fault tells all others in the exchange of counts, and all raise the same `RoutingError`.
+    ``validate`` says whether to check the values of expert ids: by default on the CPU only; shapes
+    and dtypes are always checked. A rank that finds a fault tells all others in the exchange of
+    counts, and all raise the same `RoutingError`.
     `ExpertConfigError` where the axis does not divide ``num_experts``.
     """
 
@@ -49,12 +51,14 @@ class AllToAll:
         self, x: Tensor, weights: Tensor, expert_ids: Tensor
     ) -> tuple[Tensor, Tensor, DispatchState]:
         """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
-        check_routing(x, weights, expert_ids, self.num_experts)
-        fault = no_fault(expert_ids.device)
+        found = check_routing(x, weights, expert_ids, self.num_experts)
+        if found[0] != Fault.NONE:  # take part without tokens, so that all ranks raise
+            x, expert_ids = x.new_empty(0, 1), x.new_empty((0, 1), dtype=torch.int64)
+        report = as_numbers(found, expert_ids.device)
         if checks_data(expert_ids, self._validate):
-            expert_ids, fault = check_ids(expert_ids, self.num_experts)
+            expert_ids, report = check_ids(expert_ids, self.num_experts, report)
         slots = sort_slots(expert_ids, self.num_experts)
-        announcement = self._exchange.announce(slots.counts, fault)
+        announcement = self._exchange.announce(slots.counts, report)
         sorted_rows = gather_rows(x, slots.order, slots.places)  # while the counts travel
         plan = self._exchange.plan(announcement)
         rows = self._exchange.dispatch(sorted_rows, plan)

@@ -9,7 +9,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives, Work, all_
 
 from .._errors import ExpertConfigError
 from .._permutation import invert, permute_indices, reorder
-from ._faults import FAULT_SIZE, raise_faults
+from ._faults import REPORT_SIZE, raise_faults
 
 
 def expert_axis(mesh: AxisMesh) -> Axis:
@@ -72,24 +72,24 @@ class RowExchange:
         self.experts_per_rank = num_experts // axis.size
         self._collectives: Collectives = TorchCollectives() if collectives is None else collectives
 
-    def announce(self, counts: Tensor, fault: Tensor) -> Announcement:
+    def announce(self, counts: Tensor, report: Tensor) -> Announcement:
         """Start telling every rank how many rows it gets; one all-to-all over the axis.
 
-        ``counts [num_experts]`` are this rank's rows per global expert; ``fault [3]`` goes to all.
+        ``counts [num_experts]`` are this rank's rows per global expert; ``report [3]`` goes to all.
         """
         blocks = counts.long().view(self.axis.size, self.experts_per_rank)
-        sent = torch.cat([blocks, fault.expand(self.axis.size, FAULT_SIZE)], 1)
+        sent = torch.cat([blocks, report.expand(self.axis.size, REPORT_SIZE)], 1)
         return Announcement(sent=sent, work=self._collectives.all_to_all(self.axis, sent))
 
     def plan(self, announcement: Announcement) -> RowPlan:
         """Return the plan once all counts are here; the call's one device-to-host synchronisation.
 
-        Raises a `RoutingError` on every rank if any of them announced a fault.
+        Raises a `RoutingError` on every rank if any of them announced a fault or other rows.
         """
         (received,) = announcement.work.wait()
         local = self.experts_per_rank
         table = torch.stack([announcement.sent, received]).tolist()
-        raise_faults([row[local:] for row in table[1]], self.axis.ranks, self.num_experts)
+        raise_faults([row[local:] for row in table[1]], self.axis.ranks)
         send, receive = (tuple(sum(row[:local]) for row in side) for side in table)
         counts = received[:, :local]
         if local == 1 or self.axis.size == 1:  # rank-major is expert-major then

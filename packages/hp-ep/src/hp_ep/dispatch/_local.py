@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._permutation import bag_sum, gather_rows
-from ._faults import check_ids, checks_data, raise_faults
-from ._protocol import DispatchState, check_routing, consume
+from ._faults import as_numbers, check_ids, check_routing, checks_data, raise_faults
+from ._protocol import DispatchState, consume
 from ._sorting import SortedSlots, sort_slots
 
 
@@ -32,12 +32,15 @@ class Local:
     ) -> tuple[Tensor, Tensor, DispatchState]:
         """Return the rows sorted by expert; see `TokenDispatcher.dispatch`.
 
-        `RoutingError` for an expert id out of range or named twice by one token.
+        `RoutingError` for shapes and dtypes that do not fit together, and for an expert id out of
+        range or named twice by one token.
         """
-        check_routing(x, weights, expert_ids, self.num_experts)
+        report = check_routing(x, weights, expert_ids, self.num_experts)
+        raise_faults([report], None)
         if checks_data(expert_ids, self._validate):
-            expert_ids, fault = check_ids(expert_ids, self.num_experts)
-            raise_faults([fault.tolist()], None, self.num_experts)
+            numbers = as_numbers(report, expert_ids.device)
+            expert_ids, numbers = check_ids(expert_ids, self.num_experts, numbers)
+            raise_faults([numbers.tolist()], None)
         slots = sort_slots(expert_ids, self.num_experts)
         rows = gather_rows(x, slots.order, slots.places)
         state = _LocalState(owner=self, num_rows=rows.shape[0], slots=slots, weights=weights)

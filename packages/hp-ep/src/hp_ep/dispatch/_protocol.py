@@ -41,6 +41,12 @@ class TokenDispatcher(Protocol):
 
     Every rank of the dispatcher's group makes the same calls in the same order, also without
     tokens, and so does its backward.
+
+    What one rank alone can see to be wrong with the arguments of ``dispatch`` (shapes, dtypes,
+    expert ids) is told to all in an exchange that is made anyway, and all raise one
+    `RoutingError`. No such exchange follows elsewhere: an error of ``combine``, of the experts, of
+    the layer around them, or of an argument that is no tensor on the group's device is raised by
+    the rank that meets it, while its peers wait for it until their communication times out.
     """
 
     def dispatch(
@@ -49,15 +55,18 @@ class TokenDispatcher(Protocol):
         """Return the rows for this rank's experts, rows per expert, and the state of this call.
 
         ``x [tokens, dim]``, ``weights [tokens, k]``, ``expert_ids [tokens, k]`` (int64, distinct
-        within a token). The rows ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64.
+        within a token); ``dim`` and the dtype of ``x`` are the same on all ranks. The rows
+        ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64. `RoutingError` on every
+        rank where one gives something else.
         """
         ...
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Return the weighted sum of each token's results ``[tokens, dim]``.
 
-        ``rows [rows, dim]`` are the experts' outputs in the order that ``dispatch`` gave. A
-        `DispatchStateError` for a state of another dispatcher or one that was combined before.
+        ``rows [rows, dim]`` are the experts' outputs in the order that ``dispatch`` gave. On this
+        rank alone, before it communicates: `DispatchStateError` for a state of another dispatcher
+        or one that was combined before, `ExpertConfigError` for another number of rows.
         """
         ...
 
@@ -82,21 +91,3 @@ def consume(state: DispatchState, owner: object, kind: type[S], rows: Tensor) ->
             "this state was combined before; a dispatch is combined once, so dispatch again"
         )
     return state
-
-
-def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: int) -> None:
-    """Raise an `ExpertConfigError` unless the three shapes describe one routing."""
-    if weights.shape != expert_ids.shape or weights.dim() != 2:
-        raise ExpertConfigError(
-            f"weights {tuple(weights.shape)} and expert_ids {tuple(expert_ids.shape)} must have "
-            "one shape [tokens, k]"
-        )
-    if x.dim() != 2 or x.shape[0] != weights.shape[0]:
-        raise ExpertConfigError(
-            f"x {tuple(x.shape)} must be [tokens, dim] with the {weights.shape[0]} tokens of "
-            f"weights {tuple(weights.shape)}"
-        )
-    if not 1 <= weights.shape[1] <= num_experts:
-        raise ExpertConfigError(
-            f"each token names {weights.shape[1]} of {num_experts} experts; use 1 to {num_experts}"
-        )
