@@ -13,9 +13,11 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,13 @@ import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hp_dtensor import clip_grad_norm_
 from hp_fsdp import fully_shard
 
 Row = dict[str, object]
 Step = Callable[[], None]
+Clip = Callable[[Iterable[Tensor], float], Tensor]
+DEADLINE = 900.0  # seconds for one case's processes
 
 
 class Block(nn.Module):
@@ -134,12 +139,16 @@ def timed(sides: dict[str, Step], rounds: int, barrier: Step) -> dict[str, list[
     return times
 
 
-def training(model: nn.Module, batch: Tensor, optimize: bool = True) -> Step:
-    """Return one step: forward, backward, AdamW, zero_grad."""
+def training(
+    model: nn.Module, batch: Tensor, optimize: bool = True, clip: Clip | None = None
+) -> Step:
+    """Return one step: forward, backward, clip if given, AdamW, zero_grad."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def step() -> None:
         model(batch).pow(2).mean().backward()
+        if clip is not None:
+            clip(model.parameters(), 1.0)
         if optimize:
             optimizer.step()
         optimizer.zero_grad()
@@ -189,11 +198,11 @@ def rank_main(rank: int, world: int, store: str, out: str, quick: bool) -> None:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     torch.manual_seed(0)
     width, blocks, rounds = (64, 2, 2) if quick else (512, 8, 12)
-    cases = [("8 x Block(512), 256 tokens", Net(Block, width, blocks), 256, width)]
+    cases = [("8 x Block(512), 256 tokens, AdamW, no clip", Net(Block, width, blocks), 256, width)]
     if world == 2:
-        cases.append(("8 x Block(512), 1024 tokens", cases[0][1], 1024, width))
+        cases.append(("8 x Block(512), 1024 tokens, AdamW, no clip", cases[0][1], 1024, width))
     small = 2 if quick else 16
-    cases.append(("16 x 24 Linear(64), 256 tokens", Net(Small, 64, small), 256, 64))
+    cases.append(("16 x 24 Linear(64), 256 tokens, AdamW, no clip", Net(Small, 64, small), 256, 64))
     rows: list[Row] = []
     for name, base, tokens, size in cases:
         label = f"{world} ranks, {'QUICK, ' if quick else ''}{name}"
@@ -215,11 +224,17 @@ def fake_main(out: str, quick: bool) -> None:
     base = Net(Overhead, 8, 2 if quick else 48)
     batch = torch.randn(2, 8)
     rows: list[Row] = []
-    for label, optimize in (("forward+backward", False), ("with AdamW", True)):
+    their_clip = nn.utils.clip_grad_norm_
+    cases: list[tuple[str, bool, Clip | None, Clip | None]] = [
+        ("forward+backward", False, None, None),
+        ("with AdamW, no clip", True, None, None),
+        ("with clip (hp-dtensor's, torch's) and AdamW", True, clip_grad_norm_, their_clip),
+    ]
+    for label, optimize, our_clip, torch_clip in cases:
         sides = {
-            "hp-fsdp": training(ours(base, mesh), batch, optimize),
-            "torch": training(torchs(base, mesh, tuned=False), batch, optimize),
-            "local": training(copy.deepcopy(base), batch, optimize),
+            "hp-fsdp": training(ours(base, mesh), batch, optimize, our_clip),
+            "torch": training(torchs(base, mesh, tuned=False), batch, optimize, torch_clip),
+            "local": training(copy.deepcopy(base), batch, optimize, torch_clip),
         }
         times = timed(sides, 2 if quick else 12, lambda: None)
         over = {
@@ -230,6 +245,25 @@ def fake_main(out: str, quick: bool) -> None:
         rows += rows_of(name, over, ("torch",))
     Path(out).write_text(json.dumps(rows))
     os._exit(0)
+
+
+def run_all(processes: Sequence[BaseProcess]) -> None:
+    """Run the processes to their end; if one fails or time is up, end the rest and exit with 1."""
+    for process in processes:
+        process.start()
+    end = time.monotonic() + DEADLINE
+    while any(process.is_alive() for process in processes):
+        if time.monotonic() > end or any(process.exitcode for process in processes):
+            break
+        time.sleep(0.05)
+    failed = [p.name for p in processes if p.exitcode != 0]
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+        process.join()
+    if failed:
+        print(f"failed, or not done in {DEADLINE:.0f} s: {failed}", file=sys.stderr)
+        sys.exit(1)
 
 
 def main() -> None:
@@ -245,16 +279,13 @@ def main() -> None:
             out = str(Path(folder) / f"rows{world}")
             store = str(Path(folder) / f"store{world}")
             if world:
-                processes = [
+                processes: list[BaseProcess] = [
                     context.Process(target=rank_main, args=(r, world, store, out, options.quick))
                     for r in range(world)
                 ]
             else:
                 processes = [context.Process(target=fake_main, args=(out, options.quick))]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
+            run_all(processes)
             rows += json.loads(Path(out).read_text())
     for row in rows:
         low, high = row["quartiles"]  # type: ignore[misc]

@@ -114,10 +114,18 @@ def reference(
 
 
 def worst(found: Gradients, expected: Gradients) -> float:
-    """Return the largest difference relative to each tensor's largest value; names must agree."""
+    """Return the largest difference relative to each tensor's largest value, NaN if any is NaN.
+
+    Names and shapes must agree.
+    """
     if found.keys() != expected.keys():
         raise AssertionError(f"names differ: {sorted(found.keys() ^ expected.keys())}")
-    return max(
-        float((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(1e-6))
+    shapes = {name: (found[name].shape, expected[name].shape) for name in expected}
+    if any(one != other for one, other in shapes.values()):
+        raise AssertionError(f"shapes differ: {shapes}")
+    # torch's max passes NaN on; Python's drops it.
+    differences = [
+        ((found[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(1e-6))
         for name in expected
-    )
+    ]
+    return float(torch.stack([d.double() for d in differences]).max())

@@ -16,11 +16,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hp_dtensor import Axis, all_reduce, replicate
+from hp_dtensor import Axis, RecordingCollectives, all_reduce, replicate
 from hp_fsdp import MeshError, fully_shard
+from hp_fsdp._unit import unit_of
 
 from .models import (
     WIDTH,
+    Gradients,
     Net,
     full,
     gradients,
@@ -123,6 +125,23 @@ def torch_layout(rank: int, shape: tuple[int, ...]) -> dict[str, Any]:
     return describe(model)
 
 
+def assigned_step(rank: int) -> Gradients:
+    """Step after another model's state was put in place of the own."""
+    data, tp, replica = data_mesh((2, 2))
+    donor, model = (shard(with_tensor_parallel(tp), data) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(donor.state_dict(), assign=True)
+    loss_of(model, tokens(replica)).backward()
+    return gradients(model)
+
+
+def test_state_on_a_joint_mesh_can_be_assigned(ranks: Ranks) -> None:
+    for found in ranks(4).run(assigned_step):
+        assert worst(found, reference(2, Scaled)) < 1e-12
+
+
 SHAPES = [(2, 1), (1, 2), (2, 2), (2, 1, 2)]
 
 
@@ -140,6 +159,29 @@ def test_step_with_torch_tensor_parallel(ranks: Ranks, shape: tuple[int, ...]) -
 def test_meshes_and_placements_are_torchs(ranks: Ranks, shape: tuple[int, ...]) -> None:
     ours, theirs = ranks(4).run(tensor_parallel_step, shape), ranks(4).run(torch_layout, shape)
     assert [found["layout"] for found in ours] == theirs
+
+
+def gradient_elsewhere(rank: int) -> tuple[bool, dict[str, int]]:
+    """Return whether a gradient that is cut over tp comes out whole, and the calls it took."""
+    mesh = mesh_of((1, 2), ("fsdp", "tp"))
+    record = RecordingCollectives()
+    linear = nn.Linear(4, 4, bias=False)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.data, mesh["tp"], [Replicate()]))
+    fully_shard(linear, mesh["fsdp"], collectives=record)
+    unit = unit_of(linear)
+    assert unit is not None
+    (parameter,) = unit.groups[0].parameters
+    whole = torch.arange(16.0).view(4, 4)
+    parameter.unsharded.grad = DTensor.from_local(
+        whole.chunk(2, 1)[rank].contiguous(), mesh["tp"], [Shard(1)]
+    )
+    record.reset()
+    taken = parameter.take_gradient(record)
+    return torch.equal(taken, whole), {axis: t.calls for axis, t in record.by_axis.items()}
+
+
+def test_a_gradient_cut_otherwise_is_brought_home_and_counted(ranks: Ranks) -> None:
+    assert ranks(2).run(gradient_elsewhere) == [(True, {"tp": 1})] * 2
 
 
 class Experts(nn.Module):

@@ -2,13 +2,22 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from hp_fsdp import FSDPModule, ModuleError, ParameterError, ShardingError, fully_shard
+from hp_fsdp import (
+    FSDPModule,
+    MeshError,
+    ModuleError,
+    ParameterError,
+    ShardingError,
+    fully_shard,
+)
 
 from .models import Net, make, mesh_of, shard
 
@@ -40,23 +49,47 @@ def twice() -> nn.Module:
     return linear
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], type[ShardingError], str]] = {
+def overlapping() -> nn.Module:
+    linear = nn.Linear(4, 4)
+    whole = linear.bias.data
+    mesh = mesh_of((1, 2), ("a", "b"))["b"]
+    linear.bias = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    return linear
+
+
+def doubled() -> list[nn.Module]:
+    linear = nn.Linear(2, 2)
+    return [linear, linear]
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingError], str]] = {
     "scalar": (scalar, ParameterError, "scalar is a scalar"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), ParameterError, "weight is on the meta"),
     "transposed": (transposed, ParameterError, "only contiguous parameters"),
     "tied": (tied_across, ParameterError, "1.weight is the same parameter as weight"),
     "list": (lambda: nn.ModuleList([nn.Linear(2, 2)]), ModuleError, "ModuleList has no forward"),
+    "overlap": (overlapping, MeshError, "bias is a DTensor on a mesh with axes ['b']"),
+    "duplicate": (doubled, ModuleError, "twice in the list"),
     "twice": (twice, ModuleError, "sharded already"),
 }
 
 
-def refused(rank: int, case: str) -> tuple[str, str]:
-    module = CASES[case][0]()
+def facts(module: nn.Module | list[nn.Module]) -> list[tuple[str, int]]:
+    """Return what must not change when sharding is refused: classes and parameter objects."""
+    modules = module if isinstance(module, list) else [module]
+    inner = [each for root in modules for each in root.modules()]
+    classes = [(type(each).__name__, id(each)) for each in inner]
+    return classes + [(name, id(p)) for each in inner for name, p in each.named_parameters()]
+
+
+def refused(rank: int, case: str) -> tuple[str, str, bool]:
+    module: Any = CASES[case][0]()
+    before = facts(module)
     try:
         fully_shard(module, mesh_of((1, 2), ("a", "b"))["b"])
     except ShardingError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+        return type(error).__name__, str(error), facts(module) == before
+    return "", "", False
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -66,6 +99,7 @@ def test_bad_input_is_refused_alike_on_every_rank(ranks: Ranks, case: str) -> No
     assert results[0] == results[1]
     assert results[0][0] == kind.__name__
     assert message in results[0][1]
+    assert results[0][2]
 
 
 def class_facts(rank: int) -> dict[str, bool]:

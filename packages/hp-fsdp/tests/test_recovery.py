@@ -7,9 +7,11 @@ import pytest
 import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from hp_fsdp import StateError, UnshardHandle, fully_shard
+from hp_dtensor import RecordingCollectives
+from hp_fsdp import ParameterError, StateError, UnshardHandle, fully_shard
 
 from .models import (
     Gradients,
@@ -81,11 +83,11 @@ def by_hand(rank: int) -> dict[str, bool]:
     assert isinstance(handle, UnshardHandle)
     waiting = isinstance(block.up.weight, DTensor)
     handle.wait()
-    handle.wait()
     there = torch.equal(block.up.weight, plain["blocks.0.up.weight"])
     others = isinstance(model.head.weight, DTensor)
     block.reshard()
     block.reshard()
+    handle.wait()
     back = isinstance(block.up.weight, DTensor)
     block.unshard(async_op=True)
     block.reset()
@@ -124,6 +126,83 @@ def test_a_step_is_right_after_other_passes(ranks: Ranks) -> None:
         assert worst(found, expected) < 1e-12
 
 
+def extra_pass(model: Any, batch: Tensor, how: str) -> None:
+    if how == "evaluation":
+        with torch.no_grad():
+            model(batch)
+    elif how == "discarded":
+        model(batch)
+    elif how == "exception":
+        handle = model.blocks[1].down.register_forward_hook(fail)
+        with pytest.raises(Broken):
+            model(batch)
+        handle.remove()
+
+
+def pass_between(rank: int, how: str, option: bool | None) -> tuple[Gradients, Gradients]:
+    """Run a pass without backward between backward and optimizer step, then the next step."""
+    mesh = mesh_of((2,), ("fsdp",))
+    model = shard(make(Net), mesh, reshard_after_forward=option)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, tokens(rank, step)).backward()
+        extra_pass(model, tokens(rank, 7), how)
+        optimizer.step()
+    optimizer.zero_grad()
+    logits = model(tokens(rank, 2))
+    logits.pow(2).mean().backward()
+    return {"logits": full(logits)}, gradients(model)
+
+
+@pytest.mark.parametrize("how", ["evaluation", "discarded", "exception"])
+@pytest.mark.parametrize("option", [None, False])
+def test_a_pass_without_backward_leaves_no_old_weights(
+    ranks: Ranks, how: str, option: bool | None
+) -> None:
+    plain = make(Net)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (loss_of(plain, tokens(replica, step)) / 2).backward()
+        if step < 2:
+            optimizer.step()
+    for rank, (logits, found) in enumerate(ranks(2).run(pass_between, how, option)):
+        assert worst(logits, {"logits": full(plain(tokens(rank, 2)))}) < 1e-12
+        assert worst(found, gradients(plain)) < 1e-12
+
+
+def gathers_of_unsharded(rank: int) -> tuple[int, int]:
+    """Return the gathers of a pass whose root the user unsharded, after an evaluation."""
+    record = RecordingCollectives()
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)), collectives=record)
+    with torch.no_grad():
+        model(tokens(rank))
+    model.unshard()
+    record.reset()
+    with torch.no_grad():
+        model(tokens(rank))
+    return record.by_axis["fsdp"].calls, len(list(model.blocks))
+
+
+def test_what_the_user_unsharded_is_not_gathered_again(ranks: Ranks) -> None:
+    for calls, blocks in ranks(2).run(gathers_of_unsharded):
+        assert calls == blocks
+
+
+def two_losses(rank: int) -> Gradients:
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    (loss_of(model, tokens(rank, 0)) + loss_of(model, tokens(rank, 1))).backward()
+    return gradients(model)
+
+
+def test_two_forwards_may_share_a_backward(ranks: Ranks) -> None:
+    expected = reference(2, steps=(0, 1))
+    for found in ranks(2).run(two_losses):
+        assert worst(found, expected) < 1e-12
+
+
 class Listed(nn.Module):
     """Two modules of one unit, the second of which may not run."""
 
@@ -138,8 +217,17 @@ class Listed(nn.Module):
         return logits
 
 
-def listed(rank: int) -> list[Gradients]:
-    model = make(Listed)
+class Both(Listed):
+    """The same, with both modules running."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Return the extra layer's output."""
+        logits: Tensor = self.extra(self.net(batch))
+        return logits
+
+
+def listed(rank: int, kind: type[Listed]) -> list[Gradients]:
+    model = make(kind)
     fully_shard([model.net.head, model.extra], mesh_of((2,), ("fsdp",)))
     fully_shard(model, mesh_of((2,), ("fsdp",)))
     seen = []
@@ -150,9 +238,10 @@ def listed(rank: int) -> list[Gradients]:
     return seen
 
 
-def test_a_list_is_one_unit_even_if_half_of_it_runs(ranks: Ranks) -> None:
-    expected = reference(2, Listed)
-    for steps in ranks(2).run(listed):
+@pytest.mark.parametrize("kind", [Listed, Both])
+def test_a_list_is_one_unit_even_if_half_of_it_runs(ranks: Ranks, kind: type[Listed]) -> None:
+    expected = reference(2, kind)
+    for steps in ranks(2).run(listed, kind):
         assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
 
 
@@ -179,4 +268,85 @@ def test_conversion_and_assigned_state_end_in_the_flat_shard(ranks: Ranks) -> No
     for same, equal, found in ranks(2).run(converted):
         assert same
         assert equal
+        assert worst(found, expected) < 1e-12
+
+
+def assigned(rank: int, what: str) -> dict[str, Any]:
+    """Load a state dict with one bad entry; return the refusal and what it left behind."""
+    mesh: DeviceMesh = mesh_of((1, 2), ("other", "fsdp"))
+    model = shard(make(Net), mesh["fsdp"])
+    before = [*model.blocks[0].parameters()]
+    state = model.state_dict()
+    name = "blocks.0.norm.bias"
+    if what == "dtype":
+        state[name] = state[name].float()
+    elif what == "placement":
+        state[name] = DTensor.from_local(full(state[name]), mesh["fsdp"], [Replicate()])
+    elif what == "mesh":
+        local = state[name].to_local()
+        state[name] = DTensor.from_local(
+            local, mesh, [Replicate(), *state[name].placements], run_check=False
+        )
+    else:
+        state[name] = full(state[name])
+    try:
+        model.load_state_dict(state, assign=True)
+        message = ""
+    except ParameterError as error:
+        message = str(error)
+    same = all(x is y for x, y in zip(before, model.blocks[0].parameters(), strict=True))
+    loss_of(model, tokens(rank)).backward()
+    return {"message": message, "same": same, "gradients": gradients(model)}
+
+
+@pytest.mark.parametrize("what", ["dtype", "placement", "mesh", "plain"])
+def test_an_assigned_parameter_that_does_not_fit_is_refused_by_name(
+    ranks: Ranks, what: str
+) -> None:
+    expected = reference(2)
+    for found in ranks(2).run(assigned, what):
+        assert "norm.bias" in found["message"]
+        assert found["same"]
+        assert worst(found["gradients"], expected) < 1e-12
+
+
+def converted_parts(rank: int, what: str) -> tuple[str, Gradients]:
+    """Convert a float32 model to float64 in parts."""
+    mesh = mesh_of((2,), ("fsdp",))
+    model = make(Net, torch.float32)
+    if what == "list":
+        fully_shard(list(model.blocks), mesh)
+    shard_root: Any = fully_shard if what == "list" else shard
+    shard_root(model, mesh)
+    message = ""
+    if what == "children":
+        model.blocks[0].norm.double()
+        try:
+            model(tokens(rank))
+        except ParameterError as error:
+            message = str(error)
+        model.reset()
+        model.double()
+    elif what == "list":
+        model.blocks[0].double()
+        model.double()
+    else:
+        for module in (*model.blocks, model.embedding, model.head):
+            module.double()
+    # The values were float32 once: bring both sides to the same ones.
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.to(torch.float32))
+    loss_of(model, tokens(rank)).backward()
+    return message, gradients(model)
+
+
+@pytest.mark.parametrize("what", ["children", "list", "all parts"])
+def test_conversion_of_parts_is_taken_whole_or_refused_by_name(ranks: Ranks, what: str) -> None:
+    plain = make(Net, torch.float32).double()
+    for replica in range(2):
+        loss_of(plain, tokens(replica)).backward()
+    expected = {name: gradient / 2 for name, gradient in gradients(plain).items()}
+    for message, found in ranks(2).run(converted_parts, what):
+        assert ("['norm.weight', 'norm.bias'] of torch.float64" in message) == (what == "children")
         assert worst(found, expected) < 1e-12

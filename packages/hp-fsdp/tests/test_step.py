@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hp_fsdp import FSDPModule, fully_shard
+from hp_fsdp import FSDPModule, ShardingError, fully_shard
 from hp_fsdp._states import ParameterState
 from hp_fsdp._unit import unit_of
 
@@ -244,9 +244,9 @@ def sharded(model: Any) -> list[bool]:
     ("option", "first", "second", "evaluation"),
     [
         (True, [True] * 4, [True] * 4, [True] * 4),
-        (False, [False] * 4, [False] * 4, [False] * 4),
+        (False, [False] * 4, [False] * 4, [True] * 4),
         # the root keeps its parameters, and once the order is known the last block too
-        (None, [True, True, True, False], [True, True, False, False], [True, True, True, False]),
+        (None, [True, True, True, False], [True, True, False, False], [True] * 4),
     ],
 )
 def test_who_reshards_after_forward(
@@ -259,6 +259,165 @@ def test_who_reshards_after_forward(
     every = [True] * 4
     for found in ranks(2).run(states, option):
         assert found == [first, every, second, every, evaluation]
+
+
+def chosen_later(rank: int) -> list[list[bool]]:
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    seen = []
+    for module, reshard, recurse in (
+        (model, False, True),
+        (model.blocks[1], True, True),
+        (model, True, False),
+    ):
+        module.set_reshard_after_forward(reshard, recurse=recurse)
+        loss = loss_of(model, tokens(rank))
+        seen.append(sharded(model))
+        loss.backward()
+    return seen
+
+
+def test_set_reshard_after_forward_holds_from_then_on(ranks: Ranks) -> None:
+    for found in ranks(2).run(chosen_later):
+        assert found == [[False] * 4, [False, True, False, False], [False, True, False, True]]
+
+
+def divided(rank: int) -> tuple[list[str], Gradients]:
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    refused = []
+    for factor in (0.0, -1.0, float("nan"), float("inf")):
+        try:
+            model.set_gradient_divide_factor(factor)
+        except ShardingError as error:
+            refused.append(str(error).split()[0])
+    model.set_gradient_divide_factor(1.0, recurse=True)
+    model.set_gradient_divide_factor(None, recurse=True)
+    loss_of(model, tokens(rank)).backward()
+    return refused, gradients(model)
+
+
+def test_no_divide_factor_is_the_mean_again_and_bad_ones_are_refused(ranks: Ranks) -> None:
+    for refused, found in ranks(2).run(divided):
+        assert refused == ["factor=0.0", "factor=-1.0", "factor=nan", "factor=inf"]
+        assert worst(found, reference(2)) < 1e-12
+
+
+def default_mesh(rank: int) -> Gradients:
+    model = make(Net)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+def test_a_step_over_the_world_by_default(ranks: Ranks) -> None:
+    for found in ranks(2).run(default_mesh):
+        assert worst(found, reference(2)) < 1e-12
+
+
+class Box:
+    """An object that nobody looks into."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+
+class Boxing(nn.Module):
+    """Two layers, so that a backward needs a weight; returns a box, or keeps the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.boxed = True
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Box | None:
+        """Return what autograd hooks cannot see."""
+        y = self.second(torch.tanh(self.first(x)))
+        self.kept = [y]
+        return Box(y) if self.boxed else None
+
+
+class Boxed(Net):
+    """The net with a block that hides its output."""
+
+    boxed = True
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.hidden = Boxing()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.blocks[0](self.embedding(tokens))
+        self.hidden.boxed = self.boxed
+        box = self.hidden(x)
+        return cast(Tensor, self.head(self.hidden.kept[0] if box is None else box.content))
+
+
+class Silent(Boxed):
+    """The same, with a block that returns nothing."""
+
+    boxed = False
+
+
+class Again(Boxed):
+    """The same, with the block called twice."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.blocks[0](self.embedding(tokens))
+        return cast(Tensor, self.head(self.hidden(self.hidden(x).content).content))
+
+
+def boxed_steps(rank: int, kind: type[Boxed]) -> list[Gradients]:
+    model = make(kind)
+    fully_shard(model.hidden, mesh_of((2,), ("fsdp",)))
+    shard(model, mesh_of((2,), ("fsdp",)))
+    seen = []
+    for _ in range(2):
+        loss_of(model, tokens(rank)).backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("kind", [Boxed, Silent, Again])
+def test_outputs_that_hooks_cannot_see_give_right_gradients(
+    ranks: Ranks, kind: type[Boxed]
+) -> None:
+    expected = reference(2, kind)
+    for steps in ranks(2).run(boxed_steps, kind):
+        assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
+
+
+def boxed_root(rank: int) -> list[tuple[Gradients, bool]]:
+    """Return the gradients of a root that alone is a unit and hides its output, for two steps."""
+    model: Any = make(Boxing)
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    seen = []
+    for _ in range(2):
+        model(input_of(rank)).content.pow(2).mean().backward()
+        seen.append((gradients(model), all(p.grad is not None for p in model.parameters())))
+        model.zero_grad()
+    return seen
+
+
+def input_of(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def test_a_root_may_hide_its_output(ranks: Ranks) -> None:
+    plain = make(Boxing)
+    for replica in range(2):
+        plain(input_of(replica)).content.pow(2).mean().backward()
+    expected = {name: gradient / 2 for name, gradient in gradients(plain).items()}
+    for steps in ranks(2).run(boxed_root):
+        assert [(worst(found, expected) < 1e-12, every) for found, every in steps] == [
+            (True, True)
+        ] * 2
 
 
 class Fancy(nn.Module):

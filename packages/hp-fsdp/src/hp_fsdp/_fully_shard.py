@@ -1,7 +1,7 @@
 """Plan and install: nothing here communicates."""
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ._group import ParameterGroup
 from ._parameters import Owner, ShardedParameter
 from ._schedule import Schedule
 from ._surface import FSDPModule, sharded_class
+from ._torch import parameters_of
 from ._unit import UNIT_ATTRIBUTE, Options, Unit, unit_of
 
 
@@ -64,14 +65,18 @@ def fully_shard(
         module: a module with a ``forward``, or a list of such modules.
         mesh: 1-D, or 2-D ``(replicate, shard)``; by default 1-D over the world.
         reshard_after_forward: whether the parameters are given up between forward and backward. By
-            default the root and the last unit before its end keep them, the others do not.
+            default the root and the last unit before its end keep them, the others do not. A
+            forward that no backward can follow always ends with all of them given up, so that the
+            next one sees what an optimizer did in between.
         collectives: what carries the communication; by default ``torch.distributed``.
 
     Raises:
         MeshError: mesh of more than two axes, without the names that a DTensor parameter needs, or
             overlapping the parameter's own mesh.
-        ModuleError: a module without forward, or sharded before.
+        ModuleError: a module without forward, sharded before, or twice in the list.
         ParameterError: a scalar, meta, non-contiguous or elsewhere sharded parameter.
+
+    A call that raises leaves the modules as they were.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     _check_modules(modules)
@@ -86,23 +91,24 @@ def fully_shard(
         collectives = TorchCollectives()
     device = _device(mesh)
     axes = DataAxes(Axis.of(mesh, mesh.ndim - 1), Axis.of(mesh, 0) if mesh.ndim == 2 else None)
+    classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
-    for parameter in _free_parameters(modules):
+    for parameter in _free_parameters(modules, mesh):
         original = parameter.original()
         if original is not None:
-            _check_parameter(original, parameter.name, mesh)
             by_dtype.setdefault(original.dtype, []).append(parameter)
     groups = [
-        ParameterGroup(parameters, mesh, axes, collectives, device)
-        for parameters in by_dtype.values()
+        ParameterGroup(parameters, axes, collectives, device) for parameters in by_dtype.values()
     ]
+    # Nothing is refused from here on: until here the modules are as they came.
+    for group in groups:
+        group.install_sharded()
     _move_buffers(modules, device)
     unit = Unit(modules, groups, Options(reshard_after_forward=reshard_after_forward), Schedule)
     sharded: list[FSDPModule] = []
-    for each in modules:
+    for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
-        own: Any = type(each)  # a type that mypy takes for unhashable
-        each.__class__ = sharded_class(own)
+        each.__class__ = own
         if isinstance(each, FSDPModule):
             sharded.append(each)
     return sharded[0] if isinstance(module, nn.Module) else sharded
@@ -111,6 +117,9 @@ def fully_shard(
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ModuleError("an empty list of modules; give at least one")
+    if len(set(modules)) < len(modules):
+        names = [type(module).__name__ for module in modules]
+        raise ModuleError(f"a module is twice in the list {names}; give each once")
     for module in modules:
         name = type(module).__name__
         if unit_of(module) is not None:
@@ -139,7 +148,7 @@ def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> Non
         )
 
 
-def _free_parameters(modules: Sequence[nn.Module]) -> list[ShardedParameter]:
+def _free_parameters(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[ShardedParameter]:
     """Return the parameters of ``modules`` that no unit has yet, each once with all its places."""
     taken: dict[int, str] = {}
     originals: dict[int, str] = {}
@@ -161,7 +170,7 @@ def _free_parameters(modules: Sequence[nn.Module]) -> list[ShardedParameter]:
             if inner in visited:
                 continue
             visited.add(inner)
-            for name, candidate in inner._parameters.items():
+            for name, candidate in parameters_of(inner).items():
                 if candidate is None or id(candidate) in taken:
                     continue
                 full_name = f"{path}.{name}" if path else name
@@ -170,17 +179,19 @@ def _free_parameters(modules: Sequence[nn.Module]) -> list[ShardedParameter]:
                         f"{full_name} is the same parameter as {originals[id(candidate)]} of a "
                         "unit sharded before; give both modules to fully_shard as one list"
                     )
-                owners.setdefault(id(candidate), []).append(Owner(inner, name))
+                owners.setdefault(id(candidate), []).append(Owner(parameters_of(inner), name))
                 found.setdefault(id(candidate), (candidate, full_name))
-    return [ShardedParameter(p, owners[key], name) for key, (p, name) in found.items()]
+    for original, name in found.values():
+        _check_parameter(original, name, mesh)
+    return [ShardedParameter(p, owners[key], name, mesh) for key, (p, name) in found.items()]
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     for root in modules:
         for inner in root.modules():
-            for name, buffer in inner._buffers.items():
-                if buffer is not None and buffer.device != device and not buffer.is_meta:
-                    inner._buffers[name] = buffer.to(device)
+            for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
+                if buffer.device != device and not buffer.is_meta:
+                    setattr(inner, name, buffer.to(device))
 
 
 def _world_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:

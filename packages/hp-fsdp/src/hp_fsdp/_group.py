@@ -5,7 +5,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import Collectives, Work
@@ -23,12 +22,11 @@ class ParameterGroup:
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
-        mesh: DeviceMesh,
         axes: DataAxes,
         collectives: Collectives,
         device: torch.device,
     ) -> None:
-        """Shard the parameters: nothing is communicated, every rank keeps its own rows."""
+        """Copy this rank's rows; nothing is communicated, and registered only on request."""
         self.parameters = list(parameters)
         self.axes = axes
         self._collectives = collectives
@@ -42,8 +40,13 @@ class ParameterGroup:
             kept.append(_own_rows(whole, axes).to(device))
         self.layout = ExactLayout(kept, shapes, axes.shard)
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
-            parameter.build_sharded(local, mesh)
+            parameter.build_sharded(local)
         self._build_unsharded()
+
+    def install_sharded(self) -> None:
+        """Register the sharded parameters with their modules."""
+        for parameter in self.parameters:
+            parameter.install_sharded()
 
     def _build_unsharded(self) -> None:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
@@ -74,8 +77,7 @@ class ParameterGroup:
             self.unshard()
         if self.state is ParameterState.UNSHARDED:
             self.state = advance(self.state, Event.RESHARD)
-            for parameter in self.parameters:
-                parameter.install_sharded()
+            self.install_sharded()
             self.layout.free()
 
     def reset(self) -> None:
@@ -103,24 +105,43 @@ class ParameterGroup:
                 divide,
             )
 
+    @property
+    def in_place(self) -> bool:
+        """Return whether modules hold the group's parameters, and those the flat shard's memory."""
+        return self.state is not ParameterState.SHARDED or all(
+            map(ShardedParameter.in_place, self.parameters, self.layout.shards)
+        )
+
+    def refusals(self) -> list[str]:
+        """Return why `adopt` cannot take what is registered now: nothing if it can."""
+        said = [said for parameter in self.parameters if (said := parameter.refusal()) is not None]
+        if said:
+            return said
+        kinds: dict[str, list[str]] = {}
+        for parameter in self.parameters:
+            local = parameter.local()
+            kinds.setdefault(f"{local.dtype} on {local.device}", []).append(parameter.name)
+        if len(kinds) == 1:
+            return []
+        listed = " and ".join(f"{names} of {kind}" for kind, names in kinds.items())
+        return [f"a group has parameters {listed}; convert all of them, or none"]
+
     @torch.no_grad()
     def adopt(self) -> None:
         """Bring parameters that were replaced or converted from outside back to the flat shard.
 
         ``load_state_dict(assign=True)`` and ``Module.to`` give parameters memory of their own. The
-        group is resharded first.
+        group is sharded, and `refusals` has none.
         """
-        self.reshard()
         for parameter in self.parameters:
             parameter.take_replacement()
         locals_ = [parameter.local() for parameter in self.parameters]
         views = self.layout.shards
-        if all(_same_memory(x, view) for x, view in zip(locals_, views, strict=True)):
-            return
         kinds = {(x.dtype, x.device) for x in locals_}
         if kinds == {(self.layout.shard.dtype, self.layout.shard.device)}:
             for view, local in zip(views, locals_, strict=True):
-                view.copy_(local)
+                if local is not view:
+                    view.copy_(local)
         else:
             shapes = [slot.shape for slot in self.layout.plan.slots]
             self.layout = ExactLayout(locals_, shapes, self.axes.shard)
@@ -132,7 +153,3 @@ class ParameterGroup:
 def _own_rows(whole: Tensor, axes: DataAxes) -> Tensor:
     rows = -(-whole.shape[0] // axes.shard.size)
     return whole[axes.shard.index * rows : (axes.shard.index + 1) * rows]
-
-
-def _same_memory(local: Tensor, view: Tensor) -> bool:
-    return local.data_ptr() == view.data_ptr() and local.dtype == view.dtype

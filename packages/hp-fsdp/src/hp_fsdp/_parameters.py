@@ -3,16 +3,16 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hp_dtensor import Axis, Collectives, concatenate_meshes
+from hp_dtensor import Collectives, concatenate_meshes, redistribute
 
-from ._errors import MeshError, ParameterError
+from ._errors import MeshError
 from ._torch import like, local_of, set_local, strided_shard
 
 
@@ -20,28 +20,32 @@ from ._torch import like, local_of, set_local, strided_shard
 class Owner:
     """A place where a parameter is registered; a tied parameter has several."""
 
-    module: nn.Module
+    registry: dict[str, nn.Parameter | None]
     name: str
 
     def set(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` here, past the checks of ``Module.__setattr__``."""
-        self.module._parameters[self.name] = parameter
+        """Register ``parameter`` here."""
+        self.registry[self.name] = parameter
 
     def get(self) -> nn.Parameter | None:
         """Return what is registered here now."""
-        return self.module._parameters[self.name]
+        return self.registry[self.name]
 
 
 class ShardedParameter:
     """A parameter of a group. ``sharded`` keeps its identity for life: optimizers hold it."""
 
-    def __init__(self, original: nn.Parameter, owners: Sequence[Owner], name: str) -> None:
+    def __init__(
+        self, original: nn.Parameter, owners: Sequence[Owner], name: str, mesh: DeviceMesh
+    ) -> None:
+        """Work out where the parameter will lie; raises `MeshError` where it cannot."""
         self.name = name
         self.owners = tuple(owners)
         self.original = weakref.ref(original)
         self._own: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
         if isinstance(original, DTensor):
             self._own = (original.device_mesh, tuple(original.placements))
+        self._mesh, self._placements = joint_layout(mesh, self._own, name)
         self._requires_grad = original.requires_grad
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
@@ -49,25 +53,19 @@ class ShardedParameter:
         self.unsharded: nn.Parameter
 
     @torch.no_grad()
-    def build_sharded(self, local: Tensor, mesh: DeviceMesh) -> None:
-        """Create the sharded face over ``local``, this rank's rows, and register it."""
-        placements = data_placements(mesh)
-        if self._own is not None:
-            own_mesh, own_placements = self._own
-            splits = 1
-            for size, placement in zip(own_mesh.shape, own_placements, strict=True):
-                splits *= size if placement.is_shard(0) else 1
-            if splits > 1:
-                placements[-1] = strided_shard(0, splits)
-            placements += own_placements
-            mesh = joint_mesh(mesh, own_mesh, self.name)
+    def build_sharded(self, local: Tensor) -> None:
+        """Create the sharded face over ``local``, this rank's rows."""
         whole = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+            local,
+            self._mesh,
+            self._placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
         )
         self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
         # from_local makes a view of the view; optimizers must write to the flat shard itself.
         set_local(cast(DTensor, self.sharded), local)
-        self.install_sharded()
 
     @torch.no_grad()
     def build_unsharded(self, view: Tensor) -> None:
@@ -91,23 +89,53 @@ class ShardedParameter:
         for owner in self.owners:
             owner.set(self.unsharded)
 
+    def _registered(self) -> nn.Parameter:
+        """Return the sharded face, or what something else registered in its place."""
+        for owner in self.owners:
+            present = owner.get()
+            if present is not None and present is not self.sharded:
+                return present
+        return self.sharded
+
+    def in_place(self, view: Tensor) -> bool:
+        """Return whether the sharded face is registered and its memory is ``view``."""
+        face: Any = self.sharded
+        for owner in self.owners:  # no generator: it runs for every parameter in every gather
+            if owner.registry[owner.name] is not face:
+                return False
+        return local_of(face) is view
+
+    def refusal(self) -> str | None:
+        """Return why what is registered cannot be the sharded face; None if it can."""
+        found: object = self._registered()
+        if found is self.sharded:
+            return None
+        if not isinstance(found, DTensor):
+            what = f"a plain tensor of shape {tuple(cast(Tensor, found).shape)}"
+        elif (
+            found.shape != self.shape
+            or found.device_mesh != self._mesh
+            or tuple(found.placements) != self._placements
+        ):
+            what = (
+                f"a DTensor of shape {tuple(found.shape)}, placed {found.placements} on "
+                f"{found.device_mesh}"
+            )
+        else:
+            return None
+        return (
+            f"{self.name} was replaced by {what}; only a DTensor of shape {tuple(self.shape)}, "
+            f"placed {self._placements} on {self._mesh}, can take its place"
+        )
+
     def take_replacement(self) -> None:
         """Accept a parameter that something else registered in place of the sharded face."""
-        registered = [owner.get() for owner in self.owners]
-        replaced = [p for p in registered if p is not None and p is not self.sharded]
-        if replaced:
-            if not isinstance(replaced[0], DTensor) or replaced[0].shape != self.shape:
-                raise ParameterError(
-                    f"{self.name} was replaced by {type(replaced[0]).__name__} of shape "
-                    f"{tuple(replaced[0].shape)}; only a DTensor of shape {tuple(self.shape)}, "
-                    "placed as before, can take a sharded parameter's place"
-                )
-            self.sharded = replaced[0]
-            self.install_sharded()
+        self.sharded = self._registered()
+        self.install_sharded()
 
     def local(self) -> Tensor:
-        """Return this rank's rows: a view of the group's flat shard."""
-        return local_of(cast(DTensor, self.sharded))
+        """Return this rank's rows of what is registered, where nothing is refused."""
+        return local_of(cast(DTensor, self._registered()))
 
     def take_gradient(self, collectives: Collectives) -> Tensor:
         """Remove and return the unsharded gradient as a plain tensor; zeros where there is none.
@@ -120,7 +148,8 @@ class ShardedParameter:
             face = self.unsharded
             return torch.zeros_like(local_of(face) if isinstance(face, DTensor) else face)
         if self._own is not None:
-            return own_layout(cast(DTensor, gradient), self._own[1], collectives).contiguous()
+            laid_out = redistribute(cast(DTensor, gradient), self._own[1], collectives=collectives)
+            return local_of(laid_out).contiguous()
         return gradient.contiguous()
 
     def add_gradient(self, local: Tensor) -> None:
@@ -132,9 +161,23 @@ class ShardedParameter:
             local_of(cast(DTensor, present)).add_(local)
 
 
-def data_placements(mesh: DeviceMesh) -> list[Placement]:
-    """Return the placements over FSDP's axes: sharded over the last, replicated over the first."""
-    return [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+def joint_layout(
+    data: DeviceMesh, own: tuple[DeviceMesh, tuple[Placement, ...]] | None, name: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return where a sharded parameter lies: data axes first, the last of them sharded over.
+
+    ``own`` is the layout that it has already, if any; dim 0 is then cut by its axes first.
+    """
+    placements: list[Placement] = [Replicate()] * (data.ndim - 1) + [Shard(0)]
+    if own is None:
+        return data, tuple(placements)
+    mesh, own_placements = own
+    splits = 1
+    for size, placement in zip(mesh.shape, own_placements, strict=True):
+        splits *= size if placement.is_shard(0) else 1
+    if splits > 1:
+        placements[-1] = strided_shard(0, splits)
+    return joint_mesh(data, mesh, name), (*placements, *own_placements)
 
 
 def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
@@ -158,25 +201,3 @@ def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
             f"{name} lies on axes {list(own_names)}, which cannot be joined with "
             f"{list(data_names)}: both must be slices of one root mesh that do not overlap"
         ) from error
-
-
-def own_layout(
-    gradient: DTensor, placements: Sequence[Placement], collectives: Collectives
-) -> Tensor:
-    """Return the local part of ``gradient`` in ``placements``, with sums through ``collectives``.
-
-    One all-reduce for every axis that is Partial(sum) in the gradient and Replicate in the target;
-    what else differs is left to torch's redistribute.
-    """
-    mesh, now, local = gradient.device_mesh, list(gradient.placements), local_of(gradient)
-    for position, (present, target) in enumerate(zip(now, placements, strict=True)):
-        partial = isinstance(present, Partial) and present.reduce_op == "sum"
-        if partial and isinstance(target, Replicate):
-            (local,) = collectives.all_reduce(Axis.of(mesh, position), [local.clone()]).wait()
-            now[position] = target
-    if now == list(placements):
-        return local
-    summed = DTensor.from_local(
-        local, mesh, now, run_check=False, shape=gradient.shape, stride=gradient.stride()
-    )
-    return local_of(summed.redistribute(placements=list(placements)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 16  # bytes; what vectorised kernels and network transports like a start to be
-DIRECT_BYTES = 64 * 1024  # smaller parameters share one segment: a segment has a fixed cost
+DIRECT_BYTES = 64 * 1024  # smaller parts of a rank share one segment: each has a fixed cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,8 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPlan:
-    """The rank-major gradient buffer ``[degree, shard_numel]``: one offset per parameter."""
+    """The rank-major gradient buffer ``[degree, shard_numel]``, its rows ending in ``padding``."""
 
-    offsets: tuple[int, ...]
     shard_numel: int
     padding: int
 
@@ -90,7 +89,7 @@ def plan_group(
 ) -> GroupPlan:
     """Return the plan for parameters of these shapes (at least 1-D), split over ``degree`` ranks.
 
-    A parameter is direct if it has at least ``direct_bytes`` (64 KiB) and its per-rank part is a
+    A parameter is direct if its per-rank part has at least ``direct_bytes`` (64 KiB) and is a
     multiple of 16 bytes; every direct parameter then starts at a multiple of 16 bytes. With one
     rank all are direct: shard and output are the same buffer.
     """
@@ -103,7 +102,7 @@ def plan_group(
     def is_direct(i: int) -> bool:
         if degree == 1:
             return True
-        return held[i] % unit == 0 and math.prod(shapes[i]) * itemsize >= threshold
+        return held[i] % unit == 0 and held[i] * itemsize >= threshold
 
     direct = [i for i in range(len(shapes)) if is_direct(i)]
     packed = [i for i in range(len(shapes)) if not is_direct(i)]
@@ -149,17 +148,14 @@ def plan_group(
 
 
 def plan_gradients(slots: Sequence[Slot], itemsize: int) -> GradientPlan:
-    """Return where the gradients of ``slots`` lie in each rank's row, densely and in order.
+    """Return the rows in which the gradients of ``slots`` lie, densely and in order.
 
     The row ends in up to 15 bytes of padding, so that every row starts at a multiple of 16 bytes.
     """
     unit = max(1, ALIGNMENT // itemsize)
-    offsets, end = [], 0
-    for slot in slots:
-        offsets.append(end)
-        end += slot.shard_numel
+    end = sum(slot.shard_numel for slot in slots)
     row = _round_up(end, unit)
-    return GradientPlan(offsets=tuple(offsets), shard_numel=row, padding=row - end)
+    return GradientPlan(shard_numel=row, padding=row - end)
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -5,7 +5,6 @@ from torch import nn
 from ._errors import StateError
 from ._gradients import Reduction
 from ._group import ParameterGroup
-from ._states import GradientState, ParameterState
 from ._torch import call_after_backward
 from ._unit import Unit, unit_of
 
@@ -53,16 +52,30 @@ class Schedule:
     def enter(self, unit: Unit) -> None:
         """Note that a unit's forward begins; starts its all-gather and that of its successor."""
         if self._pass_root is None or self._pass_root is unit:
-            self._pass_root = unit
-            self._begun, self._ended = [], []
-            self._following = True
+            self._begin_pass(unit)
         position = len(self._begun)
         self._begun.append(unit)
         order = self._begin_order
         self._following &= position < len(order) and order[position] is unit
-        unit.gather()
+        unit.gather(in_pass=True)
         if self._following and position + 1 < len(order):
-            order[position + 1].gather()
+            self._prefetch(order[position + 1])
+
+    def _begin_pass(self, root: Unit) -> None:
+        self._pass_root = root
+        self._begun, self._ended = [], []
+        self._following = True
+        # What an earlier pass left gathered never met its backward (an exception, a discarded
+        # loss); an optimizer may have stepped since.
+        for unit in self.units:
+            if unit is not root:
+                unit.forget_half_run()
+            if unit.in_pass:
+                unit.reshard()
+
+    def _prefetch(self, unit: Unit) -> None:
+        if unit.sharded:
+            unit.gather(in_pass=True)
 
     def leave(self, unit: Unit) -> None:
         """Note that a unit's forward ended; the root's end closes the pass."""
@@ -78,7 +91,7 @@ class Schedule:
         self._drop_unused_gathers()
 
     def reshards_after_forward(self, unit: Unit) -> bool:
-        """Return whether a unit gives up its parameters when its forward ends.
+        """Return whether a unit gives up its parameters between forward and backward.
 
         By default all do but the root and, once the order is known, the last unit to end before it:
         backward needs these two at once.
@@ -89,8 +102,7 @@ class Schedule:
         if unit is self._pass_root:
             return False
         last = self._end_order[-2] if len(self._end_order) > 1 else None
-        expects_backward = unit.gradients is not GradientState.EMPTY
-        return not (self._following and expects_backward and unit is last)
+        return not (self._following and unit is last)
 
     def begin_backward(self) -> None:
         """Ask autograd, once per backward, to call when it is done."""
@@ -101,7 +113,7 @@ class Schedule:
     def backward_reached(self, unit: Unit) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
         self.begin_backward()
-        unit.gather()
+        unit.gather(in_pass=True)
         order = self._end_order
         at = next((i for i in reversed(range(self._cursor)) if order[i] is unit), None)
         if at is None:
@@ -110,7 +122,7 @@ class Schedule:
         if at is not None:
             self._cursor = at
             if at:
-                order[at - 1].gather()
+                self._prefetch(order[at - 1])
 
     def reduce(self, group: ParameterGroup, divide: float | None) -> None:
         """Start a group's reduction; earlier ones are waited for so that few are in flight."""
@@ -124,6 +136,7 @@ class Schedule:
     def _finish_backward(self) -> None:
         for unit in reversed(self.units):
             unit.finish_backward()
+            unit.reduce()  # what earlier backwards left in units that this one did not reach
             unit.forget_half_run()
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
@@ -134,9 +147,8 @@ class Schedule:
 
     def _drop_unused_gathers(self) -> None:
         for unit in self.units:
-            for group in unit.groups:
-                if group.state is ParameterState.GATHERING:
-                    group.reshard()
+            if unit.in_pass and unit.gathering:
+                unit.reshard()
 
     def reset(self) -> None:
         """Forget the step under way; see `FSDPModule.reset`."""

@@ -1,5 +1,6 @@
 """What a sharded module can do besides what it could before."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any, NoReturn, Self, cast
 
 from torch import nn
 
-from ._errors import ModuleError
+from ._errors import ModuleError, ShardingError
 from ._report import PlanReport, report
 from ._unit import Unit, unit_of
 
@@ -20,8 +21,12 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait for the gather and register the unsharded parameters; may be called again."""
-        self._unit.unshard()
+        """Wait for the gather and register the unsharded parameters.
+
+        Does nothing where no gather is under way: waited for before, or resharded since.
+        """
+        if self._unit.gathering:
+            self._unit.unshard()
 
 
 class FSDPModule:
@@ -93,14 +98,18 @@ class FSDPModule:
             for unit, sync in before:
                 unit.options = replace(unit.options, gradient_sync=sync)
 
-    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Divide the sum of the ranks' gradients by ``factor``; 1.0 leaves the sum.
 
-        The default, never set again once this is called, is the mean over all ranks of the mesh.
+        None restores the default: the mean over all ranks of the mesh. Raises `ShardingError` for
+        anything but a positive finite number or None.
         """
-        if not factor > 0:
-            raise ModuleError(f"factor={factor} must be a positive number; 1.0 leaves the sum")
-        self._edit(recurse, divide=float(factor))
+        if factor is not None and not (math.isfinite(factor) and factor > 0):
+            raise ShardingError(
+                f"factor={factor} must be a positive finite number; 1.0 leaves the sum, None "
+                "restores the mean"
+            )
+        self._edit(recurse, divide=None if factor is None else float(factor))
 
     def plan_report(self) -> PlanReport:
         """Return bytes, padding and placement of all groups in this module."""
@@ -131,7 +140,7 @@ class FSDPModule:
             unit.reshard()
         module = cast(Any, super())._apply(fn, recurse)
         for unit in units:
-            unit.adopt()
+            unit.adopt(final=len(unit.modules) == 1)  # others of a list may have their turn yet
         return cast(Self, module)
 
 

@@ -1,19 +1,28 @@
 """Names of torch that are not public, each wrapped once in a typed function.
 
-Tried with torch 2.11 to 2.13, in which they are the same.
+Tried with torch 2.13.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, Placement
 
 # A shard of a dimension that later axes of the mesh have cut already. No public name; without it
 # the order of cuts cannot be said in placements.
 from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the module's own registry of parameters.
+
+    ``setattr`` is the public way to register one; its checks cost several times the host time, for
+    every parameter at every gather and reshard.
+    """
+    return module._parameters
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ._errors import StateError
+from ._errors import ParameterError, StateError
 from ._group import ParameterGroup
 from ._nested import map_tensors, tensors_with_gradient
-from ._states import Event, GradientState, advance
+from ._states import Event, GradientState, ParameterState, advance
 from ._torch import inside_backward
 
 if TYPE_CHECKING:
@@ -48,7 +49,12 @@ class Unit:
         self.options = options
         self.gradients = GradientState.EMPTY
         self.schedule: Schedule | None = None
-        self._waiting: set[nn.Module] = set()  # modules of the list that have yet to run
+        self.in_pass = False  # gathered by a pass of the schedule, not by hand
+        self._waiting: set[nn.Module] = set()  # modules of the list that have yet to end
+        self._running: set[nn.Module] = set()  # those that have begun and not ended
+        self._expects_backward = False  # of this pass
+        self._unreduced = False  # gradients of earlier backwards wait for synchronisation
+        self._watches: list[RemovableHandle] = []  # of a backward that no output can announce
         for module in self.modules:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward)
@@ -56,8 +62,14 @@ class Unit:
             module.register_load_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_post_hook(self._after_load)
 
-    def gather(self) -> None:
-        """Start the all-gathers of the groups that are sharded."""
+    def gather(self, in_pass: bool = False) -> None:
+        """Start the all-gathers of the groups that are sharded; a pass answers for what it does.
+
+        Raises `ParameterError` for parameters that were replaced by what cannot take their place.
+        """
+        if not all(group.in_place for group in self.groups):
+            self.adopt(final=True)
+        self.in_pass |= in_pass
         for group in self.groups:
             group.gather()
 
@@ -68,13 +80,16 @@ class Unit:
 
     def reshard(self) -> None:
         """Make the sharded parameters the modules' parameters, free the others."""
+        self.in_pass = False
         for group in self.groups:
             group.reshard()
 
     def reset(self) -> None:
         """Forget the step under way."""
         self.gradients = advance(self.gradients, Event.RESET)
-        self._waiting.clear()
+        self.in_pass = self._unreduced = False
+        self.forget_half_run()
+        self._unwatch()
         for group in self.groups:
             group.reset()
 
@@ -85,6 +100,7 @@ class Unit:
         if inside_backward():
             # Activation checkpointing runs the forward again, and may leave it half way: nothing
             # here may wait for the hook after forward.
+            self.gather(in_pass=True)
             self.unshard()
             if torch.is_grad_enabled() and self.gradients is GradientState.EMPTY:
                 # No forward announced these gradients (reentrant checkpointing runs it without).
@@ -92,10 +108,14 @@ class Unit:
                 schedule.begin_backward()
             return None
         schedule.check_no_backward()
-        first = not self._waiting or len(self.modules) == 1
+        # A module that began and never ended raised: the unit starts over.
+        first = module not in self._waiting or module in self._running
         if first:
+            self.forget_half_run()
             self._waiting.update(self.modules)
+            self._expects_backward = False
             schedule.enter(self)
+        self._running.add(module)
         self.unshard()
         if first and torch.is_grad_enabled():
             return self._mark_inputs(args, kwargs)
@@ -106,20 +126,69 @@ class Unit:
             return None
         schedule = self.attached(module)
         if torch.is_grad_enabled():
-            for tensor in tensors_with_gradient(output):
-                tensor.register_hook(self._before_backward)
-            self.gradients = advance(self.gradients, Event.FORWARD)
+            self._expect_backward(output)
         self._waiting.discard(module)
+        self._running.discard(module)
         if not self._waiting:
             self.leave(schedule)
         return None
 
+    def _expect_backward(self, output: Any) -> None:
+        tensors = tensors_with_gradient(output)
+        for tensor in tensors:
+            tensor.register_hook(self._before_backward)
+        if not tensors and not self._watch():
+            return  # all is frozen: no backward comes through here
+        self._expects_backward = True
+        self.gradients = advance(self.gradients, Event.FORWARD)
+
+    def _watch(self) -> bool:
+        """Learn of a backward from the parameters' gradients; return whether any can have one.
+
+        For outputs in which no tensor can be hooked: objects of unknown type, or nothing at all
+        where the module keeps its results to itself.
+        """
+        if not self._watches:
+            self._watches = [
+                parameter.unsharded.register_post_accumulate_grad_hook(self._gradient_came)
+                for group in self.groups
+                for parameter in group.parameters
+                if parameter.sharded.requires_grad
+            ]
+        return bool(self._watches)
+
+    def _unwatch(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+
+    def _gradient_came(self, _: Tensor) -> None:
+        if self.schedule is not None:
+            self.gradients = advance(self.gradients, Event.BACKWARD)
+            self.schedule.begin_backward()
+
     def leave(self, schedule: "Schedule") -> None:
-        """End this unit's forward, with modules of its list unrun if the root says so."""
-        self._waiting.clear()
-        if schedule.reshards_after_forward(self):
+        """End this unit's forward, with modules of its list unrun if the root says so.
+
+        Without a backward to come nobody would come back for the parameters. Where its beginning
+        cannot be seen, nobody could gather them again in time.
+        """
+        self.forget_half_run()
+        if not self._expects_backward or (
+            not self._watches and schedule.reshards_after_forward(self)
+        ):
             self.reshard()
         schedule.leave(self)
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether there is something to gather."""
+        return any(group.state is ParameterState.SHARDED for group in self.groups)
+
+    @property
+    def gathering(self) -> bool:
+        """Return whether a gather is under way."""
+        return any(group.state is ParameterState.GATHERING for group in self.groups)
 
     @property
     def half_run(self) -> bool:
@@ -129,6 +198,7 @@ class Unit:
     def forget_half_run(self) -> None:
         """Start the list over at the next forward."""
         self._waiting.clear()
+        self._running.clear()
 
     def _mark_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -137,7 +207,7 @@ class Unit:
         if not tensors:
             return None  # the end of backward will reduce
         apply: Any = _AfterBackward.apply
-        marked = iter(apply(self.finish_backward, *tensors))
+        marked = iter(apply(self._backward_left, *tensors))
         args, kwargs = map_tensors(
             lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
         )
@@ -150,13 +220,24 @@ class Unit:
         self.schedule.backward_reached(self)
         self.unshard()
 
+    def _backward_left(self) -> None:
+        if not self._watches:  # otherwise more may come unannounced: the end of backward reduces
+            self.finish_backward()
+
     def finish_backward(self) -> None:
         """Reshard and hand the gradients to a reduction; without synchronisation they stay."""
-        if self.gradients is GradientState.EMPTY or self.schedule is None:
+        if self.gradients is GradientState.EMPTY:
             return
         self.gradients = advance(self.gradients, Event.REDUCE)
+        self._unwatch()
         self.reshard()
-        if self.options.gradient_sync:
+        self._unreduced = True
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Hand all gradients of the backwards since the last reduction to one, if told to."""
+        if self._unreduced and self.options.gradient_sync and self.schedule is not None:
+            self._unreduced = False
             for group in reversed(self.groups):
                 self.schedule.reduce(group, self.options.divide)
 
@@ -168,11 +249,23 @@ class Unit:
         self.reshard()
 
     def _after_load(self, *_: Any) -> None:
-        self.adopt()
+        # The modules of a list come here one after the other, with the others yet unchanged.
+        self.adopt(final=len(self.modules) == 1)
 
-    def adopt(self) -> None:
-        """Take back parameters that were replaced or converted from outside."""
-        for group in self.groups:
+    def adopt(self, final: bool) -> None:
+        """Take back parameters that were replaced or converted from outside, all or none.
+
+        What cannot be taken is refused with the parameters that stood there before, if this is
+        ``final``; otherwise the next gather decides.
+        """
+        self._unwatch()
+        self.reshard()
+        refusals = [refusal for group in self.groups for refusal in group.refusals()]
+        if refusals and final:
+            for group in self.groups:
+                group.install_sharded()
+            raise ParameterError("; ".join(refusals))
+        for group in self.groups if not refusals else ():
             group.adopt()
 
 
