@@ -126,6 +126,11 @@ def test_it_joins_the_world_of_torchrun(tmp_path: Path) -> None:
     assert summary["reference_max_rel_diff"] <= 1e-5
 
 
+def hear_interrupts() -> None:
+    """Undo what a shell does to jobs in the background, where tests may run: ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*words: str) -> subprocess.Popen[str]:
     """Start a run of many steps and return once it has made its first."""
     process = subprocess.Popen(
@@ -133,6 +138,7 @@ def start(*words: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_interrupts,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -213,6 +219,9 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, number: signal.Si
     process = start("--procs", "2", "--out", str(tmp_path))
     ranks = children(process.pid)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    try:
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 128 + number
     assert_gone(ranks)

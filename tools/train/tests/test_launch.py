@@ -85,7 +85,10 @@ def test_a_killed_rank_is_the_cause_and_ends_the_others(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     launcher = subprocess.Popen(
-        [*_python(LAUNCH_STAYING), STAY, str(tmp_path)], stderr=subprocess.PIPE
+        [*_python(LAUNCH_STAYING), STAY, str(tmp_path)],
+        stderr=subprocess.PIPE,
+        # A shell makes its background jobs, which tests may be in, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     _wait_for("ranks", lambda: len(list(tmp_path.iterdir())) == 3)
     pids = [int(path.name) for path in tmp_path.iterdir()]

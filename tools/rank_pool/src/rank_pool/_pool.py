@@ -123,7 +123,8 @@ def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     if module is None:
         payload: bytes = cloudpickle.dumps((function, args))
         return payload
-    tests = [m for n, m in list(sys.modules.items()) if _same_folder(m, module) and n != "__main__"]
+    loaded = sys.modules.copy()  # a copy: looking at some modules imports others
+    tests = [m for n, m in loaded.items() if _same_folder(m, module) and n != "__main__"]
     for m in tests:
         cloudpickle.register_pickle_by_value(m)
     try:
@@ -135,5 +136,5 @@ def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
 
 
 def _same_folder(candidate: ModuleType, module: ModuleType) -> bool:
-    here, there = getattr(module, "__file__", None), getattr(candidate, "__file__", None)
+    here, there = vars(module).get("__file__"), getattr(candidate, "__dict__", {}).get("__file__")
     return bool(here and there) and Path(str(here)).parent == Path(str(there)).parent
