@@ -21,12 +21,12 @@ def test_vendoring_moves_imports_of_siblings_and_nothing_else() -> None:
 
 
 def test_vendoring_refuses_what_it_cannot_move() -> None:
-    with pytest.raises(SystemExit, match="line 2: 'import hp_mesh' cannot be moved"):
+    with pytest.raises(vendor.VendorError, match="line 2: 'import hp_mesh' cannot be moved"):
         vendor.rewrite("import os\nimport hp_mesh\n", ["hp_mesh"], "foo")
 
 
 def test_vendoring_copies_a_package_with_the_siblings_it_declares(tmp_path: Path) -> None:
-    vendor.copy("hp-cp", tmp_path / "v", "v")
+    vendor.copy(["hp-cp"], tmp_path / "v", "v")
     assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [
         "hp_cp",
         "hp_dtensor",
@@ -34,6 +34,36 @@ def test_vendoring_copies_a_package_with_the_siblings_it_declares(tmp_path: Path
     for path in (tmp_path / "v").rglob("*.py"):
         assert "\nfrom hp_" not in path.read_text(encoding="utf-8")
     assert (tmp_path / "v" / "hp_cp" / "LICENSE").is_file()
+
+
+def test_packages_that_share_a_sibling_can_be_vendored_together_and_one_by_one(
+    tmp_path: Path,
+) -> None:
+    vendor.copy(["hp-cp"], tmp_path / "one", "v")
+    vendor.copy(["hp-ep"], tmp_path / "one", "v")
+    vendor.copy(["hp-cp", "hp-ep"], tmp_path / "both", "v")
+    names = [sorted(p.name for p in (tmp_path / folder).iterdir()) for folder in ("one", "both")]
+    assert names == [["hp_cp", "hp_dtensor", "hp_ep"]] * 2
+
+
+def test_a_copy_that_was_changed_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    vendor.copy(["hp-mesh"], tmp_path, "v")
+    changed = tmp_path / "hp_mesh" / "__init__.py"
+    original = changed.read_text(encoding="utf-8")
+    changed.write_text("mine = True\n", encoding="utf-8")
+    with pytest.raises(vendor.VendorError, match="there already, and not the same"):
+        vendor.copy(["hp-cp", "hp-mesh"], tmp_path, "v")
+    assert [path.name for path in tmp_path.iterdir()] == ["hp_mesh"]
+    assert changed.read_text(encoding="utf-8") == "mine = True\n"
+    vendor.copy(["hp-mesh"], tmp_path, "v", replace=True)
+    assert changed.read_text(encoding="utf-8") == original
+
+
+@pytest.mark.parametrize("namespace", ["a-b", "", "a..b", "a.class"])
+def test_a_namespace_that_cannot_be_imported_is_refused(tmp_path: Path, namespace: str) -> None:
+    with pytest.raises(vendor.VendorError, match="no dotted import name"):
+        vendor.copy(["hp-mesh"], tmp_path / "v", namespace)
+    assert not (tmp_path / "v").exists()
 
 
 def test_an_example_that_fails_names_its_line(tmp_path: Path) -> None:

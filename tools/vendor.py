@@ -1,19 +1,28 @@
-"""Copy a package, and the siblings it needs, into another project's tree.
+"""Copy packages, and the siblings they need, into another project's tree.
 
-    python tools/vendor.py hp-dtensor --into foo/_vendor --namespace foo._vendor
+    python tools/vendor.py hp-cp hp-ep --into foo/_vendor --namespace foo._vendor
 
-Packages import their own modules relatively, so only imports of siblings change: ``from hp_mesh
-import ...`` becomes ``from foo._vendor.hp_mesh import ...``. ``--tests`` copies the tests as well.
+Packages import their own modules relatively, so only imports of siblings change: ``from hp_dtensor
+import ...`` becomes ``from foo._vendor.hp_dtensor import ...``. A copy that is there already stays
+if it is the same, and is replaced with ``--replace``. ``--tests`` copies one package's tests too.
 """
 
 import argparse
 import ast
+import filecmp
+import keyword
 import re
 import shutil
+import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
+
+
+class VendorError(ValueError):
+    """A target or a namespace that the copies cannot have."""
 
 
 def needed(package: str) -> list[str]:
@@ -32,7 +41,7 @@ def rewrite(source: str, modules: list[str], namespace: str) -> str:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] in modules:
-                    raise SystemExit(
+                    raise VendorError(
                         f"line {node.lineno}: 'import {alias.name}' cannot be moved; "
                         f"write 'from {alias.name} import ...'"
                     )
@@ -44,20 +53,75 @@ def rewrite(source: str, modules: list[str], namespace: str) -> str:
     return "".join(lines)
 
 
-def copy(package: str, into: Path, namespace: str, tests: Path | None = None) -> None:
-    """Copy ``package`` and its siblings below ``into``, which is imported as ``namespace``."""
-    packages = needed(package)
-    modules = {name: name.replace("-", "_") for name in packages}
-    copies = {PACKAGES / name / "src" / modules[name]: into / modules[name] for name in packages}
-    if tests is not None:
-        copies[PACKAGES / package / "tests"] = tests
-    for source, target in copies.items():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        for path in target.rglob("*.py"):
+def copy(
+    packages: Sequence[str],
+    into: Path,
+    namespace: str,
+    tests: Path | None = None,
+    *,
+    replace: bool = False,
+) -> None:
+    """Copy ``packages`` and their siblings below ``into``, which is imported as ``namespace``.
+
+    Raises `VendorError`, before anything is written, for a namespace that Python cannot import and
+    for targets that hold something else.
+    """
+    parts = namespace.split(".")
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+        raise VendorError(
+            f"namespace={namespace!r} is no dotted import name; use one like yourframework._vendor"
+        )
+    if tests is not None and len(packages) != 1:
+        raise VendorError(f"tests of one package at a time, got {list(packages)}")
+    names = list(dict.fromkeys(name for package in packages for name in needed(package)))
+    modules = {name: name.replace("-", "_") for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        ready: dict[Path, Path] = {}
+        for name, module in modules.items():
+            ready[into / module] = Path(folder) / module
+            shutil.copytree(
+                PACKAGES / name / "src" / module,
+                Path(folder) / module,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+            shutil.copy(PACKAGES / name / "LICENSE", Path(folder) / module)
+        if tests is not None:
+            ready[tests] = Path(folder) / "tests"
+            shutil.copytree(
+                PACKAGES / packages[0] / "tests",
+                ready[tests],
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+        for path in Path(folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             path.write_text(rewrite(text, list(modules.values()), namespace), encoding="utf-8")
-    for name in packages:
-        shutil.copy(PACKAGES / name / "LICENSE", into / modules[name] / "LICENSE")
+        present = [target for target, made in ready.items() if target.exists()]
+        differing = [target for target in present if not _same(target, ready[target])]
+        if differing and not replace:
+            raise VendorError(
+                f"{', '.join(map(str, differing))}: there already, and not the same; "
+                "remove it or pass --replace"
+            )
+        for target in differing:
+            shutil.rmtree(target)
+        for target, made in ready.items():
+            if not target.exists():
+                shutil.copytree(made, target)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same files, compiled ones aside."""
+    files = [
+        {
+            p.relative_to(root)
+            for p in root.rglob("*")
+            if p.is_file() and "__pycache__" not in p.parts
+        }
+        for root in (one, other)
+    ]
+    return files[0] == files[1] and all(
+        filecmp.cmp(one / path, other / path, shallow=False) for path in files[0]
+    )
 
 
 def main() -> None:
@@ -65,12 +129,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("package", choices=sorted(path.name for path in PACKAGES.iterdir()))
-    parser.add_argument("--into", type=Path, required=True, help="folder for the copies")
-    parser.add_argument("--namespace", required=True, help="import name of that folder")
-    parser.add_argument("--tests", type=Path, help="folder for a copy of the package's tests")
-    arguments = parser.parse_args()
-    copy(arguments.package, arguments.into, arguments.namespace, arguments.tests)
+    known = sorted(path.name for path in PACKAGES.iterdir())
+    add = parser.add_argument
+    add("packages", nargs="+", choices=known, metavar="PACKAGE", help=", ".join(known))
+    add("--into", type=Path, required=True, metavar="DIR", help="folder for the copies")
+    add("--namespace", required=True, metavar="NAME", help="import name of that folder")
+    add("--tests", type=Path, metavar="DIR", help="folder for a copy of one package's tests")
+    add("--replace", action="store_true", help="overwrite copies that differ")
+    given = parser.parse_args()
+    try:
+        copy(given.packages, given.into, given.namespace, given.tests, replace=given.replace)
+    except (VendorError, OSError) as error:
+        parser.exit(2, f"vendor: error: {error}\n")
 
 
 if __name__ == "__main__":
