@@ -122,6 +122,19 @@ def test_an_unknown_activation_is_refused_with_the_known_ones() -> None:
         GroupedExperts(8, 16, 2, activation="relu")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("size", [0, -3, 2.0, "2", True, None])
+@pytest.mark.parametrize("name", ["dim", "hidden_dim", "num_experts"])
+def test_sizes_that_are_no_positive_integers_are_refused(name: str, size: Any) -> None:
+    sizes: dict[str, Any] = {"dim": 8, "hidden_dim": 16, "num_experts": 2, name: size}
+    with pytest.raises(ExpertConfigError, match=f"^{name}={size!r} must be a positive integer"):
+        GroupedExperts(**sizes)
+
+
+def test_printing_experts_shows_their_sizes() -> None:
+    shown = "GroupedExperts(dim=8, hidden_dim=16, num_experts=2, activation='swiglu')"
+    assert repr(GroupedExperts(8, 16, 2)) == shown
+
+
 def test_experts_can_be_made_without_memory_and_filled_later() -> None:
     experts = GroupedExperts(8, 16, 2, device="meta").to_empty(device="cpu")
     experts.reset_parameters()

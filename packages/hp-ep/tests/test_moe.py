@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
-from hp_ep import AllToAll, GroupedExperts, MoE
+from hp_ep import AllToAll, ExpertConfigError, GroupedExperts, MoE
 
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads
 
@@ -43,6 +43,31 @@ def test_any_leading_dimensions_are_kept() -> None:
     assert y.shape == x.shape
     assert_close(y.view(6, 4), layer(x.view(6, 4)))
     assert layer(x[0, 0]).shape == (4,)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 1), (0, 3), (5,), ()])
+def test_an_input_of_another_width_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ExpertConfigError, match=r"its last dimension must be dim=4") as caught:
+        build_moe(1)(torch.zeros(shape, dtype=torch.float64))
+    assert str(shape) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dim", 0),
+        ("hidden_dim", 2.5),
+        ("num_experts", -1),
+        ("top_k", "2"),
+        ("load_balance_loss", -0.1),
+        ("num_shared_experts", -1),
+        ("num_shared_experts", 0.5),
+    ],
+)
+def test_numbers_that_make_no_layer_are_refused_by_name(name: str, value: Any) -> None:
+    numbers: dict[str, Any] = {"dim": 4, "hidden_dim": 6, "num_experts": 3, "top_k": 2}
+    with pytest.raises(ExpertConfigError, match=f"^{name}={value!r} "):
+        MoE(**{**numbers, name: value})
 
 
 def test_the_output_has_the_dtype_of_the_input() -> None:

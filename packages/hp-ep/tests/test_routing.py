@@ -1,5 +1,8 @@
 """The router's choice, its load-balancing loss and its load statistics."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -187,10 +190,41 @@ def test_load_is_not_saved() -> None:
     assert list(_router(3, 1).state_dict()) == ["weight"]
 
 
-@pytest.mark.parametrize("top_k", [0, 4])
-def test_more_choices_than_experts_or_none_are_refused(top_k: int) -> None:
-    with pytest.raises(ExpertConfigError, match=rf"top_k={top_k} of num_experts=3 .* use 1 to 3"):
+@pytest.mark.parametrize("top_k", [0, 4, -1, 1.5, "2", True, None])
+def test_more_choices_than_experts_or_none_are_refused(top_k: Any) -> None:
+    text = rf"top_k={top_k!r} of num_experts=3 .* use an integer from 1 to 3"
+    with pytest.raises(ExpertConfigError, match=text):
         TopKRouter(4, 3, top_k)
+
+
+@pytest.mark.parametrize("balance", [-0.1, float("nan"), float("inf"), "0.1", None, True])
+def test_a_coefficient_that_is_no_finite_number_of_at_least_0_is_refused(balance: Any) -> None:
+    with pytest.raises(ExpertConfigError, match=f"^load_balance_loss={balance!r} must be"):
+        TopKRouter(4, 3, 1, load_balance_loss=balance)
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.0, "2", True, None])
+def test_sizes_that_are_no_positive_integers_are_refused_together(size: Any) -> None:
+    text = rf"^dim={size!r} must be a positive integer"
+    with pytest.raises(ExpertConfigError, match=text):
+        TopKRouter(size, 3, 1)
+    text = rf"^dim={size!r}, num_experts={size!r} must be a positive integer"
+    with pytest.raises(ExpertConfigError, match=text):
+        TopKRouter(size, size, 1)
+
+
+def test_integers_and_numbers_of_other_types_are_taken() -> None:
+    dim: Any = np.int64(4)
+    top_k: Any = np.int32(2)
+    balance: Any = np.float32(0.5)
+    weights, _ = TopKRouter(dim, 3, top_k, load_balance_loss=balance)(torch.ones(5, 4))
+    weights.sum().backward()
+    assert weights.shape == (5, 2)
+
+
+def test_printing_a_router_shows_its_sizes() -> None:
+    shown = "TopKRouter(dim=4, num_experts=3, top_k=2, load_balance_loss=0.5)"
+    assert repr(_router(3, 2, 0.5)) == shown
 
 
 def test_axes_that_are_only_names_are_refused() -> None:

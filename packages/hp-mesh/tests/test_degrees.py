@@ -91,6 +91,14 @@ def test_integers_of_other_types_and_strings_that_spell_one_are_degrees() -> Non
             "dp_shard*cp*tp=2*2*2=8 is not world_size=4; use dp_shard=1, or cp=1, or tp=1",
         ),
         (
+            {"cp": 5, "tp": 3},
+            "cp*tp=5*3=15 does not divide world_size=4; use cp*tp=1, 2 or 4",
+        ),
+        (
+            {"dp_shard": 1, "cp": 5, "tp": 3},
+            "cp*tp=5*3=15 is not world_size=4; use cp*tp=4",
+        ),
+        (
             {"cp": 2, "ep": 5},
             "ep=5 does not divide dp_shard*cp*tp=4 (dp_shard=2, cp=2, tp=1); use 1, 2 or 4",
         ),
@@ -131,9 +139,12 @@ def test_every_alternative_that_a_product_error_offers_is_legal(
         except ParallelDimsError as error:
             (violation,) = error.violations
             assert violation.rule == "product"
+            assert violation.legal
             for name, numbers in violation.legal.items():
+                first, *others = name.split("*")
                 for number in numbers:
-                    ParallelDims(**{**attempt, name: number}).resolve(world)
+                    change = {first: number, **dict.fromkeys(others, 1)}
+                    ParallelDims(**{**attempt, **change}).resolve(world)
 
 
 def test_all_bad_values_are_reported_at_once() -> None:
@@ -150,8 +161,16 @@ def test_rules_between_known_values_are_reported_together_and_before_the_world_i
 
 @pytest.mark.parametrize("order", [("tp",), (*BASE, "tp"), (*BASE, "xp"), ()])
 def test_an_order_that_is_no_permutation_is_refused(order: tuple[str, ...]) -> None:
-    with pytest.raises(ParallelDimsError, match="not a permutation"):
+    with pytest.raises(ParallelDimsError, match=r"not a permutation .* \(ep may .* be left out\)"):
         ParallelDims(order=order)
+
+
+def test_an_order_in_one_string_is_split_at_its_commas() -> None:
+    together: Any = "tp, cp,dp_shard,dp_replicate,pp"
+    assert ParallelDims(order=together) == ParallelDims(order=BASE[::-1])
+    single: Any = "tp"
+    with pytest.raises(ParallelDimsError, match=r"^order=\('tp',\) is not"):
+        ParallelDims(order=single)
 
 
 def test_expert_parallel_needs_no_place_in_the_order() -> None:

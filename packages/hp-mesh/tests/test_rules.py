@@ -1,8 +1,10 @@
 """What a model, its sequences and its batch ask of the degrees."""
 
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +52,13 @@ MODEL = {
             "ulysses_degree=2 neither divides num_key_value_heads/tp=6/2=3 nor is a multiple of "
             "it; use 1, 3 or 6",
         ),
+        (
+            {"tp": 4, "cp": 3, "ulysses_degree": 3},
+            {"num_attention_heads": 10, "num_key_value_heads": 12},
+            "tp=4 does not divide num_attention_heads=10; use 1, 2, 5 or 10\n"
+            "tp*ulysses_degree=4*3=12 does not divide num_attention_heads=10; "
+            "use tp*ulysses_degree=1, 2, 5 or 10",
+        ),
         ({"dp_shard": 3, "ep": 3}, {}, "ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"),
         (
             {"tp": 4},
@@ -84,6 +93,22 @@ def test_a_model_that_does_not_divide_is_refused_with_what_would(
             {"dp_replicate": 2, "dp_shard": 3},
             {"global_batch": 8},
             "dp_replicate*dp_shard=2*3=6 does not divide global_batch=8; use dp_shard=1, 2 or 4",
+        ),
+        (
+            {"cp": 2, "tp": 2},
+            {"seq_len": 4095, "causal_balance": True},
+            "2*cp*tp=2*2*2=8 does not divide seq_len=4095; use seq_len=4088 or 4096",
+        ),
+        (
+            {"cp": 4},
+            {"seq_len": 7, "causal_balance": True},
+            "2*cp=2*4=8 does not divide seq_len=7; use seq_len=8",
+        ),
+        (
+            {"dp_replicate": 3, "dp_shard": 5},
+            {"global_batch": 16},
+            "dp_replicate*dp_shard=3*5=15 does not divide global_batch=16; "
+            "use dp_replicate*dp_shard=1, 2, 4, 8 or 16, or global_batch=15 or 30",
         ),
     ],
 )
@@ -125,21 +150,22 @@ def test_a_configuration_is_refused_exactly_when_something_does_not_divide(
     assert {v.rule for v in report} == {rule for rule, rest in remainders.items() if rest}
 
 
-@given(dims(), st.fixed_dictionaries({n: st.integers(1, 64) for n in MODEL}))
+@given(dims(), st.fixed_dictionaries({n: st.integers(1, 64) for n in MODEL}), st.integers(1, 96))
 @settings(deadline=None, max_examples=200)
-def test_every_alternative_that_a_model_error_offers_divides(
-    dims: ParallelDims, model: dict[str, int]
+def test_every_error_offers_alternatives_and_all_of_them_divide(
+    dims: ParallelDims, model: dict[str, int], number: int
 ) -> None:
-    for violation in dims.check(model, seq_len=96, global_batch=24):
+    for violation in dims.check(model, seq_len=number, global_batch=number):
+        assert any(violation.legal.values())
         if violation.rule == "kv-heads-ulysses":
             continue
         *axes, field = violation.values
-        for name, numbers in violation.legal.items():
-            for number in numbers:
-                product = number
-                for axis in axes:
-                    product *= 1 if axis == name else int(str(violation.values[axis]))
-                assert int(str(violation.values[field])) % product == 0
+        for name, choices in violation.legal.items():
+            for choice in choices:
+                values = {axis: int(str(violation.values[axis])) for axis in violation.values}
+                first, *others = name.split("*")
+                values |= {first: choice, **dict.fromkeys(others, 1)}
+                assert values[field] % prod(values[axis] for axis in axes) == 0
 
 
 @given(st.integers(1, 24), st.integers(1, 3), st.integers(1, 12), st.integers(1, 3))
@@ -177,6 +203,58 @@ def test_models_and_configurations_are_read_wherever_the_fields_are(model: objec
     report = ParallelDims(tp=8, dp_shard=1).check(model, seq_len=8)
     assert [v.rule for v in report] == ["kv-heads-tp"]
     assert report.skipped == ()
+
+
+def test_a_dense_member_of_a_family_with_experts_is_no_error_unless_ep_is_asked_for() -> None:
+    dense = {**MODEL, "num_experts": 0}
+    assert not ParallelDims(dp_shard=4).check(dense, seq_len=8)
+    (violation,) = ParallelDims(dp_shard=4, ep=4).check(dense, seq_len=8)
+    assert str(violation) == "ep=4 has no experts to divide: num_experts=0; use 1"
+
+
+@pytest.mark.parametrize("value", ["x", "16", -16, 2.0, True, False, [16]])
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_local_experts", "ffn_dim"])
+def test_a_field_that_is_no_positive_integer_is_one_error_and_not_absent(
+    name: str, value: object
+) -> None:
+    dims = ParallelDims(tp=2, cp=2, ep=2, ulysses_degree=2, dp_shard=1)
+    model = {**MODEL, "num_local_experts": 8, "ffn_dim": 96}
+    if name == "num_local_experts":
+        del model["num_experts"]
+    if name == "ffn_dim":
+        del model["intermediate_size"]
+    report = dims.check({**model, name: value}, seq_len=8)
+    (violation,) = report
+    assert (violation.rule, violation.values) == ("number", {name: value})
+    assert str(violation) == f"{name}={value!r} is not a positive integer"
+    assert report.skipped == ()
+    with pytest.raises(ParallelDimsError, match=f"^{name}="):
+        ParallelDims(dp_shard=1).validate({name: value})  # also where no rule needs it
+
+
+@pytest.mark.parametrize("value", ["4096", -1, 0, 4096.0, True])
+@pytest.mark.parametrize("name", ["seq_len", "global_batch"])
+def test_a_length_or_batch_that_is_no_positive_integer_is_an_error(
+    name: str, value: object
+) -> None:
+    arguments: dict[str, Any] = {"seq_len": 8, "global_batch": 8, name: value}
+    report = ParallelDims(tp=2, dp_shard=2).check({"n_heads": 4}, **arguments)
+    assert [str(violation) for violation in report] == [
+        f"{name}={value!r} is not a positive integer"
+    ]
+    assert report.skipped == ("kv_heads", "ffn", "vocab")
+
+
+def test_integers_of_other_types_are_checked_like_any() -> None:
+    report = ParallelDims(tp=3, dp_shard=1).check({"n_heads": np.int64(4)}, seq_len=np.int64(6))  # type: ignore[arg-type]
+    assert [violation.rule for violation in report] == ["heads-tp"]
+
+
+def test_names_that_a_model_uses_for_other_things_and_unknown_names_are_no_fields() -> None:
+    model = SimpleNamespace(ffn=object(), vocab=["a", "b"], learning_rate="x")
+    report = ParallelDims(tp=2, dp_shard=1).check(model, seq_len=8)
+    assert not report
+    assert report.skipped == ("heads", "kv_heads", "ffn", "vocab")
 
 
 def test_absent_fields_are_named_only_where_a_rule_needs_them() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
+from ._sizes import check_sizes
 from ._torch import can_group, grouped_linear
 
 Activation = Literal["swiglu", "geglu"]
@@ -23,6 +24,7 @@ class GroupedExperts(nn.Module):
     section 2), with ``gate`` SiLU for ``activation="swiglu"`` and GELU for ``"geglu"``. Parameters:
     ``w1, w3 [num_experts, hidden_dim, dim]`` and ``w2 [num_experts, dim, hidden_dim]``. They may be
     DTensors sharded by expert, as `ExpertParallel` makes them: then the local experts compute.
+    `ExpertConfigError` for sizes that are no positive integers.
     """
 
     def __init__(
@@ -36,6 +38,9 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes({"dim": dim, "hidden_dim": hidden_dim, "num_experts": num_experts})
+        self.dim = dim
+        self.hidden_dim = hidden_dim
         self.num_experts = num_experts
         self.activation = _known(activation)
         up, down = (num_experts, hidden_dim, dim), (num_experts, dim, hidden_dim)
@@ -47,6 +52,13 @@ class GroupedExperts(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights anew, uniform within ``1 / sqrt(in)`` as ``nn.Linear`` does."""
         _draw(self.w1, self.w2, self.w3)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the activation, as ``print`` shows them; experts of all ranks."""
+        return (
+            f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
+            f"activation={self.activation!r}"
+        )
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return each row's result ``[rows, dim]``.

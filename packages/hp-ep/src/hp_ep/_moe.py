@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
 from ._routing import TopKRouter
+from ._sizes import check_shared
 from .dispatch._local import Local
 from .dispatch._protocol import TokenDispatcher
 
@@ -21,7 +22,7 @@ class MoE(nn.Module):
 
     ``router`` is a `TopKRouter` with ``load_balance_loss``, ``experts`` a `GroupedExperts`,
     ``shared_experts`` a network or None, ``dispatcher`` a `TokenDispatcher` (`Local` by default)
-    that may be replaced between calls.
+    that may be replaced between calls. `ExpertConfigError` for numbers that make no layer.
     """
 
     dispatcher: TokenDispatcher
@@ -40,6 +41,8 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_shared(num_shared_experts)
+        self.dim = dim
         self.router = TopKRouter(
             dim,
             num_experts,
@@ -68,6 +71,9 @@ class MoE(nn.Module):
         Communicates what the dispatcher and the router's loss do; no token is dropped. ``x`` are
         this rank's own tokens: a DTensor must be sharded, not over ``dim``, since the tokens of a
         replicated one would be computed by every rank.
+
+        `ExpertConfigError` for such a DTensor and for an input whose last dimension is not ``dim``,
+        raised only on the rank whose input it is, before it communicates: other ranks wait for it.
         """
         if isinstance(x, DTensor):
             _check_sharded(x)
@@ -84,6 +90,10 @@ class MoE(nn.Module):
 
     def _compute(self, x: Tensor) -> Tensor:
         """Return the result for this rank's own tokens, contiguous."""
+        if x.shape[-1:] != (self.dim,):
+            raise ExpertConfigError(
+                f"the input has shape {tuple(x.shape)}; its last dimension must be dim={self.dim}"
+            )
         tokens = x.reshape(-1, x.shape[-1])
         weights, expert_ids = self.router(tokens)
         rows, counts, state = self.dispatcher.dispatch(tokens, weights, expert_ids)

@@ -13,6 +13,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 from ._errors import ExpertConfigError
 from ._losses import attach, load_balancing_share
 from ._parameters import local_weight
+from ._sizes import check_choices, check_coefficient, check_sizes
 from .dispatch._sorting import count_ids
 
 
@@ -27,7 +28,8 @@ class TopKRouter(nn.Module):
     `split_tokens_over`) enters the gradient through the weights; it is added to a loss that is
     summed over ranks, whatever its scale, and is not returned. The buffer ``load [num_experts]``
     (int64, not saved) grows in backward by the number of times that this rank chose each expert.
-    ``token_axes`` are the axes given to `split_tokens_over`, None before.
+    ``token_axes`` are the axes given to `split_tokens_over`, None before. `ExpertConfigError` for
+    sizes that are no positive integers, ``top_k`` of more than all experts, a negative loss.
     """
 
     load: Tensor
@@ -44,21 +46,28 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ExpertConfigError(
-                f"top_k={top_k} of num_experts={num_experts} experts; use 1 to {num_experts}"
-            )
+        check_sizes({"dim": dim, "num_experts": num_experts})
+        check_choices(top_k, num_experts)
+        check_coefficient(load_balance_loss)
         if score != "softmax":
             raise ExpertConfigError(f"score={score!r} is not one of ['softmax']")
+        self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
-        self.load_balance_loss = load_balance_loss
+        self.load_balance_loss = float(load_balance_loss)
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         load = torch.empty(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
         self.token_axes: tuple[Axis, ...] | None = None
         self._collectives: Collectives = TorchCollectives()
         self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the loss's coefficient, as ``print`` shows them."""
+        return (
+            f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"load_balance_loss={self.load_balance_loss}"
+        )
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, uniform within ``1 / sqrt(dim)``, and set the load to zero."""

@@ -84,6 +84,4 @@ def add_arguments(parser: ArgumentParser) -> None:
 def arguments_from_args(args: Namespace) -> dict[str, Any]:
     """Return the constructor arguments that were given on the command line."""
     given = {name: read_field(args, name) for name in (*DEGREES, "order")}
-    if isinstance(given["order"], str):
-        given["order"] = tuple(given["order"].split(","))
     return {name: value for name, value in given.items() if value is not None}

@@ -1,7 +1,7 @@
 """Degrees on their own: what each value may be, and how a missing one follows from the world."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import SupportsIndex
 
@@ -50,6 +50,13 @@ def _as_integer(value: Degree) -> int | None:
         return None
 
 
+def as_order(order: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of ``order`` one by one; a string is split at its commas."""
+    if isinstance(order, str):
+        return tuple(name.strip() for name in order.split(","))
+    return tuple(order)
+
+
 def infer_degrees(degrees: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Return the base degrees with the one that is -1 replaced so that their product is the world.
 
@@ -83,6 +90,8 @@ def _product_violation(given: dict[str, int], inferred: list[str], world_size: i
             others = product // degree
             if world_size % others == 0:
                 legal[name] = (world_size // others,)
+    if not legal:  # no degree alone repairs it
+        legal["*".join(given)] = divisors(world_size) if inferred else (world_size,)
     values = {**given, "world_size": world_size}
     return Violation(rule="product", reason=reason, values=values, legal=legal)
 
@@ -114,11 +123,12 @@ def value_violations(
             reason=f"ulysses_degree={ulysses_degree} does not divide cp={cp}",
             legal={"ulysses_degree": divisors(cp)},
         )
-    if sorted({*order} - {"ep"}) != sorted(BASE_AXES) or len({*order}) != len(order):
+    if {*order} - {"ep"} != {*BASE_AXES} or len({*order}) != len(order):
         yield Violation(
             rule="order",
             values={"order": order},
-            reason=f"order={order} is not a permutation of {DEFAULT_ORDER}",
+            reason=f"order={order} is not a permutation of {BASE_AXES}; give each of them once, "
+            "outermost first (ep may stand among them or be left out)",
         )
 
 

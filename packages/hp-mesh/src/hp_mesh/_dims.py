@@ -13,13 +13,14 @@ from ._degrees import (
     DEFAULT_ORDER,
     INFERRED,
     as_degree,
+    as_order,
     check_resolved,
     infer_degrees,
     value_violations,
 )
 from ._errors import ParallelDimsError, Report, Violation, join_words, raise_errors
 from ._layout import RankLayout
-from ._model import read_model
+from ._model import read_numbers
 from ._rules import Subject, check_rules
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ class ParallelDims:
     ``ulysses_degree`` divides ``cp``. ``order`` lists the axes, outermost first: ranks that are
     neighbours differ along the last. ``ep`` has no place of its own in it and may be left out.
 
-    Degrees may also be integers of other types or strings that spell one. Raises
-    `ParallelDimsError`: for single values at once, for the product as soon as the world is known,
-    here or in `resolve`. Needs no torch.
+    Degrees may also be integers of other types or strings that spell one, ``order`` one string with
+    commas. Raises `ParallelDimsError`: for single values at once, for the product as soon as the
+    world is known, here or in `resolve`. Needs no torch.
     """
 
     dp_replicate: int = 1
@@ -64,7 +65,7 @@ class ParallelDims:
             except ParallelDimsError as error:
                 violations += error.violations
         raise_errors(violations)
-        object.__setattr__(self, "order", tuple(self.order))
+        object.__setattr__(self, "order", as_order(self.order))
         degrees = self._degrees()
         raise_errors(value_violations(degrees, self.ulysses_degree, self.order))
         if self.world_size is not None:
@@ -161,15 +162,17 @@ class ParallelDims:
         ``model`` is a mapping or configuration object (Hugging Face ones as they are), or has one
         as ``config``. ``seq_len`` counts tokens, ``global_batch`` samples over all ranks. With
         ``causal_balance`` the sequence must also cut into twice ``cp`` parts, so that each rank
-        gets an early and a late one. Rules whose fields are absent are named in ``skipped``.
+        gets an early and a late one. A known field that is not a positive integer is an error of
+        rule ``"number"``; None is absent. Rules whose fields are absent do not apply, and the
+        fields are named in ``skipped``. Unknown fields are ignored.
         """
+        numbers, wrong = read_numbers(model, seq_len, global_batch)
         return check_rules(
             Subject(
                 degrees=self._resolved(),
                 ulysses_degree=self.ulysses_degree,
-                model=read_model(model),
-                seq_len=seq_len,
-                global_batch=global_batch,
+                numbers=numbers,
+                wrong=wrong,
                 causal_balance=causal_balance,
             )
         )

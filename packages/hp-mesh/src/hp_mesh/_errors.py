@@ -22,7 +22,8 @@ class Violation:
     """One broken rule.
 
     ``rule`` is a stable code, ``values`` every number that the rule looked at, ``legal`` what each
-    name that could be changed may be, the others as given. ``level`` ``"advice"`` works but costs.
+    name that could be changed may be, the others as given; a name such as ``cp*tp`` is the product
+    of several that must change together. ``level`` ``"advice"`` works but costs.
     """
 
     rule: str

@@ -1,8 +1,11 @@
 """The numbers that rules need, read from whatever describes a model."""
 
+import operator
 from collections.abc import Iterator
+from typing import Any
 
 from ._config import read_field
+from ._errors import Violation
 
 # Spellings in use, most common first: Hugging Face configurations, then research code bases.
 SPELLINGS = {
@@ -12,22 +15,57 @@ SPELLINGS = {
     "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "ffn"),
     "vocab": ("vocab_size", "vocab"),
 }
+# A model may have a submodule or a list of words under these: there only numbers and text count.
+AMBIGUOUS = ("ffn", "vocab")
 
 
-def read_model(model: object) -> dict[str, tuple[str, int]]:
-    """Return ``{field: (its spelling, its value)}`` for the fields that are there.
+def read_numbers(
+    model: object, seq_len: object, global_batch: object
+) -> tuple[dict[str, tuple[str, int]], dict[str, Violation]]:
+    """Return ``{field: (its spelling, its value)}``, and what is wrong with the other fields given.
 
     ``model`` is a mapping, a configuration object, or anything that has one as ``config``; language
-    models nested as ``text_config`` are found.
+    models nested as ``text_config`` are found. None is absent.
     """
-    fields: dict[str, tuple[str, int]] = {}
+    given = {"seq_len": ("seq_len", seq_len), "global_batch": ("global_batch", global_batch)}
+    numbers: dict[str, tuple[str, int]] = {}
+    wrong: dict[str, Violation] = {}
+    for field, (name, value) in {**_model_fields(model), **given}.items():
+        if value is None:
+            continue
+        # Dense members of a family with experts say that they have none.
+        number = 0 if field == "experts" and value is not False and value == 0 else _positive(value)
+        if number is None:
+            wrong[field] = Violation(
+                rule="number",
+                values={name: value},
+                reason=f"{name}={value!r} is not a positive integer",
+            )
+        else:
+            numbers[field] = name, number
+    return numbers, wrong
+
+
+def _model_fields(model: object) -> dict[str, tuple[str, Any]]:
+    fields: dict[str, tuple[str, Any]] = {}
     for source in _sources(model):
         for field, spellings in SPELLINGS.items():
             for spelling in spellings:
                 value = read_field(source, spelling)
-                if field not in fields and isinstance(value, int):
+                other = spelling in AMBIGUOUS and not isinstance(value, int | float | str)
+                if field not in fields and value is not None and not other:
                     fields[field] = spelling, value
     return fields
+
+
+def _positive(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if number > 0 else None
 
 
 def _sources(model: object) -> Iterator[object]:

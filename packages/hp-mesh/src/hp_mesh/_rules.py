@@ -10,14 +10,21 @@ from ._errors import Report, Violation, divisors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What one check looks at: resolved degrees, the model's fields, sequence and batch."""
+    """What one check looks at: resolved degrees, numbers of model, sequence and batch.
+
+    ``numbers`` are ``{field: (its spelling, its value)}``; ``wrong`` has the fields that are given,
+    but are none.
+    """
 
     degrees: Mapping[str, int]
     ulysses_degree: int | None
-    model: Mapping[str, tuple[str, int]]
-    seq_len: int | None
-    global_batch: int | None
+    numbers: Mapping[str, tuple[str, int]]
+    wrong: Mapping[str, Violation]
     causal_balance: bool
+
+
+# What a run may change without another model.
+ADJUSTABLE = ("seq_len", "global_batch")
 
 
 class Absent(Exception):
@@ -28,9 +35,9 @@ Rule: TypeAlias = Callable[[Subject], Iterator[Violation]]
 
 
 def _field(subject: Subject, field: str) -> tuple[str, int]:
-    if field not in subject.model:
+    if field not in subject.numbers:
         raise Absent(field)
-    return subject.model[field]
+    return subject.numbers[field]
 
 
 def _split(subject: Subject, rule: str, field: str, *axes: str) -> Iterator[Violation]:
@@ -63,6 +70,12 @@ def _indivisible(
         for axis, degree in given.items()
         if number % (product // degree) == 0
     }
+    if not legal:  # no degree alone makes it divide
+        if len(given) > 1 and number % factor == 0:
+            legal["*".join(given)] = divisors(number // factor)
+        if name in ADJUSTABLE:
+            below = number // product * product
+            legal[name] = tuple(n for n in (below, below + product) if n > 0)
     yield Violation(
         rule=rule,
         values={**given, name: number},
@@ -112,7 +125,17 @@ def _shares(kv_heads: int, ulysses: int) -> bool:
 
 
 def experts_over_ep(subject: Subject) -> Iterator[Violation]:
-    """Experts divide over ep."""
+    """Experts divide over ep; a model without experts has nothing to divide."""
+    name, experts = subject.numbers.get("experts", ("experts", None))
+    ep = subject.degrees["ep"]
+    if experts == 0 and ep > 1:
+        yield Violation(
+            rule="experts-ep",
+            values={"ep": ep, name: 0},
+            reason=f"ep={ep} has no experts to divide: {name}=0",
+            legal={"ep": (1,)},
+        )
+        return
     yield from _split(subject, "experts-ep", "experts", "ep")
 
 
@@ -131,21 +154,14 @@ def sequence_over_cp_and_tp(subject: Subject) -> Iterator[Violation]:
     cp, tp = subject.degrees["cp"], subject.degrees["tp"]
     if cp * tp == 1:
         return
-    if subject.seq_len is None:
-        raise Absent("seq_len")
     factor = 2 if subject.causal_balance and cp > 1 else 1
     rule = "sequence-balance" if factor == 2 else "sequence"
-    yield from _indivisible(rule, "seq_len", subject.seq_len, {"cp": cp, "tp": tp}, factor)
+    yield from _indivisible(rule, *_field(subject, "seq_len"), {"cp": cp, "tp": tp}, factor)
 
 
 def batch_over_dp(subject: Subject) -> Iterator[Violation]:
     """Every data-parallel rank gets the same number of samples."""
-    degrees = {name: subject.degrees[name] for name in ("dp_replicate", "dp_shard")}
-    if prod(degrees.values()) == 1:
-        return
-    if subject.global_batch is None:
-        raise Absent("global_batch")
-    yield from _indivisible("batch", "global_batch", subject.global_batch, degrees)
+    yield from _split(subject, "batch", "global_batch", "dp_replicate", "dp_shard")
 
 
 RULES: tuple[Rule, ...] = (
@@ -162,12 +178,17 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_rules(subject: Subject) -> Report:
-    """Return what every rule finds; a rule whose field is absent is skipped and named."""
-    violations: list[Violation] = []
+    """Return the wrong numbers and what every rule finds.
+
+    A rule whose field is absent is skipped and the field named; one whose field is wrong is not
+    asked either.
+    """
+    violations = list(subject.wrong.values())
     skipped: dict[str, None] = {}
     for rule in RULES:
         try:
             violations += rule(subject)
         except Absent as absent:
-            skipped[str(absent)] = None
+            if str(absent) not in subject.wrong:
+                skipped[str(absent)] = None
     return Report(violations, skipped)

@@ -1,0 +1,53 @@
+"""What the numbers that describe a layer may be."""
+
+import math
+import operator
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from ._errors import ExpertConfigError
+
+
+def check_sizes(sizes: Mapping[str, object]) -> None:
+    """Raise an `ExpertConfigError` that names all ``sizes`` that are not positive integers."""
+    wrong = [f"{name}={size!r}" for name, size in sizes.items() if not is_count(size, 1)]
+    if wrong:
+        raise ExpertConfigError(f"{', '.join(wrong)} must be a positive integer")
+
+
+def check_choices(top_k: object, num_experts: int) -> None:
+    """Raise an `ExpertConfigError` if ``top_k`` is not an integer from 1 to ``num_experts``."""
+    if not is_count(top_k, 1, num_experts):
+        raise ExpertConfigError(
+            f"top_k={top_k!r} of num_experts={num_experts} experts; "
+            f"use an integer from 1 to {num_experts}"
+        )
+
+
+def check_shared(num_shared_experts: object) -> None:
+    """Raise an `ExpertConfigError` if the number of shared experts is no integer of at least 0."""
+    if not is_count(num_shared_experts, 0):
+        raise ExpertConfigError(
+            f"num_shared_experts={num_shared_experts!r} must be an integer of at least 0"
+        )
+
+
+def check_coefficient(load_balance_loss: Any) -> None:
+    """Raise an `ExpertConfigError` if the loss's factor is no finite number of at least 0."""
+    real = isinstance(load_balance_loss, Real) and not isinstance(load_balance_loss, bool)
+    if not (real and 0 <= load_balance_loss < math.inf):
+        raise ExpertConfigError(
+            f"load_balance_loss={load_balance_loss!r} must be a finite number of at least 0; "
+            "0 is no loss"
+        )
+
+
+def is_count(value: Any, least: int, most: float = math.inf) -> bool:
+    """Return whether ``value`` is an integer, of any type but bool, from ``least`` to ``most``."""
+    if isinstance(value, bool):
+        return False
+    try:
+        return least <= operator.index(value) <= most
+    except TypeError:
+        return False
