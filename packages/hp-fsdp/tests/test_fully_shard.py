@@ -18,8 +18,9 @@ from hp_fsdp import (
     ShardingError,
     fully_shard,
 )
+from hp_fsdp._unit import unit_of
 
-from .models import Net, make, mesh_of, shard
+from .models import Net, full, make, mesh_of, shard
 
 Ranks = Callable[[int], RankPool]
 
@@ -62,6 +63,19 @@ def doubled() -> list[nn.Module]:
     return [linear, linear]
 
 
+def below() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model, mesh_of((1, 2), ("a", "b"))["b"])
+    return model[0]
+
+
+def below_gathered() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(model, mesh_of((1, 2), ("a", "b"))["b"]).unshard()
+    return model[0]
+
+
+ABOVE = "weight of Linear is sharded already, by a call on a module above it; shard blocks first"
 CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingError], str]] = {
     "scalar": (scalar, ParameterError, "scalar is a scalar"),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), ParameterError, "weight is on the meta"),
@@ -71,6 +85,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingE
     "overlap": (overlapping, MeshError, "bias is a DTensor on a mesh with axes ['b']"),
     "duplicate": (doubled, ModuleError, "twice in the list"),
     "twice": (twice, ModuleError, "sharded already"),
+    "below": (below, ParameterError, ABOVE),
+    "below, gathered": (below_gathered, ParameterError, ABOVE),
 }
 
 
@@ -100,6 +116,112 @@ def test_bad_input_is_refused_alike_on_every_rank(ranks: Ranks, case: str) -> No
     assert results[0][0] == kind.__name__
     assert message in results[0][1]
     assert results[0][2]
+
+
+CHOICES = "legal are True, False and None"
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[ShardingError], str]] = {
+    "mesh": ((nn.Linear(2, 2), "fsdp"), {}, MeshError, "mesh is 'fsdp'; legal are a DeviceMesh"),
+    "module": (("a",), {}, ModuleError, "module is 'a'; legal are an nn.Module and a list"),
+    "tensor": ((torch.ones(2),), {}, ModuleError, "module is of type Tensor; legal are"),
+    "item": (([nn.Linear(2, 2), 3],), {}, ModuleError, "module[1] is 3; legal are an nn.Module"),
+    **{
+        f"reshard={choice!r}": (
+            (nn.Linear(2, 2),),
+            {"reshard_after_forward": choice},
+            ShardingError,
+            f"reshard_after_forward is {choice!r}; {CHOICES}",
+        )
+        for choice in (0, 1, 2, "yes")
+    },
+}
+
+
+def refused_arguments(rank: int, case: str) -> tuple[str, str, bool]:
+    given, options, _, _ = ARGUMENTS[case]
+    call: Any = fully_shard
+    mesh = mesh_of((1, 2), ("a", "b"))["b"]
+    try:
+        call(*(given if len(given) > 1 else (*given, mesh)), **options)
+    except ShardingError as error:
+        untouched = not any(isinstance(each, FSDPModule) for each in given)
+        return type(error).__name__, str(error), untouched
+    return "", "", False
+
+
+@pytest.mark.parametrize("case", list(ARGUMENTS))
+def test_arguments_of_wrong_types_are_named_with_what_is_legal(ranks: Ranks, case: str) -> None:
+    _, _, kind, message = ARGUMENTS[case]
+    results = ranks(2).run(refused_arguments, case)
+    assert results[0] == results[1]
+    assert results[0][0] == kind.__name__
+    assert message in results[0][1]
+    assert results[0][2]
+
+
+def set_wrongly(rank: int, choice: Any) -> tuple[str, list[bool | None]]:
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)), reshard_after_forward=True)
+    message = ""
+    try:
+        model.set_reshard_after_forward(choice)
+    except ShardingError as error:
+        message = str(error)
+    units = [unit_of(module) for module in (model, *model.blocks)]
+    return message, [unit.options.reshard_after_forward for unit in units if unit is not None]
+
+
+@pytest.mark.parametrize("choice", [1, "no"])
+def test_the_setter_refuses_too_and_changes_nothing(ranks: Ranks, choice: object) -> None:
+    for message, kept in ranks(2).run(set_wrongly, choice):
+        assert f"reshard_after_forward is {choice!r}; {CHOICES}" in message
+        assert kept == [True] * 4
+
+
+def shard_copy(rank: int) -> tuple[bool, bool]:
+    mesh = mesh_of((2,), ("fsdp",))
+    model = make(lambda: nn.Sequential(nn.Linear(4, 4)))
+    weight = model[0].weight.detach().clone()
+    fully_shard(model, mesh).unshard()
+    twin = copy.deepcopy(model[0])
+    fully_shard(twin, mesh)
+    return isinstance(twin, FSDPModule), torch.equal(full(twin.weight), weight)
+
+
+def test_a_copy_of_a_gathered_part_can_be_sharded(ranks: Ranks) -> None:
+    assert ranks(2).run(shard_copy) == [(True, True)] * 2
+
+
+def root_over_replaced(rank: int) -> list[str]:
+    mesh = mesh_of((2,), ("fsdp",))
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(pair[0], mesh)
+    pair[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    root = fully_shard(pair, mesh).plan_report().groups[0]
+    return [parameter.name for parameter in root.parameters]
+
+
+def test_the_root_leaves_what_replaced_a_parameter_of_a_block_to_the_block(ranks: Ranks) -> None:
+    for names in ranks(2).run(root_over_replaced):
+        assert names == ["1.weight", "1.bias"]
+
+
+def reported(rank: int) -> tuple[list[str], list[str], str]:
+    mesh = mesh_of((2,), ("fsdp",))
+    model = make(Net)
+    fully_shard([model.blocks[0], model.blocks[2]], mesh)
+    model.blocks[1].one.data = model.blocks[1].one.data.float()
+    fully_shard(model.blocks[1], mesh)
+    plan = fully_shard(model, mesh).plan_report()
+    headers = [line for line in str(plan).splitlines() if not line.startswith(" ")]
+    return [g.unit for g in plan.groups], headers, str(model.blocks[1].plan_report())
+
+
+def test_the_report_names_the_unit_of_each_group(ranks: Ranks) -> None:
+    for units, headers, inner in ranks(2).run(reported):
+        assert units == ["(root)", "blocks.0, blocks.2", "blocks.1", "blocks.1"]
+        dtypes = ["float64", "float64", "float64", "float32"]
+        for unit, dtype, header in zip(units, dtypes, headers, strict=True):
+            assert header.startswith(f"{unit}: {dtype} over fsdp=2: ")
+        assert inner.startswith("(root): float64 over fsdp=2: ")
 
 
 def class_facts(rank: int) -> dict[str, bool]:

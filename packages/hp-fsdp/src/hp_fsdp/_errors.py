@@ -19,3 +19,10 @@ class ModuleError(ShardingError):
 
 class StateError(ShardingError, RuntimeError):
     """A call came at a moment at which it has no meaning."""
+
+
+def shown(value: object) -> str:
+    """Return what a message says of a wrong argument; the same on every rank, so no addresses."""
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return f"of type {type(value).__name__}"

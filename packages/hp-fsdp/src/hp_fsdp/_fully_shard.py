@@ -1,6 +1,6 @@
 """Plan and install: nothing here communicates."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
-from ._errors import MeshError, ModuleError, ParameterError
+from ._errors import MeshError, ModuleError, ParameterError, shown
 from ._gradients import DataAxes
 from ._group import ParameterGroup
 from ._parameters import Owner, ShardedParameter
 from ._schedule import Schedule
 from ._surface import FSDPModule, sharded_class
+from ._taken import is_taken, note_taken
 from ._torch import parameters_of
 from ._unit import UNIT_ATTRIBUTE, Options, Unit, unit_of
 
@@ -64,29 +65,27 @@ def fully_shard(
     Args:
         module: a module with a ``forward``, or a list of such modules.
         mesh: 1-D, or 2-D ``(replicate, shard)``; by default 1-D over the world.
-        reshard_after_forward: whether the parameters are given up between forward and backward. By
-            default the root and the last unit before its end keep them, the others do not. A
+        reshard_after_forward: whether the parameters are given up between forward and backward; by
+            default (None) the root and the last unit before its end keep them, the others do not. A
             forward that no backward can follow always ends with all of them given up, so that the
             next one sees what an optimizer did in between.
         collectives: what carries the communication; by default ``torch.distributed``.
 
     Raises:
-        MeshError: mesh of more than two axes, without the names that a DTensor parameter needs, or
-            overlapping the parameter's own mesh.
-        ModuleError: a module without forward, sharded before, or twice in the list.
+        MeshError: not a DeviceMesh, a mesh of more than two axes, without the names that a DTensor
+            parameter needs, or overlapping the parameter's own mesh.
+        ModuleError: not a module, one without forward, sharded before, or twice in the list.
         ParameterError: a scalar, meta, non-contiguous or elsewhere sharded parameter.
+        ShardingError: reshard_after_forward is neither True, False nor None.
 
     A call that raises leaves the modules as they were.
     """
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    options = Options(reshard_after_forward=reshard_after_forward)
+    modules = _modules_of(module)
     _check_modules(modules)
     if mesh is None:
         mesh = _world_mesh(modules)
-    if not 1 <= mesh.ndim <= 2:
-        raise MeshError(
-            f"a mesh of {mesh.ndim} axes; give one axis to shard over, or two, the first of which "
-            "replicates"
-        )
+    _check_mesh(mesh)
     if collectives is None:
         collectives = TorchCollectives()
     device = _device(mesh)
@@ -103,8 +102,9 @@ def fully_shard(
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
         group.install_sharded()
+    note_taken(modules)
     _move_buffers(modules, device)
-    unit = Unit(modules, groups, Options(reshard_after_forward=reshard_after_forward), Schedule)
+    unit = Unit(modules, groups, options, Schedule)
     sharded: list[FSDPModule] = []
     for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
@@ -112,6 +112,32 @@ def fully_shard(
         if isinstance(each, FSDPModule):
             sharded.append(each)
     return sharded[0] if isinstance(module, nn.Module) else sharded
+
+
+def _modules_of(module: object) -> list[nn.Module]:
+    legal = "legal are an nn.Module and a list of nn.Modules"
+    if isinstance(module, nn.Module):
+        return [module]
+    if isinstance(module, str | torch.Tensor) or not isinstance(module, Iterable):
+        raise ModuleError(f"module is {shown(module)}; {legal}")
+    modules = list(module)
+    for position, each in enumerate(modules):
+        if not isinstance(each, nn.Module):
+            raise ModuleError(f"module[{position}] is {shown(each)}; {legal}")
+    return modules
+
+
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"mesh is {shown(mesh)}; legal are a DeviceMesh of one or two axes, and None for one "
+            "axis over the world"
+        )
+    if not 1 <= mesh.ndim <= 2:
+        raise MeshError(
+            f"a mesh of {mesh.ndim} axes; give one axis to shard over, or two, the first of which "
+            "replicates"
+        )
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -151,6 +177,7 @@ def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> Non
 def _free_parameters(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[ShardedParameter]:
     """Return the parameters of ``modules`` that no unit has yet, each once with all its places."""
     taken: dict[int, str] = {}
+    places: set[tuple[int, str]] = set()  # what is registered there may have been replaced
     originals: dict[int, str] = {}
     for root in modules:
         for inner in root.modules():
@@ -159,6 +186,7 @@ def _free_parameters(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[Sha
                 for parameter in group.parameters:
                     taken[id(parameter.sharded)] = parameter.name
                     taken[id(parameter.unsharded)] = parameter.name
+                    places.update((id(owner.registry), owner.name) for owner in parameter.owners)
                     alive = parameter.original()
                     if alive is not None:
                         originals[id(alive)] = parameter.name
@@ -171,9 +199,15 @@ def _free_parameters(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[Sha
                 continue
             visited.add(inner)
             for name, candidate in parameters_of(inner).items():
-                if candidate is None or id(candidate) in taken:
+                place = (id(parameters_of(inner)), name)
+                if candidate is None or id(candidate) in taken or place in places:
                     continue
                 full_name = f"{path}.{name}" if path else name
+                if is_taken(inner, name):
+                    raise ParameterError(
+                        f"{full_name} of {type(root).__name__} is sharded already, by a call on a "
+                        "module above it; shard blocks first, the root last"
+                    )
                 if id(candidate) in originals:
                     raise ParameterError(
                         f"{full_name} is the same parameter as {originals[id(candidate)]} of a "

@@ -20,9 +20,12 @@ class ParameterReport:
 class GroupReport:
     """One group: ``parameter_bytes`` of content, ``padding_bytes`` that every gather adds to it.
 
-    ``axes`` maps each axis that gradients are reduced over to its degree.
+    ``unit`` is the path of the group's unit under the module that reports, which itself is
+    ``(root)``; of a list, all paths. ``axes`` maps each axis that gradients are reduced
+    over to its degree.
     """
 
+    unit: str
     dtype: str
     axes: dict[str, int]
     parameter_bytes: int
@@ -42,7 +45,7 @@ class PlanReport:
         for group in self.groups:
             axes = " x ".join(f"{name}={size}" for name, size in group.axes.items())
             lines.append(
-                f"{group.dtype} over {axes}: {group.parameter_bytes} bytes, "
+                f"{group.unit}: {group.dtype} over {axes}: {group.parameter_bytes} bytes, "
                 f"{group.padding_bytes} of padding, {group.shard_bytes} per rank"
             )
             lines += [
@@ -53,15 +56,19 @@ class PlanReport:
         return "\n".join(lines)
 
 
-def report(groups: Iterable[ParameterGroup]) -> PlanReport:
-    """Return the report of ``groups``; the same on every rank, communicates nothing."""
-    return PlanReport(groups=tuple(_group_report(group) for group in groups))
+def report(groups: Iterable[tuple[str, ParameterGroup]]) -> PlanReport:
+    """Return the report of groups, each with the name of its unit.
+
+    It is the same on every rank; nothing is communicated.
+    """
+    return PlanReport(groups=tuple(_group_report(unit, group) for unit, group in groups))
 
 
-def _group_report(group: ParameterGroup) -> GroupReport:
+def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
     plan, axes = group.layout.plan, group.axes
     named = [axes.shard] if axes.replicate is None else [axes.replicate, axes.shard]
     return GroupReport(
+        unit=unit,
         dtype=str(group.layout.shard.dtype).removeprefix("torch."),
         axes={axis.name: axis.size for axis in named},
         parameter_bytes=plan.parameter_bytes,

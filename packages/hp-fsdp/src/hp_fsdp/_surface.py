@@ -74,7 +74,10 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | None, recurse: bool = True
     ) -> None:
-        """Choose as `fully_shard` does, from now on."""
+        """Choose as `fully_shard` does, from now on.
+
+        Raises `ShardingError` for anything but True, False or None.
+        """
         self._edit(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_requires_gradient_sync(
@@ -112,8 +115,15 @@ class FSDPModule:
         self._edit(recurse, divide=None if factor is None else float(factor))
 
     def plan_report(self) -> PlanReport:
-        """Return bytes, padding and placement of all groups in this module."""
-        return report(group for unit in self._units(True) for group in unit.groups)
+        """Return bytes, padding and placement of all groups in this module, each with its unit."""
+        paths = {self._unit(): ["(root)"]}
+        for path, module in cast(nn.Module, self).named_modules():
+            unit = unit_of(module)
+            if unit is not None and path:
+                paths.setdefault(unit, []).append(path)
+        return report(
+            (", ".join(found), group) for unit, found in paths.items() for group in unit.groups
+        )
 
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))

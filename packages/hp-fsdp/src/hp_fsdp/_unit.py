@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ._errors import ParameterError, StateError
+from ._errors import ParameterError, ShardingError, StateError, shown
 from ._group import ParameterGroup
 from ._nested import map_tensors, tensors_with_gradient
 from ._states import Event, GradientState, ParameterState, advance
@@ -30,6 +30,15 @@ class Options:
     reshard_after_forward: bool | None = None
     gradient_sync: bool = True
     divide: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what torch's `fully_shard` gives another meaning, and what has none."""
+        chosen: object = self.reshard_after_forward
+        if not isinstance(chosen, bool | None):
+            raise ShardingError(
+                f"reshard_after_forward is {shown(chosen)}; legal are True, False and None (the "
+                "default); torch's int, the size of a group to reshard to, is not supported"
+            )
 
 
 class Unit:
