@@ -412,14 +412,20 @@ def shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...] | None = N
         (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"seq_dim": 1}, InputError, "different dims"),
         (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"seq_dim": 3}, InputError, "different dims"),
         (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"schedule": "x"}, LayoutError, "'gather'"),
+        (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"layout": "zigzag"}, LayoutError, "use Contiguous()"),
+        (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"mask": True}, LayoutError, "use MaskSpec("),
+        (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"mask": None}, LayoutError, "use MaskSpec("),
+        (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"mask": "causal"}, LayoutError, "use MaskSpec("),
         (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"backend": "x"}, BackendError, "'sdpa'"),
     ],
 )
 def test_what_does_not_fit_is_named_before_any_communication(
     tensors: Three, options: dict[str, Any], kind: type[ContextParallelError], said: str
 ) -> None:
+    options = {"mask": CAUSAL, **options}
+
     def call(mesh: Any, door: Any) -> None:
-        context_parallel_attention(*tensors, mesh, mask=CAUSAL, collectives=door, **options)
+        context_parallel_attention(*tensors, mesh, collectives=door, **options)
 
     raised, text = refused(4, call)
     assert raised is kind

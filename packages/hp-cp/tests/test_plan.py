@@ -1,5 +1,7 @@
 """Plans cover the mask, and their bytes and work are the formulas'."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,6 +143,42 @@ def test_a_degree_between_or_beyond_names_the_legal_ones(degree: int) -> None:
 def test_heads_that_do_not_split_are_named(q_heads: int, kv_heads: int, said: str) -> None:
     with pytest.raises(DegreeError, match=said):
         plan_attention(CAUSAL, None, 4, 8, ulysses_degree=4, q_heads=q_heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("degree", [0, 2])
+def test_on_one_rank_one_degree_is_named(degree: int) -> None:
+    with pytest.raises(DegreeError) as caught:
+        plan_attention(CAUSAL, None, 1, 8, ulysses_degree=degree)
+    said = f"ulysses_degree={degree} is not possible on one context parallel rank; use 1"
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [(True, "True"), (None, "None"), ("causal", "'causal'"), ([], "an object of type list")],
+)
+def test_a_mask_that_is_no_spec_is_refused(mask: Any, said: str) -> None:
+    with pytest.raises(LayoutError, match=rf"got {said}; use MaskSpec\(causal=True\) or"):
+        plan_attention(mask, None, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"), [("zigzag", "'zigzag'"), (Zigzag, "the class Zigzag"), (2, "2")]
+)
+def test_a_layout_that_is_none_is_refused(layout: Any, said: str) -> None:
+    with pytest.raises(LayoutError, match=rf"got {said}; use Contiguous\(\), Zigzag\(\) or"):
+        plan_attention(CAUSAL, layout, 2, 8)
+
+
+def test_an_object_with_both_methods_is_a_layout() -> None:
+    class Own:
+        def chunks(self, n: int, seq_len: int) -> tuple[tuple[range, ...], ...]:
+            return Contiguous().chunks(n, seq_len)
+
+        def indices(self, n: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
+            return Contiguous().indices(n, seq_len)
+
+    assert plan_attention(CAUSAL, Own(), 2, 8).lengths == (4, 4)
 
 
 def test_an_unknown_schedule_is_named() -> None:

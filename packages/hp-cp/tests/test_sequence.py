@@ -15,6 +15,7 @@ from hp_cp import (
     DegreeError,
     InputError,
     Layout,
+    LayoutError,
     Zigzag,
     position_ids,
     shard_sequence,
@@ -107,6 +108,19 @@ def test_a_tensor_without_the_dim_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
     with pytest.raises(InputError, match=r"shape \(4,\) has no dim 1"):
         shard_sequence(torch.zeros(4), mesh, Contiguous(), 1)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", None, Zigzag])
+def test_a_layout_that_is_none_is_refused_even_without_tensors(layout: Any) -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    said = "layout must be a Layout, got"
+    with pytest.raises(LayoutError, match=said):
+        shard_sequence([], mesh, layout, 0)
+    with pytest.raises(LayoutError, match=said):
+        unshard_sequence([], mesh, layout, 0, collectives=door)
+    with pytest.raises(LayoutError, match=said):
+        position_ids(mesh, layout, 8)
 
 
 def test_a_length_that_the_layout_does_not_give_is_refused() -> None:

@@ -19,6 +19,7 @@ from hp_cp import (
     DegreeError,
     InputError,
     Layout,
+    LayoutError,
     MaskSpec,
     Zigzag,
 )
@@ -464,3 +465,19 @@ def test_one_rank_may_apply_again_since_nothing_was_replaced() -> None:
 def test_two_names_for_three_tensors_are_refused() -> None:
     with pytest.raises(InputError, match="give three"):
         ContextParallel(qkv_kwarg_names=("q", "k"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mask": True}, r"mask must be a MaskSpec, got True; use MaskSpec\("),
+        ({"mask": "causal"}, r"mask must be a MaskSpec, got 'causal'; use MaskSpec\("),
+        ({"layout": "zigzag"}, r"layout must be a Layout, got 'zigzag'; use Contiguous\(\)"),
+        ({"layout": Zigzag}, r"layout must be a Layout, got the class Zigzag; use Contiguous\(\)"),
+    ],
+)
+def test_a_mask_or_layout_of_another_kind_makes_no_style(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(LayoutError, match=said):
+        ContextParallel(**options)

@@ -390,6 +390,39 @@ def test_bad_sizes_raise_before_communication(call: Map, message: str) -> None:
     SimulatedWorld(2).run(attempt)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, a, d: d.all_gather(a, [x]),
+        lambda x, a, d: d.all_gather(a, [x, x]),
+        lambda x, a, d: d.reduce_scatter(a, [x]),
+        lambda x, a, d: d.all_reduce(a, [x], "avg"),
+        lambda x, a, d: d.all_to_all(a, x),
+        lambda x, a, d: d.exchange(a, {1: x}, {}),
+        lambda x, a, d: d.broadcast(a, [x]),
+        lambda x, a, d: all_gather(x, a),
+        lambda x, a, d: reduce_scatter(x, a),
+        lambda x, a, d: all_reduce(x, a),
+        lambda x, a, d: all_to_all(x, a),
+        lambda x, a, d: replicate(x.requires_grad_(), a).sum().backward(),
+    ],
+)
+def test_a_simulated_axis_asks_for_its_collectives(
+    call: Callable[[Tensor, Axis, Collectives], Any],
+) -> None:
+    axis = SimulatedCollectives(SimulatedWorld(2), 0).axis("cp")
+    with pytest.raises(ValueError, match="axis 'cp' is simulated; pass collectives="):
+        call(torch.zeros(2, 2), axis, TorchCollectives())
+
+
+def test_alone_a_simulated_rank_needs_no_collectives() -> None:
+    axis = SimulatedCollectives(SimulatedWorld(1), 0).axis()
+    x, y = torch.ones(2), torch.zeros(2)
+    TorchCollectives().exchange(axis, {0: x}, {0: y}).wait()
+    assert torch.equal(y, x)
+    assert torch.equal(all_gather(x, axis), x)
+
+
 def test_a_rank_that_ends_early_fails_its_peers_instead_of_hanging() -> None:
     def leave(rank: int, door: SimulatedCollectives) -> None:
         if rank:

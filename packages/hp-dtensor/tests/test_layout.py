@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from hp_dtensor import (
     Layout,
+    LayoutError,
     MixedPartialError,
     Partial,
     PlacementCountError,
@@ -112,6 +113,12 @@ def test_errors_say_what_is_legal() -> None:
         Layout((2,), ("R",))  # type: ignore[arg-type]
     with pytest.raises(RankNotInMesh, match="needs 4 different ranks"):
         Layout((2, 2), (R, R), ranks=(0, 1, 2, 2))
+    with pytest.raises(PlacementTypeError, match=r"each mesh axis, got Shard\(dim=0\) alone"):
+        Layout((2,), S0)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"shape=\(-1, 4\) has negative sizes"):
+        Layout((2,), (S0,)).boxes((-1, 4), 0)
+    with pytest.raises(LayoutError, match="negative sizes"):
+        Layout((2,), (S0,)).local_shape((-1, 4), 0)
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,15 +1,20 @@
 """Plans: every rank chooses the same cheapest steps."""
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given, settings
 
 from hp_dtensor import (
     AlphaBeta,
     CrossMeshError,
     Layout,
+    LayoutError,
     Partial,
     PartialTargetError,
     PlacementCountError,
+    PlacementTypeError,
     Plan,
     Replicate,
     Shard,
@@ -144,4 +149,17 @@ def test_explain_needs_the_shape_of_a_layout_and_one_mesh() -> None:
         explain(Layout((2,), (S0,)), Layout((4,), (S0,)), shape=(4,))
     with pytest.raises(PartialTargetError, match="axis 0"):
         explain(Layout((2,), (S0,)), (P,), shape=(4,))
+    with pytest.raises(LayoutError, match=r"shape=\(-4,\) has negative sizes"):
+        explain(Layout((2,), (S0,)), shape=(-4,))
+    with pytest.raises(CrossMeshError, match=r"mesh='cp' beside a Layout, .* leave mesh= out"):
+        explain(Layout((2,), (S0,)), shape=(4,), mesh="cp")  # type: ignore[arg-type]
+    with pytest.raises(PlacementTypeError, match=r"got Replicate\(\) alone"):
+        explain(Layout((2,), (S0,)), R, shape=(4,))  # type: ignore[arg-type]
     assert kinds(explain(Layout((2,), (S0,)), shape=(4,))) == ["all_gather"]
+
+
+@pytest.mark.parametrize("target", [None, (R,), Layout((2,), (R,))])
+@pytest.mark.parametrize(("x", "said"), [(torch.zeros(4), "Tensor"), ((S0,), "tuple")])
+def test_explain_starts_from_a_layout_or_a_dtensor(x: Any, said: str, target: Any) -> None:
+    with pytest.raises(PlacementTypeError, match=f"a DTensor, got an object of type {said}; make"):
+        explain(x, target, shape=(4,))

@@ -23,6 +23,7 @@ from hp_dtensor import (
     Partial,
     PartialTargetError,
     PlacementCountError,
+    PlacementTypeError,
     RecordingCollectives,
     Replicate,
     Shard,
@@ -315,6 +316,42 @@ def refused(rank: int) -> list[tuple[str, str]]:
         except LayoutError as error:
             texts.append((type(error).__name__, str(error)))
     return texts
+
+
+def misused(rank: int) -> list[tuple[str, str]]:
+    mesh = mesh_of((2, 2))
+    x: Any = as_dtensor(whole((4, 4)), Layout((2, 2), (S0, R)), rank)
+    calls: list[Callable[[], Any]] = [
+        lambda: redistribute(torch.zeros(4, 4), (R, R)),  # type: ignore[call-overload]
+        lambda: redistribute(Layout((2, 2), (S0, R)), (R, R)),  # type: ignore[call-overload]
+        lambda: redistribute(x, Shard(0)),  # type: ignore[call-overload]
+        lambda: redistribute(x, theirs.Shard(0)),  # type: ignore[call-overload]
+        lambda: redistribute(x, Layout((2, 2), (R, R))),  # type: ignore[call-overload]
+        lambda: explain(x, Shard(0)),  # type: ignore[arg-type]
+        lambda: redistribute(x, (R, R), mesh="cp"),  # type: ignore[call-overload]
+        lambda: explain(x, (R, R), mesh=[mesh]),  # type: ignore[arg-type]
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(LayoutError) as info:
+            call()
+        texts.append((info.type.__name__, str(info.value)))
+    return texts
+
+
+def test_arguments_of_another_kind_are_named_with_what_is_legal(ranks: Pools) -> None:
+    first, *others = ranks(4).run(misused)
+    assert others == [first] * 3
+    kinds = [PlacementTypeError] * 6 + [CrossMeshError] * 2
+    assert [name for name, _ in first] == [kind.__name__ for kind in kinds]
+    starts = "a redistribution starts from a DTensor, got an object of type "
+    assert first[0][1].startswith(f"{starts}Tensor; make one with")
+    assert first[1][1].startswith(f"{starts}Layout; ")
+    alone = "placements are a sequence with one for each mesh axis, got "
+    assert all(text.startswith(alone) for _, text in first[2:6])
+    assert "got Shard(dim=0) alone; on a mesh of one axis write (Shard(0),)" in first[2][1]
+    assert first[6][1].startswith("mesh='cp' is no DeviceMesh; redistribute stays on the mesh of")
+    assert "(2, 2) with axes ('a', 'b'): leave mesh= out" in first[6][1]
 
 
 def test_wrong_targets_raise_on_every_rank_alike_before_any_communication(ranks: Pools) -> None:

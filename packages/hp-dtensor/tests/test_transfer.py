@@ -12,9 +12,11 @@ from hp_dtensor import (
     Box,
     CrossMeshError,
     Layout,
+    LayoutError,
     Partial,
     PartialSourceError,
     PartialTargetError,
+    PlacementTypeError,
     Replicate,
     Shard,
     ShardDimError,
@@ -150,3 +152,9 @@ def test_errors_name_the_axis_and_the_remedy() -> None:
         plan_transfer(Layout((2,), (S0,)), Layout((2,), (S0,), ranks=(2, 3)), (4,), 0)
     with pytest.raises(ShardDimError, match="dims that can be sharded: none"):
         plan_transfer(Layout((2,), (R,)), Layout((2,), (S0,)), (), 0)
+    with pytest.raises(PlacementTypeError, match=r"source must be a Layout, got \(Replicate"):
+        plan_transfer((R,), Layout((2,), (S0,)), (4,), 0)  # type: ignore[arg-type]
+    with pytest.raises(PlacementTypeError, match="target must be a Layout, got None"):
+        plan_transfer(Layout((2,), (S0,)), None, (4,), 0)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"shape=\(4, -2\) has negative sizes"):
+        plan_transfer(Layout((2,), (R,)), Layout((2,), (S0,)), (4, -2), 0)

@@ -19,3 +19,12 @@ class InputError(ContextParallelError):
 
 class BackendError(ContextParallelError):
     """A backend that does not exist or cannot compute what is asked."""
+
+
+def described(value: object) -> str:
+    """Return what was given in a few words: plain values as they are, others by their type."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"an object of type {type(value).__name__}"

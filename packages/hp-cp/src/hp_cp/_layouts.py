@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from ._errors import LayoutError
+from ._errors import LayoutError, described
 
 Chunks = tuple[tuple[range, ...], ...]
 
 
+@runtime_checkable
 class Layout(Protocol):
     """A way to cut a sequence over ranks.
 
@@ -68,6 +69,15 @@ def in_global_order(chunks: Chunks) -> list[int]:
     """Return the order that sorts all chunks, listed rank by rank, by their global start."""
     starts = [chunk.start for rank in chunks for chunk in rank]
     return sorted(range(len(starts)), key=starts.__getitem__)
+
+
+def check_layout(layout: object) -> None:
+    """Raise `LayoutError` unless ``layout`` is a `Layout`, not a name or a class of one."""
+    if isinstance(layout, type) or not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout must be a Layout, got {described(layout)}; use Contiguous(), Zigzag() or an "
+            f"object with chunks and indices"
+        )
 
 
 def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ._errors import LayoutError, described
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
@@ -11,3 +13,12 @@ class MaskSpec:
     """
 
     causal: bool
+
+
+def check_mask(mask: object) -> None:
+    """Raise `LayoutError` unless ``mask`` is a `MaskSpec`."""
+    if not isinstance(mask, MaskSpec):
+        raise LayoutError(
+            f"mask must be a MaskSpec, got {described(mask)}; use MaskSpec(causal=True) or "
+            f"MaskSpec(causal=False)"
+        )

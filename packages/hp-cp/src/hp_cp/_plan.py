@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ._errors import DegreeError, LayoutError
-from ._layouts import Chunks, Contiguous, Layout, check_partition, lengths_of
-from ._masks import MaskSpec
+from ._layouts import Chunks, Contiguous, Layout, check_layout, check_partition, lengths_of
+from ._masks import MaskSpec, check_mask
 
 Kind = Literal["full", "causal"]
 Schedule = Literal["gather"]
@@ -150,12 +150,14 @@ def plan_attention(
 
     ``layout=None`` means `Contiguous`. Head counts are those of all heads a rank holds before any
     exchange, ``head_size`` and ``itemsize`` (bytes) those of every tensor. Raises `DegreeError` for
-    a ``ulysses_degree`` that ranks or heads do not allow, `LayoutError` for an unknown schedule or
-    a layout that does not partition the sequence.
+    a ``ulysses_degree`` that ranks or heads do not allow, `LayoutError` for a mask that is no
+    `MaskSpec`, an unknown schedule, and a layout that is none or does not partition the sequence.
     """
     if schedule not in get_args(Schedule):
         raise LayoutError(f"no schedule {schedule!r}; use one of {list(get_args(Schedule))}")
     layout = Contiguous() if layout is None else layout
+    check_mask(mask)
+    check_layout(layout)
     check_degree(ulysses_degree, n)
     check_heads(q_heads, kv_heads, ulysses_degree)
     chunks = layout.chunks(n, seq_len)
@@ -179,9 +181,10 @@ def plan_attention(
 def check_degree(ulysses_degree: int, n: int) -> None:
     """Raise `DegreeError` unless ``n`` ranks can run at ``ulysses_degree``."""
     if ulysses_degree not in (1, n):
+        where = "one context parallel rank" if n == 1 else f"{n} context parallel ranks"
+        legal = "1" if n == 1 else f"1 (gather keys and values) or {n} (exchange heads)"
         raise DegreeError(
-            f"ulysses_degree={ulysses_degree} is not possible on {n} context parallel ranks; use "
-            f"1 (gather keys and values) or {n} (exchange heads)"
+            f"ulysses_degree={ulysses_degree} is not possible on {where}; use {legal}"
         )
 
 

@@ -9,7 +9,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, all_gather
 
 from ._errors import InputError
 from ._inputs import one_axis
-from ._layouts import Layout, in_global_order, lengths_of
+from ._layouts import Layout, check_layout, in_global_order, lengths_of
 from ._torch import map_tensors
 
 
@@ -18,9 +18,10 @@ def shard_sequence(tree: Any, mesh: AxisMesh, layout: Layout, seq_dim: int) -> A
 
     Tensors hold the whole sequence, the same on every rank; containers keep their type, other
     leaves pass. Results are new tensors or views; communicates nothing. Raises `InputError` for a
-    tensor without that dim.
+    tensor without that dim, and `LayoutError` for a layout that is no `Layout`.
     """
     axis = one_axis(mesh)
+    check_layout(layout)
     return map_tensors(lambda x: _cut(x, axis, layout, _dim(x, seq_dim)), tree)
 
 
@@ -43,6 +44,7 @@ def unshard_sequence(
     without that dim, or with another length than the layout gives, which is seen on that rank only.
     """
     axis = one_axis(mesh)
+    check_layout(layout)
     return map_tensors(
         lambda x: _whole(x, axis, layout, _dim(x, seq_dim), seq_len, collectives), tree
     )
@@ -53,6 +55,7 @@ def position_ids(
 ) -> Tensor:
     """Return the global positions of this rank's rows, ``int64 [rows]``; communicates nothing."""
     axis = one_axis(mesh)
+    check_layout(layout)
     return _cut(torch.arange(seq_len, device=device), axis, layout, 0)
 
 

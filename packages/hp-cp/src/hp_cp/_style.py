@@ -9,8 +9,8 @@ from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 from ._errors import InputError
 from ._forward import ContextParallelForward, Settings
 from ._inputs import one_axis
-from ._layouts import Contiguous, Layout
-from ._masks import MaskSpec
+from ._layouts import Contiguous, Layout, check_layout
+from ._masks import MaskSpec, check_mask
 from ._plan import Schedule, check_degree
 from .backends._interface import AttentionBackend
 
@@ -39,7 +39,8 @@ class ContextParallel(ParallelStyle):
     cannot honour, and queries and keys of different lengths; before any communication. A local
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
-    after the first exchange, on every rank whose forward did so.
+    after the first exchange, on every rank whose forward did so. The constructor raises
+    `LayoutError` for a layout that is no `Layout` and a mask that is no `MaskSpec`.
     """
 
     def __init__(
@@ -62,6 +63,10 @@ class ContextParallel(ParallelStyle):
                 f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names}; give three, "
                 f"or none to use those of the module's forward"
             )
+        layout = Contiguous() if layout is None else layout
+        check_layout(layout)
+        if mask is not None:
+            check_mask(mask)
         self.ulysses_degree = ulysses_degree
         self.settings = Settings(
             seq_dim=seq_dim,
@@ -69,7 +74,7 @@ class ContextParallel(ParallelStyle):
             qkv_indices=qkv_indices,
             qkv_kwarg_names=qkv_kwarg_names,
             schedule=schedule,
-            layout=Contiguous() if layout is None else layout,
+            layout=layout,
             mask=mask,
             backend=backend,
             seq_len=seq_len,

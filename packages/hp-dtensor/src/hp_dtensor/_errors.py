@@ -10,7 +10,7 @@ class PlacementCountError(LayoutError):
 
 
 class PlacementTypeError(LayoutError):
-    """A placement of a kind that layouts do not describe."""
+    """Something given as a placement, layout or DTensor that is none, or none that is known."""
 
 
 class ShardDimError(LayoutError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ._errors import (
+    LayoutError,
     MixedPartialError,
     PlacementCountError,
     PlacementTypeError,
@@ -13,7 +14,7 @@ from ._errors import (
     ShardDimError,
     ShardOrderError,
 )
-from ._placements import Partial, Placement, Replicate, Shard
+from ._placements import Partial, Placement, Replicate, Shard, in_tuple
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
@@ -35,7 +36,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         _set(self, "mesh_shape", tuple(self.mesh_shape))
-        _set(self, "placements", tuple(self.placements))
+        _set(self, "placements", in_tuple(self.placements))
         if any(degree < 1 for degree in self.mesh_shape):
             raise RankNotInMesh(f"a mesh of shape {self.mesh_shape} has no ranks")
         if len(self.placements) != len(self.mesh_shape):
@@ -142,14 +143,16 @@ class Layout:
     def boxes(self, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
         """Return the boxes of a tensor of ``shape`` that ``rank`` holds; none if it holds nothing.
 
-        Raises `ShardDimError` and `RankNotInMesh`.
+        Raises `ShardDimError`, `RankNotInMesh`, and `LayoutError` for negative sizes.
         """
+        check_sizes(shape)
         self.check(len(shape))
         box = self.box_at(shape, self.coordinate(rank))
         return () if volume(box) == 0 else (box,)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the part of a tensor of ``shape`` that ``rank`` holds."""
+        check_sizes(shape)
         self.check(len(shape))
         return tuple(hi - lo for lo, hi in self.box_at(shape, self.coordinate(rank)))
 
@@ -176,6 +179,12 @@ class Layout:
         for dim, axes in _pairs(self):
             text += f" dim {dim} by axes {axes}"
         return text
+
+
+def check_sizes(shape: Sequence[int]) -> None:
+    """Raise `LayoutError` for a global shape with negative sizes."""
+    if any(length < 0 for length in shape):
+        raise LayoutError(f"shape={tuple(shape)} has negative sizes; give sizes of 0 or more")
 
 
 def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> tuple[int, int]:

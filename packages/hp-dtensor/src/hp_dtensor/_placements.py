@@ -1,7 +1,7 @@
 """How a tensor lies along one mesh axis."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from ._errors import PlacementTypeError, ShardDimError
 
@@ -51,3 +51,14 @@ class Partial:
 
 
 Placement: TypeAlias = Replicate | Shard | Partial
+
+
+def in_tuple(placements: object) -> tuple[Any, ...]:
+    """Return a sequence of placements as a tuple; raises `PlacementTypeError` for what is none."""
+    try:
+        return tuple(cast(Any, placements))
+    except TypeError:
+        raise PlacementTypeError(
+            f"placements are a sequence with one for each mesh axis, got {placements!r} alone; "
+            "on a mesh of one axis write (Shard(0),)"
+        ) from None

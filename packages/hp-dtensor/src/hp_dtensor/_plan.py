@@ -72,7 +72,7 @@ def make_plan(
     means that any set has one. Raises as `plan_transfer` does, except for partial sources, which a
     plan reduces.
     """
-    check_pair(src, dst, len(shape))
+    check_pair(src, dst, shape)
     model = AlphaBeta() if cost is None else cost
     steps, note = _choose(replicated(src), replicated(dst), shape, itemsize, model, folded)
     return Plan(

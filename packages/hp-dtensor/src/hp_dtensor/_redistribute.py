@@ -85,6 +85,7 @@ def redistribute(
     Raises before any communication: `CrossMeshError`, `PlacementCountError`, `PlacementTypeError`,
     `ShardDimError`, `ShardOrderError`, `MixedPartialError`, `PartialTargetError`, and
     `LocalShapeMismatch` on a rank whose local tensor has another shape than its layout gives it.
+    Where ``x`` is no DTensor, or ``placements`` no sequence, `PlacementTypeError`.
     """
     route = find_route(x, placements, mesh, shard_order, cost)
     if route.unchanged:

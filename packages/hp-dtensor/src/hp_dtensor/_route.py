@@ -14,7 +14,7 @@ from ._errors import CrossMeshError
 from ._execute import prepare
 from ._groups import find_fold, found_folds
 from ._layout import ShardOrder, ravel
-from ._placements import Replicate
+from ._placements import Replicate, in_tuple
 from ._plan import Plan, make_plan
 from ._stages import Fold, Stage
 from ._torch import Spec, dtype_of, flattened_count, order_of, spec_of, spec_with
@@ -48,12 +48,17 @@ def find_route(
     spec = spec_of(x)
     own = spec.mesh
     if mesh is not None and mesh is not own and mesh != own:
+        if not isinstance(mesh, DeviceMesh):
+            raise CrossMeshError(
+                f"mesh={mesh!r} is no DeviceMesh; redistribute stays on the mesh of the tensor, "
+                f"{_words(own, 'one')}: leave mesh= out"
+            )
         raise CrossMeshError(
             f"the tensor lies on {_words(own)}, the target on {_words(mesh, 'one')}; redistribute "
             "stays on one mesh: leave mesh= out"
         )
     if placements is not None and type(placements) is not tuple:
-        placements = tuple(placements)
+        placements = in_tuple(placements)
     if shard_order is not None and isinstance(shard_order, Mapping):
         shard_order = tuple((dim, tuple(axes)) for dim, axes in shard_order.items())
     # Equal meshes may have different groups: the key holds the mesh itself, alive with its spec.

@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ._errors import PlacementTypeError
+
 Spec: TypeAlias = DTensorSpec
 
 
@@ -89,8 +91,18 @@ def local_part(x: DTensor) -> Tensor:
 
 
 def spec_of(x: DTensor) -> Spec:
-    """Return what torch keeps of a DTensor besides its values; it keeps its own hash."""
-    return x._spec
+    """Return what torch keeps of a DTensor besides its values; it keeps its own hash.
+
+    Raises `PlacementTypeError` for anything else, at no cost where nothing is wrong.
+    """
+    try:
+        return x._spec
+    except AttributeError:
+        raise PlacementTypeError(
+            f"a redistribution starts from a DTensor, got an object of type {type(x).__name__}; "
+            "make one with torch.distributed.tensor.distribute_tensor, or plan between layouts "
+            "with explain(Layout(...), ..., shape=...)"
+        ) from None
 
 
 def order_of(spec: Spec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:

@@ -5,8 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ._errors import CrossMeshError, PartialSourceError, PartialTargetError
-from ._layout import Box, Layout, chunk, chunk_at, intersect, ravel, unravel, volume
+from ._errors import CrossMeshError, PartialSourceError, PartialTargetError, PlacementTypeError
+from ._layout import (
+    Box,
+    Layout,
+    check_sizes,
+    chunk,
+    chunk_at,
+    intersect,
+    ravel,
+    unravel,
+    volume,
+)
 from ._placements import Partial, Replicate, Shard
 
 
@@ -33,9 +43,10 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
     partial values in both layouts takes no part: each coordinate moves its own values.
 
     Communicates nothing. Raises `CrossMeshError`, `PartialSourceError`, `PartialTargetError`,
-    `ShardDimError` and `RankNotInMesh`.
+    `ShardDimError`, `RankNotInMesh`, `PlacementTypeError` for what is no `Layout`, and
+    `LayoutError` for negative sizes.
     """
-    check_pair(src, dst, len(shape))
+    check_pair(src, dst, shape)
     for axis in range(len(src.mesh_shape)):
         if isinstance(src.placements[axis], Partial) and (
             src.placements[axis] != dst.placements[axis] and src.mesh_shape[axis] > 1
@@ -57,16 +68,22 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
     return Transfer(sends=tuple(sorted(sends)), recvs=tuple(sorted(recvs)), local=tuple(local))
 
 
-def check_pair(src: Layout, dst: Layout, ndim: int) -> None:
-    """Raise unless a tensor with ``ndim`` dims can go from ``src`` to ``dst``."""
+def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
+    """Raise unless a tensor of ``shape`` can go from ``src`` to ``dst``."""
+    for side, layout in (("source", src), ("target", dst)):
+        if not isinstance(layout, Layout):
+            raise PlacementTypeError(
+                f"the {side} must be a Layout, got {layout!r}; use Layout(mesh_shape, placements)"
+            )
+    check_sizes(shape)
     if src.mesh_shape != dst.mesh_shape or src.ranks != dst.ranks:
         raise CrossMeshError(
             f"source and target lie on different meshes: shape {src.mesh_shape} and shape "
             f"{dst.mesh_shape}{'' if src.ranks == dst.ranks else ', or of different ranks'}; "
             "use one mesh for both"
         )
-    src.check(ndim)
-    dst.check(ndim)
+    src.check(len(shape))
+    dst.check(len(shape))
     for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True)):
         if isinstance(new, Partial) and new != old and src.mesh_shape[axis] > 1:
             raise PartialTargetError(

@@ -14,6 +14,7 @@ from .._torch import (
     reduce_scatter_single,
 )
 from ._interface import Axis, ReduceOp, Work, check_divisible
+from ._simulated_mesh import SimulatedGroup
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -73,7 +74,7 @@ class TorchCollectives:
             return _Done(_copied(inputs, outputs))
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
-        group = cast(dist.ProcessGroup, axis.group)
+        group = _group(axis)
         if len(inputs) == 1:
             work = all_gather_single(outs[0], inputs[0], group=group, async_op=True)
         else:
@@ -93,7 +94,7 @@ class TorchCollectives:
         check_divisible(axis, inputs)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
-        group = cast(dist.ProcessGroup, axis.group)
+        group = _group(axis)
         reduce, finish = _reduction(op, axis)
         if len(inputs) == 1:
             work = reduce_scatter_single(outs[0], inputs[0], op=reduce, group=group, async_op=True)
@@ -106,7 +107,7 @@ class TorchCollectives:
         outs = list(tensors)
         if axis.size == 1:
             return _Done(outs)
-        group = cast(dist.ProcessGroup, axis.group)
+        group = _group(axis)
         reduce, finish = _reduction(op, axis)
         if len(outs) == 1:
             work = dist.all_reduce(outs[0], op=reduce, group=group, async_op=True)
@@ -134,7 +135,7 @@ class TorchCollectives:
             input,
             None if receive_splits is None else list(receive_splits),
             None if send_splits is None else list(send_splits),
-            group=cast(dist.ProcessGroup, axis.group),
+            group=_group(axis),
             async_op=True,
         )
         return _Pending([work], [output], [input])
@@ -143,7 +144,7 @@ class TorchCollectives:
         self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> Work:
         """Send and receive point to point; see `Collectives.exchange`."""
-        group = cast(dist.ProcessGroup, axis.group)
+        group = _group(axis) if axis.size > 1 else None  # alone, a rank only copies
         outs = list(receives.values())
         sent = [tensor.contiguous() for tensor in sends.values()]
         if axis.index in sends:
@@ -165,12 +166,21 @@ class TorchCollectives:
         outs = list(tensors)
         if axis.size == 1:
             return _Done(outs)
-        group = cast(dist.ProcessGroup, axis.group)
+        group = _group(axis)
         works = [
             dist.broadcast(tensor, axis.ranks[source], group=group, async_op=True)
             for tensor in outs
         ]
         return _Pending(works, outs)
+
+
+def _group(axis: Axis) -> dist.ProcessGroup:
+    if isinstance(axis.group, SimulatedGroup):
+        raise ValueError(
+            f"axis {axis.name!r} is simulated; pass collectives=, those that the simulated world "
+            "gave this rank"
+        )
+    return cast(dist.ProcessGroup, axis.group)
 
 
 def _outputs(
