@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+# The order of a pass over the text has the seed ``seed * SEED_STRIDE + pass``, a signed 64-bit
+# number for torch: these seeds leave room for SEED_STRIDE passes.
+SEED_STRIDE = 1_000_003
+SEEDS = range(-(2**63 // SEED_STRIDE), 2**63 // SEED_STRIDE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:

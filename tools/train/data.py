@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .config import SEED_STRIDE
+
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
@@ -48,6 +50,6 @@ class Samples:
 
     def _permutation(self, index: int) -> Tensor:
         if self._order is None or self._order[0] != index:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
+            generator = torch.Generator().manual_seed(self._seed * SEED_STRIDE + index)
             self._order = (index, torch.randperm(len(self), generator=generator))
         return self._order[1]

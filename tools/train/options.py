@@ -2,15 +2,16 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hp_mesh import ParallelDims
 
-from .config import ModelConfig, TrainConfig
+from .config import SEEDS, ModelConfig, TrainConfig
 from .text import digest, read_text
 
 DEFAULT_PROCESSES = 4
@@ -19,7 +20,7 @@ DEFAULT_DEGREES = {"dp_shard": 2, "cp": 2, "ep": 4}
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
 ABSENT = {"pp": "pipeline parallelism", "etp": "tensor parallelism inside experts"}
 DTYPES = ("float64", "float32")
-RUN_FILE = "run.json"
+RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
 
 
 class OptionsError(ValueError):
@@ -54,6 +55,11 @@ class Options:
             "text": digest(read_text()),
         }
 
+    @property
+    def goes_on_in_place(self) -> bool:
+        """Return whether the run goes on in the folder that it was saved in."""
+        return self.resume is not None and _same_path(self.resume, self.out / CHECKPOINT)
+
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     """Return the options of ``argv``; ``world_size`` is that of a cluster this process is in.
@@ -64,9 +70,11 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     given = _parser().parse_args(argv)
     saved = None if given.resume is None else _saved_run(given.resume)
     processes = _world_size(given, world_size, saved)
-    if saved is not None:
-        _check_same({"world_size": processes}, saved)
-    model, train = ModelConfig(), TrainConfig(seed=_either(given.seed, saved, "seed", 0))
+    if saved is not None and processes != saved.fields["world_size"]:
+        # Degrees need not fit another number of processes: compare them as they were given.
+        asked = {name: word for name, word in vars(given).items() if word is not None}
+        _check_same({"world_size": processes, **asked}, saved)
+    model, train = ModelConfig(), TrainConfig(seed=_seed(given.seed, saved))
     dims = _dims(given, processes, saved)
     dims.validate(model, train.seq_len, train.batch_size, causal_balance=True)
     options = Options(
@@ -85,6 +93,8 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     )
     if saved is not None:
         _check_same(options.identity, saved)
+    if options.out_given and not options.goes_on_in_place:
+        _check_holds_no_run(options.out)
     return options
 
 
@@ -97,6 +107,11 @@ def name_degrees(dims: Mapping[str, Any]) -> str:
     """Return the degrees of `ParallelDims.to_dict` that are not 1, in words."""
     names = (*DEGREES, "ulysses_degree")
     return " ".join(f"{n}={dims[n]}" for n in names if dims[n] not in (None, 1)) or "all degrees 1"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun, in the plural where it is not one."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint-activations", action="store_true", help="recompute blocks in backward")
     add("--resume", type=Path, metavar="DIR", help="go on from a run's folder or checkpoint")
     add("--reference", action="store_true", help="train on one process, without the packages")
-    add("--out", type=Path, metavar="DIR", help="results go here (default runs/<time>)")
+    add("--out", type=Path, metavar="DIR", help="new folder for the results (default runs/<time>)")
     return parser
 
 
@@ -154,6 +169,12 @@ def _dims(given: argparse.Namespace, processes: int, saved: _SavedRun | None) ->
     for name, what in ABSENT.items():
         if getattr(given, name) not in (None, "1"):
             raise OptionsError(f"{name}={getattr(given, name)}: this trainer has no {what}; use 1")
+    for name in (*DEGREES, "ulysses_degree"):
+        if given.reference and getattr(given, name) not in (None, "1", "-1"):
+            raise OptionsError(
+                f"{name}={getattr(given, name)} with --reference, which is one process without "
+                f"parallelism; use 1, leave {name} out, or leave --reference out"
+            )
     defaults: Mapping[str, Any] = {}
     if all(getattr(given, name) is None for name in DEGREES):
         if saved is not None:
@@ -182,31 +203,88 @@ def _steps(given: int | None, saved: _SavedRun | None) -> int:
     return steps
 
 
+def _seed(given: int | None, saved: _SavedRun | None) -> int:
+    seed: int = _either(given, saved, "seed", 0)
+    if seed not in SEEDS:
+        raise OptionsError(f"seed={seed} is out of range; use {SEEDS[0]} to {SEEDS[-1]}")
+    return seed
+
+
 def _saved_run(folder: Path) -> _SavedRun:
-    for candidate in (folder / "checkpoint", folder):
-        if (candidate / RUN_FILE).is_file():
-            return _SavedRun(candidate, json.loads((candidate / RUN_FILE).read_text()))
+    for candidate in (folder / CHECKPOINT, folder):
+        if os.path.isfile(candidate / RUN_FILE):
+            return _SavedRun(candidate, _read_fields(candidate / RUN_FILE))
     raise OptionsError(f"no checkpoint in {folder}; give a run's folder or its checkpoint folder")
 
 
-def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
-    for name, value in identity.items():
-        if value == saved.fields[name]:
-            continue
-        if name == "text":
-            raise OptionsError(
-                f"the checkpoint in {saved.folder} was trained on another Python's library text; "
-                "go on with the Python that wrote it"
-            )
+def _read_fields(path: Path) -> Mapping[str, Any]:
+    """Return what a checkpoint says about its run, with every field that a run goes on from."""
+    remedy = "the checkpoint is damaged, go on from another"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise OptionsError(f"{path} cannot be read: {error}; {remedy}") from error
+    top = found if isinstance(found, dict) else {}
+    dims = top["dims"] if isinstance(top.get("dims"), dict) else {}
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(top.get(name), kind)]
+    wrong += [f"dims.{field.name}" for field in fields(ParallelDims) if field.name not in dims]
+    if wrong:
+        raise OptionsError(f"{path} lacks a valid {', '.join(wrong)}; {remedy}")
+    return top
+
+
+_FIELDS = {
+    "world_size": int,
+    "dims": dict,
+    "seed": int,
+    "dtype": str,
+    "text": str,
+    "step": int,
+    "samples": int,
+}
+
+
+def _check_holds_no_run(out: Path) -> None:
+    saved = os.path.exists(out / CHECKPOINT)
+    if saved or os.path.exists(out / LOG_FILE):
         raise OptionsError(
-            f"the checkpoint in {saved.folder} has {name}={_words(saved.fields[name])}, this run "
-            f"{name}={_words(value)}; a run goes on with the same processes, degrees, seed and "
-            "dtype: leave them out"
+            f"out={out} holds a run already; give another folder"
+            + (f", or go on with --resume {out}" if saved else "")
         )
 
 
-def _words(value: object) -> str:
-    return f"({name_degrees(value)})" if isinstance(value, Mapping) else str(value)
+def _same_path(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
+    """Refuse to go on where ``identity`` is not the checkpoint's, and name all that differs."""
+    now, then = _in_words(identity), _in_words(saved.fields)
+    differing = [name for name in then if name in now and now[name] != then[name]]
+    reasons = []
+    if names := [name for name in differing if name != "text"]:
+        had, has = (" ".join(f"{n}={words[n]}" for n in names) for words in (then, now))
+        reasons.append(
+            f"the checkpoint in {saved.folder} has {had}, this run {has}; a run goes on with the "
+            "same processes, degrees, order, seed and dtype: leave them out"
+        )
+    if "text" in differing:
+        reasons.append(
+            f"the checkpoint in {saved.folder} was trained on another Python's library text; "
+            "go on with the Python that wrote it"
+        )
+    if reasons:
+        raise OptionsError("\n".join(reasons))
+
+
+def _in_words(identity: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields as a command line would give them, those of ``dims`` among them."""
+    flat = {**identity, **identity.get("dims", {})}
+    flat.pop("dims", None)
+    return {
+        name: ",".join(value) if isinstance(value, list | tuple) else str(value)
+        for name, value in flat.items()
+    }
 
 
 def _either(given: Any, saved: _SavedRun | None, name: str, default: Any) -> Any:

@@ -22,7 +22,7 @@ from .launch import RENDEZVOUS, note_failure
 from .loop import Trainer, largest_of_ranks
 from .memory import peak_memory
 from .model import build_model
-from .options import Options, default_out
+from .options import CHECKPOINT, Options, default_out
 from .parallelize import parallelize
 from .report import Report
 from .text import read_text
@@ -66,7 +66,7 @@ def _train_alone(options: Options, device: torch.device) -> Report:
     trainer = _reference(options, device)
     if options.resume is not None:
         load(trainer, options.resume)
-    report = Report(options)
+    report = Report(options, trainer.step)
     _train(trainer, options, report, None)
     report.totals(peak_memory(device), {})
     return report
@@ -91,7 +91,7 @@ def _train_together(options: Options, device: torch.device) -> Report | None:
     trainer = Trainer(model, options.train, mesh=mesh, device=device, collectives=collectives)
     if options.resume is not None:
         load(trainer, options.resume)
-    report = Report(options) if dist.get_rank() == 0 else None
+    report = Report(options, trainer.step) if dist.get_rank() == 0 else None
     _train(trainer, options, report, collectives)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
@@ -122,7 +122,7 @@ def _train(
         if report is not None:
             report.step(result, peak_memory(trainer.device), _difference(after, before))
         before = after
-    save(trainer, options.out / "checkpoint", options.identity)
+    save(trainer, options.out / CHECKPOINT, options.identity)
 
 
 def _follow_reference(options: Options, report: Report) -> None:

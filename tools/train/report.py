@@ -13,7 +13,7 @@ from rich.table import Table
 from hp_dtensor import Traffic
 
 from .loop import StepResult
-from .options import Options, name_degrees
+from .options import CHECKPOINT, LOG_FILE, Options, counted, name_degrees
 
 
 class Report:
@@ -21,10 +21,10 @@ class Report:
 
     ``options.out`` gets ``log.jsonl`` while the run goes on (a run that goes on in its own folder
     adds to it), the rest at `finish`. Bytes and calls are this rank's: the payload that it received
-    through the packages' collectives.
+    through the packages' collectives. ``done`` steps were made before this run.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, done: int = 0) -> None:
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
         self._records: list[dict[str, Any]] = []
@@ -32,10 +32,11 @@ class Report:
         self._peak_memory = 0
         self._traffic: Mapping[str, Traffic] = {}
         options.out.mkdir(parents=True, exist_ok=True)
-        goes_on_there = options.resume == options.out / "checkpoint"
-        self._log = (options.out / "log.jsonl").open("a" if goes_on_there else "w")
+        self._log = (options.out / LOG_FILE).open("a" if options.goes_on_in_place else "w")
         self._print(
-            f"training {options.steps} steps of {self._tokens:,} bytes in {options.dtype} on "
+            (f"going on from step {done} of {options.resume}: " if options.resume else "")
+            + f"training {counted(options.steps - done, 'step')} of {self._tokens:,} bytes "
+            f"in {options.dtype} on "
             f"{options.world_size} {options.device} "
             f"{'process' if options.world_size == 1 else 'processes'}: {options.dims.summary()}"
         )
@@ -91,7 +92,7 @@ class Report:
             "world_size": options.world_size,
             "torch": torch.__version__,
             "bytes_by_axis": _plain(self._traffic),
-            "checkpoint": str(out / "checkpoint"),
+            "checkpoint": str(out / CHECKPOINT),
         }
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         self._show(summary)
@@ -107,7 +108,10 @@ class Report:
             ("peak memory", f"{_size(self._peak_memory)} (largest rank)"),
         ]
         rows += [
-            (f"moved over {axis}", f"{_size(t.bytes)} in {t.calls:,} calls (rank 0 received)")
+            (
+                f"moved over {axis}",
+                f"{_size(t.bytes)} in {counted(t.calls, 'call')} (rank 0 received)",
+            )
             for axis, t in sorted(self._traffic.items())
         ]
         if self._options.dims.tp > 1:

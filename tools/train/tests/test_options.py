@@ -1,6 +1,7 @@
 """The command line: defaults, and what is refused before anything starts."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hp_mesh import ParallelDimsError
-from train.options import RUN_FILE, Options, OptionsError, parse
+from train.config import SEED_STRIDE, SEEDS
+from train.options import CHECKPOINT, LOG_FILE, RUN_FILE, Options, OptionsError, parse
 
 
 def _degrees(options: Options) -> dict[str, int]:
@@ -82,6 +84,7 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
         ("--procs 0", "procs=0"),
         ("--steps 0", "use 1 or more"),
         ("--reference --procs 2", "--reference is one process"),
+        ("--reference --tp 2", "tp=2 with --reference, which is one process .*; use 1"),
         ("--resume nowhere", "no checkpoint in nowhere"),
     ],
 )
@@ -103,8 +106,80 @@ def test_a_checkpoint_brings_its_own_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["--cp 2", "--procs 4", "--seed 8", "--dtype float32"])
 def test_a_checkpoint_goes_on_as_it_was_only(tmp_path: Path, words: str) -> None:
     _checkpoint(tmp_path, parse(["--tp", "2", "--procs", "2", "--seed", "7"]))
-    with pytest.raises(OptionsError, match="same processes, degrees, seed and dtype"):
+    with pytest.raises(OptionsError, match="same processes, degrees, order, seed and dtype"):
         parse(["--resume", str(tmp_path), *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("words", "had", "has"),
+    [
+        (
+            "--order cp,tp,pp,dp_replicate,dp_shard",
+            "order=pp,dp_replicate,dp_shard,ep,cp,tp",
+            "order=cp,tp,pp,dp_replicate,dp_shard",
+        ),
+        ("--seed 8 --dtype float32", "seed=7 dtype=float64", "seed=8 dtype=float32"),
+        ("--cp 2 --seed 8", "cp=1 tp=2 seed=7", "cp=2 tp=1 seed=8"),
+        ("--procs 4 --tp 4 --seed 8", "tp=2 world_size=2 seed=7", "tp=4 world_size=4 seed=8"),
+    ],
+)
+def test_all_that_differs_from_the_checkpoint_is_named(
+    tmp_path: Path, words: str, had: str, has: str
+) -> None:
+    _checkpoint(tmp_path, parse(["--tp", "2", "--procs", "2", "--seed", "7"]))
+    with pytest.raises(OptionsError) as raised:
+        parse(["--resume", str(tmp_path), *words.split()])
+    named = str(raised.value).partition(";")[0].partition(" has ")[2]
+    ours, _, theirs = named.partition(", this run ")
+    assert (set(ours.split()), set(theirs.split())) == (set(had.split()), set(has.split()))
+
+
+@pytest.mark.parametrize("content", ["", '{"world_size": 2, "dims"', "[]", '{"step": 5}'])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / RUN_FILE).write_text(content)
+    with pytest.raises(OptionsError, match=f"{tmp_path / RUN_FILE} .*; the checkpoint is damaged"):
+        parse(["--resume", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["world_size", "dims", "seed", "dtype", "text", "step", "samples"])
+def test_a_field_that_a_checkpoint_lacks_is_named(tmp_path: Path, name: str) -> None:
+    _checkpoint(tmp_path, parse([]))
+    path = tmp_path / CHECKPOINT / RUN_FILE
+    kept = {key: value for key, value in json.loads(path.read_text()).items() if key != name}
+    path.write_text(json.dumps(kept))
+    with pytest.raises(OptionsError, match=f"lacks a valid {name}"):
+        parse(["--resume", str(tmp_path)])
+
+
+@pytest.mark.parametrize("held", [LOG_FILE, CHECKPOINT])
+def test_a_folder_that_holds_a_run_takes_no_other(tmp_path: Path, held: str) -> None:
+    _checkpoint(tmp_path, parse([]))
+    other = tmp_path / "other"
+    (other / held).mkdir(parents=True)
+    for words in ([], ["--resume", str(tmp_path)]):
+        with pytest.raises(OptionsError, match=f"out={other} holds a run already; give another"):
+            parse(["--out", str(other), *words])
+
+
+def test_a_run_goes_on_in_its_own_folder_however_it_is_named(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    (tmp_path / LOG_FILE).touch()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    for out in (str(tmp_path), os.path.relpath(tmp_path), str(link)):
+        assert parse(["--resume", str(tmp_path), "--out", out]).goes_on_in_place
+    assert not parse(["--resume", str(tmp_path)]).goes_on_in_place
+    assert not parse([]).goes_on_in_place
+
+
+def test_every_legal_seed_orders_a_pass_within_64_bits() -> None:
+    for seed in (SEEDS[0], SEEDS[-1]):
+        assert parse(["--seed", str(seed)]).train.seed == seed
+        for index in (0, SEED_STRIDE - 1):
+            assert -(2**63) <= seed * SEED_STRIDE + index < 2**63
+    for seed in (SEEDS[0] - 1, SEEDS[-1] + 1, 2**64):
+        with pytest.raises(OptionsError, match=f"seed={seed} .*; use {SEEDS[0]} to {SEEDS[-1]}"):
+            parse(["--seed", str(seed)])
 
 
 def test_a_finished_run_has_no_steps_left(tmp_path: Path) -> None:

@@ -24,7 +24,10 @@ SUMMARY = {
 }
 
 
-def _train(out: Path, *words: str) -> tuple[dict[str, Any], list[tuple[int, float, float]]]:
+Losses = list[tuple[int, float, float]]
+
+
+def _train(out: Path, *words: str) -> tuple[dict[str, Any], Losses, str]:
     done = subprocess.run(
         [sys.executable, PROGRAM, "--out", str(out), *words], capture_output=True, text=True
     )
@@ -32,14 +35,16 @@ def _train(out: Path, *words: str) -> tuple[dict[str, Any], list[tuple[int, floa
     assert done.stderr == ""
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
-    return summary, [(r["step"], r["loss"], r["grad_norm"]) for r in records]
+    return summary, [(r["step"], r["loss"], r["grad_norm"]) for r in records], done.stdout
 
 
 @pytest.mark.timeout(400)
 def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) -> None:
-    whole, expected = _train(tmp_path / "whole", "--cp", "2", "--ep", "2", *_two(3))
-    _, first = _train(tmp_path / "part", "--cp", "2", "--ep", "2", *_two(2))
-    resumed, rest = _train(tmp_path / "rest", "--resume", str(tmp_path / "part"), "--steps", "3")
+    whole, expected, _ = _train(tmp_path / "whole", "--cp", "2", "--ep", "2", *_two(3))
+    _, first, _ = _train(tmp_path / "part", "--cp", "2", "--ep", "2", *_two(2))
+    part = tmp_path / "part"
+    resumed, rest, shown = _train(tmp_path / "rest", "--resume", str(part), "--steps", "3")
+    assert f"going on from step 2 of {part / 'checkpoint'}: training 1 step of 2,048" in shown
     assert [step for step, _, _ in rest] == [3]
     assert first + rest == expected
     for summary in (whole, resumed):
@@ -52,7 +57,7 @@ def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) 
 
 @pytest.mark.timeout(200)
 def test_the_reference_is_one_process_without_traffic(tmp_path: Path) -> None:
-    summary, losses = _train(tmp_path, "--reference", "--steps", "1")
+    summary, losses, _ = _train(tmp_path, "--reference", "--steps", "1")
     assert summary["bytes_by_axis"] == {}
     assert summary["reference_max_rel_diff"] is None
     assert [step for step, _, _ in losses] == [1]

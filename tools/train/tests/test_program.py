@@ -1,0 +1,61 @@
+"""The program: what ends it before a rank starts."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.options import counted
+from train.program import main
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one line of a run that must end with status 2 and start nothing."""
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    (tmp_path / "file").touch()
+    line = _refusal(capsys, "--out", str(tmp_path / out))
+    assert line.startswith(f"train: error: out={tmp_path / out} is no folder that can be written: ")
+
+
+def test_a_folder_that_takes_no_files_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "out=/proc/x is no folder" in _refusal(capsys, "--out", "/proc/x")
+    assert "out=/proc is no folder" in _refusal(capsys, "--out", "/proc")
+
+
+@pytest.mark.parametrize(
+    ("found", "words", "text"),
+    [
+        (0, "--procs 1", "procs=1: .* has 0 GPUs; use --device cpu"),
+        (0, "--reference", "procs=1: .* has 0 GPUs; use --device cpu"),
+        (1, "--procs 2", "procs=2: .* has 1 GPU; use --procs 1 or --device cpu"),
+        (2, "", "procs=4: .* has 2 GPUs; use --procs 2 or fewer, or --device cpu"),
+    ],
+)
+def test_too_few_gpus_are_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    found: int,
+    words: str,
+    text: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    out = tmp_path / "out"
+    line = _refusal(capsys, "--device", "cuda", "--out", str(out), *words.split())
+    assert re.search(text, line)
+    assert not out.exists()
+
+
+def test_one_thing_is_not_in_the_plural() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
