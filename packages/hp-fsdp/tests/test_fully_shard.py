@@ -1,6 +1,7 @@
 """What is refused, and the class that is mixed in."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from rank_pool import RankPool
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hp_fsdp import (
     FSDPModule,
@@ -42,6 +43,20 @@ def tied_across() -> nn.Module:
     pair[1].weight = pair[0].weight
     fully_shard(pair[0], mesh_of((1, 2), ("a", "b"))["b"])
     return pair
+
+
+def tied_sibling() -> nn.Module:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    fully_shard(first, mesh_of((1, 2), ("a", "b"))["b"])
+    vars(second)["sibling"] = first  # alive, and not below the other
+    return second
+
+
+def sibling_gone() -> nn.Module:
+    second = tied_sibling()
+    del vars(second)["sibling"]
+    return second
 
 
 def twice() -> nn.Module:
@@ -81,6 +96,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingE
     "meta": (lambda: nn.Linear(2, 2, device="meta"), ParameterError, "weight is on the meta"),
     "transposed": (transposed, ParameterError, "only contiguous parameters"),
     "tied": (tied_across, ParameterError, "1.weight is the same parameter as weight"),
+    "tied sibling": (tied_sibling, ParameterError, "weight is the same parameter as weight"),
     "list": (lambda: nn.ModuleList([nn.Linear(2, 2)]), ModuleError, "ModuleList has no forward"),
     "overlap": (overlapping, MeshError, "bias is a DTensor on a mesh with axes ['b']"),
     "duplicate": (doubled, ModuleError, "twice in the list"),
@@ -106,6 +122,17 @@ def refused(rank: int, case: str) -> tuple[str, str, bool]:
     except ShardingError as error:
         return type(error).__name__, str(error), facts(module) == before
     return "", "", False
+
+
+def shard_what_is_left(rank: int) -> bool:
+    module = sibling_gone()
+    gc.collect()
+    fully_shard(module, mesh_of((1, 2), ("a", "b"))["b"])
+    return isinstance(module.weight, DTensor)
+
+
+def test_a_parameter_is_free_again_once_the_unit_that_took_it_is_gone(ranks: Ranks) -> None:
+    assert ranks(2).run(shard_what_is_left) == [True, True]
 
 
 @pytest.mark.parametrize("case", list(CASES))

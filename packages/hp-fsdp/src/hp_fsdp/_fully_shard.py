@@ -14,7 +14,7 @@ from hp_dtensor import Axis, Collectives, TorchCollectives
 from ._errors import MeshError, ModuleError, ParameterError, shown
 from ._gradients import DataAxes
 from ._group import ParameterGroup
-from ._parameters import Owner, ShardedParameter
+from ._parameters import Owner, ShardedParameter, sharded_from
 from ._schedule import Schedule
 from ._surface import FSDPModule, sharded_class
 from ._taken import is_taken, note_taken
@@ -101,6 +101,8 @@ def fully_shard(
     ]
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
+        for parameter in group.parameters:
+            parameter.note_original()
         group.install_sharded()
     note_taken(modules)
     _move_buffers(modules, device)
@@ -176,20 +178,15 @@ def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> Non
 
 def _free_parameters(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[ShardedParameter]:
     """Return the parameters of ``modules`` that no unit has yet, each once with all its places."""
-    taken: dict[int, str] = {}
+    taken: set[int] = set()
     places: set[tuple[int, str]] = set()  # what is registered there may have been replaced
-    originals: dict[int, str] = {}
     for root in modules:
         for inner in root.modules():
             unit = unit_of(inner)
             for group in unit.groups if unit is not None else ():
                 for parameter in group.parameters:
-                    taken[id(parameter.sharded)] = parameter.name
-                    taken[id(parameter.unsharded)] = parameter.name
+                    taken |= {id(parameter.sharded), id(parameter.unsharded)}
                     places.update((id(owner.registry), owner.name) for owner in parameter.owners)
-                    alive = parameter.original()
-                    if alive is not None:
-                        originals[id(alive)] = parameter.name
     owners: dict[int, list[Owner]] = {}
     found: dict[int, tuple[nn.Parameter, str]] = {}
     visited: set[nn.Module] = set()
@@ -208,9 +205,9 @@ def _free_parameters(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[Sha
                         f"{full_name} of {type(root).__name__} is sharded already, by a call on a "
                         "module above it; shard blocks first, the root last"
                     )
-                if id(candidate) in originals:
+                if (sharded := sharded_from(candidate)) is not None:
                     raise ParameterError(
-                        f"{full_name} is the same parameter as {originals[id(candidate)]} of a "
+                        f"{full_name} is the same parameter as {sharded.name} of a "
                         "unit sharded before; give both modules to fully_shard as one list"
                     )
                 owners.setdefault(id(candidate), []).append(Owner(parameters_of(inner), name))

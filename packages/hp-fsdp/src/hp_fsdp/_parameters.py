@@ -15,6 +15,8 @@ from hp_dtensor import Collectives, concatenate_meshes, redistribute
 from ._errors import MeshError
 from ._torch import like, local_of, set_local, strided_shard
 
+SHARDED_ATTRIBUTE = "_fully_shard_became"
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -51,6 +53,12 @@ class ShardedParameter:
         self.stride = original.stride()
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
+
+    def note_original(self) -> None:
+        """Note on the original that it was sharded: modules outside the unit may still have it."""
+        original = self.original()
+        if original is not None:
+            vars(original)[SHARDED_ATTRIBUTE] = weakref.ref(self)
 
     @torch.no_grad()
     def build_sharded(self, local: Tensor) -> None:
@@ -159,6 +167,12 @@ class ShardedParameter:
             self.sharded.grad = like(cast(DTensor, self.sharded), local)
         else:
             local_of(cast(DTensor, present)).add_(local)
+
+
+def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
+    """Return what ``candidate`` became when a unit that still lives was made of it."""
+    noted = vars(candidate).get(SHARDED_ATTRIBUTE)
+    return None if noted is None else cast("ShardedParameter | None", noted())
 
 
 def joint_layout(
