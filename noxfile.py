@@ -53,6 +53,12 @@ def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) 
     session.install("-c", "constraints.txt", *(f"-epackages/{n}" for n in names), *extras)
 
 
+def test_requirements(package: str) -> tuple[str, ...]:
+    """Return what a package's tests need beyond the tools of all tests."""
+    path = Path("packages", package, "tests", "requirements.txt")
+    return ("-r", str(path)) if (ROOT / path).exists() else ()
+
+
 def import_name(package: str) -> str:
     """Return the name under which ``package`` is imported."""
     return package.replace("-", "_")
@@ -62,7 +68,7 @@ def import_name(package: str) -> str:
 @each_package
 def tests(session: nox.Session, package: str) -> None:
     """Run one package's tests: properties, simulated worlds, gloo ranks."""
-    install(session, package, extras=TEST_TOOLS)
+    install(session, package, extras=(*TEST_TOOLS, *test_requirements(package)))
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
 
 
@@ -77,7 +83,7 @@ def types(session: nox.Session, package: str) -> None:
         session.run("mypy", "tools/train")
         session.run("mypy", "tests-integration", env={"MYPYPATH": "tools"})
         return
-    install(session, package, extras=(*TEST_TOOLS, "mypy"))
+    install(session, package, extras=(*TEST_TOOLS, *test_requirements(package), "mypy"))
     session.run("mypy", "-p", import_name(package))
     session.run("mypy", f"packages/{package}/tests")
 
@@ -121,7 +127,7 @@ def wheel(session: nox.Session, package: str) -> None:
 @each_package
 def vendor(session: nox.Session, package: str) -> None:
     """Copy one package into a foreign one and run its own tests there."""
-    session.install("-c", "constraints.txt", "torch", *TEST_TOOLS)
+    session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *test_requirements(package))
     root = Path(session.create_tmp()).resolve()
     shutil.rmtree(root, ignore_errors=True)
     target, tests = root / "host" / "_vendor", root / "host_tests"

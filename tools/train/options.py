@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hp_mesh import ParallelDims
+from hp_mesh import ParallelDims, ParallelDimsError
 
 from .config import SEEDS, ModelConfig, TrainConfig
 from .text import digest, read_text
@@ -20,6 +20,7 @@ DEFAULT_DEGREES = {"dp_shard": 2, "cp": 2, "ep": 4}
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
 ABSENT = {"pp": "pipeline parallelism", "etp": "tensor parallelism inside experts"}
 DTYPES = ("float64", "float32")
+EQUAL_SHARES = ("sequence", "sequence-balance", "heads-ulysses", "kv-heads-ulysses")
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
 
 
@@ -76,7 +77,11 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         _check_same({"world_size": processes, **asked}, saved)
     model, train = ModelConfig(), TrainConfig(seed=_seed(given.seed, saved))
     dims = _dims(given, processes, saved)
-    dims.validate(model, train.seq_len, train.batch_size, causal_balance=True)
+    report = dims.check(model, train.seq_len, train.batch_size, causal_balance=True)
+    # Unequal shares of a sequence or of heads are advice, but this model takes equal ones alone.
+    refused = [found for found in report if found.level == "error" or found.rule in EQUAL_SHARES]
+    if refused:
+        raise ParallelDimsError(refused)
     options = Options(
         steps=_steps(given.steps, saved),
         world_size=processes,

@@ -14,22 +14,31 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
+def axes_of(degrees: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names whose degrees multiply to the world."""
+    return (*BASE, "ep") if degrees.get("ep_mode") == "peer" else BASE
+
+
 @st.composite
 def fields(draw: st.DrawFn, *, max_world: int = 256) -> dict[str, Any]:
     """Give legal degrees of a world of at most ``max_world`` ranks, without the world's size."""
-    degrees: dict[str, Any] = dict.fromkeys(BASE, 1)
-    for name in draw(st.permutations(BASE)):
-        room = max_world // prod(degrees.values())
+    degrees: dict[str, Any] = {"ep_mode": draw(st.sampled_from(["folded", "peer"]))}
+    axes = axes_of(degrees)
+    degrees |= dict.fromkeys(axes, 1)
+    for name in draw(st.permutations(axes)):
+        room = max_world // prod(degrees[axis] for axis in axes)
         degrees[name] = draw(st.integers(1, min(room, 6)))
     etp = draw(st.sampled_from(sorted({1, degrees["tp"]})))
     block = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
-    ep = draw(st.sampled_from(divisors(block // etp)))
+    if degrees["ep_mode"] == "folded":
+        degrees["ep"] = draw(st.sampled_from(divisors(block // etp)))
     ulysses = draw(st.none() | st.sampled_from(divisors(degrees["cp"])))
-    return {**degrees, "ep": ep, "etp": etp, "ulysses_degree": ulysses}
+    folds = draw(st.booleans())
+    return {**degrees, "etp": etp, "ulysses_degree": ulysses, "fsdp_folds_cp": folds}
 
 
 def world_of(degrees: dict[str, Any]) -> int:
-    return prod(int(degrees[name]) for name in BASE)
+    return prod(int(degrees[name]) for name in axes_of(degrees))
 
 
 orders = st.permutations(DEFAULT_ORDER).map(tuple)

@@ -89,6 +89,60 @@ def test_fsdp_over_tensor_parallel_trains_and_checkpoints_like_one_process(
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
 
 
+class Attended(nn.Module):
+    """Each position with the mean of all before it, which a part of a sequence cannot see alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(8, 6).double()
+        self.outer = nn.Linear(6, 4).double()
+
+    def forward(self, inputs: Tensor, start: int, stop: int) -> Tensor:
+        """Return ``[samples, stop - start, 4]`` for the positions from ``start`` to ``stop``."""
+        hidden = self.inner(inputs).tanh()
+        counts = torch.arange(1, hidden.size(1) + 1, dtype=hidden.dtype)[:, None]
+        output: Tensor = self.outer((hidden.cumsum(1) / counts)[:, start:stop])
+        return output
+
+
+def sequences() -> Tensor:
+    return torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def train_on_parts_of_sequences(rank: int, dims: ParallelDims) -> list[Tensor]:
+    mesh = cached(("compose", dims), dims.build_mesh)
+    model = Attended()
+    fully_shard(model, mesh=mesh["replicate", "fsdp"])
+    batch, cp = mesh["batch"], mesh["cp"]
+    size = 6 // cp.size()
+    mine = sequences().chunk(batch.size())[batch.get_local_rank()]
+    start = cp.get_local_rank() * size
+    model(mine, start, start + size).square().mean().backward()
+    return [full(parameter.grad) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(cp=2, fsdp_folds_cp=False),
+        ParallelDims(cp=2, dp_replicate=2, fsdp_folds_cp=False),
+        ParallelDims(cp=2, ep=2, ep_mode="peer", fsdp_folds_cp=False),
+        ParallelDims(cp=2, ep=2, ep_mode="peer"),
+        ParallelDims(cp=2),
+    ],
+    ids=ParallelDims.summary,
+)
+def test_gradients_of_ranks_that_saw_parts_of_sequences_are_reduced_folded_or_not(
+    ranks: Pool, dims: ParallelDims
+) -> None:
+    reference = Attended()
+    reference(sequences(), 0, 6).square().mean().backward()
+    for gradients in ranks(4).run(train_on_parts_of_sequences, dims, timeout=PATIENCE):
+        for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
 class Experts(nn.Module):
     """All of a rank's samples through each of the experts that live on it."""
 
@@ -125,6 +179,8 @@ def train_experts(rank: int, dims: ParallelDims) -> Tensor:
         ParallelDims(ep=2, dp_replicate=2, dp_shard=2),
         ParallelDims(ep=2, tp=2, dp_shard=2, order=OUTER_TP),
         ParallelDims(ep=4, dp_shard=4),
+        ParallelDims(ep=2, dp_shard=2, ep_mode="peer"),
+        ParallelDims(ep=2, dp_replicate=2, dp_shard=1, ep_mode="peer", order=OUTER_TP),
     ],
     ids=lambda dims: f"{dims.summary()} {dims.order[0]} first",
 )
@@ -153,16 +209,17 @@ def test_fsdp_concatenates_its_mesh_with_tp_or_ep_in_every_order(dims: ParallelD
     rank = layout.world_size - 1
     with fake_world(layout.world_size, rank):
         mesh = dims.build_mesh()
-        for data, model in (("fsdp", "tp"), ("efsdp", "ep")):
+        outer = "dp_replicate" if dims.fsdp_folds_cp else "replicate"
+        for replicas, data, model in ((outer, "fsdp", "tp"), ("dp_replicate", "efsdp", "ep")):
             layer = nn.Linear(4, 12 * layout.size(model), bias=False)
             weight = DTensor.from_local(
                 torch.zeros(12, 4), mesh[model], [Shard(0)], run_check=False
             )
             layer.weight = nn.Parameter(weight)
-            fully_shard(layer, mesh=mesh["dp_replicate", data])
+            fully_shard(layer, mesh=mesh[replicas, data])
             assert isinstance(layer.weight, DTensor)
             joint = layer.weight.device_mesh
-            assert joint.mesh_dim_names == ("dp_replicate", data, model)
+            assert joint.mesh_dim_names == (replicas, data, model)
             assert joint.get_coordinate() == tuple(
-                layout.coordinate(name, rank) for name in ("dp_replicate", data, model)
+                layout.coordinate(name, rank) for name in (replicas, data, model)
             )

@@ -1,13 +1,18 @@
 """Degrees from mappings, objects and command lines, and back."""
 
 import json
+import sys
 from argparse import ArgumentParser
 from dataclasses import make_dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
 
@@ -29,6 +34,7 @@ def test_unresolved_degrees_round_trip_too(dims: ParallelDims) -> None:
 @settings(deadline=None, max_examples=100)
 def test_command_lines_round_trip(degrees: dict[str, Any], order: tuple[str, ...]) -> None:
     words = [f"--order={','.join(order)}"]
+    degrees = {**degrees, "fsdp_folds_cp": str(degrees["fsdp_folds_cp"]).lower()}
     for name, degree in degrees.items():
         if degree is not None:
             words += [f"--{name.replace('_', '-')}", str(degree)]
@@ -68,6 +74,62 @@ def test_mappings_objects_and_dataclasses_give_the_same_degrees(
     expected = ParallelDims(**degrees, order=order, world_size=world)
     for config in (content, SimpleNamespace(**content), record):
         assert ParallelDims.from_config(config, world) == expected
+
+
+@given(dims(), st.sampled_from([None, "mesh", "run.mesh"]))
+@settings(deadline=None, max_examples=60)
+def test_toml_and_yaml_files_round_trip_from_any_table(
+    dims: ParallelDims, table: str | None
+) -> None:
+    fields = {name: value for name, value in dims.to_dict().items() if value is not None}
+    # What TOML writes on one line each, and YAML as a flow mapping, JSON writes alike.
+    lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+    nested: dict[str, Any] = fields
+    for name in reversed(table.split(".") if table else []):
+        nested = {name: nested}
+    with TemporaryDirectory() as folder:
+        toml, document = Path(folder, "a.toml"), Path(folder, "a.yaml")
+        toml.write_text("\n".join([f"[{table}]" if table else "", *lines]))
+        document.write_text(yaml.safe_dump(nested))
+        assert ParallelDims.from_toml(toml, table) == dims
+        assert ParallelDims.from_yaml(str(document), table) == dims
+
+
+def test_a_file_whose_table_or_keys_are_others_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("tp = 2\nsteps = 4\n[run]\ntp = 2\n")
+    with pytest.raises(ParallelDimsError, match=r"'steps' is not a field.*\n'run' is not a field"):
+        ParallelDims.from_toml(file)
+    with pytest.raises(ParallelDimsError, match=r"run.toml has no 'mesh'; use tp, steps or run"):
+        ParallelDims.from_toml(file, "mesh")
+    with pytest.raises(ParallelDimsError, match=r"run.toml:run has no 'mesh'; use tp"):
+        ParallelDims.from_toml(file, "run.mesh")
+    with pytest.raises(ParallelDimsError, match=r"run.toml:tp holds int and not named fields"):
+        ParallelDims.from_toml(file, "tp")
+    assert ParallelDims.from_toml(file, "run") == ParallelDims(tp=2)
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    assert ParallelDims.from_yaml(empty) == ParallelDims()
+
+
+def test_without_pyyaml_yaml_files_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match="pip install pyyaml"):
+        ParallelDims.from_yaml(tmp_path / "any.yaml")
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, "0"])
+def test_a_switch_is_true_or_false_and_nothing_else(value: Any) -> None:
+    with pytest.raises(ParallelDimsError, match=r"fsdp_folds_cp=.* is neither true nor false"):
+        ParallelDims(fsdp_folds_cp=value)
+    assert not ParallelDims(fsdp_folds_cp="False").fsdp_folds_cp  # type: ignore[arg-type]
+
+
+def test_a_mode_that_is_none_names_those_there_are() -> None:
+    with pytest.raises(ParallelDimsError, match=r"ep_mode='flat' is no way .* use folded or peer"):
+        ParallelDims(ep_mode="flat")  # type: ignore[arg-type]
 
 
 def test_absent_and_none_mean_default_but_etp_follows_tp() -> None:

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
 
-from .strategies import BASE, fields, world_of
+from .strategies import BASE, axes_of, fields, world_of
 
 
-@given(fields(), st.sampled_from(BASE))
+@given(fields(), st.data())
 @settings(deadline=None, max_examples=200)
 def test_the_one_degree_that_is_minus_one_follows_from_the_world(
-    degrees: dict[str, Any], missing: str
+    degrees: dict[str, Any], data: st.DataObject
 ) -> None:
     world = world_of(degrees)
+    missing = data.draw(st.sampled_from(axes_of(degrees)))
     if missing == "tp":
         degrees["etp"] = 1
-        degrees["ep"] = 1
     full = ParallelDims(**degrees, world_size=world)
     assert ParallelDims(**{**degrees, missing: -1}).resolve(world) == full
     assert ParallelDims(**{**degrees, missing: -1}, world_size=world) == full
@@ -175,3 +175,30 @@ def test_an_order_in_one_string_is_split_at_its_commas() -> None:
 
 def test_expert_parallel_needs_no_place_in_the_order() -> None:
     assert ParallelDims(order=BASE, world_size=2).layout().size("ep") == 1
+
+
+def test_peer_experts_are_a_factor_of_the_world_that_can_be_inferred() -> None:
+    assert ParallelDims(ep=4, ep_mode="peer", world_size=8).dp_shard == 2
+    assert ParallelDims(ep=-1, tp=2, ep_mode="peer", world_size=8).ep == 4
+    with pytest.raises(ParallelDimsError, match="ep=3 does not divide world_size=8; use 1, 2, 4 "):
+        ParallelDims(ep=3, ep_mode="peer", world_size=8)
+    with pytest.raises(ParallelDimsError, match="ep=-1 is not a degree"):
+        ParallelDims(ep=-1)
+    with pytest.raises(ParallelDimsError, match="etp=-1 is not a degree"):
+        ParallelDims(etp=-1, ep_mode="peer")
+
+
+def test_an_order_of_peer_experts_has_to_place_them() -> None:
+    order = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert ParallelDims(order=order).order == order
+    with pytest.raises(ParallelDimsError, match="'ep', 'cp', 'tp'.; give each of them once"):
+        ParallelDims(order=order, ep_mode="peer")
+
+
+def test_a_summary_has_every_degree_and_what_is_not_as_by_default() -> None:
+    dims = ParallelDims(cp=2, ep=2, ulysses_degree=2, ep_mode="peer", fsdp_folds_cp=False)
+    assert dims.resolve(8).summary() == (
+        "pp=1 dp_replicate=1 dp_shard=2 cp=2 tp=1 ep=2 etp=1 ulysses=2 world=8 "
+        "ep_mode=peer fsdp_folds_cp=False"
+    )
+    assert ParallelDims(tp=2).summary() == ("pp=1 dp_replicate=1 dp_shard=-1 cp=1 tp=2 ep=1 etp=1")

@@ -37,8 +37,8 @@ def test_axes_share_a_group_exactly_when_they_share_its_ranks(dims: ParallelDims
         assert [own.axes for own in owned] == [own.axes for own in _groups.own_groups(layout, 0)]
         sets = [own.ranks or tuple(range(layout.world_size)) for own in owned]
         assert len(set(sets)) == len(sets)
-        axes = [axis for own in owned for axis in own.axes]
-        assert sorted([*axes, "batch"]) == sorted(layout.names)
+        axes = {axis for own in owned for axis in own.axes}
+        assert axes == {layout.find(name)[1][0] for name in layout.names}
         for own, ranks in zip(owned, sets, strict=True):
             assert {layout.group(axis, rank) for axis in own.axes} == {ranks}
 
@@ -83,7 +83,7 @@ def test_groups_are_described_by_their_axes(calls: list[dict[str, Any]]) -> None
         ParallelDims(tp=2, cp=2, ep=2).build_mesh()
     assert {tuple(c["ranks"]): c["group_desc"] for c in calls} == {
         (5,): "pp,dp_replicate,etp",
-        (1, 3, 5, 7): "fsdp,loss,efsdp",
+        (1, 3, 5, 7): "fsdp,efsdp,loss,ep_replicate",
         (4, 5): "tp,ep",
         (1, 5): "dp_shard,dp",
         (5, 7): "cp",

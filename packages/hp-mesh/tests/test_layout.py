@@ -4,29 +4,34 @@ from collections.abc import Callable
 from itertools import product
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from hp_mesh import LayoutError, ParallelDims, RankLayout
+from hp_mesh import DEFAULT_ORDER, LayoutError, ParallelDims, RankLayout
 
 from .strategies import dims
 
-FOLDS = {
-    "fsdp": ("dp_shard", "cp"),
-    "dp": ("dp_replicate", "dp_shard"),
-    "batch": ("dp_replicate", "dp_shard"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
-}
+
+def folds_of(dims: ParallelDims) -> dict[str, tuple[str, ...]]:
+    """Return the base axes that each folded name stands for."""
+    shard = ("dp_shard", "ep") if dims.ep_mode == "peer" else ("dp_shard",)
+    dp = ("dp_replicate", *shard)
+    folds = {"dp": dp, "batch": dp, "dp_ep": dp, "loss": (*dp, "cp"), "dp_cp": (*dp, "cp")}
+    if dims.fsdp_folds_cp:
+        return folds | {"fsdp": (*shard, "cp"), "replicate": ("dp_replicate",)}
+    return folds | {"fsdp": shard, "replicate": ("dp_replicate", "cp")}
 
 
 @given(dims(max_world=96))
 @settings(deadline=None, max_examples=60)
 def test_the_last_axis_of_the_order_varies_fastest(dims: ParallelDims) -> None:
     layout = dims.layout()
-    base = [name for name in dims.order if name != "ep"]
+    base = [name for name in dims.order if name != "ep" or dims.ep_mode == "peer"]
     expected = product(*(range(layout.size(name)) for name in base))
     for rank, coordinates in enumerate(expected):
         assert layout.coordinates(rank) == dict(zip(base, coordinates, strict=True))
+    assert layout.world_size == prod(layout.size(name) for name in base)
 
 
 @given(dims(max_world=96))
@@ -67,7 +72,7 @@ def test_the_groups_of_every_name_partition_the_world(dims: ParallelDims) -> Non
 def test_a_fold_has_the_ranks_that_its_parts_reach(dims: ParallelDims) -> None:
     layout = dims.layout()
     where = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    for name, parts in FOLDS.items():
+    for name, parts in folds_of(dims).items():
         assert layout.size(name) == prod(layout.size(part) for part in parts)
         for rank in range(0, layout.world_size, 3):
             fixed = {axis: c for axis, c in where[rank].items() if axis not in parts}
@@ -76,7 +81,7 @@ def test_a_fold_has_the_ranks_that_its_parts_reach(dims: ParallelDims) -> None:
 
 
 @given(dims(max_world=96))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 def test_expert_groups_cut_the_dense_block_and_stay_inside_a_stage_and_a_replica(
     dims: ParallelDims,
 ) -> None:
@@ -92,10 +97,37 @@ def test_expert_groups_cut_the_dense_block_and_stay_inside_a_stage_and_a_replica
             for peer in layout.group("ep", expert)
             for other in layout.group("etp", peer)
         }
-        dense = {o for r in layout.group("fsdp", rank) for o in layout.group("tp", r)}
-        assert block == dense
+        fixed = {axis: where[rank][axis] for axis in ("pp", "dp_replicate")}
+        assert block == {r for r, other in enumerate(where) if fixed.items() <= other.items()}
     if dims.etp > 1:
         assert layout.groups("etp") == layout.groups("tp")
+
+
+@given(dims(max_world=96))
+@settings(deadline=None, max_examples=80)
+def test_expert_degrees_keep_the_rule_of_their_mode(dims: ParallelDims) -> None:
+    size = dims.layout().size
+    dense = size("dp_shard") * size("cp") * size("tp")
+    if dims.ep_mode == "folded":
+        assert size("ep") * size("etp") * size("efsdp") == dense
+        assert size("dp") == size("dp_replicate") * size("dp_shard") == dims.dp_size
+    else:
+        assert size("efsdp") == size("dp_shard") * size("cp") * (size("tp") // size("etp"))
+        assert size("dp") == size("dp_replicate") * size("dp_shard") * size("ep") == dims.dp_size
+    assert size("loss") == size("batch") * size("cp")
+    assert dims.efsdp == size("efsdp")
+
+
+@given(dims(max_world=96))
+@settings(deadline=None, max_examples=80)
+def test_all_ranks_with_the_same_experts_are_one_group(dims: ParallelDims) -> None:
+    layout = dims.layout()
+    assert layout.size("ep_replicate") == layout.size("dp_replicate") * layout.size("efsdp")
+    assert layout.groups("ep_shard") == layout.groups("ep")
+    for rank in range(layout.world_size):
+        shards = layout.group("efsdp", rank)
+        holders = {r for shard in shards for r in layout.group("dp_replicate", shard)}
+        assert layout.group("ep_replicate", rank) == tuple(sorted(holders))
 
 
 @given(dims(max_world=96))
@@ -113,10 +145,45 @@ def test_ulysses_groups_cut_the_context_parallel_groups(dims: ParallelDims) -> N
 @settings(deadline=None, max_examples=50)
 def test_every_name_resolves_whatever_its_size(dims: ParallelDims) -> None:
     layout = dims.layout()
-    assert {"pp", *FOLDS, *FOLDS["loss"], "tp", "efsdp", "ep", "etp"} <= set(layout.names)
+    assert {"pp", "dp_replicate", "dp_shard", "cp", "tp", "efsdp", "ep", "etp"} <= set(layout.names)
+    assert {"ep_replicate", "ep_shard", *folds_of(dims)} <= set(layout.names)
     assert {"ulysses", "cp_outer"} <= set(layout.names) or dims.ulysses_degree is None
     for name in layout.names:
         assert 0 in layout.group(name, 0)
+
+
+def test_peer_experts_are_one_more_axis_of_data_parallelism() -> None:
+    layout = ParallelDims(dp_shard=2, ep=2, tp=2, ep_mode="peer", world_size=8).layout()
+    assert layout.coordinates(5) == {
+        "pp": 0,
+        "dp_replicate": 0,
+        "dp_shard": 1,
+        "ep": 0,
+        "cp": 0,
+        "tp": 1,
+    }
+    assert layout.groups("ep") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert layout.groups("dp") == layout.groups("fsdp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert layout.groups("efsdp") == [(0, 1, 4, 5), (2, 3, 6, 7)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("order", [DEFAULT_ORDER, ("dp_replicate", "cp", "dp_shard", "tp", "pp")])
+def test_ten_thousand_ranks_group_as_an_enumeration_of_their_coordinates_does(
+    tp: int, order: tuple[str, ...]
+) -> None:
+    dims = ParallelDims(dp_replicate=2, cp=3, tp=tp, pp=7, ep=16, world_size=10752, order=order)
+    layout = dims.layout()
+    base = [name for name in order if name != "ep"]
+    ranks = np.arange(10752).reshape([layout.size(name) for name in base])
+    for name in base:
+        mine = np.moveaxis(ranks, base.index(name), -1).reshape(-1, layout.size(name))
+        assert layout.groups(name) == sorted(map(tuple, mine.tolist()))
+    block = [base.index(name) for name in base if name in ("dp_shard", "cp", "tp")]
+    blocks = np.moveaxis(ranks, block, [-3, -2, -1]).reshape(-1, dims.efsdp, 16)
+    assert layout.groups("ep") == sorted(map(tuple, blocks.reshape(-1, 16).tolist()))
+    experts = np.moveaxis(blocks, 1, 2).reshape(-1, dims.efsdp)
+    assert layout.groups("efsdp") == sorted(map(tuple, experts.tolist()))
 
 
 def test_experts_take_neighbouring_ranks() -> None:
@@ -134,13 +201,16 @@ def test_axes_of_different_views_are_refused_with_the_views_that_have_each() -> 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda layout: layout.size("tq"), "no axis 'tq'; use pp, .* or batch"),
+        (lambda layout: layout.size("tq"), "no axis 'tq'; use pp, .* or replicate"),
         (lambda layout: layout.size("ulysses"), "set ulysses_degree"),
-        (lambda layout: layout.find(), "no axis given; use one or more of pp, .* or batch"),
+        (lambda layout: layout.find(), "no axis given; use one or more of pp, .* or replicate"),
         (lambda layout: layout.find("tp", "tp"), r"\['tp', 'tp'\] given, .* use each axis once"),
         (lambda layout: layout.group("tp", 4), "rank=4 .* use 0 to 3"),
         (lambda layout: layout.coordinates(-1), "rank=-1 .* use 0 to 3"),
-        (lambda layout: layout.coordinates(0, "sparce"), "no view 'sparce'; use dense, base"),
+        (
+            lambda layout: layout.coordinates(0, "sparce"),
+            "no view 'sparce'; use dense, sparse, base",
+        ),
         (lambda layout: layout.rank({"tp": 0}), "use .*'pp', 'dp_replicate'"),
         (
             lambda layout: layout.rank({"pp": 0, "dp": 4, "cp": 0, "tp": 0}, "data"),

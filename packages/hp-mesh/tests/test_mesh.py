@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from rank_pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_mesh import LayoutError, MeshError, ParallelDims, ParallelDimsError, ParallelMesh
+from hp_mesh import (
+    DEFAULT_ORDER,
+    LayoutError,
+    MeshError,
+    ParallelDims,
+    ParallelDimsError,
+    ParallelMesh,
+)
 
 from .fakes import fake_world
 from .strategies import dims
 
 Pool = Callable[[int], RankPool]
+ORDER = ("pp", "dp_replicate", "dp_shard")
 
 
 @given(dims(max_world=96), st.data())
@@ -49,7 +57,7 @@ def test_layouts_equal_torchs_own_meshes_in_every_order(
 ) -> None:
     layout = dims.layout()
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    names = tuple(name for name in dims.order if name != "ep")
+    names = tuple(name for name in dims.order if name in layout.views["base"].axes)
     with fake_world(layout.world_size, rank):
         theirs = init_device_mesh(
             "cpu", tuple(layout.size(name) for name in names), mesh_dim_names=names
@@ -69,16 +77,20 @@ def test_folds_equal_those_that_torch_flattens_and_expert_axes_those_that_it_unf
     base, sparse = layout.views["base"], layout.views["sparse"]
     with fake_world(layout.world_size, rank):
         theirs = init_device_mesh("cpu", base.shape, mesh_dim_names=base.axes)
+        shard = ("dp_shard", "ep") if dims.ep_mode == "peer" else ("dp_shard",)
         for name, parts in {
-            "fsdp": ("dp_shard", "cp"),
-            "dp": ("dp_replicate", "dp_shard"),
-            "loss": ("dp_replicate", "dp_shard", "cp"),
+            "fsdp": (*shard, "cp") if dims.fsdp_folds_cp else shard,
+            "dp": ("dp_replicate", *shard),
+            "loss": ("dp_replicate", *shard, "cp"),
         }.items():
             flat = theirs[parts]._flatten(name)
             assert tuple(flat.mesh.tolist()) == layout.group(name, rank)
-        experts = init_device_mesh("cpu", sparse.shape, mesh_dim_names=sparse.axes)
-        for name in ("efsdp", "ep", "etp"):
-            assert tuple(experts[name].mesh.tolist()) == layout.group(name, rank)
+        if dims.ep_mode == "folded":
+            experts = init_device_mesh("cpu", sparse.shape, mesh_dim_names=sparse.axes)
+            for name in ("efsdp", "ep", "etp"):
+                assert tuple(experts[name].mesh.tolist()) == layout.group(name, rank)
+            held = experts["dp_replicate", "efsdp"]._flatten("held")
+            assert tuple(held.mesh.tolist()) == layout.group("ep_replicate", rank)
 
 
 def test_lookups_are_cached_and_cheap() -> None:
@@ -97,6 +109,10 @@ def test_several_axes_come_from_one_view_in_its_order() -> None:
         assert mesh["dp_replicate", "fsdp"].mesh_dim_names == ("dp_replicate", "fsdp")
         assert mesh["dp_replicate", "efsdp", "ep"].shape == (2, 2, 4)
         assert mesh["batch", "cp"].mesh_dim_names == ("dp", "cp")
+        assert mesh["ep_replicate", "ep_shard"].shape == (4, 4)
+        assert mesh["replicate", "fsdp"] == mesh["dp_replicate", "fsdp"]
+        assert mesh["dp_cp"] == mesh["loss"]
+        assert mesh["dp_ep"] == mesh["dp"]
         assert mesh["pp", "loss", "tp"] is mesh.view("loss")
         with pytest.raises(LayoutError, match=r"fsdp is in dense, cp is in base or data"):
             mesh["fsdp", "cp"]
@@ -161,11 +177,26 @@ def test_the_device_type_is_the_cpu_unless_another_is_given() -> None:
         assert ParallelDims().build_mesh("meta").device_type == "meta"
 
 
+def test_sharding_that_leaves_cp_out_replicates_over_it() -> None:
+    with fake_world(16):
+        mesh = ParallelDims(dp_replicate=2, cp=2, tp=2, fsdp_folds_cp=False).build_mesh()
+        assert mesh["replicate", "fsdp"].shape == (4, 2)
+        assert mesh["pp", "replicate", "fsdp", "tp"] is mesh.view("dense")
+        with pytest.raises(LayoutError, match=r"dp_replicate is in .*base.*, fsdp is in dense"):
+            mesh["dp_replicate", "fsdp"]
+
+
 CONFIGURATIONS = [
     ParallelDims(),
     ParallelDims(tp=2, etp=2, ep=2),
     ParallelDims(dp_shard=2, cp=2, ep=4, ulysses_degree=2),
     ParallelDims(dp_replicate=2, pp=2, dp_shard=1),
+    ParallelDims(dp_shard=2, ep=2, ep_mode="peer"),
+    ParallelDims(tp=2, etp=2, ep=2, ep_mode="peer", order=("tp", "ep", *ORDER[:3], "cp")),
+    ParallelDims(cp=2, dp_replicate=2, ep=2, fsdp_folds_cp=False),
+    ParallelDims(
+        dp_replicate=2, dp_shard=2, ep=2, order=("ep", "dp_shard", "cp", *ORDER[1::-1], "tp")
+    ),
     ParallelDims(dp_replicate=2, cp=2, ep=2, order=("cp", "tp", "dp_shard", "pp", "dp_replicate")),
     ParallelDims(
         dp_shard=2, tp=2, ep=2, order=("tp", "ep", "cp", "dp_shard", "pp", "dp_replicate")
@@ -174,10 +205,10 @@ CONFIGURATIONS = [
 
 
 def reduce_one_hot_ranks(rank: int, dims: ParallelDims) -> dict[str, list[int]]:
-    mesh = dims.build_mesh(timeout=timedelta(seconds=30))
+    mesh = dims.build_mesh(timeout=timedelta(seconds=60))
     members = {}
     for name in mesh.names:
-        seen = torch.zeros(4)
+        seen = torch.zeros(dist.get_world_size())
         seen[rank] = 1
         dist.all_reduce(seen, group=mesh.group(name))
         members[name] = [
@@ -193,6 +224,23 @@ def test_an_all_reduce_on_every_name_reaches_its_ranks(ranks: Pool, dims: Parall
     for rank, members in enumerate(ranks(4).run(reduce_one_hot_ranks, dims)):
         expected = {name: [*layout.group(name, rank)] for name in layout.names}
         assert members == expected
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(dp_replicate=2, cp=2, tp=2, ep=2, ulysses_degree=2),
+        ParallelDims(cp=2, ep=2, tp=2, etp=2, ep_mode="peer", order=DEFAULT_ORDER[::-1]),
+    ],
+    ids=ParallelDims.summary,
+)
+def test_an_all_reduce_on_every_name_reaches_its_ranks_among_eight(
+    ranks: Pool, dims: ParallelDims
+) -> None:
+    layout = dims.resolve(8).layout()
+    members = ranks(8).run(reduce_one_hot_ranks, dims, timeout=180)
+    for rank, reached in enumerate(members):
+        assert reached == {name: [*layout.group(name, rank)] for name in layout.names}
 
 
 def build_after_an_uneven_group(rank: int) -> int:

@@ -13,8 +13,10 @@ from ._errors import MeshError as MeshError
 from ._errors import ParallelDimsError as ParallelDimsError
 from ._errors import Report as Report
 from ._errors import Violation as Violation
+from ._explain import Explanation as Explanation
 from ._layout import RankLayout as RankLayout
 from ._layout import View as View
+from ._topology import Topology as Topology
 
 if TYPE_CHECKING:
     from ._mesh import ParallelMesh as ParallelMesh
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DEFAULT_ORDER",
+    "Explanation",
     "LayoutError",
     "MeshError",
     "ParallelDims",
@@ -29,6 +32,7 @@ __all__ = [
     "ParallelMesh",
     "RankLayout",
     "Report",
+    "Topology",
     "View",
     "Violation",
     "__version__",

@@ -1,7 +1,9 @@
 """Degrees from mappings, configuration objects and command lines, as constructor arguments."""
 
+import tomllib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from os import PathLike, fspath
 from typing import Any
 
 from ._degrees import BASE_AXES
@@ -13,12 +15,17 @@ HELP = {
     "cp": "context-parallel ranks: parts of one sequence",
     "tp": "tensor-parallel ranks: parts of one layer",
     "pp": "pipeline stages",
-    "ep": "expert-parallel ranks, among those of dp_shard, cp and tp",
+    "ep": "expert-parallel ranks",
     "etp": "tensor-parallel ranks inside one expert: 1 or tp",
     "ulysses_degree": "ranks of cp that exchange heads instead of sequence",
 }
-DEGREES = (*HELP,)
-FIELDS = (*HELP, "world_size", "order")
+OTHERS = {
+    "ep_mode": "folded: experts on ranks of dp_shard, cp and tp; peer: on an axis of their own",
+    "order": f"axes, outermost first, e.g. {','.join(BASE_AXES)}",
+    "fsdp_folds_cp": "true: parameters are sharded over dp_shard and cp; false: over dp_shard",
+}
+SETTINGS = (*HELP, *OTHERS)
+FIELDS = (*SETTINGS, "world_size")
 
 
 def read_field(source: object, name: str) -> Any:
@@ -33,7 +40,7 @@ def arguments_from_config(config: object) -> dict[str, Any]:
 
     ``dp`` is an older name of ``dp_shard``. Raises `ParallelDimsError` where both differ.
     """
-    given = {name: read_field(config, name) for name in (*DEGREES, "order")}
+    given = {name: read_field(config, name) for name in SETTINGS}
     arguments = {name: value for name, value in given.items() if value is not None}
     dp = read_field(config, "dp")
     if dp is not None and arguments.setdefault("dp_shard", dp) != dp:
@@ -69,19 +76,54 @@ def arguments_from_dict(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add ``--dp-replicate``, ``--dp-shard``, ... and ``--order``, all optional.
+    """Add ``--dp-replicate``, ``--dp-shard``, ... ``--ep-mode`` and ``--order``, all optional.
 
     Values stay text here, so that a wrong one gets the error that every other way in gives.
     """
     group = parser.add_argument_group("parallel degrees")
     for name, text in HELP.items():
         group.add_argument(f"--{name.replace('_', '-')}", metavar="N", help=text)
-    group.add_argument(
-        "--order", metavar="AXES", help=f"outermost first, e.g. {','.join(BASE_AXES)}"
-    )
+    for name, text in OTHERS.items():
+        metavar = name.upper().replace("_", "-")
+        group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
 def arguments_from_args(args: Namespace) -> dict[str, Any]:
     """Return the constructor arguments that were given on the command line."""
-    given = {name: read_field(args, name) for name in (*DEGREES, "order")}
+    given = {name: read_field(args, name) for name in SETTINGS}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
+    """Return a TOML file's content, or the table under a name such as ``"run.mesh"``."""
+    with open(path, "rb") as file:
+        return _table(fspath(path), tomllib.load(file), table)
+
+
+def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
+    """Return a YAML file's content, or the mapping under a name such as ``"run.mesh"``."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("reading YAML needs PyYAML: pip install pyyaml") from error
+    with open(path, "rb") as file:
+        return _table(fspath(path), yaml.safe_load(file), table)
+
+
+def _table(path: str, content: Any, table: str | None) -> Mapping[str, Any]:
+    here = path
+    for name in table.split(".") if table else ():
+        names = [*content] if isinstance(content, Mapping) else []
+        if name not in names:
+            raise _no_table(here, f"has no {name!r}; use {join_words(names) or 'no table'}")
+        content, here = content[name], f"{here}:{name}"
+    if content is None:  # an empty YAML document
+        return {}
+    if not isinstance(content, Mapping):
+        raise _no_table(here, f"holds {type(content).__name__} and not named fields")
+    return content
+
+
+def _no_table(where: str, reason: str) -> ParallelDimsError:
+    violation = Violation(rule="table", values={"file": where}, reason=f"{where} {reason}")
+    return ParallelDimsError([violation])

@@ -1,17 +1,26 @@
 """Degrees on their own: what each value may be, and how a missing one follows from the world."""
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
-from ._errors import ParallelDimsError, Violation, divisors, join_words, raise_errors
+from ._errors import ParallelDimsError, Violation, divisors, join_words
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DEFAULT_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+# Where experts have ranks of their own, ep is one more axis of the world.
+PEER_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+DEFAULT_ORDER = PEER_AXES
+EP_MODES = ("folded", "peer")
 INFERRED = -1
 
 Degree = SupportsIndex | str | None
+DegreeRule: TypeAlias = Callable[[Mapping[str, int]], Iterator[Violation]]
+
+
+def world_axes(ep_mode: str) -> tuple[str, ...]:
+    """Return the axes whose degrees multiply to the world."""
+    return PEER_AXES if ep_mode == "peer" else BASE_AXES
 
 
 def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> int | None:
@@ -57,13 +66,31 @@ def as_order(order: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(order)
 
 
-def infer_degrees(degrees: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Return the base degrees with the one that is -1 replaced so that their product is the world.
+def as_flag(name: str, value: object) -> bool:
+    """Return a bool, or one of the words true and false, as a bool."""
+    spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    if isinstance(spelled, bool):
+        return spelled
+    raise ParallelDimsError(
+        [
+            Violation(
+                rule="value",
+                values={name: value},
+                reason=f"{name}={value!r} is neither true nor false",
+            )
+        ]
+    )
+
+
+def infer_degrees(
+    degrees: Mapping[str, int], axes: tuple[str, ...], world_size: int
+) -> dict[str, int]:
+    """Return the degrees with the one that is -1 replaced so that ``axes`` multiply to the world.
 
     Raises `ParallelDimsError` where no degree makes it so.
     """
-    inferred = [name for name in BASE_AXES if degrees[name] == INFERRED]
-    given = {name: degrees[name] for name in BASE_AXES if degrees[name] not in (1, INFERRED)}
+    inferred = [name for name in axes if degrees[name] == INFERRED]
+    given = {name: degrees[name] for name in axes if degrees[name] not in (1, INFERRED)}
     given = given or {"dp_shard": 1}
     product = prod(given.values())
     if inferred and world_size % product == 0:
@@ -96,11 +123,29 @@ def _product_violation(given: dict[str, int], inferred: list[str], world_size: i
     return Violation(rule="product", reason=reason, values=values, legal=legal)
 
 
-def value_violations(
-    degrees: Mapping[str, int], ulysses_degree: int | None, order: tuple[str, ...]
-) -> Iterator[Violation]:
-    """Yield what is wrong whatever the world: several -1, ``etp``, Ulysses degree, ``order``."""
-    inferred = [name for name in BASE_AXES if degrees[name] == INFERRED]
+def mode_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation]:
+    """Yield what is wrong with ``ep_mode``, and with ``order`` as an order of the world's axes."""
+    if ep_mode not in EP_MODES:
+        yield Violation(
+            rule="ep-mode",
+            values={"ep_mode": ep_mode},
+            reason=f"ep_mode={ep_mode!r} is no way to place experts; use {join_words(EP_MODES)}",
+        )
+    axes = world_axes(ep_mode)
+    placed = order if ep_mode == "peer" else tuple(name for name in order if name != "ep")
+    if {*placed} != {*axes} or len({*order}) != len(order):
+        may = "" if ep_mode == "peer" else " (ep may stand among them or be left out)"
+        yield Violation(
+            rule="order",
+            values={"order": order},
+            reason=f"order={order} is not a permutation of {axes}; give each of them once, "
+            f"outermost first{may}",
+        )
+
+
+def one_is_inferred(degrees: Mapping[str, int]) -> Iterator[Violation]:
+    """At most one degree is left for the world to decide."""
+    inferred = [name for name, degree in degrees.items() if degree == INFERRED]
     if len(inferred) > 1:
         yield Violation(
             rule="one-inferred",
@@ -108,7 +153,11 @@ def value_violations(
             reason=f"{join_words(inferred, 'and')} are -1, but only one degree can be inferred "
             "from the world; give the others a positive integer",
         )
-    tp, etp, cp = degrees["tp"], degrees["etp"], degrees["cp"]
+
+
+def experts_cut_like_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
+    """Tensor parallel ranks share an expert as they share a layer, or not at all."""
+    tp, etp = degrees["tp"], degrees["etp"]
     if etp != 1 and tp not in (etp, INFERRED):
         yield Violation(
             rule="etp",
@@ -116,24 +165,22 @@ def value_violations(
             reason=f"etp={etp} is neither 1 nor tp={tp}",
             legal={"etp": tuple(sorted({1, tp}))},
         )
-    if ulysses_degree is not None and cp != INFERRED and cp % ulysses_degree:
+
+
+def ulysses_divides_cp(degrees: Mapping[str, int]) -> Iterator[Violation]:
+    """Ulysses groups are parts of the context parallel group."""
+    cp, ulysses_degree = degrees["cp"], degrees["ulysses_degree"]
+    if cp != INFERRED and cp % ulysses_degree:
         yield Violation(
             rule="ulysses",
             values={"ulysses_degree": ulysses_degree, "cp": cp},
             reason=f"ulysses_degree={ulysses_degree} does not divide cp={cp}",
             legal={"ulysses_degree": divisors(cp)},
         )
-    if {*order} - {"ep"} != {*BASE_AXES} or len({*order}) != len(order):
-        yield Violation(
-            rule="order",
-            values={"order": order},
-            reason=f"order={order} is not a permutation of {BASE_AXES}; give each of them once, "
-            "outermost first (ep may stand among them or be left out)",
-        )
 
 
-def sparse_violations(degrees: Mapping[str, int]) -> Iterator[Violation]:
-    """Yield what is wrong with ``ep``: experts live on ranks that the dense layers already use."""
+def experts_fold_into_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
+    """Folded experts live on the ranks of one dense block: dp_shard, cp and tp."""
     ep, etp, block = degrees["ep"], degrees["etp"], {n: degrees[n] for n in BASE_AXES[2:]}
     ranks = prod(block.values())
     if ranks % (ep * etp) == 0:
@@ -149,11 +196,16 @@ def sparse_violations(degrees: Mapping[str, int]) -> Iterator[Violation]:
     )
 
 
-def check_resolved(degrees: Mapping[str, int], ulysses_degree: int | None) -> None:
-    """Raise for every rule that needs all degrees known: ``etp``, the Ulysses degree, ``ep``."""
-    raise_errors(
-        [
-            *value_violations(degrees, ulysses_degree, BASE_AXES),
-            *sparse_violations(degrees),
-        ]
-    )
+VALUE_RULES: tuple[DegreeRule, ...] = (one_is_inferred, experts_cut_like_layers, ulysses_divides_cp)
+
+
+def resolved_rules(ep_mode: str) -> tuple[DegreeRule, ...]:
+    """Return the rules that resolved degrees keep, besides that they multiply to the world."""
+    rules = (experts_cut_like_layers, ulysses_divides_cp)
+    return rules if ep_mode == "peer" else (*rules, experts_fold_into_layers)
+
+
+def rule_violations(degrees: Mapping[str, int], rules: Iterable[DegreeRule]) -> Iterator[Violation]:
+    """Yield all that the rules find."""
+    for rule in rules:
+        yield from rule(degrees)

@@ -4,24 +4,26 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from math import prod
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
 
-from ._config import add_arguments, arguments_from_args, arguments_from_config, arguments_from_dict
-from ._degrees import (
-    BASE_AXES,
-    DEFAULT_ORDER,
-    INFERRED,
-    as_degree,
-    as_order,
-    check_resolved,
-    infer_degrees,
-    value_violations,
+from ._config import (
+    add_arguments,
+    arguments_from_args,
+    arguments_from_config,
+    arguments_from_dict,
+    read_toml,
+    read_yaml,
 )
-from ._errors import ParallelDimsError, Report, Violation, join_words, raise_errors
+from ._degrees import DEFAULT_ORDER
+from ._errors import ParallelDimsError, Report, Violation, raise_errors
+from ._explain import Explanation, explain_rules, explain_topology
 from ._layout import RankLayout
 from ._model import read_numbers
+from ._resolve import resolved_degrees, settle, summarize
 from ._rules import Subject, check_rules
+from ._topology import Topology, topology_violations
+from ._views import Cutting
 
 if TYPE_CHECKING:
     from ._mesh import ParallelMesh
@@ -32,10 +34,14 @@ class ParallelDims:
     """How many ranks each axis has, checked as far as the numbers given allow.
 
     ``dp_replicate * dp_shard * cp * tp * pp`` is the world. One of these may be -1 and then follows
-    from the world; ``dp_shard=None`` is -1 unless another is. Experts live on ranks that the dense
-    layers already use: ``ep * etp * efsdp == dp_shard * cp * tp``, with ``etp`` 1 or ``tp``.
-    ``ulysses_degree`` divides ``cp``. ``order`` lists the axes, outermost first: ranks that are
-    neighbours differ along the last. ``ep`` has no place of its own in it and may be left out.
+    from the world; ``dp_shard=None`` is -1 unless another is. ``ep_mode="folded"``: experts live on
+    ranks that the dense layers already use, ``ep * etp * efsdp == dp_shard * cp * tp``.
+    ``ep_mode="peer"``: ``ep`` is one more factor of the world, and for dense layers and data one
+    more axis of data parallelism. ``etp`` is 1 or ``tp``, ``ulysses_degree`` divides ``cp``.
+
+    ``order`` lists the axes, outermost first: ranks that are neighbours differ along the last. A
+    folded ``ep`` has no place of its own in it and may be left out. ``fsdp_folds_cp=False`` shards
+    over ``dp_shard`` alone; gradients are then to be reduced over ``replicate``, which has ``cp``.
 
     Degrees may also be integers of other types or strings that spell one, ``order`` one string with
     commas. Raises `ParallelDimsError`: for single values at once, for the product as soon as the
@@ -51,51 +57,19 @@ class ParallelDims:
     etp: int = 1
     ulysses_degree: int | None = None
     world_size: int | None = None
+    ep_mode: Literal["folded", "peer"] = "folded"
     order: tuple[str, ...] = DEFAULT_ORDER
+    fsdp_folds_cp: bool = True
 
     def __post_init__(self) -> None:
-        violations: list[Violation] = []
-        for name in (*BASE_AXES, "ep", "etp", "ulysses_degree", "world_size"):
-            optional = name in ("dp_shard", "ulysses_degree", "world_size")
-            try:
-                value = as_degree(
-                    name, getattr(self, name), inferable=name in BASE_AXES, optional=optional
-                )
-                object.__setattr__(self, name, value)
-            except ParallelDimsError as error:
-                violations += error.violations
-        raise_errors(violations)
-        object.__setattr__(self, "order", as_order(self.order))
-        degrees = self._degrees()
-        raise_errors(value_violations(degrees, self.ulysses_degree, self.order))
-        if self.world_size is not None:
-            for name, value in infer_degrees(degrees, self.world_size).items():
-                object.__setattr__(self, name, value)
-            check_resolved(self._degrees(), self.ulysses_degree)
+        for name, value in settle(self._fields()).items():
+            object.__setattr__(self, name, value)
 
-    def _degrees(self) -> dict[str, int]:
-        names = (*BASE_AXES, "ep", "etp")
-        degrees = {name: getattr(self, name) for name in names if name != "dp_shard"}
-        others = INFERRED in degrees.values()
-        absent = 1 if others else INFERRED
-        return {**degrees, "dp_shard": absent if self.dp_shard is None else self.dp_shard}
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _resolved(self) -> dict[str, int]:
-        degrees = self._degrees()
-        if self.world_size is not None:
-            return degrees
-        if INFERRED not in degrees.values():
-            return replace(self, world_size=prod(degrees[name] for name in BASE_AXES))._degrees()
-        unknown = [name for name, degree in degrees.items() if degree == INFERRED]
-        raise ParallelDimsError(
-            [
-                Violation(
-                    rule="resolved",
-                    values={name: INFERRED for name in unknown},
-                    reason=f"{join_words(unknown)} is not known yet; call resolve(world_size)",
-                )
-            ]
-        )
+        return resolved_degrees(self._fields())
 
     def resolve(self, world_size: int) -> "ParallelDims":
         """Return the copy for this world with every degree a number; idempotent.
@@ -107,16 +81,10 @@ class ParallelDims:
             return replace(self, world_size=world_size)
         if self.world_size == world_size:
             return self
-        raise ParallelDimsError(
-            [
-                Violation(
-                    rule="world",
-                    values={"world_size": world_size, "given": self.world_size},
-                    reason=f"world_size={world_size} is not the world_size={self.world_size} that "
-                    f"these degrees are for ({self.summary()})",
-                )
-            ]
-        )
+        reason = f"world_size={world_size} is not the world_size={self.world_size} that these "
+        reason += f"degrees are for ({self.summary()})"
+        values = {"world_size": world_size, "given": self.world_size}
+        raise ParallelDimsError([Violation(rule="world", values=values, reason=reason)])
 
     @classmethod
     def from_config(cls, config: object, world_size: int) -> "ParallelDims":
@@ -136,8 +104,20 @@ class ParallelDims:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain integers, None and a list, ready for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, "order": list(self.order)}
+        return {**self._fields(), "order": list(self.order)}
+
+    @classmethod
+    def from_toml(cls, path: str | PathLike[str], table: str | None = None) -> "ParallelDims":
+        """Return the degrees that a TOML file has, at its top or in a table such as ``"run.mesh"``.
+
+        An unknown key or table raises `ParallelDimsError`, as in `from_dict`.
+        """
+        return cls.from_dict(read_toml(path, table))
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str], table: str | None = None) -> "ParallelDims":
+        """Return the degrees that a YAML file has, as `from_toml` does; needs PyYAML."""
+        return cls.from_dict(read_yaml(path, table))
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -156,25 +136,32 @@ class ParallelDims:
         global_batch: int | None = None,
         *,
         causal_balance: bool = False,
+        topology: Topology | None = None,
     ) -> Report:
         """Return every rule that these degrees break for a model, its sequences and its batch.
 
         ``model`` is a mapping or configuration object (Hugging Face ones as they are), or has one
         as ``config``. ``seq_len`` counts tokens, ``global_batch`` samples over all ranks. With
         ``causal_balance`` the sequence must also cut into twice ``cp`` parts, so that each rank
-        gets an early and a late one. A known field that is not a positive integer is an error of
-        rule ``"number"``; None is absent. Rules whose fields are absent do not apply, and the
-        fields are named in ``skipped``. Unknown fields are ignored.
+        gets an early and a late one. With a ``topology`` the axes that cross a node are advice. A
+        known field that is not a positive integer is an error of rule ``"number"``; None is absent.
+        Rules whose fields are absent do not apply, and the fields are named in ``skipped``. Unknown
+        fields are ignored.
         """
+        report = check_rules(self._subject(model, seq_len, global_batch, causal_balance))
+        nodes = topology_violations(self.layout(), topology) if topology else ()
+        return Report([*report, *nodes], report.skipped)
+
+    def _subject(
+        self, model: object, seq_len: object, global_batch: object, causal_balance: bool
+    ) -> Subject:
         numbers, wrong = read_numbers(model, seq_len, global_batch)
-        return check_rules(
-            Subject(
-                degrees=self._resolved(),
-                ulysses_degree=self.ulysses_degree,
-                numbers=numbers,
-                wrong=wrong,
-                causal_balance=causal_balance,
-            )
+        return Subject(
+            degrees=self._resolved() | {"ulysses_degree": self.ulysses_degree or 1},
+            sharding=self._cutting().sharding,
+            numbers=numbers,
+            wrong=wrong,
+            causal_balance=causal_balance,
         )
 
     def validate(
@@ -188,40 +175,62 @@ class ParallelDims:
         """Raise one `ParallelDimsError` with every error that `check` finds."""
         raise_errors(self.check(model, seq_len, global_batch, causal_balance=causal_balance))
 
+    def explain(
+        self,
+        model: object = None,
+        seq_len: int | None = None,
+        global_batch: int | None = None,
+        *,
+        causal_balance: bool = False,
+        topology: Topology | None = None,
+    ) -> tuple[Explanation, ...]:
+        """Return every rule with its numbers and what it says of them; arguments as in `check`."""
+        subject = self._subject(model, seq_len, global_batch, causal_balance)
+        nodes = explain_topology(self.layout(), topology) if topology else ()
+        return (*explain_rules(subject, self.ep_mode), *nodes)
+
+    def _cutting(self) -> Cutting:
+        return Cutting(
+            degrees=self._resolved(),
+            ulysses_degree=self.ulysses_degree,
+            peer=self.ep_mode == "peer",
+            fsdp_folds_cp=self.fsdp_folds_cp,
+        )
+
     def layout(self) -> RankLayout:
         """Return which rank sits where; a pure function of the degrees and the order."""
-        return RankLayout(self._resolved(), self.ulysses_degree, self.order)
+        return RankLayout(self._cutting(), self.order)
 
     def build_mesh(
-        self, device_type: str | None = None, *, timeout: timedelta | None = None
+        self,
+        device_type: str | None = None,
+        *,
+        topology: Topology | None = None,
+        timeout: timedelta | None = None,
     ) -> "ParallelMesh":
         """Create the process groups of all axes and return them as torch device meshes.
 
         Collective: every rank of the default process group calls it with the same degrees. One
         all-reduce over the world compares them first. ``device_type`` is by default the
         accelerator's unless the world runs on gloo alone; an accelerator's device must have been
-        set before. ``timeout`` is that of the new groups, torch's default if None. Raises
-        `MeshError` without a default process group or where ranks disagree, `ParallelDimsError` on
-        ranks whose degrees do not make its world; where only some ranks have such degrees, the
-        others raise `MeshError`.
+        set before. ``topology`` must fit the world; the mesh then knows which of its axes cross a
+        node. ``timeout`` is that of the new groups, torch's default if None. Raises `MeshError`
+        without a default process group or where ranks disagree, `ParallelDimsError` on ranks whose
+        degrees do not make its world; where only some ranks have such degrees, the others raise
+        `MeshError`.
         """
         from ._mesh import build_mesh
 
-        return build_mesh(self, device_type, timeout)
+        return build_mesh(self, device_type, topology, timeout)
 
     def summary(self) -> str:
         """Return one line with every degree."""
-        names = (*BASE_AXES, "ep", "etp")
-        degrees = self._degrees() | {"ulysses": self.ulysses_degree, "world": self.world_size}
-        line = [f"{name}={degrees[name]}" for name in names]
-        line += [f"{name}={degrees[name]}" for name in ("ulysses", "world") if degrees[name]]
-        return " ".join(line)
+        return summarize(self._fields())
 
     @property
     def dp_size(self) -> int:
-        """Return how many ranks see different samples: ``dp_replicate * dp_shard``."""
-        degrees = self._resolved()
-        return degrees["dp_replicate"] * degrees["dp_shard"]
+        """Return how many ranks see different samples: ``dp_replicate * dp_shard``, peer ``ep``."""
+        return self.layout().size("dp")
 
     @property
     def non_dp_size(self) -> int:
@@ -231,7 +240,7 @@ class ParallelDims:
 
     @property
     def efsdp(self) -> int:
-        """Return over how many ranks an expert is sharded: ``dp_shard * cp * tp / (ep * etp)``."""
+        """Return over how many ranks an expert is sharded; see `ParallelDims` for the rule."""
         return self.layout().size("efsdp")
 
     @property
@@ -257,8 +266,8 @@ class ParallelDims:
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Return whether dense parameters are sharded, over ``dp_shard`` and ``cp``."""
-        return self.dp_shard_enabled or self.cp_enabled
+        """Return whether dense parameters are sharded, over all that ``fsdp`` folds."""
+        return self.layout().size("fsdp") > 1
 
     @property
     def cp_enabled(self) -> bool:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, overload
+from typing import Literal, TypeAlias, overload
+
+Level: TypeAlias = Literal["error", "advice"]
 
 
 def join_words(words: Iterable[object], last: str = "or") -> str:
@@ -30,7 +32,7 @@ class Violation:
     reason: str
     values: Mapping[str, object] = field(hash=False)
     legal: Mapping[str, tuple[int, ...]] = field(hash=False, default_factory=dict)
-    level: Literal["error", "advice"] = "error"
+    level: Level = "error"
 
     def __str__(self) -> str:
         choices = {name: numbers for name, numbers in self.legal.items() if numbers}

@@ -1,11 +1,11 @@
 """Ranks, coordinates and groups in closed form, without a process group."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ._errors import LayoutError, join_words
-from ._views import ALIASES, Cut, axis_sizes, view_cuts
+from ._views import Cut, Cutting, aliases, axis_sizes, view_cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,16 +13,20 @@ class View:
     """One way to cut the world: axis names and sizes, and which rank sits at each position.
 
     A position counts row-major over the view's axes. ``digits`` are (size, stride) pairs, outermost
-    first: the position's digits in these sizes, times the strides, sum up to the rank.
+    first: the position's digits in these sizes, times the strides, sum up to the rank. Where no
+    digits do, ``table`` lists the rank at every position.
     """
 
     name: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     digits: tuple[tuple[int, int], ...]
+    table: tuple[int, ...] | None = None
 
     def rank_at(self, position: int) -> int:
         """Return the rank at a position."""
+        if self.table is not None:
+            return self.table[position]
         rank = 0
         for size, stride in reversed(self.digits):
             position, digit = divmod(position, size)
@@ -31,6 +35,8 @@ class View:
 
     def position_of(self, rank: int) -> int:
         """Return the position of a rank, the inverse of `rank_at`."""
+        if self.table is not None:
+            return self.table.index(rank)
         position, weights = 0, _strides([size for size, _ in self.digits])
         for (size, stride), weight in zip(self.digits, weights, strict=True):
             position += rank // stride % size * weight
@@ -40,6 +46,8 @@ class View:
         """Return the rank at every position."""
         if self.in_rank_order:
             return range(prod(self.shape))
+        if self.table is not None:
+            return self.table
         ranks = [0]
         for size, stride in self.digits:
             ranks = [rank + digit * stride for rank in ranks for digit in range(size)]
@@ -48,7 +56,7 @@ class View:
     @property
     def in_rank_order(self) -> bool:
         """Return whether every rank is its own position."""
-        return len(self.digits) == 1
+        return len(self.digits) == 1 and self.table is None
 
     def stride(self, axis: int) -> int:
         """Return how many positions lie between neighbours on an axis."""
@@ -63,19 +71,19 @@ class RankLayout:
     Unknown names and ranks raise `LayoutError`.
     """
 
-    __slots__ = ("_sizes", "_views", "world_size")
+    __slots__ = ("_aliases", "_sizes", "_views", "world_size")
 
-    def __init__(
-        self, degrees: Mapping[str, int], ulysses_degree: int | None, order: Sequence[str]
-    ) -> None:
-        sizes = axis_sizes(degrees, ulysses_degree)
-        base = [name for name in order if name != "ep"]  # folded: ep has no place of its own
+    def __init__(self, cutting: Cutting, order: Sequence[str]) -> None:
+        sizes = axis_sizes(cutting)
+        # Folded experts have no place of their own among the ranks.
+        base = [name for name in order if name != "ep" or cutting.peer]
         strides = dict(zip(base, _strides([sizes[name] for name in base]), strict=True))
         self.world_size = prod(sizes[name] for name in base)
         self._sizes = sizes
+        self._aliases = aliases(cutting)
         self._views = {
             name: _cut_view(name, cuts, sizes, strides, base)
-            for name, cuts in view_cuts(degrees, ulysses_degree).items()
+            for name, cuts in view_cuts(cutting).items()
         }
 
     @property
@@ -86,13 +94,13 @@ class RankLayout:
     @property
     def names(self) -> tuple[str, ...]:
         """Return every axis and alias, each once."""
-        return (*dict.fromkeys(a for v in self._views.values() for a in v.axes), *ALIASES)
+        return (*dict.fromkeys(a for v in self._views.values() for a in v.axes), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
         """Return the first view that has all these axes, and their names without aliases."""
         if not names:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
-        axes = tuple(ALIASES.get(name, name) for name in names)
+        axes = tuple(self._aliases.get(name, name) for name in names)
         for name, axis in zip(names, axes, strict=True):
             if axis not in self._sizes:
                 raise LayoutError(self._unknown(name))
@@ -157,6 +165,15 @@ class RankLayout:
             for first in range(block, block + stride)
         )
 
+    def crosses_nodes(self, name: str, ranks_per_node: int) -> bool:
+        """Return whether a group of an axis or alias has ranks of several nodes.
+
+        Node ``i`` holds the ranks from ``i * ranks_per_node`` on.
+        """
+        return any(
+            group[0] // ranks_per_node != group[-1] // ranks_per_node for group in self.groups(name)
+        )
+
     def _view(self, name: str) -> View:
         if name not in self._views:
             raise LayoutError(f"no view {name!r}; use {join_words(self._views)}")
@@ -194,11 +211,9 @@ def _cut_view(
     strides: Mapping[str, int],
     order: Sequence[str],
 ) -> View:
-    # Parts of one cut are folded in rank order, so that the groups of a fold come out ascending.
-    parts = [part for cut in cuts for part in sorted(cut.parts, key=order.index)]
     axes = tuple(axis for cut in cuts for axis in cut.axes)
     digits: list[tuple[int, int]] = []
-    for part in parts:
+    for part in (part for cut in cuts for part in _fold_order(cut, order)):
         size, stride = sizes[part], strides[part]
         if size == 1:
             continue
@@ -206,4 +221,32 @@ def _cut_view(
             size *= digits.pop()[0]
         digits.append((size, stride))
     shape = tuple(sizes[axis] for axis in axes)
-    return View(name=name, axes=axes, shape=shape, digits=tuple(digits) or ((1, 1),))
+    view = View(name=name, axes=axes, shape=shape, digits=tuple(digits) or ((1, 1),))
+    for cut in cuts:
+        if (
+            cut.outside
+            and sizes[cut.parts[0]] > 1
+            and _fold_order(cut, order) != _by_order(cut, order)
+        ):
+            return _sort_along(view, axes.index(cut.axes[0]))
+    return view
+
+
+def _fold_order(cut: Cut, order: Sequence[str]) -> list[str]:
+    # In rank order, so that the groups of a fold come out ascending.
+    parts = _by_order(cut, order)
+    return sorted(parts, key=cut.parts[0].__ne__) if cut.outside else parts
+
+
+def _by_order(cut: Cut, order: Sequence[str]) -> list[str]:
+    return sorted(cut.parts, key=order.index)
+
+
+def _sort_along(view: View, axis: int) -> View:
+    """Return the view with the ranks along one axis ascending, as torch orders those of a group."""
+    size, stride, ranks = view.shape[axis], view.stride(axis), [*view.ranks()]
+    for block in range(0, len(ranks), size * stride):
+        for first in range(block, block + stride):
+            along = slice(first, first + size * stride, stride)
+            ranks[along] = sorted(ranks[along])
+    return replace(view, digits=(), table=tuple(ranks))

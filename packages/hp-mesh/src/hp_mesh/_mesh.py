@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._errors import LayoutError, MeshError, ParallelDimsError
+from ._errors import LayoutError, MeshError, ParallelDimsError, raise_errors
 from ._groups import create_groups, tell_refusal
 from ._layout import RankLayout, View
+from ._topology import Topology, topology_violations
 from ._torch import share_ranks
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ class ParallelMesh:
         layout: RankLayout,
         views: Mapping[str, DeviceMesh],
         created: list[dist.ProcessGroup],
+        topology: Topology | None = None,
     ) -> None:
         self.dims = dims
+        self.topology = topology
         self.layout = layout
         self._views = dict(views)
         self._created = created
@@ -77,6 +80,15 @@ class ParallelMesh:
             raise LayoutError(f"no view {name!r}; use one of {list(self._views)}")
         return self._views[name]
 
+    def crosses_nodes(self, name: str) -> bool:
+        """Return whether groups of an axis or alias have ranks of several nodes.
+
+        Raises `MeshError` where the mesh was built without a topology.
+        """
+        if self.topology is None:
+            raise MeshError("this mesh knows no nodes; build it with topology=Topology(...)")
+        return self.layout.crosses_nodes(name, self.topology.ranks_per_node)
+
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the process group of one axis or alias."""
         return self[name].get_group()
@@ -95,7 +107,10 @@ class ParallelMesh:
 
 
 def build_mesh(
-    dims: "ParallelDims", device_type: str | None, timeout: timedelta | None
+    dims: "ParallelDims",
+    device_type: str | None,
+    topology: Topology | None,
+    timeout: timedelta | None,
 ) -> ParallelMesh:
     """Create the groups and views of ``dims``; see `ParallelDims.build_mesh`."""
     if not dist.is_initialized():
@@ -103,10 +118,12 @@ def build_mesh(
     device_type = device_type or _default_device_type()
     try:
         dims = dims.resolve(dist.get_world_size())
+        layout = dims.layout()
+        if topology is not None:
+            raise_errors(topology_violations(layout, topology))
     except ParallelDimsError as error:
         tell_refusal(device_type, str(error))
         raise
-    layout = dims.layout()
     agreed = f"{dims.to_dict()} on {device_type}"
     groups, created = create_groups(layout, dist.get_rank(), device_type, timeout, agreed)
     views: dict[str, DeviceMesh] = {}
@@ -119,7 +136,7 @@ def build_mesh(
             mesh_dim_names=view.axes,
         )
         share_ranks(views[name], views["dense"])
-    return ParallelMesh(dims, layout, views, created)
+    return ParallelMesh(dims, layout, views, created, topology)
 
 
 def _rank_tensor(view: View) -> torch.Tensor:

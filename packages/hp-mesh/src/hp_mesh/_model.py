@@ -14,7 +14,10 @@ SPELLINGS = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "ffn"),
     "vocab": ("vocab_size", "vocab"),
+    "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
+    "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings"),
 }
+KINDS = {"tied": "True or False"}
 # A model may have a submodule or a list of words under these: there only numbers and text count.
 AMBIGUOUS = ("ffn", "vocab")
 
@@ -33,13 +36,14 @@ def read_numbers(
     for field, (name, value) in {**_model_fields(model), **given}.items():
         if value is None:
             continue
-        # Dense members of a family with experts say that they have none.
-        number = 0 if field == "experts" and value is not False and value == 0 else _positive(value)
+        number = _flag(value) if field == "tied" else _positive(value)
+        if field == "experts" and value is not False and value == 0:
+            number = 0  # dense members of a family with experts say that they have none
         if number is None:
             wrong[field] = Violation(
                 rule="number",
                 values={name: value},
-                reason=f"{name}={value!r} is not a positive integer",
+                reason=f"{name}={value!r} is not {KINDS.get(field, 'a positive integer')}",
             )
         else:
             numbers[field] = name, number
@@ -56,6 +60,10 @@ def _model_fields(model: object) -> dict[str, tuple[str, Any]]:
                 if field not in fields and value is not None and not other:
                     fields[field] = spelling, value
     return fields
+
+
+def _flag(value: Any) -> int | None:
+    return value if isinstance(value, bool) else None
 
 
 def _positive(value: Any) -> int | None:

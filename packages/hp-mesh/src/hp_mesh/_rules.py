@@ -5,19 +5,20 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-from ._errors import Report, Violation, divisors
+from ._errors import Level, Report, Violation, divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """What one check looks at: resolved degrees, numbers of model, sequence and batch.
 
-    ``numbers`` are ``{field: (its spelling, its value)}``; ``wrong`` has the fields that are given,
-    but are none.
+    ``degrees`` have the Ulysses degree too, 1 where there is none; ``sharding`` are the axes, next
+    to ``dp_replicate``, whose ranks see other samples. ``numbers`` are ``{field: (its spelling, its
+    value)}``; ``wrong`` has the fields that are given, but are none.
     """
 
     degrees: Mapping[str, int]
-    ulysses_degree: int | None
+    sharding: tuple[str, ...]
     numbers: Mapping[str, tuple[str, int]]
     wrong: Mapping[str, Violation]
     causal_balance: bool
@@ -42,17 +43,18 @@ def _field(subject: Subject, field: str) -> tuple[str, int]:
 
 def _split(subject: Subject, rule: str, field: str, *axes: str) -> Iterator[Violation]:
     """A field of the model is cut over the product of some degrees."""
-    degrees = {axis: _degree(subject, axis) for axis in axes}
+    degrees = {axis: subject.degrees[axis] for axis in axes}
     if prod(degrees.values()) > 1:
         yield from _indivisible(rule, *_field(subject, field), degrees)
 
 
-def _degree(subject: Subject, axis: str) -> int:
-    return (subject.ulysses_degree or 1) if axis == "ulysses_degree" else subject.degrees[axis]
-
-
 def _indivisible(
-    rule: str, name: str, number: int, degrees: Mapping[str, int], factor: int = 1
+    rule: str,
+    name: str,
+    number: int,
+    degrees: Mapping[str, int],
+    factor: int = 1,
+    level: Level = "error",
 ) -> Iterator[Violation]:
     """Yield a violation where ``factor`` times the product of degrees does not divide a number."""
     product = factor * prod(degrees.values())
@@ -81,6 +83,7 @@ def _indivisible(
         values={**given, name: number},
         reason=f"{subject} does not divide {name}={number}",
         legal=legal,
+        level=level,
     )
 
 
@@ -95,14 +98,18 @@ def kv_heads_over_tp(subject: Subject) -> Iterator[Violation]:
 
 
 def heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
-    """The heads of one tp rank divide over its Ulysses group."""
-    if (subject.ulysses_degree or 1) > 1:
-        yield from _split(subject, "heads-ulysses", "heads", "tp", "ulysses_degree")
+    """Every Ulysses rank of a tp rank gets a head of it, best equally many."""
+    ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
+    if ulysses > 1:
+        name, heads = _field(subject, "heads")
+        degrees = {"tp": tp, "ulysses_degree": ulysses}
+        level: Level = "error" if heads < tp * ulysses else "advice"
+        yield from _indivisible("heads-ulysses", name, heads, degrees, level=level)
 
 
 def kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
-    """Ulysses ranks get equal shares of a tp rank's kv heads, or equally many share each head."""
-    ulysses, tp = subject.ulysses_degree or 1, subject.degrees["tp"]
+    """Ulysses ranks best get equal shares of a tp rank's kv heads, or equally many share each."""
+    ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
     if ulysses == 1:
         return
     name, kv_heads = _field(subject, "kv_heads")
@@ -117,6 +124,7 @@ def kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
         legal={
             "ulysses_degree": tuple(u for u in divisors(subject.degrees["cp"]) if _shares(kv, u))
         },
+        level="advice",
     )
 
 
@@ -126,17 +134,19 @@ def _shares(kv_heads: int, ulysses: int) -> bool:
 
 def experts_over_ep(subject: Subject) -> Iterator[Violation]:
     """Experts divide over ep; a model without experts has nothing to divide."""
-    name, experts = subject.numbers.get("experts", ("experts", None))
     ep = subject.degrees["ep"]
-    if experts == 0 and ep > 1:
+    if ep == 1:
+        return
+    name, experts = _field(subject, "experts")
+    if experts:
+        yield from _indivisible("experts-ep", name, experts, {"ep": ep})
+    else:
         yield Violation(
             rule="experts-ep",
             values={"ep": ep, name: 0},
             reason=f"ep={ep} has no experts to divide: {name}=0",
             legal={"ep": (1,)},
         )
-        return
-    yield from _split(subject, "experts-ep", "experts", "ep")
 
 
 def ffn_over_tp(subject: Subject) -> Iterator[Violation]:
@@ -149,19 +159,64 @@ def vocab_over_tp(subject: Subject) -> Iterator[Violation]:
     yield from _split(subject, "vocab-tp", "vocab", "tp")
 
 
+def layers_over_pp(subject: Subject) -> Iterator[Violation]:
+    """Every pipeline stage gets a layer, best equally many."""
+    pp = subject.degrees["pp"]
+    if pp == 1:
+        return
+    name, layers = _field(subject, "layers")
+    values = {"pp": pp, name: layers}
+    if layers < pp:
+        yield Violation(
+            rule="layers-pp",
+            values=values,
+            reason=f"pp={pp} is more stages than {name}={layers}",
+            legal={"pp": divisors(layers)},
+        )
+    elif layers % pp:
+        few, more = layers // pp, layers // pp + 1
+        yield Violation(
+            rule="layers-pp",
+            values=values,
+            reason=f"pp={pp} does not divide {name}={layers}: stages of {few} and {more} layers",
+            legal={"pp": divisors(layers)},
+            level="advice",
+        )
+
+
+def tied_embeddings_on_one_stage(subject: Subject) -> Iterator[Violation]:
+    """Tied input and output embeddings are one weight, which two stages cannot both hold."""
+    pp = subject.degrees["pp"]
+    if pp == 1:
+        return
+    name, tied = _field(subject, "tied")
+    if tied:
+        yield Violation(
+            rule="tied-pp",
+            values={"pp": pp, name: tied},
+            reason=f"pp={pp} puts the two ends of a model with {name}=True on different ranks",
+            legal={"pp": (1,)},
+        )
+
+
 def sequence_over_cp_and_tp(subject: Subject) -> Iterator[Violation]:
-    """A sequence divides over cp and tp; balanced causal attention cuts it into twice cp parts."""
+    """A sequence divides over cp and tp; balanced causal attention cuts it into twice cp parts.
+
+    Without tp the parts may be unequal, which costs balance.
+    """
     cp, tp = subject.degrees["cp"], subject.degrees["tp"]
     if cp * tp == 1:
         return
     factor = 2 if subject.causal_balance and cp > 1 else 1
     rule = "sequence-balance" if factor == 2 else "sequence"
-    yield from _indivisible(rule, *_field(subject, "seq_len"), {"cp": cp, "tp": tp}, factor)
+    name, seq_len = _field(subject, "seq_len")
+    level: Level = "advice" if tp == 1 and seq_len >= factor * cp else "error"
+    yield from _indivisible(rule, name, seq_len, {"cp": cp, "tp": tp}, factor, level)
 
 
 def batch_over_dp(subject: Subject) -> Iterator[Violation]:
     """Every data-parallel rank gets the same number of samples."""
-    yield from _split(subject, "batch", "global_batch", "dp_replicate", "dp_shard")
+    yield from _split(subject, "batch", "global_batch", "dp_replicate", *subject.sharding)
 
 
 RULES: tuple[Rule, ...] = (
@@ -172,6 +227,8 @@ RULES: tuple[Rule, ...] = (
     experts_over_ep,
     ffn_over_tp,
     vocab_over_tp,
+    layers_over_pp,
+    tied_embeddings_on_one_stage,
     sequence_over_cp_and_tp,
     batch_over_dp,
 )

@@ -1,0 +1,49 @@
+"""Which ranks share a node, and which axes therefore cross the slower links."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ._degrees import as_degree
+from ._errors import Violation, divisors
+from ._layout import RankLayout
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """How many ranks a node has; node ``i`` holds the ranks from ``i * ranks_per_node`` on.
+
+    Raises `ParallelDimsError` unless it is a positive integer.
+    """
+
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        number = as_degree("ranks_per_node", self.ranks_per_node, inferable=False, optional=False)
+        object.__setattr__(self, "ranks_per_node", number)
+
+
+def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:
+    """Yield an error where ranks do not fill the nodes, else advice for each axis across nodes.
+
+    Groups inside a node use its fast links alone.
+    """
+    world, node = layout.world_size, topology.ranks_per_node
+    if world > node and world % node:
+        yield Violation(
+            rule="topology",
+            values={"world_size": world, "ranks_per_node": node},
+            reason=f"ranks_per_node={node} does not divide world_size={world}",
+            legal={"ranks_per_node": divisors(world)},
+        )
+        return
+    for axis in AXES:
+        degree = layout.size(axis)
+        if degree > 1 and layout.crosses_nodes(axis, node):
+            yield Violation(
+                rule=f"node-{axis.replace('_', '-')}",
+                values={axis: degree, "ranks_per_node": node},
+                reason=f"{axis}={degree} crosses nodes of {node} ranks",
+                level="advice",
+            )
