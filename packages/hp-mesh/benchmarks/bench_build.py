@@ -1,5 +1,7 @@
-"""Layout and meshes of a large world, against torch's four views from one unflattened axis.
+"""Layout and meshes of a large world, against two ways of building them with torch alone.
 
+"flattened": ``init_device_mesh`` with all axes, and the folds dp, fsdp and loss flattened.
+"unflattened": one world axis unflattened into the data, dense and sparse views, loss flattened.
 Fake process groups; a process of its own for each run, arms in turn.
 """
 
@@ -12,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+ARMS = ("layout", "ours", "flattened", "unflattened")
 
 
 def degrees(world: int) -> dict[str, int]:
@@ -49,8 +53,13 @@ def measure(arm: str, world: int) -> dict[str, float]:
             layout.group(name, 0)
     elif arm == "ours":
         dims.build_mesh()
+    elif arm == "flattened":
+        base = dims.layout().views["base"]
+        mesh = device_mesh.init_device_mesh("cpu", base.shape, mesh_dim_names=base.axes)
+        mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        mesh["dp_shard", "cp"]._flatten("fsdp")
+        mesh["dp_replicate", "dp_shard", "cp"]._flatten("loss")
     else:
-        # The usual four views: one world axis unflattened three ways, and the loss axis flattened.
         views = dims.layout().views
         root = device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("world",))
         for name in ("data", "dense", "sparse"):
@@ -84,30 +93,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small worlds, two repeats")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--arm", choices=["layout", "ours", "torch"], help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
         print(json.dumps(measure(options.arm, options.world)))
         return
     worlds, repeats = ([64, 256], 2) if options.quick else ([1024, 16384, 131072], 5)
-    print(
-        "torch: one world axis unflattened into the data, dense and sparse views, loss flattened; "
-        "ours builds these and the base view"
-    )
+    print(__doc__)
+    print("ours builds all views: dense, sparse, base, data, loss and expert")
     rows = []
     for world in worlds:
-        runs = [
-            {arm: run(arm, world) for arm in ("layout", "ours", "torch")} for _ in range(repeats)
-        ]
-        ratios = sorted(r["torch"]["seconds"] / r["ours"]["seconds"] for r in runs)
-        row: dict[str, object] = {"world": world, "ratio": statistics.median(ratios)}
-        row |= {"ratio_low": ratios[0], "ratio_high": ratios[-1]}
-        for arm in ("layout", "ours", "torch"):
+        runs = [{arm: run(arm, world) for arm in ARMS} for _ in range(repeats)]
+        row: dict[str, float] = {"world": world}
+        for arm in ARMS:
             for key in runs[0][arm]:
                 row[f"{arm}_{key}"] = statistics.median(r[arm][key] for r in runs)
+        print(f"{world:,} ranks ({', '.join(f'{n}={d}' for n, d in degrees(world).items())})")
+        for arm in ARMS:
+            line = f"  {arm:11}  {row[f'{arm}_seconds'] * 1e3:9.2f} ms  "
+            line += f"{row[f'{arm}_new_group']:9,.0f} new_group calls  "
+            line += f"{row[f'{arm}_megabytes']:7.1f} MB"
+            if arm in ("flattened", "unflattened"):
+                ratios = sorted(r[arm]["seconds"] / r["ours"]["seconds"] for r in runs)
+                row |= {f"{arm}_ratio": statistics.median(ratios)}
+                row |= {f"{arm}_ratio_low": ratios[0], f"{arm}_ratio_high": ratios[-1]}
+                line += f"  {row[f'{arm}_ratio']:.0f}x ours [{ratios[0]:.0f}-{ratios[-1]:.0f}]"
+            print(line)
+        print(f"  cached look-up of a name: {row['ours_lookup_us']:.2f} us", flush=True)
         rows.append(row)
-        print(" ".join(f"{k}={v:.4g}" for k, v in row.items() if isinstance(v, int | float)))
     if options.json:
         options.json.write_text(json.dumps({"name": "mesh-build", "rows": rows}, indent=1))
 

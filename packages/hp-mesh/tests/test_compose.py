@@ -52,6 +52,27 @@ def parallelize(model: nn.Module, mesh: ParallelMesh) -> nn.Module:
     return model
 
 
+def train_on_two_views(rank: int, dims: ParallelDims) -> list[Tensor]:
+    mesh = cached(("compose", dims), dims.build_mesh)
+    model = dense_model(0)
+    tp = mesh.view("base")["tp"]
+    parallelize_module(model, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh.view("dense")["dp_replicate", "fsdp"])
+    batch = mesh["batch"]
+    model(samples().chunk(batch.size())[batch.get_local_rank()]).square().mean().backward()
+    return [full(parameter.grad) for parameter in model.parameters()]
+
+
+def test_fsdp_on_the_dense_view_combines_with_tensor_parallel_on_the_base_view(
+    ranks: Pool,
+) -> None:
+    reference = dense_model(0)
+    reference(samples()).square().mean().backward()
+    for gradients in ranks(4).run(train_on_two_views, ParallelDims(tp=2), timeout=PATIENCE):
+        for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
 def train_dense(rank: int, dims: ParallelDims, folder: str) -> tuple[list[Tensor], bool]:
     mesh = cached(("compose", dims), dims.build_mesh)
     model = parallelize(dense_model(0), mesh)
@@ -162,13 +183,21 @@ def expert_weight() -> Tensor:
     return torch.randn(4, 8, 3, generator=generator, dtype=torch.float64)
 
 
-def train_experts(rank: int, dims: ParallelDims) -> Tensor:
-    mesh = cached(("compose", dims), dims.build_mesh)
-    experts = Experts(distribute_tensor(expert_weight(), mesh["ep"], [Shard(0)]))
+def place_experts(weight: Tensor, mesh: ParallelMesh) -> Experts:
+    experts = Experts(distribute_tensor(weight, mesh["ep"], [Shard(0)]))
     fully_shard(experts, mesh=mesh["dp_replicate", "efsdp"])
+    return experts
+
+
+def train_experts(rank: int, dims: ParallelDims, folder: str) -> tuple[Tensor, bool]:
+    mesh = cached(("compose", dims), dims.build_mesh)
+    experts = place_experts(expert_weight(), mesh)
     experts(samples().chunk(4)[rank]).square().sum().backward()
     gradient = full(experts.weight.grad)
-    return gradient
+    state_dict_saver.save({"experts": get_model_state_dict(experts)}, checkpoint_id=folder)
+    others = place_experts(torch.zeros_like(expert_weight()), mesh)
+    state_dict_loader.load({"experts": get_model_state_dict(others)}, checkpoint_id=folder)
+    return gradient, torch.equal(full(others.weight), expert_weight())
 
 
 @pytest.mark.parametrize(
@@ -184,8 +213,8 @@ def train_experts(rank: int, dims: ParallelDims) -> Tensor:
     ],
     ids=lambda dims: f"{dims.summary()} {dims.order[0]} first",
 )
-def test_fsdp_over_expert_parallel_averages_over_the_ranks_that_hold_the_same_experts(
-    ranks: Pool, dims: ParallelDims
+def test_fsdp_over_experts_averages_over_the_ranks_that_hold_the_same_and_checkpoints_them(
+    ranks: Pool, dims: ParallelDims, tmp_path: Path
 ) -> None:
     layout = dims.layout()
     expected = torch.zeros(4, 8, 3, dtype=torch.float64)
@@ -198,7 +227,8 @@ def test_fsdp_over_expert_parallel_averages_over_the_ranks_that_hold_the_same_ex
             (layout.coordinate("ep", rank) + 1) * 4 // dims.ep,
         )
         expected[mine] += here.weight.grad[mine] / (4 // dims.ep)
-    for gradient in ranks(4).run(train_experts, dims, timeout=PATIENCE):
+    for gradient, equal in ranks(4).run(train_experts, dims, str(tmp_path), timeout=PATIENCE):
+        assert equal
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
