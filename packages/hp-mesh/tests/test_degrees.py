@@ -191,7 +191,7 @@ def test_peer_experts_are_a_factor_of_the_world_that_can_be_inferred() -> None:
 def test_an_order_of_peer_experts_has_to_place_them() -> None:
     order = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     assert ParallelDims(order=order).order == order
-    with pytest.raises(ParallelDimsError, match="'ep', 'cp', 'tp'.; give each of them once"):
+    with pytest.raises(ParallelDimsError, match=r"'ep', 'cp', 'tp'.; give each of them once"):
         ParallelDims(order=order, ep_mode="peer")
 
 

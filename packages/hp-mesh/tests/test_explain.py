@@ -31,6 +31,10 @@ def test_explanations_find_what_the_check_finds_and_nothing_else(
     found = Counter(v.level for v in report if v.rule != "number")
     assert levels["advice"] == found["advice"]
     assert levels["error"] >= found["error"]
+    codes = {e.rule for e in explained if e.verdict in ("error", "advice")}
+    # The one rule whose code goes on, and numbers that only some rules ask for.
+    broken = {v.rule.replace("-balance", "") for v in report if v.rule != "number"}
+    assert broken <= codes
     texts = " ".join(e.text for e in explained)
     assert all(str(v) in texts for v in report if v.rule != "number")
     missing = {e.text.rpartition(", but ")[2] for e in explained if e.verdict == "skipped"}
@@ -41,19 +45,19 @@ def test_a_rule_shows_its_numbers_and_whether_it_had_anything_to_ask() -> None:
     dims = ParallelDims(tp=16, dp_shard=4)
     rules = {e.rule: e for e in dims.explain({"num_attention_heads": 128})}
     assert rules["product"].text == "dp_shard*tp=4*16 is world_size=64"
-    heads = rules["heads over tp"]
+    heads = rules["heads-tp"]
     assert (heads.verdict, heads.text) == ("holds", "tp=16, num_attention_heads=128")
     assert heads.sentence == "Attention heads divide over tp."
     assert heads.values == {"tp": 16, "num_attention_heads": 128}
-    kv = rules["kv heads over tp"]
+    kv = rules["kv-heads-tp"]
     assert (kv.verdict, kv.text) == ("skipped", "tp=16, but kv_heads is not known")
-    experts = rules["experts over ep"]
+    experts = rules["experts-ep"]
     assert (experts.verdict, experts.text) == ("idle", "ep=1")
 
 
 def test_a_topology_adds_a_line_for_each_axis() -> None:
     lines = ParallelDims(tp=16, dp_shard=4).explain(topology=Topology(ranks_per_node=8))
     texts = {e.rule: (e.verdict, e.text) for e in lines}
-    assert texts["tp and nodes"] == ("advice", "tp=16 crosses nodes of 8 ranks")
-    assert texts["cp and nodes"] == ("idle", "cp=1 stays inside nodes of 8 ranks")
-    assert texts["world_size and nodes"] == ("holds", "world_size=64 fills nodes of 8 ranks")
+    assert texts["node-tp"] == ("advice", "tp=16 crosses nodes of 8 ranks")
+    assert texts["node-cp"] == ("idle", "cp=1 stays inside nodes of 8 ranks")
+    assert texts["topology"] == ("holds", "world_size=64 fills nodes of 8 ranks")

@@ -1,12 +1,14 @@
 """Ranks, coordinates and groups, checked over whole worlds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from math import prod
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from hp_mesh import DEFAULT_ORDER, LayoutError, ParallelDims, RankLayout
 
@@ -184,6 +186,34 @@ def test_ten_thousand_ranks_group_as_an_enumeration_of_their_coordinates_does(
     assert layout.groups("ep") == sorted(map(tuple, blocks.reshape(-1, 16).tolist()))
     experts = np.moveaxis(blocks, 1, 2).reshape(-1, dims.efsdp)
     assert layout.groups("efsdp") == sorted(map(tuple, experts.tolist()))
+
+
+@given(dims(max_world=96), st.data())
+@settings(deadline=None, max_examples=60)
+def test_an_axis_of_one_rank_may_stand_anywhere_in_the_order(
+    dims: ParallelDims, data: st.DataObject
+) -> None:
+    single = [n for n in dims.order if getattr(dims, n) == 1]
+    assume(single)
+    moved = data.draw(st.sampled_from(single))
+    order = [name for name in dims.order if name != moved]
+    order.insert(data.draw(st.integers(0, len(order))), moved)
+    layout, other = dims.layout(), replace(dims, order=tuple(order)).layout()
+    assert {n: layout.groups(n) for n in layout.names} == {n: other.groups(n) for n in layout.names}
+
+
+@given(dims(max_world=96), st.data())
+@settings(deadline=None, max_examples=60)
+def test_the_order_of_outer_axes_leaves_the_groups_of_inner_ones(
+    dims: ParallelDims, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(dims.order) - 1))
+    outer = data.draw(st.permutations(dims.order[:cut]))
+    layout = dims.layout()
+    other = replace(dims, order=(*outer, *dims.order[cut:])).layout()
+    for name in dims.order[cut:]:
+        if name != "ep" or dims.ep_mode == "peer":
+            assert layout.groups(name) == other.groups(name)
 
 
 def test_experts_take_neighbouring_ranks() -> None:

@@ -60,10 +60,25 @@ def _as_integer(value: Degree) -> int | None:
 
 
 def as_order(order: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of ``order`` one by one; a string is split at its commas."""
+    """Return the names of ``order`` one by one; a string is split at its commas.
+
+    Raises `ParallelDimsError` for anything but names.
+    """
     if isinstance(order, str):
         return tuple(name.strip() for name in order.split(","))
-    return tuple(order)
+    if isinstance(order, Iterable):
+        names = tuple(order)
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise ParallelDimsError(
+        [
+            Violation(
+                rule="order",
+                values={"order": order},
+                reason=f"order={order!r} is no list of axis names; use such as {DEFAULT_ORDER}",
+            )
+        ]
+    )
 
 
 def as_flag(name: str, value: object) -> bool:
@@ -196,16 +211,23 @@ def experts_fold_into_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
     )
 
 
-VALUE_RULES: tuple[DegreeRule, ...] = (one_is_inferred, experts_cut_like_layers, ulysses_divides_cp)
+# By the code of what they find.
+VALUE_RULES: Mapping[str, DegreeRule] = {
+    "one-inferred": one_is_inferred,
+    "etp": experts_cut_like_layers,
+    "ulysses": ulysses_divides_cp,
+}
 
 
-def resolved_rules(ep_mode: str) -> tuple[DegreeRule, ...]:
+def resolved_rules(ep_mode: str) -> Mapping[str, DegreeRule]:
     """Return the rules that resolved degrees keep, besides that they multiply to the world."""
-    rules = (experts_cut_like_layers, ulysses_divides_cp)
-    return rules if ep_mode == "peer" else (*rules, experts_fold_into_layers)
+    rules: dict[str, DegreeRule] = {"etp": experts_cut_like_layers, "ulysses": ulysses_divides_cp}
+    return rules if ep_mode == "peer" else {**rules, "sparse": experts_fold_into_layers}
 
 
-def rule_violations(degrees: Mapping[str, int], rules: Iterable[DegreeRule]) -> Iterator[Violation]:
+def rule_violations(
+    degrees: Mapping[str, int], rules: Mapping[str, DegreeRule]
+) -> Iterator[Violation]:
     """Yield all that the rules find."""
-    for rule in rules:
+    for rule in rules.values():
         yield from rule(degrees)

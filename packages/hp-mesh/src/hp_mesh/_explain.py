@@ -19,9 +19,10 @@ Value = TypeVar("Value")
 class Explanation:
     """What one rule says.
 
-    ``rule`` is its name, ``sentence`` the rule itself, ``values`` the numbers that it looked at.
-    ``verdict`` is ``"holds"``, ``"error"`` or ``"advice"``, ``"skipped"`` where a field that it
-    needs is absent, ``"idle"`` where the degrees leave it nothing to ask. ``text`` has it all.
+    ``rule`` is the code that its violations have, ``sentence`` the rule itself, ``values`` the
+    numbers that it looked at. ``verdict`` is ``"holds"``, ``"error"`` or ``"advice"``,
+    ``"skipped"`` where a field that it needs is absent, ``"idle"`` where the degrees leave it
+    nothing to ask. ``text`` has it all.
     """
 
     rule: str
@@ -52,21 +53,21 @@ class _Seen(Mapping[str, Value]):
 def explain_rules(subject: Subject, ep_mode: str) -> tuple[Explanation, ...]:
     """Return an explanation of each rule of degrees and of each rule of models."""
     explanations = [_explain_product(subject.degrees, world_axes(ep_mode))]
-    for degree_rule in resolved_rules(ep_mode):
+    for code, degree_rule in resolved_rules(ep_mode).items():
         degrees = _Seen(subject.degrees)
         found = [*degree_rule(degrees)]
-        explanations.append(_conclude(degree_rule, degrees, _Seen({}), found))
-    for rule in RULES:
+        explanations.append(_conclude(code, degree_rule, degrees, _Seen({}), found))
+    for code, rule in RULES.items():
         degrees, numbers = _Seen(subject.degrees), _Seen(subject.numbers)
         try:
             found = [*rule(replace(subject, degrees=degrees, numbers=numbers))]
         except Absent as absent:
             wrong = subject.wrong.get(str(absent))
             found, missing = [wrong] if wrong else [], None if wrong else str(absent)
-            explanations.append(_conclude(rule, degrees, numbers, found, missing=missing))
+            explanations.append(_conclude(code, rule, degrees, numbers, found, missing=missing))
         else:
             idle = not numbers.keys_seen  # the degrees alone left it nothing to ask
-            explanations.append(_conclude(rule, degrees, numbers, found, idle=idle))
+            explanations.append(_conclude(code, rule, degrees, numbers, found, idle=idle))
     return tuple(explanations)
 
 
@@ -83,7 +84,7 @@ def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanatio
         text = str(violation) if violation else f"{axis}={size} {inside} nodes of {node} ranks"
         explanations.append(
             Explanation(
-                rule=f"{axis} and nodes",
+                rule="topology" if axis == "world_size" else f"node-{axis.replace('_', '-')}",
                 sentence=sentence,
                 values={axis: size, "ranks_per_node": node},
                 verdict=violation.level if violation else "idle" if size == 1 else "holds",
@@ -106,6 +107,7 @@ def _explain_product(degrees: Mapping[str, int], axes: tuple[str, ...]) -> Expla
 
 
 def _conclude(
+    code: str,
     rule: Callable[..., object],
     degrees: _Seen[int],
     numbers: _Seen[tuple[str, int]],
@@ -126,7 +128,7 @@ def _conclude(
     elif idle:
         verdict = "idle"
     return Explanation(
-        rule=rule.__name__.replace("_", " "),
+        rule=code,
         sentence=(rule.__doc__ or "").strip(),
         values=values,
         verdict=verdict,

@@ -115,7 +115,7 @@ def build_mesh(
     """Create the groups and views of ``dims``; see `ParallelDims.build_mesh`."""
     if not dist.is_initialized():
         raise MeshError("no default process group; call torch.distributed.init_process_group first")
-    device_type = device_type or _default_device_type()
+    device_type = device_type or default_device_type()
     try:
         dims = dims.resolve(dist.get_world_size())
         layout = dims.layout()
@@ -147,7 +147,8 @@ def _rank_tensor(view: View) -> torch.Tensor:
     return ranks.view(view.shape)
 
 
-def _default_device_type() -> str:
+def default_device_type() -> str:
+    """Return the accelerator's type, or that of the CPU where the world runs on gloo alone."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or dist.get_backend() == "gloo":
         return "cpu"

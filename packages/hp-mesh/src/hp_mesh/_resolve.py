@@ -44,8 +44,11 @@ def settle(given: Mapping[str, Any]) -> dict[str, Any]:
         fields["fsdp_folds_cp"] = as_flag("fsdp_folds_cp", given["fsdp_folds_cp"])
     except ParallelDimsError as error:
         violations += error.violations
+    try:
+        fields["order"] = as_order(given["order"])
+    except ParallelDimsError as error:
+        violations += error.violations
     raise_errors(violations)
-    fields["order"] = as_order(given["order"])
     found = rule_violations(_with_ulysses(fields), VALUE_RULES)
     raise_errors([*found, *mode_violations(fields["ep_mode"], fields["order"])])
     if fields["world_size"] is not None:

@@ -1,4 +1,4 @@
-"""What a decoder model, its sequences and its batches ask of the degrees: a tuple of functions."""
+"""What a decoder model, its sequences and its batches ask of the degrees: a table of functions."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -219,19 +219,20 @@ def batch_over_dp(subject: Subject) -> Iterator[Violation]:
     yield from _split(subject, "batch", "global_batch", "dp_replicate", *subject.sharding)
 
 
-RULES: tuple[Rule, ...] = (
-    heads_over_tp,
-    kv_heads_over_tp,
-    heads_over_ulysses,
-    kv_heads_over_ulysses,
-    experts_over_ep,
-    ffn_over_tp,
-    vocab_over_tp,
-    layers_over_pp,
-    tied_embeddings_on_one_stage,
-    sequence_over_cp_and_tp,
-    batch_over_dp,
-)
+# By the code of what they find; a code may go on after it, as in sequence-balance.
+RULES: Mapping[str, Rule] = {
+    "heads-tp": heads_over_tp,
+    "kv-heads-tp": kv_heads_over_tp,
+    "heads-ulysses": heads_over_ulysses,
+    "kv-heads-ulysses": kv_heads_over_ulysses,
+    "experts-ep": experts_over_ep,
+    "ffn-tp": ffn_over_tp,
+    "vocab-tp": vocab_over_tp,
+    "layers-pp": layers_over_pp,
+    "tied-pp": tied_embeddings_on_one_stage,
+    "sequence": sequence_over_cp_and_tp,
+    "batch": batch_over_dp,
+}
 
 
 def check_rules(subject: Subject) -> Report:
@@ -242,7 +243,7 @@ def check_rules(subject: Subject) -> Report:
     """
     violations = list(subject.wrong.values())
     skipped: dict[str, None] = {}
-    for rule in RULES:
+    for rule in RULES.values():
         try:
             violations += rule(subject)
         except Absent as absent:

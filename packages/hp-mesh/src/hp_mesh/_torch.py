@@ -35,3 +35,12 @@ def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:
     ranks = getattr(other, "_flatten_rank_map", None)
     if ranks is not None and ranks == getattr(mesh, "_flatten_rank_map", None):
         mesh._flatten_rank_map = ranks
+
+
+def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
+    """Return all axes of a mesh folded into one, which is a slice of the same mesh as ``mesh`` is.
+
+    ``DeviceMesh._flatten`` (2.11 to 2.13). Publicly only ``DeviceMesh.from_group`` makes a mesh of
+    ranks that are there, and that one is a slice of nothing.
+    """
+    return mesh._flatten(name)

@@ -1,0 +1,40 @@
+"""Refusing wrong numbers, all of them in one error."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+from .._errors import Violation, join_words
+
+
+def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterator[Violation]:
+    """Yield a violation for every value that is not an integer of at least ``minimum``."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            yield number_violation(name, value, f"an integer of at least {minimum}")
+
+
+def amount_violations(values: Mapping[str, object], *, zero: bool = False) -> Iterator[Violation]:
+    """Yield a violation for every value that is not a finite number above 0, or 0 with ``zero``."""
+    for name, value in values.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < 0
+            or (value == 0 and not zero)
+        ):
+            yield number_violation(name, value, "0 or above" if zero else "a number above 0")
+
+
+def choice_violations(name: str, value: object, choices: Iterable[str]) -> Iterator[Violation]:
+    """Yield a violation where a value is none of the words it may be."""
+    choices = tuple(choices)
+    if value not in choices:
+        yield number_violation(name, value, join_words(map(repr, choices)))
+
+
+def number_violation(name: str, value: object, legal: str) -> Violation:
+    """Return the violation of a field that is not what it must be."""
+    return Violation(
+        rule="number", values={name: value}, reason=f"{name}={value!r} given; use {legal}"
+    )

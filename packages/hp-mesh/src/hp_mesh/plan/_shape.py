@@ -1,0 +1,179 @@
+"""The shape of a decoder model: what its parameters, activations and time follow from."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .._errors import Violation, raise_errors
+from ._numbers import integer_violations, number_violation
+from ._reading import read_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder: attention and feed-forward layers, dense or with experts.
+
+    ``kv_heads`` is ``heads``, ``head_dim`` is ``hidden // heads`` and ``expert_ffn`` is ``ffn``
+    where None. ``ffn`` and ``expert_ffn`` are inner widths, of the two input matrices each where
+    ``glu``. ``shared_ffn`` is the total inner width of the experts that every token takes,
+    ``dense_layers`` counts the layers without experts in a model that has some. ``tied`` models use
+    the embedding as output matrix. Biases are not counted. Raises `ParallelDimsError` with every
+    wrong number.
+    """
+
+    name: str = ""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int
+    vocab: int
+    glu: bool = True
+    tied: bool = False
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int | None = None
+    shared_ffn: int = 0
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        raise_errors(_violations(self))
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.expert_ffn is None:
+            object.__setattr__(self, "expert_ffn", self.ffn)
+
+    @classmethod
+    def from_config(cls, config: object) -> "ModelShape":
+        """Return the shape that a mapping or configuration object describes.
+
+        Hugging Face configurations work as they are, nested ``text_config`` included, and so does a
+        parsed ``config.json``. Raises `ParallelDimsError` that names every field that is missing.
+        """
+        return cls(**read_shape(config))
+
+    def to_config(self) -> Mapping[str, int]:
+        """Return the numbers that the rules of degrees look at, for `ParallelDims.check`."""
+        return {
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "intermediate_size": self.ffn,
+            "vocab_size": self.vocab,
+            "num_experts": self.experts,
+            "tie_word_embeddings": self.tied,
+        }
+
+    @property
+    def query_width(self) -> int:
+        """Return the width of all query heads of a layer."""
+        return self.heads * (self.head_dim or 0)
+
+    @property
+    def kv_width(self) -> int:
+        """Return the width of all key heads of a layer, which is that of its value heads."""
+        return (self.kv_heads or 0) * (self.head_dim or 0)
+
+    @property
+    def expert_width(self) -> int:
+        """Return the inner width of one expert."""
+        return self.expert_ffn or 0
+
+    @property
+    def expert_layers(self) -> int:
+        """Return how many layers have experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def matrices(self) -> int:
+        """Return how many matrices one feed-forward part has."""
+        return 3 if self.glu else 2
+
+    @property
+    def attention_parameters(self) -> int:
+        """Return the parameters of one layer's attention and of its two norms."""
+        projections = 2 * self.query_width + 2 * self.kv_width
+        return self.hidden * projections + 2 * self.hidden
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Return the parameters of one layer without experts."""
+        return self.attention_parameters + self.matrices * self.hidden * self.ffn
+
+    @property
+    def shared_layer_parameters(self) -> int:
+        """Return the parameters of one layer with experts, without the experts' own."""
+        shared = self.matrices * self.hidden * self.shared_ffn
+        return self.attention_parameters + shared + self.hidden * self.experts
+
+    @property
+    def one_expert_parameters(self) -> int:
+        """Return the parameters of one expert."""
+        return self.matrices * self.hidden * self.expert_width
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Return the parameters of the embedding; the output matrix has as many, or shares them."""
+        return self.vocab * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the parameters of all experts of all layers, shared ones not counted."""
+        return self.expert_layers * self.experts * self.one_expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Return all parameters outside the experts."""
+        with_experts = self.expert_layers
+        blocks = (self.layers - with_experts) * self.dense_layer_parameters
+        blocks += with_experts * self.shared_layer_parameters
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+        return blocks + ends
+
+    @property
+    def parameters(self) -> int:
+        """Return all parameters."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the parameters that one token uses, embedding and output matrix included."""
+        return self.dense_parameters + self.expert_layers * self.top_k * self.one_expert_parameters
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Return the operations of forward and backward on one token, recomputation not counted.
+
+        Six for every parameter that takes part in a matrix product, and attention over the
+        sequence (arXiv 2204.02311, appendix B), of which a causal mask leaves half.
+        """
+        inputs = self.embedding_parameters if not self.tied else 0
+        attention = 6 * self.layers * self.query_width * seq_len
+        return 6 * (self.active_parameters - inputs) + attention
+
+
+def _violations(shape: ModelShape) -> Iterator[Violation]:
+    values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+    required = ("layers", "hidden", "heads", "ffn", "vocab")
+    optional = [n for n in ("kv_heads", "head_dim", "expert_ffn") if values[n] is not None]
+    wrong = list(integer_violations({name: values[name] for name in (*required, *optional)}))
+    counts = ("experts", "top_k", "shared_ffn", "dense_layers")
+    wrong += integer_violations({name: values[name] for name in counts}, minimum=0)
+    yield from wrong
+    if wrong:
+        return
+    if shape.head_dim is None and shape.hidden % shape.heads:
+        yield number_violation(
+            "head_dim", None, f"a width: heads={shape.heads} does not divide hidden={shape.hidden}"
+        )
+    if shape.kv_heads is not None and shape.heads % shape.kv_heads:
+        yield number_violation("kv_heads", shape.kv_heads, f"a divisor of heads={shape.heads}")
+    if shape.experts and not 1 <= shape.top_k <= shape.experts:
+        yield number_violation("top_k", shape.top_k, f"1 to experts={shape.experts}")
+    if shape.experts and shape.dense_layers >= shape.layers:
+        yield number_violation("dense_layers", shape.dense_layers, f"0 to {shape.layers - 1}")
+    if not shape.experts and (shape.top_k or shape.shared_ffn or shape.dense_layers):
+        given = {n: values[n] for n in ("top_k", "shared_ffn", "dense_layers") if values[n]}
+        for name, value in given.items():
+            yield number_violation(name, value, "0, or give experts")

@@ -1,0 +1,280 @@
+"""The planner's list: complete, legal, ranked, the same each time."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh import plan as plan_module
+from hp_mesh.plan import (
+    MODELS,
+    Candidate,
+    Cluster,
+    ModelShape,
+    TrainSpec,
+    estimate,
+    plan,
+)
+
+from .plan_strategies import clusters, runs, shapes
+from .strategies import divisors
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+GPT2 = ModelShape(layers=12, hidden=768, heads=12, ffn=3072, vocab=50304, glu=False)
+
+
+def degrees(dims: ParallelDims) -> tuple[int, ...]:
+    return tuple(getattr(dims, axis) for axis in AXES)
+
+
+def all_degrees(world: int, experts: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for replicas in divisors(world):
+        for shard in divisors(world // replicas):
+            for cp in divisors(world // replicas // shard):
+                for tp in divisors(world // replicas // shard // cp):
+                    pp = world // replicas // shard // cp // tp
+                    for etp in {1, tp} if experts else {1}:
+                        for ep in divisors(shard * cp * tp // etp) if experts else [1]:
+                            values = (replicas, shard, cp, tp, pp, ep, etp)
+                            found.append(dict(zip(AXES, values, strict=True)))
+    return found
+
+
+@settings(deadline=None, max_examples=30)
+@given(model=shapes(), cluster=clusters(), train=runs())
+def test_every_candidate_passes_the_check_and_every_rejection_says_why(
+    model: ModelShape, cluster: Cluster, train: TrainSpec
+) -> None:
+    found = plan(model, cluster, train)
+    for candidate in found.candidates[:: 1 + len(found.candidates) // 40]:
+        report = candidate.dims.check(model.to_config(), train.seq_len, train.global_batch)
+        assert not report.errors
+        assert candidate.dims.world_size == cluster.world_size
+        assert candidate.microbatches * candidate.micro_batch * candidate.dims.dp_size == (
+            train.global_batch
+        )
+    for rejection in found.rejected:
+        assert rejection.violations
+        assert all(violation.level == "error" for violation in rejection.violations)
+        assert str(rejection)
+    assert len(found.fits) + len(found.borderline) + len(found.too_large) == len(found.candidates)
+    assert found.considered == len(found.candidates) + len(found.rejected)
+
+
+@settings(deadline=None, max_examples=25)
+@given(model=shapes(), cluster=clusters(), train=runs())
+def test_all_degrees_are_candidates_or_rejected_and_none_is_both(
+    model: ModelShape, cluster: Cluster, train: TrainSpec
+) -> None:
+    train = replace(train, micro_batch=None, schedule="1f1b", virtual_stages=1)
+    found = plan(model, cluster, train)
+    kept = {degrees(candidate.dims) for candidate in found.candidates}
+    for choice in all_degrees(cluster.world_size, model.experts > 0):
+        dims = ParallelDims(**choice, world_size=cluster.world_size)
+        report = dims.check(
+            model.to_config(), train.seq_len, train.global_batch, causal_balance=True
+        )
+        legal = not report.errors and model.shared_ffn % dims.tp == 0
+        legal &= not model.experts or model.expert_width % dims.etp == 0
+        rejected = any(choice.items() >= dict(r.degrees).items() for r in found.rejected)
+        assert rejected == (not legal)
+        assert (degrees(dims) in kept) == legal
+
+
+@settings(deadline=None, max_examples=20)
+@given(model=shapes(), cluster=clusters(), train=runs())
+def test_what_fits_comes_first_and_the_fastest_of_it_before_the_others(
+    model: ModelShape, cluster: Cluster, train: TrainSpec
+) -> None:
+    found = plan(model, cluster, train)
+    some = slice(0, 30)
+    assert {c.fit for c in found.fits[some]} <= {"fits"}
+    assert {c.fit for c in found.borderline[some]} <= {"borderline"}
+    assert {c.fit for c in found.too_large[some]} <= {"does not fit"}
+    for group in (found.fits[some], found.borderline[some]):
+        seconds = [candidate.time.total for candidate in group]
+        assert seconds == sorted(seconds)
+    sizes = [candidate.memory.total for candidate in found.too_large[some]]
+    assert sizes == sorted(sizes)
+    assert found.best == (found.candidates[0] if found.candidates else None)
+
+
+@settings(deadline=None, max_examples=15)
+@given(model=shapes(), cluster=clusters(), train=runs(), data=st.data())
+def test_a_candidate_is_what_estimate_says_and_planning_again_gives_the_same(
+    model: ModelShape, cluster: Cluster, train: TrainSpec, data: st.DataObject
+) -> None:
+    found, again = plan(model, cluster, train), plan(model, cluster, train)
+    assert list(found.candidates[:20]) == list(again.candidates[:20])
+    assert [str(r) for r in found.rejected] == [str(r) for r in again.rejected]
+    if found.candidates:
+        candidate = found.candidates[data.draw(st.integers(0, len(found.candidates) - 1))]
+        own = estimate(
+            model, cluster, train, candidate.dims, candidate.micro_batch, candidate.recompute
+        )
+        assert own == candidate
+
+
+def test_without_a_setting_estimate_takes_the_best_one_of_the_plan() -> None:
+    cluster = Cluster(world_size=8, accelerator="H100")
+    train = TrainSpec(seq_len=1024, global_batch=64)
+    found = plan(GPT2, cluster, train)
+    assert found.best is not None
+    assert estimate(GPT2, cluster, train, found.best.dims) == found.best
+
+
+def test_ranks_of_their_own_for_experts_are_the_same_as_folded_ones() -> None:
+    model, train = MODELS["mixtral-8x7b"], TrainSpec(seq_len=4096, global_batch=64)
+    cluster = Cluster(world_size=32, accelerator="H100")
+    peer = ParallelDims(dp_shard=2, ep=8, tp=2, world_size=32, ep_mode="peer")
+    folded = ParallelDims(dp_shard=16, ep=8, tp=2, world_size=32)
+    ours, theirs = estimate(model, cluster, train, peer), estimate(model, cluster, train, folded)
+    assert ours.memory == theirs.memory
+    assert ours.time == theirs.time
+    assert ours.dims == peer
+    assert ours.tokens_per_second_per_gpu == theirs.tokens_per_second_per_gpu
+
+
+def test_where_nothing_fits_the_best_is_the_nearest_miss() -> None:
+    cluster = Cluster(world_size=8, accelerator="A100-80")
+    found = plan(MODELS["llama3-405b"], cluster, TrainSpec(seq_len=8192, global_batch=8))
+    assert not found.fits
+    assert not found.borderline
+    assert found.best is not None
+    assert found.best.fit == "does not fit"
+    assert [v.level for v in found.best.violations] == ["error"]
+    assert found.best.memory.total == min(c.memory.total for c in found.candidates)
+    assert str(found).startswith("nothing fits in 76.0 GiB, the nearest is pp=")
+
+
+def test_a_world_that_no_rule_allows_has_no_candidates_but_reasons() -> None:
+    model = ModelShape(layers=2, hidden=64, heads=4, ffn=128, vocab=64)
+    cluster = Cluster(world_size=7, accelerator="H100")
+    # Seven ranks divide no size of the model, no sequence and no batch.
+    found = plan(model, cluster, TrainSpec(seq_len=4, global_batch=4))
+    assert found.best is None
+    assert not found.candidates
+    assert {v.rule for r in found.rejected for v in r.violations} >= {
+        "heads-tp",
+        "layers-pp",
+        "batch",
+    }
+    assert str(found).startswith("no valid configuration; ")
+
+
+def test_a_micro_batch_that_divides_no_local_batch_is_rejected_with_what_would() -> None:
+    cluster = Cluster(world_size=2, accelerator="H100")
+    found = plan(GPT2, cluster, TrainSpec(seq_len=64, global_batch=8, micro_batch=3))
+    reasons = {str(v) for r in found.rejected for v in r.violations}
+    assert (
+        "micro_batch=3 does not divide the 4 sequences of each data-parallel rank; use 1, 2 or 4"
+    ) in reasons
+
+
+def test_an_interleaved_schedule_needs_microbatches_and_layers_for_its_stages() -> None:
+    cluster = Cluster(world_size=8, accelerator="H100")
+    train = TrainSpec(
+        seq_len=64, global_batch=12, micro_batch=1, schedule="interleaved", virtual_stages=4
+    )
+    found = plan(GPT2, cluster, train)
+    assert {c.dims.pp for c in found.candidates} == {1, 2}
+    rules = {v.rule for r in found.rejected for v in r.violations}
+    assert rules >= {"virtual-stages", "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("share", "fit"), [(1.0, "fits"), (1.0001, "borderline"), (1.15, "borderline")]
+)
+def test_an_estimate_at_the_limit_fits_and_one_within_15_percent_is_borderline(
+    share: float, fit: str
+) -> None:
+    own = candidate()
+    tight = replace(own, limit=own.memory.total / share)
+    assert tight.fit == fit
+    assert [v.level for v in tight.violations] == ["advice"] * (fit == "borderline")
+
+
+def test_an_estimate_beyond_15_percent_above_the_limit_does_not_fit() -> None:
+    own = candidate()
+    tight = replace(own, limit=own.memory.total / 1.1501)
+    assert tight.fit == "does not fit"
+    assert [v.rule for v in tight.violations] == ["memory"]
+    assert "does not fit" in str(tight)
+
+
+def candidate() -> Candidate:
+    cluster = Cluster(world_size=2, accelerator="H100")
+    train = TrainSpec(seq_len=1024, global_batch=2)
+    return estimate(GPT2, cluster, train, ParallelDims(world_size=2))
+
+
+def test_rates_follow_from_the_time_of_a_step() -> None:
+    own = candidate()
+    seconds = own.time.total
+    assert own.tokens_per_second_per_gpu == pytest.approx(2048 / seconds / 2)
+    # Six operations for each weight of a product, and attention over half a sequence.
+    weights = 12 * 12 * 768**2 + 768 * 50304
+    per_token = 6 * weights + 6 * 12 * 768 * 1024
+    assert own.tflops == pytest.approx(2048 * per_token / seconds / 2 / 1e12, rel=1e-3)
+    assert own.mfu == pytest.approx(own.tflops / 989)
+
+
+def test_degrees_that_break_rules_are_refused_with_all_of_them() -> None:
+    cluster = Cluster(world_size=16, accelerator="H100")
+    train = TrainSpec(seq_len=1024, global_batch=8)
+    with pytest.raises(ParallelDimsError) as caught:
+        estimate(GPT2, cluster, train, ParallelDims(tp=8, pp=4, world_size=32))
+    rules = [violation.rule for violation in caught.value.violations]
+    assert rules == ["world", "heads-tp", "kv-heads-tp"]
+    apart = ParallelDims(cp=2, world_size=16, fsdp_folds_cp=False)
+    with pytest.raises(ParallelDimsError, match="give fsdp_folds_cp=True or cp=1"):
+        estimate(GPT2, cluster, train, apart)
+    with pytest.raises(ParallelDimsError, match="micro_batch=0 given; use an integer of at least"):
+        estimate(GPT2, cluster, train, ParallelDims(world_size=16), micro_batch=0)
+    with pytest.raises(ParallelDimsError, match="recompute='most' given; use 'none'"):
+        estimate(GPT2, cluster, train, ParallelDims(world_size=16), recompute=cast(Any, "most"))
+
+
+def test_causal_balance_and_parts_of_experts_are_asked_for_too() -> None:
+    model = ModelShape(
+        layers=2, hidden=64, heads=4, ffn=8, vocab=8, experts=2, top_k=1, expert_ffn=3
+    )
+    cluster = Cluster(world_size=8, accelerator="H100")
+    train = TrainSpec(seq_len=8, global_batch=8)
+    with pytest.raises(ParallelDimsError, match=r"2\*cp\*tp=2\*4\*2=16 does not divide seq_len=8"):
+        estimate(model, cluster, train, ParallelDims(cp=4, tp=2))
+    with pytest.raises(ParallelDimsError, match="etp=2 does not divide expert_ffn=3; use 1"):
+        estimate(model, cluster, train, ParallelDims(tp=2, etp=2, ep=2))
+    rules = {v.rule for r in plan(model, cluster, train).rejected for v in r.violations}
+    assert rules >= {"sequence-balance", "expert-ffn-etp"}
+
+
+def test_fp8_on_an_accelerator_without_it_is_refused() -> None:
+    train = TrainSpec(seq_len=64, global_batch=8, float8=True)
+    with pytest.raises(ParallelDimsError, match="accelerator A100-80 has no fp8 rate"):
+        plan(GPT2, Cluster(world_size=8, accelerator="A100-80"), train)
+
+
+def test_the_subpackage_is_called_as_its_function_is() -> None:
+    cluster = Cluster(world_size=2, accelerator="H100")
+    train = TrainSpec(seq_len=64, global_batch=2)
+    found = cast(Any, plan_module)(GPT2, cluster, train)
+    assert list(found.candidates) == list(plan(GPT2, cluster, train).candidates)
+
+
+def test_planning_does_not_load_torch() -> None:
+    code = f"import sys, {plan_module.__name__}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,223 @@
+"""Shapes of models, read from configurations, against published parameter counts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given, settings
+
+from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh.plan import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
+
+from .plan_strategies import shapes
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": None,
+    "vocab_size": 50257,
+    "tie_word_embeddings": True,
+}
+
+
+# In billions, from the models' own papers and pages; those of tokens in use with embeddings.
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("llama3-8b", 8.03, 8.03),
+        ("llama3-70b", 70.6, 70.6),
+        ("llama3-405b", 405, 405),
+        ("gpt-22b", 22, 22),
+        ("gpt-175b", 175, 175),
+        ("gpt-530b", 530, 530),
+        ("gpt-1t", 1008, 1008),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 141, 39),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("llama4-scout", 109, 17),
+        ("llama4-maverick", 400, 17),
+    ],
+)
+def test_a_published_shape_has_its_published_number_of_parameters(
+    name: str, total: float, active: float
+) -> None:
+    assert MODELS[name].parameters / 1e9 == pytest.approx(total, rel=0.02)
+    assert MODELS[name].active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_latent_attention_is_counted_within_what_its_note_says() -> None:
+    model = MODELS["deepseek-v3"]
+    assert model.parameters / 1e9 == pytest.approx(671, rel=0.01)
+    assert 1.0 <= model.active_parameters / 37e9 <= 1.12
+
+
+@settings(deadline=None, max_examples=50)
+@given(model=shapes())
+def test_parameters_are_dense_ones_and_experts_and_a_token_uses_no_more(model: ModelShape) -> None:
+    assert model.parameters == model.dense_parameters + model.expert_parameters
+    assert model.active_parameters <= model.parameters
+    assert (model.expert_parameters > 0) == (model.experts > 0)
+    assert not ParallelDims(world_size=1).check(model.to_config(), 64, 8).errors
+    assert not ParallelDims(world_size=1).check(model.to_config(), 64, 8).skipped
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (transformers.MixtralConfig(), "mixtral-8x7b"),
+        (transformers.DeepseekV3Config(), "deepseek-v3"),
+    ],
+)
+def test_a_configuration_object_gives_the_shape_of_the_catalogue(config: object, name: str) -> None:
+    found, known = ModelShape.from_config(config), MODELS[name]
+    assert found.parameters == known.parameters
+    assert found.active_parameters == known.active_parameters
+    assert (found.layers, found.dense_layers) == (known.layers, known.dense_layers)
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda config: SimpleNamespace(config=config)])
+def test_a_parsed_file_works_as_it_is_and_so_does_what_holds_one(wrap: Any) -> None:
+    config = {
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "model_type": "qwen3_moe",
+    }
+    found = ModelShape.from_config(wrap(config))
+    assert found.name == "qwen3_moe"
+    assert found.parameters == MODELS["qwen3-30b-a3b"].parameters
+
+
+def test_the_language_model_of_a_larger_one_is_found() -> None:
+    text = {
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "vocab_size": 202048,
+    }
+    found = ModelShape.from_config({"model_type": "llama4", "text_config": text})
+    assert found.parameters == MODELS["llama4-maverick"].parameters
+
+
+def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
+    found = ModelShape.from_config(GPT2)
+    assert not found.glu
+    assert found.tied
+    assert found.ffn == 3072
+    # The published 124 million, less positions and biases.
+    assert found.parameters / 1e6 == pytest.approx(124 - 0.8 - 0.1, rel=0.005)
+
+
+def test_every_field_that_a_configuration_lacks_is_named() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ModelShape.from_config({"hidden_size": 64, "vocab_size": 8})
+    missing = [name for violation in caught.value.violations for name in violation.values]
+    assert missing == ["layers", "heads", "ffn"]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"layers": 0, "hidden": 1.5, "heads": True}, ["layers", "hidden", "heads"]),
+        ({"hidden": 100, "heads": 3}, ["head_dim"]),
+        ({"kv_heads": 5}, ["kv_heads"]),
+        ({"experts": 4, "top_k": 5}, ["top_k"]),
+        ({"experts": 4, "top_k": 1, "dense_layers": 2}, ["dense_layers"]),
+        ({"top_k": 2, "shared_ffn": 8}, ["top_k", "shared_ffn"]),
+    ],
+)
+def test_all_wrong_numbers_of_a_shape_are_named(change: dict[str, Any], names: list[str]) -> None:
+    fields = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 64} | change
+    with pytest.raises(ParallelDimsError) as caught:
+        ModelShape(**fields)
+    assert [name for v in caught.value.violations for name in v.values] == names
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        (
+            {"world_size": 0, "accelerator": "TPU", "intra_gbs": -1, "inter_us": float("nan")},
+            ["world_size", "inter_us", "intra_gbs", "accelerator"],
+        ),
+        (
+            {
+                "world_size": 8,
+                "accelerator": Accelerator(name="X", memory_gib=1, tflops=1, hbm_gbs=1),
+            },
+            ["intra_gbs", "inter_gbs"],
+        ),
+    ],
+)
+def test_all_wrong_numbers_of_a_cluster_are_named(fields: dict[str, Any], names: list[str]) -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        Cluster(**fields)
+    assert [name for v in caught.value.violations for name in v.values] == names
+
+
+def test_all_wrong_numbers_of_a_run_are_named() -> None:
+    wrong: dict[str, Any] = {
+        "seq_len": 0,
+        "global_batch": "8",
+        "micro_batch": -1,
+        "recompute": "some",
+        "schedule": "gpipe",
+        "memory_fraction": 1.5,
+    }
+    with pytest.raises(ParallelDimsError) as caught:
+        TrainSpec(**wrong)
+    assert {name for v in caught.value.violations for name in v.values} == {*wrong}
+    with pytest.raises(ParallelDimsError, match="virtual_stages=2 given; use 1, or schedule"):
+        TrainSpec(seq_len=8, global_batch=8, virtual_stages=2)
+
+
+def test_all_wrong_numbers_of_an_accelerator_are_named() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        Accelerator(name="X", memory_gib=0, tflops=float("inf"), tflops_fp8=-1, hbm_gbs=1)
+    names = [name for v in caught.value.violations for name in v.values]
+    assert names == ["memory_gib", "tflops", "tflops_fp8"]
+
+
+def test_an_accelerator_may_be_given_by_name() -> None:
+    for name in ("H100", "h100"):
+        assert Cluster(world_size=1, accelerator=name).accelerator == ACCELERATORS["H100"]
+
+
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "moe_intermediate_size", "n_shared_experts", "kv_lora_rank"]
+)
+@pytest.mark.parametrize("value", [{"a": 1}, "8", -1, 2.5])
+def test_a_size_that_is_no_number_is_named_wherever_it_is_used(name: str, value: object) -> None:
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "intermediate_size": 96,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "v_head_dim": 16,
+    }
+    assert ModelShape.from_config(config).experts == 4
+    with pytest.raises(ParallelDimsError, match=r"given; use an integer of at least 0"):
+        ModelShape.from_config({**config, name: value})
