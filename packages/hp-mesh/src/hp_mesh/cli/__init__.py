@@ -1,0 +1,5 @@
+"""The command line: plan, check, show, explain and groups, without torch."""
+
+from ._main import main as main
+
+__all__ = ["main"]

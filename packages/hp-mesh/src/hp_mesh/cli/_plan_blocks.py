@@ -1,0 +1,135 @@
+"""A plan for people: what to run first, then where its memory and time go, then the others."""
+
+from collections.abc import Iterator, Sequence
+
+from ..plan import Candidate, Plan
+from ._blocks import Bar, Bars, Block, Cell, Line, Table, Tone, cells
+from ._degrees import constructor_line, word_line
+from ._reasons import GIB, largest_exposed, memory_parts, percent, time_parts, why_it_loses
+from ._rejections import RejectionGroup
+
+TONES: dict[str, Tone] = {"fits": "good", "borderline": "warn", "does not fit": "bad"}
+NOTHING = "no configuration keeps all rules"
+
+
+def plan_blocks(found: Plan, rejections: Sequence[RejectionGroup], top: int) -> tuple[Block, ...]:
+    """Return the whole answer, with the ``top`` first candidates."""
+    blocks: list[Block] = [Line(text=plan_title(found), tone="title")]
+    if found.best is None:
+        blocks.append(Line(text=NOTHING, tone="bad"))
+    else:
+        blocks += _winner(found.best)
+        blocks += _splits(found.best)
+        blocks.append(_candidates_table(found, found.best, top))
+    blocks.append(Line(text=_counts(found)))
+    if rejections:
+        blocks.append(_rejections_table(rejections))
+    return tuple(blocks)
+
+
+def plan_title(found: Plan) -> str:
+    """Return in one line what is planned."""
+    cluster, train = found.cluster, found.train
+    return (
+        f"{found.model.name or 'model'} on {cluster.world_size} x {cluster.device.name}, "
+        f"{cluster.ranks_per_node} per node; {train.global_batch} sequences of {train.seq_len} "
+        f"tokens per step{', float8' if train.float8 else ''}"
+    )
+
+
+def settings(candidate: Candidate) -> str:
+    """Return in one line what a candidate has besides its degrees."""
+    return (
+        f"micro batch {candidate.micro_batch} x {candidate.microbatches}, "
+        f"recompute {candidate.recompute}"
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds with about three digits."""
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
+
+
+def _winner(best: Candidate) -> Iterator[Block]:
+    headings = {
+        "fits": "RUN THIS",
+        "borderline": "RUN THIS, though it is up to 15% above the memory limit",
+        "does not fit": "NOTHING FITS; this comes nearest",
+    }
+    yield Line(text="")
+    yield Line(text=headings[best.fit], tone=TONES[best.fit])
+    yield Line(text=f"  {constructor_line(best.dims)}", tone="title")
+    yield Line(text=f"  {word_line(best.dims)}")
+    yield Line(text=f"  {settings(best)}")
+    yield Line(
+        text=f"  estimated {format_seconds(best.time.total)} s per step, "
+        f"{best.tokens_per_second_per_gpu:.0f} tokens/s per GPU, {best.mfu:.0%} MFU; "
+        f"{best.memory.total / GIB:.1f} of {best.limit / GIB:.1f} GiB ({best.fit})"
+    )
+
+
+def _splits(best: Candidate) -> Iterator[Block]:
+    memory, time = memory_parts(best), time_parts(best)
+    whole = max(best.limit, best.memory.total)
+    yield Bars(
+        title=f"memory of one GPU; a full bar is {whole / GIB:.1f} GiB",
+        bars=tuple(
+            Bar(label=name, share=part / whole, text=f"{part / GIB:.1f} GiB")
+            for name, part in memory.items()
+        ),
+    )
+    yield Bars(
+        title=f"time of one step; a full bar is {format_seconds(best.time.total)} s",
+        bars=tuple(
+            Bar(
+                label=name if name in ("compute", "bubble", "optimizer") else f"exposed {name}",
+                share=part / best.time.total,
+                text=f"{part:.3f} s {percent(part / best.time.total):>5}",
+            )
+            for name, part in time.items()
+        ),
+    )
+
+
+def _candidates_table(found: Plan, best: Candidate, top: int) -> Table:
+    columns = "# degrees micro recompute time GiB fit bubble exposed why-not-first"
+    shown = found.candidates[:top]
+    return Table(
+        title=f"the first {len(shown)} of {len(found.candidates)} candidates",
+        columns=tuple(column.replace("-", " ") for column in columns.split()),
+        rows=tuple(_candidate_row(found, best, *item) for item in enumerate(shown, start=1)),
+        right=frozenset({"#", "micro", "time", "GiB", "bubble"}),
+    )
+
+
+def _candidate_row(found: Plan, best: Candidate, place: int, one: Candidate) -> tuple[Cell, ...]:
+    node = found.cluster.ranks_per_node
+    axis, share = largest_exposed(one)
+    return cells(
+        place,
+        word_line(one.dims),
+        one.micro_batch,
+        one.recompute,
+        f"{one.time.total / best.time.total:.3f}x",
+        f"{one.memory.total / GIB:.1f}",
+        Cell(text=one.fit, tone=TONES[one.fit]),
+        percent(one.time.bubble / one.time.total),
+        f"{axis} {percent(share)}" if axis else "-",
+        "" if place == 1 else why_it_loses(one, best, node),
+    )
+
+
+def _counts(found: Plan) -> str:
+    return (
+        f"{found.considered} considered: {len(found.fits)} fit, {len(found.borderline)} "
+        f"borderline, {len(found.too_large)} do not fit, {len(found.rejected)} rejected"
+    )
+
+
+def _rejections_table(rejections: Sequence[RejectionGroup]) -> Table:
+    return Table(
+        title="rejected by rule",
+        columns=("rule", "count", "for example"),
+        rows=tuple(cells(group.rule, group.count, group.violation.reason) for group in rejections),
+        right=frozenset({"count"}),
+    )

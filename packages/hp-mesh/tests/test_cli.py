@@ -1,0 +1,218 @@
+"""The commands answer what the Python calls answer."""
+
+import io
+import json
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_mesh import ParallelDims, Topology
+from hp_mesh.cli import main
+from hp_mesh.cli._degrees import constructor_line, read_dims, word_line
+from hp_mesh.cli._elide import ends, rank_list
+from hp_mesh.cli._main import COMMANDS
+from hp_mesh.plan import MODELS
+
+from .strategies import dims
+
+MODEL = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 1000}
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    """Give the exit code, standard output and standard error of one command."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = main(argv)
+    return code, out.getvalue(), err.getvalue()
+
+
+def document(*argv: str) -> Any:
+    code, out, err = run(*argv, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def words(drawn: ParallelDims) -> Sequence[str]:
+    return [*word_line(drawn).split(), "--world", str(drawn.world_size)]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODEL))
+    return str(path)
+
+
+@given(dims())
+@settings(deadline=None, max_examples=60)
+def test_degrees_survive_being_written_as_words_and_as_python(drawn: ParallelDims) -> None:
+    assert read_dims(word_line(drawn).split(), None, str(drawn.world_size)) == drawn
+    assert eval(constructor_line(drawn)) == drawn
+
+
+@given(dims(max_world=64), st.data())
+@settings(deadline=None, max_examples=40)
+def test_groups_are_those_of_the_layout(drawn: ParallelDims, data: st.DataObject) -> None:
+    layout = drawn.layout()
+    name = data.draw(st.sampled_from(layout.names))
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    told = document("groups", name, *words(drawn))
+    assert told["groups"] == [list(group) for group in layout.groups(name)]
+    assert told["size"] == layout.size(name)
+    told = document("groups", name, *words(drawn), "--rank", str(rank))
+    assert told["group"] == list(layout.group(name, rank))
+
+
+@given(dims(max_world=64), st.integers(1, 9))
+@settings(deadline=None, max_examples=30)
+def test_show_tells_the_coordinates_of_the_layout(drawn: ParallelDims, node: int) -> None:
+    layout = drawn.layout()
+    told = document("show", *words(drawn), "--ranks-per-node", str(node))
+    assert ParallelDims.from_dict(told["dims"]) == drawn
+    assert [entry["rank"] for entry in told["ranks"]] == list(range(layout.world_size))
+    for entry in told["ranks"]:
+        place = layout.coordinates(entry["rank"])
+        assert entry["coordinates"] == place | {"ep": layout.coordinate("ep", entry["rank"])}
+        assert entry["node"] == entry["rank"] // node
+    for name, axis in told["axes"].items():
+        crosses = any(len({r // node for r in group}) > 1 for group in layout.groups(name))
+        assert axis == {"size": layout.size(name), "crosses_nodes": crosses}
+
+
+def test_show_names_every_rank_in_plain_text() -> None:
+    code, out, _ = run("show", "tp=4", "pp=2", "--world", "16", "--axis", "pp")
+    assert code == 0
+    assert "pp=2 dp_replicate=1 dp_shard=2 cp=1 tp=4" in out
+    layout = ParallelDims(tp=4, pp=2, world_size=16).layout()
+    for number, group in enumerate(layout.groups("pp")):
+        for rank in group:
+            place = layout.coordinates(rank)
+            axes = f"{place['pp']}.{place['dp_shard']}.{place['tp']}"
+            assert f"{rank} {axes} #{number}" in out
+    assert "inside a node" in out
+    assert "between nodes" in out
+
+
+def test_show_leaves_out_the_middle_of_a_large_world_and_says_so() -> None:
+    code, out, _ = run("show", "tp=8", "--world", "4096")
+    assert code == 0
+    assert len(out.splitlines()) < 60
+    assert "are left out here; --json has all" in out
+    assert "4095 511.7 #511" in out
+
+
+def test_show_writes_its_picture(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.svg"
+    code, out, err = run("show", "tp=4", "--world", "8", "--svg", str(path), "--json")
+    assert code == 0
+    assert json.loads(out)["axes"]["tp"]["size"] == 4
+    assert str(path) in err
+    ElementTree.parse(path)
+
+
+@pytest.mark.parametrize("node", ["4", "8"])
+def test_check_tells_what_the_python_call_finds(model: str, node: str) -> None:
+    degrees = ParallelDims(tp=16, cp=2, world_size=64)
+    topology = Topology(ranks_per_node=int(node))
+    report = degrees.check(MODEL, 1000, 8, causal_balance=True, topology=topology)
+    argv = ["check", "tp=16", "cp=2", "--world", "64", "--model", model, "--seq-len", "1000"]
+    argv += ["--global-batch", "8", "--causal-balance", "--ranks-per-node", node]
+    code, out, err = run(*argv, "--json")
+    told = json.loads(out)
+    assert (code, err) == (2, "")
+    assert not told["ok"]
+    assert [v["text"] for v in told["violations"]] == [*map(str, report)]
+    assert [v["rule"] for v in told["violations"]] == [v.rule for v in report]
+    assert [v["level"] for v in told["violations"]] == [v.level for v in report]
+    assert told["skipped"] == [*report.skipped]
+    code, plain, _ = run(*argv)
+    assert code == 2
+    assert all(str(violation) in plain for violation in report)
+    assert all(field in plain for field in report.skipped)
+
+
+def test_check_of_good_degrees_exits_with_0() -> None:
+    argv = ["check", "tp=8", "--world", "64", "--model", "llama3-8b", "--seq-len", "8192"]
+    code, out, err = run(*argv, "--global-batch", "64")
+    assert (code, err) == (0, "")
+    assert "no error" in out
+
+
+def test_check_takes_the_catalogue_s_models() -> None:
+    code, out, _ = run("check", "tp=16", "--world", "16", "--model", "llama3-8b")
+    report = ParallelDims(tp=16, world_size=16).check(MODELS["llama3-8b"].to_config())
+    assert code == 2
+    assert report.errors
+    assert all(str(violation) in out for violation in report.errors)
+
+
+def test_nodes_that_the_world_would_not_fill_are_not_assumed() -> None:
+    assert run("check", "tp=2", "--world", "12")[0] == 0
+    code, out, _ = run("check", "tp=2", "--world", "12", "--ranks-per-node", "8")
+    assert code == 2
+    assert "ranks_per_node=8 does not divide world_size=12" in out
+
+
+def test_explain_tells_each_rule_as_the_python_call_does(model: str) -> None:
+    degrees = ParallelDims(tp=16, world_size=16)
+    rules = degrees.explain(MODEL, 4096, topology=Topology(ranks_per_node=8))
+    argv = ["explain", "tp=16", "--model", model, "--seq-len", "4096"]
+    told = document(*argv)
+    assert [entry["text"] for entry in told["rules"]] == [rule.text for rule in rules]
+    assert [entry["verdict"] for entry in told["rules"]] == [rule.verdict for rule in rules]
+    _, plain, _ = run(*argv)
+    assert all(rule.text in plain for rule in rules)
+    assert {"holds", "error", "skipped"} <= {rule.verdict for rule in rules}
+
+
+def test_groups_leave_out_the_middle_of_many_and_say_so() -> None:
+    _, out, _ = run("groups", "tp", "tp=8", "--world", "8192")
+    assert "1000 groups left out; --json has all" in out
+    assert "8184-8191" in out
+    _, out, _ = run("groups", "dp_shard", "tp=8", "--world", "8192")
+    assert "8 dp_shard groups of 1024" in out
+    assert "0 8 16 24 32 40 48 56 64 ... 8168 8176 8184" in out
+
+
+def test_the_group_of_one_rank_comes_with_its_place() -> None:
+    _, out, _ = run("groups", "tp", "tp=2", "pp=2", "--world", "8", "--rank", "5")
+    assert "rank 5 is at pp=1 dp_replicate=0 dp_shard=0 cp=0 tp=1" in out
+    assert "its tp group of 2: 4 5" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_has_an_example_that_works(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(command.name, "--help")
+    assert (code, err) == (0, "")
+    assert f"{command.name} {command.example}" in out
+    code, out, err = run(command.name, *command.example.split())
+    # A check whose degrees break a rule is an example too.
+    assert code in (0, 2)
+    assert out
+    assert "Traceback" not in err
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+@settings(deadline=None, max_examples=100)
+def test_ends_are_the_first_and_the_last_without_overlap(count: int, most: int) -> None:
+    head, tail = ends(count, most)
+    both = [*head, *tail]
+    assert both == sorted(set(both))
+    assert len(both) == min(count, most)
+    assert head.start == 0
+    assert tail.stop == count
+
+
+def test_neighbouring_ranks_are_told_as_a_range() -> None:
+    assert rank_list((4, 5, 6)) == "4-6"
+    assert rank_list((4, 6)) == "4 6"
+    assert rank_list((7,)) == "7"
+    assert rank_list(range(0, 80, 2), 4) == "0 2 4 ... 78"

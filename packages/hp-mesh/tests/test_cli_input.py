@@ -1,0 +1,196 @@
+"""Wrong input: one message with everything that is wrong, exit code 2, no traceback."""
+
+import json
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .test_cli import document, run
+
+TABLE = {"tp": 4, "dp_shard": -1, "world_size": 16}
+
+
+def refused(*argv: str) -> str:
+    """Give the message of a refused command."""
+    code, out, err = run(*argv)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("hp-mesh ")
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tp8"], "'tp8' is not NAME=VALUE"),
+        (["tensor=8"], "'tensor' is not a field; use dp_replicate"),
+        (["tp=2", "tp=4"], "tp is given twice"),
+        (["tp="], "'tp=' is not NAME=VALUE"),
+        (["tp=3", "--world", "4"], "tp=3 does not divide world_size=4; use 1, 2 or 4"),
+        (["tp=0"], "tp=0 is not a degree"),
+        (["tp=2.5"], "tp='2.5' is not a degree"),
+        (["tp=-1", "dp_shard=-1", "--world", "4"], "only one degree can be inferred"),
+        (["ep=3", "--world", "4"], "ep=3 does not divide dp_shard*cp*tp=4"),
+        (["etp=2", "tp=4"], "etp=2 is neither 1 nor tp=4"),
+        (["cp=4", "ulysses_degree=3"], "ulysses_degree=3 does not divide cp=4"),
+        (["order=tp,pp"], "is not a permutation of"),
+        (["ep_mode=mixed"], "ep_mode='mixed'"),
+        (["fsdp_folds_cp=maybe"], "fsdp_folds_cp='maybe'"),
+        (["ep=-1", "ep_mode=peer"], "ep=-1 follows from the world; give --world N"),
+        (["dp_shard=-1"], "dp_shard=-1 follows from the world; give --world N"),
+        (["world_size=8", "--world", "4"], "world_size=4 is not the world_size=8"),
+        (["--world", "9" * 5000], "is not at most 16777216"),
+        (["tp=" + "9" * 5000], "is more than the 16777216 ranks"),
+        (["tp=65536", "pp=65536"], "world_size=4294967296 is more than the 16777216 ranks"),
+        (["--world", "none"], "--world 'none' is not a positive integer"),
+        (["--world", "0"], "--world '0' is not a positive integer"),
+        (["--config", "absent.toml"], "cannot read absent.toml: No such file"),
+        (["--config", "absent.ini"], "its name must end in .toml, .yaml, .yml or .json"),
+    ],
+)
+def test_wrong_degrees_are_refused_by_every_command(argv: list[str], message: str) -> None:
+    for command in (["check"], ["show"], ["explain"], ["groups", "tp"]):
+        assert message in refused(*command, *argv)
+
+
+def test_everything_that_is_wrong_is_in_one_message() -> None:
+    argv = ["check", "tensor=2", "pp4", "--model", "llama9", "--seq-len", "long"]
+    argv += ["--world", "many", "--global-batch", "-1", "--ranks-per-node", "0"]
+    message = refused(*argv)
+    for part in ("'tensor'", "'pp4'", "no model 'llama9'", "--seq-len 'long'"):
+        assert part in message
+    for part in ("--world 'many'", "--global-batch '-1'", "--ranks-per-node '0'"):
+        assert part in message
+    assert message.count("hp-mesh check:") == 1
+
+
+def test_wrong_input_leaves_one_json_document_too() -> None:
+    code, out, err = run("check", "tp=3", "--world", "4", "--model", "llama9", "--json")
+    found = json.loads(out)["violations"]
+    assert code == 2
+    assert [violation["rule"] for violation in found] == ["product", "model"]
+    assert found[0]["legal"] == {"tp": [1, 2, 4]}
+    assert all(violation["text"] in err for violation in found)
+
+
+def test_an_unknown_axis_and_rank_are_refused() -> None:
+    assert "no axis 'tensor'; use" in refused("groups", "tensor", "tp=2")
+    assert "no axis 'tensor'; use" in refused("show", "tp=2", "--axis", "tensor")
+    assert "rank=2 is not in a world of 2" in refused("groups", "tp", "tp=2", "--rank", "2")
+    assert "--rank '-2' is not an integer" in refused("groups", "tp", "tp=2", "--rank", "-2")
+
+
+def test_an_unknown_option_or_command_is_refused() -> None:
+    for argv in (["check", "--wrold", "4"], ["chek"], [], ["plan"]):
+        code, out, err = run(*argv)
+        assert code == 2
+        assert out == ""
+        assert "usage: hp-mesh" in err
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    assert "cannot write" in refused("show", "tp=2", "--svg", str(tmp_path / "no" / "x.svg"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.toml", "tp = ", "cannot read"),
+        ("c.json", "{", "cannot read"),
+        ("c.json", "[1]", "does not hold"),
+        ("c.yaml", "tp: [", "cannot read"),
+        ("c.yaml", "- 1", "does not hold"),
+        ("c.toml", "tpp = 2", "'tpp' is not a field"),
+    ],
+)
+def test_a_file_that_holds_no_degrees_is_refused(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert message in refused("show", "--config", str(path))
+
+
+def test_a_model_file_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    assert "cannot read" in refused("check", "tp=2", "--model", str(path))
+    path.write_text('{"num_attention_heads": "many"}')
+    code, out, _ = run("check", "tp=2", "--model", str(path))
+    assert code == 2
+    assert "num_attention_heads='many' is not a positive integer" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.toml", "tp = 4\ndp_shard = -1\nworld_size = 16"),
+        ("c.json", json.dumps(TABLE)),
+        ("c.yaml", "tp: 4\ndp_shard: -1\nworld_size: 16"),
+        ("c.toml:run.mesh", "[run.mesh]\ntp = 4\nworld_size = 16"),
+        ("c.json:run.mesh", json.dumps({"run": {"mesh": TABLE}})),
+        ("c.yaml:run", "run:\n  tp: 4\n  world_size: 16"),
+    ],
+)
+def test_degrees_come_from_files_and_words_replace_them(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / name.split(":")[0]).write_text(text)
+    place = str(tmp_path / name)
+    told = document("show", "--config", place)["dims"]
+    assert (told["tp"], told["dp_shard"], told["world_size"]) == (4, 4, 16)
+    told = document("show", "tp=8", "--config", place)["dims"]
+    assert (told["tp"], told["dp_shard"]) == (8, 2)
+
+
+def test_an_absent_table_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[mesh]\ntp = 2\n[other]\n")
+    message = refused("show", "--config", f"{path}:mash")
+    assert "no table 'mash'; its tables are mesh and other" in message
+
+
+def test_words_may_stand_before_and_after_options() -> None:
+    told = document("show", "tp=2", "--world", "16", "cp=2", "--axis", "cp", "pp=2")["dims"]
+    assert (told["tp"], told["cp"], told["pp"], told["dp_shard"]) == (2, 2, 2, 2)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=3,
+)
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
+NUMBERS = ("num_attention_heads", "num_key_value_heads", "num_experts", "intermediate_size")
+
+
+@given(st.sampled_from((*DEGREES, "world_size", "ep_mode", "fsdp_folds_cp", "other")), JSON)
+@settings(deadline=None, max_examples=80)
+def test_no_value_in_a_file_makes_a_traceback(name: str, value: object) -> None:
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({name: value}, file)
+        file.flush()
+        code, out, err = run("check", "--config", file.name)
+    assert (code == 0 and out) or (code == 2 and err.startswith("hp-mesh check:"))
+
+
+@given(st.sampled_from((*NUMBERS, "vocab_size", "text_config", "config")), JSON)
+@settings(deadline=None, max_examples=60)
+def test_no_value_in_a_model_file_makes_a_traceback(name: str, value: object) -> None:
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({name: value}, file)
+        file.flush()
+        code, out, _ = run("check", "tp=2", "ep=2", "--model", file.name)
+    assert code in (0, 2)
+    assert out
+
+
+def test_without_a_world_it_is_the_product_of_the_degrees() -> None:
+    assert document("show", "tp=4", "pp=2")["dims"]["world_size"] == 8
+    assert document("show")["dims"]["world_size"] == 1
+    told = document("show", "tp=4", "ep=2", "ep_mode=peer")["dims"]
+    assert told["world_size"] == 8

@@ -1,0 +1,237 @@
+"""The plan command: what to run, what it costs, why the others lose."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from hp_mesh import ParallelDims
+from hp_mesh.cli._reasons import GIB, memory_parts, time_parts, why_it_loses
+from hp_mesh.cli._rejections import group_rejections
+from hp_mesh.plan import MODELS, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
+
+from .test_cli import document, run
+from .test_svg import SVG, assert_inside, boxes, parse, texts
+
+ARGV = ["plan", "--model", "llama3-70b", "--gpus", "256", "--gpu", "h100"]
+ARGV += ["--seq-len", "8192", "--global-batch", "512"]
+HUGE = ["plan", "--model", "llama3-405b", "--gpus", "8", "--seq-len", "8192", "--global-batch", "8"]
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return plan(
+        MODELS["llama3-70b"],
+        Cluster(world_size=256, accelerator="H100"),
+        TrainSpec(seq_len=8192, global_batch=512),
+    )
+
+
+def test_the_document_has_what_the_python_call_finds(planned: Plan) -> None:
+    told = document(*ARGV, "--top", "5")
+    assert told["counts"] == {
+        "considered": planned.considered,
+        "fits": len(planned.fits),
+        "borderline": len(planned.borderline),
+        "does not fit": len(planned.too_large),
+        "rejected": len(planned.rejected),
+    }
+    assert len(told["candidates"]) == 5
+    for entry, candidate in zip(told["candidates"], planned.candidates, strict=False):
+        assert ParallelDims.from_dict(entry["dims"]) == candidate.dims
+        assert entry["fit"] == candidate.fit
+        assert entry["memory"]["total"] == candidate.memory.total
+        assert entry["time"]["total"] == candidate.time.total
+        assert entry["micro_batch"] == candidate.micro_batch
+        assert entry["tokens_per_second_per_gpu"] == candidate.tokens_per_second_per_gpu
+
+
+def test_the_parts_of_a_candidate_sum_up(planned: Plan) -> None:
+    for candidate in planned.candidates[:50]:
+        assert sum(memory_parts(candidate).values()) == pytest.approx(candidate.memory.total)
+        assert sum(time_parts(candidate).values()) == pytest.approx(candidate.time.total)
+
+
+def test_the_winner_is_a_line_to_paste(planned: Plan) -> None:
+    code, out, err = run(*ARGV)
+    assert (code, err) == (0, "")
+    (line,) = [line.strip() for line in out.splitlines() if line.startswith("  ParallelDims(")]
+    best = planned.best
+    assert best is not None
+    assert eval(line) == best.dims
+    assert f"{best.memory.total / GIB:.1f} of {best.limit / GIB:.1f} GiB" in out
+    (seconds,) = re.findall(r"estimated (\S+) s per step", out)
+    assert float(seconds) == pytest.approx(best.time.total, rel=0.005)
+    assert all(name in out for name in (*memory_parts(best), *time_parts(best)))
+
+
+def test_the_counts_and_the_rejecting_rules_are_told(planned: Plan) -> None:
+    _, out, _ = run(*ARGV)
+    assert f"{planned.considered} considered: {len(planned.fits)} fit" in out
+    groups = group_rejections(planned.rejected)
+    assert groups
+    for group in groups:
+        assert group.violation.reason in out
+        having = [r for r in planned.rejected if group.rule in {v.rule for v in r.violations}]
+        assert group.count == len(having)
+
+
+def test_every_loser_has_a_reason(planned: Plan) -> None:
+    best = planned.best
+    assert best is not None
+    for candidate in planned.candidates[1:200]:
+        reason = why_it_loses(candidate, best, 8)
+        if candidate.memory.total > candidate.limit:
+            over = (candidate.memory.total - candidate.limit) / GIB
+            assert reason.endswith(f"{over:.1f} GiB over the limit")
+            assert reason.split()[0] in memory_parts(candidate)
+        else:
+            assert "limit" not in reason
+            assert set(reason.split()) & {*time_parts(candidate), "recomputes"}
+
+
+def test_a_reason_names_what_the_best_has_less_of(planned: Plan) -> None:
+    some = planned.fits[0]
+    time = TimeSplit(compute=8.0, communication={"tp": 0.5}, bubble=1.0, optimizer=0.5)
+    memory = MemorySplit(
+        parameters=20 * GIB, gradients=0, optimizer=9 * GIB, activations=GIB, logits=0, buffers=0
+    )
+    dims = ParallelDims(tp=8, world_size=16)
+    best = replace(some, dims=dims, recompute="none", time=time, memory=memory, limit=40 * GIB)
+
+    def reason(**changes: Any) -> str:
+        return why_it_loses(replace(best, **changes), best, 8)
+
+    assert reason(time=replace(time, bubble=3.0)) == "bubble 25%"
+    assert reason(time=replace(time, communication={"tp": 1.5})) == "exposed tp 14%"
+    assert reason(time=replace(time, communication={"tp": 0.5, "cp": 0.05})) == "exposed cp 0.5%"
+    wide = ParallelDims(tp=16, world_size=16)
+    crossing = reason(dims=wide, time=replace(time, communication={"tp": 1.5}))
+    assert crossing == "tp crosses nodes, 14% exposed"
+    assert reason(time=replace(time, compute=10.0)) == "compute 25% slower"
+    assert reason(time=replace(time, compute=10.0), recompute="full") == "recomputes full"
+    large = replace(memory, activations=52 * GIB)
+    assert reason(memory=large) == "activations 41.0 GiB over the limit"
+
+
+def test_options_reach_the_planner() -> None:
+    told = document(*ARGV, "--float8", "--micro-batch", "2", "--ranks-per-node", "4")
+    expected = plan(
+        MODELS["llama3-70b"],
+        Cluster(world_size=256, accelerator="H100", ranks_per_node=4),
+        TrainSpec(seq_len=8192, global_batch=512, float8=True, micro_batch=2),
+    )
+    assert told["counts"]["considered"] == expected.considered
+    times = [entry["time"]["total"] for entry in told["candidates"]]
+    assert times == [candidate.time.total for candidate in expected.candidates[:10]]
+    assert {entry["micro_batch"] for entry in told["candidates"]} == {2}
+    told = document(*ARGV, "--recompute", "full")
+    assert {entry["recompute"] for entry in told["candidates"]} == {"full"}
+
+
+def test_the_limit_stands_where_a_bar_of_its_length_would_end(
+    tmp_path: Path, planned: Plan
+) -> None:
+    path = tmp_path / "plan.svg"
+    run(*ARGV, "--svg", str(path))
+    root = parse(path.read_text())
+    (line,) = root.iter(f"{SVG}line")
+    parts = [p for p in boxes(root, "part") if str(p.findtext(f"{SVG}title")).endswith("GiB")]
+    left = min(float(str(part.get("x"))) for part in parts)
+    limit = planned.candidates[0].limit
+    length = (float(str(line.get("x1"))) - left) / limit
+    rows: dict[str, float] = {}
+    for part in parts:
+        end = float(str(part.get("x"))) + float(str(part.get("width")))
+        rows[str(part.get("y"))] = max(end - left, rows.get(str(part.get("y")), 0))
+    needs = [candidate.memory.total for candidate in planned.candidates[:8]]
+    assert len(set(needs)) > 1
+    assert [*rows.values()] == pytest.approx([need * length for need in needs], rel=0.01)
+
+
+def test_the_picture_has_a_row_for_each_candidate(tmp_path: Path, planned: Plan) -> None:
+    path = tmp_path / "plan.svg"
+    assert run(*ARGV, "--svg", str(path))[0] == 0
+    root = parse(path.read_text())
+    assert_inside(root)
+    words = texts(root)
+    for candidate in planned.candidates[:8]:
+        assert any(text.startswith(f"{candidate.memory.total / GIB:.1f} GiB") for text in words)
+    assert any(text.startswith("limit ") for text in words)
+    assert len(boxes(root, "part")) >= 8 * 4
+    hints = [part.findtext(f"{SVG}title") for part in boxes(root, "part")]
+    assert all(hint and hint.split(":")[1] for hint in hints)
+
+
+def test_a_longer_step_has_a_longer_bar(tmp_path: Path, planned: Plan) -> None:
+    path = tmp_path / "plan.svg"
+    run(*ARGV, "--svg", str(path))
+    parts = boxes(ElementTree.parse(path).getroot(), "part")
+    rows: dict[str, dict[str, float]] = {}
+    for part in parts:
+        unit = str(part.findtext(f"{SVG}title")).split()[-1]
+        row = rows.setdefault(str(part.get("y")), {})
+        row[unit] = row.get(unit, 0) + float(str(part.get("width")))
+    lengths = [row["s"] for row in rows.values()]
+    seconds = [candidate.time.total for candidate in planned.candidates[:8]]
+    ratios = [length / second for length, second in zip(lengths, seconds, strict=True)]
+    assert max(ratios) == pytest.approx(min(ratios), rel=0.02)
+
+
+def test_what_fits_nowhere_exits_with_2_and_names_the_nearest() -> None:
+    code, out, err = run(*HUGE)
+    assert (code, err) == (2, "")
+    assert "NOTHING FITS" in out
+    assert "over the limit" in out
+
+
+def test_a_run_without_any_configuration_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    argv = ["plan", "--model", "gpt-22b", "--gpus", "7919", "--seq-len", "8191"]
+    code, out, _ = run(*argv, "--global-batch", "3", "--svg", str(path))
+    assert code == 2
+    assert "no configuration keeps all rules" in out
+    assert "does not divide" in out
+    assert "no configuration keeps all rules" in texts(parse(path.read_text()))
+
+
+def test_a_model_may_be_a_configuration_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config: dict[str, Any] = {
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    }
+    path.write_text(json.dumps(config))
+    argv = [str(path) if word == "llama3-70b" else word for word in ARGV]
+    assert document(*argv)["candidates"] == document(*ARGV)["candidates"]
+    path.write_text(json.dumps({"hidden_size": 8192}))
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert "num_hidden_layers" in err
+
+
+def test_everything_wrong_with_a_plan_is_in_one_message() -> None:
+    argv = ["plan", "--model", "llama9", "--gpus", "0", "--gpu", "h7", "--seq-len", "x"]
+    argv += ["--global-batch", "8", "--micro-batch", "-1", "--recompute", "some", "--top", "0"]
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    for part in ("llama9", "--world '0'", "'h7'", "--seq-len 'x'", "--micro-batch '-1'"):
+        assert part in err
+    for part in ("'some'", "--top '0'"):
+        assert part in err
+    assert "Traceback" not in err
+
+
+def test_words_of_degrees_are_not_ignored_by_plan() -> None:
+    code, _, err = run(*ARGV, "tp=8")
+    assert code == 2
+    assert "unrecognized arguments: tp=8" in err

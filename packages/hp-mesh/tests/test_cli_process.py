@@ -1,0 +1,126 @@
+"""The command line as a process: without torch, without rich, into a closed pipe, on a terminal."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+
+from hp_mesh.cli import main
+
+PACKAGE = main.__module__.partition(".cli")[0]
+CHECK = ["check", "tp=8", "--world", "16"]
+
+
+def python(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def blocked(module: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run a command where importing a module fails."""
+    lines = [
+        "import sys",
+        f"sys.modules[{module!r}] = None",
+        f"from {PACKAGE}.cli import main",
+        "code = main(sys.argv[1:])",
+        f"assert sys.modules[{module!r}] is None",
+        "raise SystemExit(code)",
+    ]
+    return python("-c", "\n".join(lines), *argv)
+
+
+@pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.cli"])
+def test_both_modules_run_the_command(module: str) -> None:
+    done = python("-m", module, *CHECK, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["dims"]["dp_shard"] == 2
+    done = python("-m", module, "check", "tp=3", "--world", "4")
+    assert done.returncode == 2
+    assert "tp=3 does not divide world_size=4" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["torch", "rich"])
+def test_all_commands_work_without(module: str) -> None:
+    plan = "plan --model llama3-8b --world 8 --seq-len 8192 --global-batch 16"
+    for line in (plan, " ".join(CHECK), "show tp=8", "explain tp=16", "groups tp tp=8"):
+        done = blocked(module, *line.split())
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert done.stdout
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
+    command = [sys.executable, "-m", PACKAGE, "groups", "tp", "tp=2", "--world", "65536", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 1
+
+
+class Screen(io.StringIO):
+    """Standard output that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True, which a string's file does not."""
+        return True
+
+
+@pytest.fixture
+def colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def on_terminal(*argv: str) -> tuple[int, str]:
+    with redirect_stdout(Screen()) as screen:
+        code = main(argv)
+    return code, screen.getvalue()
+
+
+@pytest.mark.usefixtures("colours")
+def test_a_terminal_gets_boxes_and_colours_with_the_same_numbers() -> None:
+    code, shown = on_terminal("show", "tp=4", "pp=2", "--world", "16")
+    assert code == 0
+    assert "\x1b[" in shown
+    assert "│" in shown
+    for rank in range(16):
+        assert f"{rank} {rank // 8}.{rank // 4 % 2}.{rank % 4} #{rank // 4}" in shown
+
+
+@pytest.mark.usefixtures("colours")
+def test_a_terminal_gets_the_whole_report() -> None:
+    code, shown = on_terminal("check", "tp=16", "--world", "16", "--model", "llama3-8b")
+    assert code == 2
+    assert "tp=16 does not divide num_key_value_heads=8; use 1, 2, 4 or 8" in shown
+
+
+@pytest.mark.usefixtures("colours")
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured = re.compile(r"\x1b\[[0-9;]*\b[34]\d")
+    assert coloured.search(on_terminal("check", "tp=16", "--model", "llama3-8b")[1])
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, shown = on_terminal("check", "tp=16", "--model", "llama3-8b")
+    assert "│" in shown
+    assert not coloured.search(shown)
+
+
+@pytest.mark.usefixtures("colours")
+def test_json_on_a_terminal_is_json() -> None:
+    code, shown = on_terminal(*CHECK, "--json")
+    assert code == 0
+    assert json.loads(shown)["ok"]
+
+
+def test_a_pipe_gets_plain_ascii() -> None:
+    for line in (" ".join(CHECK), "show tp=8", "explain tp=16", "groups tp tp=8"):
+        done = python("-m", PACKAGE, *line.split())
+        assert done.stdout.isascii()
