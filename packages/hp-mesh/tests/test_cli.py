@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from time import process_time
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_mesh import ParallelDims, Topology
+from hp_mesh import ParallelDims, RankLayout, Topology
 from hp_mesh.cli import main
 from hp_mesh.cli._degrees import constructor_line, read_dims, word_line
 from hp_mesh.cli._elide import ends, rank_list
 from hp_mesh.cli._main import COMMANDS
 from hp_mesh.plan import MODELS
 
-from .strategies import dims
+from .strategies import dims, divisors
 
 MODEL = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 1000}
 
@@ -68,10 +69,11 @@ def test_groups_are_those_of_the_layout(drawn: ParallelDims, data: st.DataObject
     assert told["group"] == list(layout.group(name, rank))
 
 
-@given(dims(max_world=64), st.integers(1, 9))
+@given(dims(max_world=64), st.data())
 @settings(deadline=None, max_examples=30)
-def test_show_tells_the_coordinates_of_the_layout(drawn: ParallelDims, node: int) -> None:
+def test_show_tells_the_coordinates_of_the_layout(drawn: ParallelDims, data: st.DataObject) -> None:
     layout = drawn.layout()
+    node = data.draw(st.sampled_from([*divisors(layout.world_size), layout.world_size + 1]))
     told = document("show", *words(drawn), "--ranks-per-node", str(node))
     assert ParallelDims.from_dict(told["dims"]) == drawn
     assert [entry["rank"] for entry in told["ranks"]] == list(range(layout.world_size))
@@ -177,6 +179,47 @@ def test_groups_leave_out_the_middle_of_many_and_say_so() -> None:
     _, out, _ = run("groups", "dp_shard", "tp=8", "--world", "8192")
     assert "8 dp_shard groups of 1024" in out
     assert "0 8 16 24 32 40 48 56 64 ... 8168 8176 8184" in out
+
+
+def test_groups_tell_whether_they_cross_nodes() -> None:
+    argv = ["groups", "tp", "tp=4", "--world", "16", "--ranks-per-node"]
+    assert document(*argv, "4")["crosses_nodes"] is False
+    assert document(*argv, "2")["crosses_nodes"] is True
+    assert "4 tp groups of 4, inside a node" in run(*argv, "4")[1]
+    assert "4 tp groups of 4, between nodes" in run(*argv, "2")[1]
+    # Usual nodes are not assumed where the ranks would not fill them.
+    told = document("groups", "tp", "tp=4", "--world", "12")
+    assert (told["ranks_per_node"], told["crosses_nodes"]) == (None, None)
+    assert "3 tp groups of 4\n" in run("groups", "tp", "tp=4", "--world", "12")[1]
+
+
+def test_the_ranks_of_a_large_world_are_listed_only_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+    coordinates = RankLayout.coordinates
+
+    def count(layout: RankLayout, rank: int, view: str = "base") -> dict[str, int]:
+        asked.append(rank)
+        return coordinates(layout, rank, view)
+
+    monkeypatch.setattr(RankLayout, "coordinates", count)
+    svg = str(tmp_path / "ranks.svg")
+    assert run("show", "tp=8", "--world", "131072", "--svg", svg)[0] == 0
+    assert len(asked) < 1000
+    assert run("show", "tp=8", "--world", "64", "--json")[0] == 0
+    assert len({*asked}) >= 64
+
+
+@pytest.mark.parametrize("argv", [["show"], ["show", "--svg"], ["explain"], ["groups", "pp"]])
+def test_a_world_of_131072_ranks_takes_seconds_at_most_in_any_order(
+    argv: list[str], tmp_path: Path
+) -> None:
+    words = ["tp=8", "pp=4", "dp_replicate=2", "order=tp,dp_shard,pp,cp,dp_replicate"]
+    picture = [str(tmp_path / "ranks.svg")] if "--svg" in argv else []
+    begin = process_time()
+    assert run(*argv, *picture, *words, "--world", "131072")[0] == 0
+    assert process_time() - begin < 4
 
 
 def test_the_group_of_one_rank_comes_with_its_place() -> None:

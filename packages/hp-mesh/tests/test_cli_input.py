@@ -43,9 +43,9 @@ def refused(*argv: str) -> str:
         (["ep=-1", "ep_mode=peer"], "ep=-1 follows from the world; give --world N"),
         (["dp_shard=-1"], "dp_shard=-1 follows from the world; give --world N"),
         (["world_size=8", "--world", "4"], "world_size=4 is not the world_size=8"),
-        (["--world", "9" * 5000], "is not at most 16777216"),
-        (["tp=" + "9" * 5000], "is more than the 16777216 ranks"),
-        (["tp=65536", "pp=65536"], "world_size=4294967296 is more than the 16777216 ranks"),
+        (["--world", "9" * 5000], "is not at most 262144"),
+        (["tp=" + "9" * 5000], "is more than the 262144 ranks"),
+        (["tp=65536", "pp=65536"], "world_size=4294967296 is more than the 262144 ranks"),
         (["--world", "none"], "--world 'none' is not a positive integer"),
         (["--world", "0"], "--world '0' is not a positive integer"),
         (["--config", "absent.toml"], "cannot read absent.toml: No such file"),
@@ -75,6 +75,81 @@ def test_wrong_input_leaves_one_json_document_too() -> None:
     assert [violation["rule"] for violation in found] == ["product", "model"]
     assert found[0]["legal"] == {"tp": [1, 2, 4]}
     assert all(violation["text"] in err for violation in found)
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.json", '{"tp": ' + "[" * DEEP + "]" * DEEP + "}"),
+        ("c.json", '{"tp": ' + "[" * 65 + "]" * 65 + "}"),
+        ("c.toml", "tp = " + "[" * DEEP + "]" * DEEP),
+        ("c.yaml", "tp: " + "[" * 500 + "]" * 500),
+        ("c.yaml", "tp: &a [*a]"),
+    ],
+)
+def test_a_file_that_is_nested_too_deeply_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    for argv in (["show", "--config", str(path)], ["check", "tp=2", "--model", str(path)]):
+        assert f"cannot read {path}: its values are nested in more than 64" in refused(*argv)
+
+
+@pytest.mark.parametrize("digits", [400, 4000, 5000])
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_number_of_thousands_of_digits_makes_no_traceback(
+    digits: int, quote: str, tmp_path: Path
+) -> None:
+    number = quote + "9" * digits + quote
+    path = tmp_path / "c.json"
+    for name in ("tp", "world_size", "ulysses_degree"):
+        path.write_text(f'{{"{name}": {number}}}')
+        refused("check", "--config", str(path))
+    for name in ("num_attention_heads", "num_hidden_layers", "num_experts"):
+        path.write_text(f'{{"{name}": {number}}}')
+        code, out, err = run("check", "tp=2", "pp=4", "ep=2", "--model", str(path))
+        assert (code, "Traceback" in err) == (2, False)
+        assert out or err
+
+
+def test_values_that_are_nested_less_deeply_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text('{"tp": ' + "[" * 60 + "]" * 60 + "}")
+    assert "tp=[[[" in refused("show", "--config", str(path))
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_what_a_model_refuses_whatever_the_world_is_told_with_a_world_that_is_not_made(
+    command: str,
+) -> None:
+    argv = [command, "tp=3", "ep=2", "--world", "4", "--model", "llama3-8b", "--seq-len", "8192"]
+    message = refused(*argv, "--global-batch", "7")
+    assert "tp=3 does not divide world_size=4; use 1, 2 or 4" in message
+    for name in ("num_attention_heads=32", "num_key_value_heads=8", "seq_len=8192"):
+        assert f"tp=3 does not divide {name}" in message
+    assert "ep=2 has no experts to divide" in message
+    # dp_shard is not known, and with one rank of it any batch is well.
+    assert "global_batch" not in message
+    message = refused(*argv, "--global-batch", "7", "dp_shard=2")
+    assert "dp_shard=2 does not divide global_batch=7" in message
+
+
+def test_a_model_is_judged_next_to_values_that_are_no_degrees() -> None:
+    message = refused("check", "tp=16", "pp=none", "--model", "llama3-8b", "--seq-len", "many")
+    assert "pp='none' is not a degree" in message
+    assert "--seq-len 'many' is not a positive integer" in message
+    assert "tp=16 does not divide num_key_value_heads=8" in message
+
+
+@pytest.mark.parametrize("command", [["show"], ["groups", "tp"], ["check"]])
+def test_nodes_that_the_ranks_do_not_fill_are_refused(command: list[str]) -> None:
+    code, out, err = run(*command, "tp=2", "--world", "12", "--ranks-per-node", "8")
+    assert code == 2
+    assert "ranks_per_node=8 does not divide world_size=12; use 1, 2, 3, 4, 6 or 12" in out + err
+    assert run(*command, "tp=2", "--world", "12")[0] == 0
+    assert run(*command, "tp=2", "--world", "4", "--ranks-per-node", "8")[0] == 0
 
 
 def test_an_unknown_axis_and_rank_are_refused() -> None:

@@ -7,8 +7,9 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -145,6 +146,49 @@ def test_absent_and_none_mean_default_but_etp_follows_tp() -> None:
     assert ParallelDims.from_config({"tp": 2, "ep": 2, "etp": 1}, 8).etp == 1
 
 
+def test_experts_are_judged_with_the_tp_that_cuts_them() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config({"tp": 4, "ep": 16}, 8)
+    assert str(caught.value) == (
+        "ep=16*etp=4=64 does not divide dp_shard*cp*tp=8 (dp_shard=2, cp=1, tp=4); use ep=1 or 2"
+    )
+    for ep in caught.value.violations[0].legal["ep"]:
+        assert ParallelDims.from_config({"tp": 4, "ep": ep}, 8).etp == 4
+
+
+@pytest.mark.parametrize("config", [None, "tp=4", b"tp", 5, 2.5, True, [], [("tp", 4)], (), {"tp"}])
+def test_what_can_have_no_names_is_no_configuration(config: Any) -> None:
+    with pytest.raises(ParallelDimsError, match=r"^config=.* use a mapping or an object with attr"):
+        ParallelDims.from_config(config, 8)
+    with pytest.raises(ParallelDimsError, match=r"^mapping=.* use a mapping such as to_dict"):
+        ParallelDims.from_dict(config)
+
+
+def test_a_tuple_whose_items_have_names_is_a_configuration() -> None:
+    class Run(NamedTuple):
+        tp: int
+        cp: int
+
+    assert ParallelDims.from_config(Run(tp=2, cp=2), 8).dp_shard == 2
+
+
+def test_a_configuration_needs_a_world() -> None:
+    with pytest.raises(ParallelDimsError, match=r"^world_size=None is not .* a positive integer$"):
+        ParallelDims.from_config({}, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dp", "shard"), [("2", 2), (2, "2"), (np.int64(2), 2), ("-1", -1), (" 2", "2")]
+)
+def test_one_degree_spelled_in_two_ways_does_not_differ(dp: object, shard: object) -> None:
+    assert ParallelDims.from_config({"dp": dp, "dp_shard": shard, "tp": 2}, 4).dp_shard == 2
+
+
+def test_an_older_name_with_a_wrong_value_is_named_as_it_was_given() -> None:
+    with pytest.raises(ParallelDimsError, match=r"^dp='x' is not a degree"):
+        ParallelDims.from_config({"dp": "x"}, 4)
+
+
 def test_dp_is_an_older_name_of_dp_shard() -> None:
     assert ParallelDims.from_config({"dp": 4, "tp": 2}, 8).dp_shard == 4
     assert ParallelDims.from_config({"dp": 4, "dp_shard": 4, "tp": 2}, 8).dp_shard == 4
@@ -157,3 +201,12 @@ def test_unknown_keys_of_a_dictionary_are_all_reported() -> None:
         ParallelDims.from_dict({"tp": 2, "tensor": 2, "pipe": 1})
     assert [list(v.values) for v in caught.value.violations] == [["tensor"], ["pipe"]]
     assert "dp_replicate" in str(caught.value)
+
+
+def test_all_that_is_wrong_in_a_configuration_is_reported_at_once() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_dict({"tensor": 2, "tp": 0, "cp": 2, "ulysses_degree": 3})
+    assert [v.rule for v in caught.value.violations] == ["field", "value", "ulysses"]
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config({"dp": 2, "dp_shard": 4, "order": 5}, None)  # type: ignore[arg-type]
+    assert [v.rule for v in caught.value.violations] == ["dp", "value", "order"]

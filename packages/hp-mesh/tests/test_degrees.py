@@ -52,7 +52,7 @@ def test_absent_dp_shard_is_one_where_another_degree_is_inferred() -> None:
 
 
 @pytest.mark.parametrize("name", [*BASE, "ep", "etp"])
-@pytest.mark.parametrize("value", [0, -2, True, 2.0, "two", "", "1.5", [2]])
+@pytest.mark.parametrize("value", [0, -2, True, 2.0, "two", "", "1.5", [2], "٤", "²", "+4", "1_0"])
 def test_what_is_no_degree_is_refused(name: str, value: object) -> None:
     with pytest.raises(ParallelDimsError, match=rf"^{name}={re.escape(repr(value))} is not"):
         ParallelDims(**{name: value})  # type: ignore[arg-type]
@@ -68,8 +68,8 @@ def test_integers_of_other_types_and_strings_that_spell_one_are_degrees() -> Non
     dims = ParallelDims(
         tp=np.int64(2),  # type: ignore[arg-type]
         cp="2",  # type: ignore[arg-type]
-        dp_shard="-1",  # type: ignore[arg-type]
-        world_size=8,
+        dp_shard=" -1\n",  # type: ignore[arg-type]
+        world_size=" 8 ",  # type: ignore[arg-type]
     )
     assert [type(n) for n in (dims.tp, dims.cp, dims.dp_shard)] == [int] * 3
     assert (dims.tp, dims.cp, dims.dp_shard) == (2, 2, 2)
@@ -159,6 +159,62 @@ def test_rules_between_known_values_are_reported_together_and_before_the_world_i
     assert [v.rule for v in caught.value.violations] == ["etp", "ulysses", "order"]
 
 
+def test_a_broken_product_hides_no_other_rule() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(etp=2, ep=3, tp=2, world_size=7)
+    assert str(caught.value) == (
+        "tp=2 does not divide world_size=7; use 1 or 7\n"
+        "ep=3*etp=2=6 does not divide world_size=7; use ep*etp=1 or 7"
+    )
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(dp_shard=2, tp=4, etp=2, ep=3, cp=2, ulysses_degree=3, world_size=9)
+    assert [v.rule for v in caught.value.violations] == ["product", "etp", "ulysses", "sparse"]
+
+
+def test_a_value_that_is_none_hides_only_the_rules_that_need_it() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(
+            pp="x",  # type: ignore[arg-type]
+            tp=3,
+            etp=2,
+            cp=2,
+            ulysses_degree=3,
+            order=("tp",),
+            world_size=8,
+        )
+    rules = [v.rule for v in caught.value.violations]
+    assert rules == ["value", "product", "etp", "ulysses", "order"]
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims(tp=0, etp=2, ep=2, dp_shard=-1, cp=-1, world_size=8)
+    assert [v.rule for v in caught.value.violations] == ["value", "one-inferred"]
+
+
+@given(fields(max_world=64), st.data())
+@settings(deadline=None, max_examples=150)
+def test_what_is_found_next_to_a_value_that_is_none_is_found_whatever_it_should_have_been(
+    degrees: dict[str, Any], data: st.DataObject
+) -> None:
+    names = [*axes_of(degrees), "ep", "etp"]
+    broken = data.draw(st.sampled_from(names))
+    changed = degrees | {data.draw(st.sampled_from(names)): data.draw(st.integers(1, 6))}
+    world = data.draw(st.sampled_from([world_of(degrees), world_of(changed)]))
+
+    def rules(value: object) -> set[str]:
+        try:
+            ParallelDims(**{**changed, broken: value}, world_size=world)
+        except ParallelDimsError as error:
+            return {v.rule for v in error.violations}
+        return set()
+
+    found = rules("x")
+    assert "value" in found
+    others = found - {"value"}
+    for value in range(1, 13):
+        # Experts that do not fit the world may fit a block that does not either.
+        assert others - {"sparse"} <= rules(value)
+        assert rules(value) or not others
+
+
 @pytest.mark.parametrize("order", [("tp",), (*BASE, "tp"), (*BASE, "xp"), ()])
 def test_an_order_that_is_no_permutation_is_refused(order: tuple[str, ...]) -> None:
     with pytest.raises(ParallelDimsError, match=r"not a permutation .* \(ep may .* be left out\)"):
@@ -171,6 +227,41 @@ def test_an_order_in_one_string_is_split_at_its_commas() -> None:
     single: Any = "tp"
     with pytest.raises(ParallelDimsError, match=r"^order=\('tp',\) is not"):
         ParallelDims(order=single)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys, iter])
+def test_an_order_that_may_differ_between_processes_is_refused(kind: Any) -> None:
+    with pytest.raises(ParallelDimsError, match=r"^order=.* is no list of axis names"):
+        ParallelDims(order=kind(BASE))
+    assert ParallelDims(order=list(BASE)).order == BASE  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, 10**5000, 2**32 + 1, "9" * 21], ids=range(4))
+@pytest.mark.parametrize("name", ["tp", "ep", "ulysses_degree", "world_size"])
+def test_more_ranks_than_there_can_be_are_refused_in_a_short_sentence(
+    name: str, value: object
+) -> None:
+    with pytest.raises(ParallelDimsError, match=rf"^{name}=.* use at most 4294967296") as caught:
+        ParallelDims(**{name: value})  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
+def test_degrees_that_multiply_to_more_ranks_than_there_can_be_are_refused() -> None:
+    dims = ParallelDims(dp_shard=2**20, pp=2**20)
+    with pytest.raises(ParallelDimsError, match=r"^world_size=1099511627776 is not a degree"):
+        dims.layout()
+
+
+@pytest.mark.parametrize("world", [8.0, None, True, "x", 0, -1])
+def test_resolving_for_what_is_no_number_of_ranks_is_refused(world: Any) -> None:
+    for dims in (ParallelDims(), ParallelDims(world_size=8)):
+        with pytest.raises(ParallelDimsError, match=r"^world_size=.* is not a degree; use a posit"):
+            dims.resolve(world)
+
+
+@pytest.mark.parametrize("world", ["8", np.int64(8)])
+def test_resolving_takes_the_integers_that_degrees_may_be(world: Any) -> None:
+    assert ParallelDims(world_size=8).resolve(world) == ParallelDims().resolve(world)
 
 
 def test_expert_parallel_needs_no_place_in_the_order() -> None:

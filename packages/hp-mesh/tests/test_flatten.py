@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -90,3 +91,18 @@ def test_flattening_again_creates_nothing_and_needs_names_that_are_free() -> Non
                 flatten_mesh(mesh["cp", "tp"], name)
         with pytest.raises(LayoutError, match=r"mesh of shape \(2, 4\) has no axis names"):
             flatten_mesh(init_device_mesh("cpu", (2, 4)), "all")
+
+
+@pytest.mark.parametrize("mesh", [None, "tp", 4])
+def test_only_torch_meshes_are_flattened(mesh: Any) -> None:
+    with one_world(8):
+        expected = f"^flatten_mesh takes a torch DeviceMesh, not {mesh!r}$"
+        with pytest.raises(LayoutError, match=expected):
+            flatten_mesh(mesh)
+        world: Any = build_world_mesh(dp=4, tp=2)
+        for built, kind in ((world, "WorldMesh"), (world.mesh, "ParallelMesh")):
+            with pytest.raises(LayoutError, match=f"not a {kind}, and this one has all its folds"):
+                flatten_mesh(built)
+        name: Any = 4
+        with pytest.raises(LayoutError, match=r"^name=4 is no name; use a string or None"):
+            flatten_mesh(plain(dp=4, tp=2), name)

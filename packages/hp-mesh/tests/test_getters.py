@@ -1,6 +1,7 @@
 """Getters: which ranks each gives, from world meshes, from parallel meshes and from torch's."""
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -213,12 +214,23 @@ def test_cp_that_is_not_folded_into_the_sharding_is_folded_into_the_replicas() -
         assert get_dp_model_mesh(mesh).mesh.flatten().sort().values.tolist() == [*range(8)]
 
 
-def test_one_line_says_axes_and_sizes() -> None:
+@pytest.mark.parametrize("mesh", [None, "tp", 4, object()])
+@pytest.mark.parametrize("getter", [*GETTERS, get_dp_process_group, get_device_mesh_info])
+def test_what_is_no_mesh_is_refused_with_the_kinds_that_are(getter: Any, mesh: object) -> None:
+    kinds = "use a WorldMesh, a ParallelMesh or a torch DeviceMesh"
+    with pytest.raises(LayoutError, match=f" given for a mesh; {kinds}$"):
+        getter(mesh)
+
+
+def test_one_line_says_axes_and_sizes_whose_product_is_the_world() -> None:
     with one_world(8):
         world = build_world_mesh(dp=HybridShard(replicas=2), tp=2, ep=2)
-        line = "mesh of 8 ranks on cpu: dp_replicate=2, dp_shard=2, ep=2, tp=2"
+        line = "mesh of 8 ranks on cpu: dp_replicate=2, dp_shard=2, tp=2; ep=2 on the same ranks"
         assert get_device_mesh_info(world) == line
         assert get_device_mesh_info(world.mesh) == line
         assert get_device_mesh_info(get_tp_mesh(world)) == "mesh of 2 ranks on cpu: tp=2"
         unnamed = init_device_mesh("cpu", (2, 4))
         assert get_device_mesh_info(unnamed) == "mesh of 8 ranks on cpu: axis 0=2, axis 1=4"
+        peers = ParallelDims(dp_replicate=2, ep=2, ep_mode="peer").build_mesh()
+        line = "mesh of 8 ranks on cpu: dp_replicate=2, dp_shard=2, ep=2"
+        assert get_device_mesh_info(peers) == line

@@ -1,5 +1,6 @@
 """Process groups: one for each set of ranks, and how they come into being."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_where_names_would_clash_all_ranks_create_all_groups(
     monkeypatch.setattr(_groups, "_choose_way", lambda *_: _groups._create_together)
     dims = ParallelDims(dp_shard=2, tp=2, world_size=4)
     with fake_world(4, 3):
-        mesh = dims.build_mesh()
+        mesh = dims.build_mesh(timeout=timedelta(seconds=7))
         assert [dist.get_process_group_ranks(mesh.group(n)) for n in ("tp", "fsdp", "pp")] == [
             [2, 3],
             [1, 3],
@@ -106,6 +107,9 @@ def test_where_names_would_clash_all_ranks_create_all_groups(
     names = ("pp", "fsdp", "tp")
     assert [call["ranks"] for call in calls] == [list(g) for n in names for g in layout.groups(n)]
     assert not any(call.get("use_local_synchronization") for call in calls)
+    assert {call["timeout"] for call in calls} == {timedelta(seconds=7)}
+    described = [(call["group_desc"].split(",")[0], *call["ranks"]) for call in calls]
+    assert described == [(n, *g) for n in names for g in layout.groups(n)]
 
 
 @pytest.mark.parametrize(
@@ -115,9 +119,11 @@ def test_an_eager_world_is_split_once_for_each_set_of_ranks(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], order: tuple[str, ...]
 ) -> None:
     splits: list[list[list[int]]] = []
+    settings_of: list[dict[str, Any]] = []
 
     def split_group(split_ranks: list[list[int]], **settings: Any) -> Any:
         splits.append(split_ranks)
+        settings_of.append(settings)
         (mine,) = [ranks for ranks in split_ranks if 5 in ranks]
         return new_group(mine, use_local_synchronization=True)
 
@@ -126,7 +132,7 @@ def test_an_eager_world_is_split_once_for_each_set_of_ranks(
     monkeypatch.setattr(_groups, "splits_world", lambda world: True)
     dims = ParallelDims(tp=2, cp=2, ep=2, order=order, world_size=8)
     with fake_world(8, 5):
-        mesh = dims.build_mesh()
+        mesh = dims.build_mesh(timeout=timedelta(seconds=7))
         layout = dims.layout()
         for name in mesh.names:
             ranks = tuple(dist.get_process_group_ranks(mesh.group(name)))
@@ -134,3 +140,7 @@ def test_an_eager_world_is_split_once_for_each_set_of_ranks(
     assert len(splits) == len({layout.group(name, 5) for name in layout.names})
     for split in splits:
         assert sorted(rank for ranks in split for rank in ranks) == [*range(8)]
+    for split, others in zip(splits, settings_of, strict=True):
+        assert others["timeout"] == timedelta(seconds=7)
+        for axis in others["group_desc"].split(","):
+            assert layout.groups(axis) == [tuple(ranks) for ranks in split]

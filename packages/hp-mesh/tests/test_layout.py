@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hp_mesh import DEFAULT_ORDER, LayoutError, ParallelDims, RankLayout
+from hp_mesh import DEFAULT_ORDER, LayoutError, ParallelDims
 
 from .strategies import dims
 
@@ -188,6 +189,20 @@ def test_ten_thousand_ranks_group_as_an_enumeration_of_their_coordinates_does(
     assert layout.groups("efsdp") == sorted(map(tuple, experts.tolist()))
 
 
+@pytest.mark.parametrize("order", [DEFAULT_ORDER, ("tp", "dp_shard", "dp_replicate", "pp", "cp")])
+def test_a_layout_lists_no_more_ranks_than_the_groups_that_are_asked_for(
+    order: tuple[str, ...],
+) -> None:
+    dims = ParallelDims(dp_replicate=4, tp=8, pp=4, ep=64, world_size=2**30, order=order)
+    layout = dims.layout()  # lists of this many ranks would fill the memory
+    assert layout.size("dp_shard") == 2**23
+    assert layout.rank(layout.coordinates(2**29 + 3)) == 2**29 + 3
+    for name in ("tp", "pp", "ep", "dp_replicate"):
+        group = layout.group(name, 2**29 + 3)
+        assert len(group) == layout.size(name)
+        assert 2**29 + 3 in group
+
+
 @given(dims(max_world=96), st.data())
 @settings(deadline=None, max_examples=60)
 def test_an_axis_of_one_rank_may_stand_anywhere_in_the_order(
@@ -242,6 +257,23 @@ def test_axes_of_different_views_are_refused_with_the_views_that_have_each() -> 
             "no view 'sparce'; use dense, sparse, base",
         ),
         (lambda layout: layout.rank({"tp": 0}), "use .*'pp', 'dp_replicate'"),
+        (lambda layout: layout.rank(None), "coordinates of None given; use .*'pp', 'dp_replicate'"),
+        (lambda layout: layout.rank({1: 0, "tp": 0}), r"of \[1, 'tp'\] given; use .*'pp', 'dp_rep"),
+        (
+            lambda layout: layout.rank({"pp": 0, "dp": 2.0, "cp": 0, "tp": 0}, "data"),
+            "dp=2.0 given; use 0 to 3",
+        ),
+        (lambda layout: layout.group("tp", "0"), "rank='0' .* use 0 to 3"),
+        (lambda layout: layout.group("tp", 1.5), "rank=1.5 .* use 0 to 3"),
+        (lambda layout: layout.coordinate("tp", True), "rank=True .* use 0 to 3"),
+        (lambda layout: layout.coordinates(None), "rank=None .* use 0 to 3"),
+        (lambda layout: layout.coordinates(0, ["base"]), r"no view \['base'\]; use dense, sparse"),
+        (lambda layout: layout.size(None), "no axis None; use pp, .* or replicate"),
+        (lambda layout: layout.find(["tp"]), r"no axis \['tp'\]; use pp, .* or replicate"),
+        (lambda layout: layout.find(("pp", "tp")), r"no axis \('pp', 'tp'\); use pp, .*"),
+        (lambda layout: layout.crosses_nodes("tp", 0), "ranks_per_node=0 given; use a positive"),
+        (lambda layout: layout.crosses_nodes("tp", -2), "ranks_per_node=-2 given; use a positive"),
+        (lambda layout: layout.crosses_nodes("tp", "8"), "ranks_per_node='8' given; use a positi"),
         (
             lambda layout: layout.rank({"pp": 0, "dp": 4, "cp": 0, "tp": 0}, "data"),
             "dp=4 given; use 0 to 3",
@@ -249,7 +281,7 @@ def test_axes_of_different_views_are_refused_with_the_views_that_have_each() -> 
     ],
 )
 def test_names_ranks_and_coordinates_outside_the_layout_are_refused(
-    call: Callable[[RankLayout], object], message: str
+    call: Callable[[Any], object], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         call(ParallelDims(world_size=4).layout())

@@ -1,21 +1,19 @@
-"""Torch meshes: what each name resolves to, and real groups on gloo."""
+"""Torch meshes on fake groups: what each name resolves to, and what is refused."""
 
-from collections.abc import Callable
+import tracemalloc
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from timeit import repeat
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_mesh import (
-    DEFAULT_ORDER,
     LayoutError,
     MeshError,
     ParallelDims,
@@ -25,9 +23,6 @@ from hp_mesh import (
 
 from .fakes import fake_world
 from .strategies import dims
-
-Pool = Callable[[int], RankPool]
-ORDER = ("pp", "dp_replicate", "dp_shard")
 
 
 @given(dims(max_world=96), st.data())
@@ -128,6 +123,61 @@ def test_several_axes_come_from_one_view_in_its_order() -> None:
             mesh.view("ep")
 
 
+def test_several_axes_may_come_in_a_list() -> None:
+    with fake_world(16):
+        mesh = ParallelDims(dp_replicate=2, tp=2).build_mesh()
+        assert mesh[["dp_replicate", "fsdp"]] is mesh["dp_replicate", "fsdp"]
+        assert mesh[["tp"]] == mesh["tp"]
+        with pytest.raises(LayoutError, match=r"no axis given"):
+            mesh[[]]
+
+
+@pytest.mark.parametrize("names", [None, 0, ("tp", 0), ["tp", None], {"tp"}, ("tp", []), b"tp"])
+def test_what_is_no_name_is_refused(names: Any) -> None:
+    with fake_world(4):
+        mesh = ParallelDims(tp=2).build_mesh()
+        with pytest.raises(LayoutError, match=r"^mesh\[.*\] given; use the name of an axis"):
+            mesh[names]
+
+
+@pytest.mark.parametrize("names", [("pp", "tp"), ("tp",), ["tp"], None, 0])
+def test_a_group_is_that_of_one_name(names: Any) -> None:
+    with fake_world(4):
+        mesh = ParallelDims(tp=2).build_mesh()
+        with pytest.raises(LayoutError, match=r"is not of one axis; give one name, .* pp, "):
+            mesh.group(names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"topology": 4}, r"^topology=4 is no topology; use Topology\(ranks_per_node=\.\.\.\)"),
+        ({"timeout": 5}, r"^timeout=5 is no time; use timedelta\(seconds=\.\.\.\)"),
+        ({"timeout": timedelta(0)}, r"^timeout=0:00:00 is not positive"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any], message: str) -> None:
+    with fake_world(4), pytest.raises(MeshError, match=message):
+        ParallelDims(tp=2).build_mesh(**settings)
+
+
+def test_views_of_a_large_world_and_their_slices_share_their_ranks() -> None:
+    world = 16384
+    with fake_world(world):
+        dims = ParallelDims(dp_replicate=2, cp=4, tp=8, pp=4, ep=16, world_size=world)
+        tracemalloc.start()
+        try:
+            mesh = dims.build_mesh()
+            slices = [mesh[name] for name in mesh.names]
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        # Each view and each slice comes with a tuple of all ranks. One of them is 36 bytes a rank,
+        # and 20 MB at 131072 ranks are 152.
+        assert len(slices) > 15
+        assert held < 152 * world
+
+
 def test_building_needs_a_process_group_of_the_right_size() -> None:
     with pytest.raises(MeshError, match="init_process_group"):
         ParallelDims().build_mesh()
@@ -153,6 +203,20 @@ def test_a_closed_mesh_says_so_and_leaves_no_group_behind() -> None:
             dist.destroy_process_group(group)
         assert dist.is_initialized()
         assert ParallelDims(tp=2).build_mesh()["tp"].size() == 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_closing_after_the_default_group_was_destroyed_leaves_what_is_gone(again: bool) -> None:
+    with fake_world(4):
+        mesh = ParallelDims(tp=2).build_mesh()
+        other = ParallelDims(tp=2).build_mesh()
+        dist.destroy_process_group(other.group("tp"))
+        other.close()
+    with fake_world(4) if again else nullcontext():
+        mesh.close()
+        assert dist.is_initialized() == again
+        with pytest.raises(MeshError, match="closed"):
+            mesh["tp"]
 
 
 def test_the_timeout_is_that_of_the_new_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,117 +248,6 @@ def test_sharding_that_leaves_cp_out_replicates_over_it() -> None:
         assert mesh["pp", "replicate", "fsdp", "tp"] is mesh.view("dense")
         with pytest.raises(LayoutError, match=r"dp_replicate is in .*base.*, fsdp is in dense"):
             mesh["dp_replicate", "fsdp"]
-
-
-CONFIGURATIONS = [
-    ParallelDims(),
-    ParallelDims(tp=2, etp=2, ep=2),
-    ParallelDims(dp_shard=2, cp=2, ep=4, ulysses_degree=2),
-    ParallelDims(dp_replicate=2, pp=2, dp_shard=1),
-    ParallelDims(dp_shard=2, ep=2, ep_mode="peer"),
-    ParallelDims(tp=2, etp=2, ep=2, ep_mode="peer", order=("tp", "ep", *ORDER[:3], "cp")),
-    ParallelDims(cp=2, dp_replicate=2, ep=2, fsdp_folds_cp=False),
-    ParallelDims(
-        dp_replicate=2, dp_shard=2, ep=2, order=("ep", "dp_shard", "cp", *ORDER[1::-1], "tp")
-    ),
-    ParallelDims(dp_replicate=2, cp=2, ep=2, order=("cp", "tp", "dp_shard", "pp", "dp_replicate")),
-    ParallelDims(
-        dp_shard=2, tp=2, ep=2, order=("tp", "ep", "cp", "dp_shard", "pp", "dp_replicate")
-    ),
-]
-
-
-def reduce_one_hot_ranks(rank: int, dims: ParallelDims) -> dict[str, list[int]]:
-    mesh = dims.build_mesh(timeout=timedelta(seconds=60))
-    members = {}
-    for name in mesh.names:
-        seen = torch.zeros(dist.get_world_size())
-        seen[rank] = 1
-        dist.all_reduce(seen, group=mesh.group(name))
-        members[name] = [
-            index for index, count in enumerate(seen.tolist()) for _ in range(int(count))
-        ]
-    mesh.close()
-    return members
-
-
-@pytest.mark.parametrize("dims", CONFIGURATIONS, ids=ParallelDims.summary)
-def test_an_all_reduce_on_every_name_reaches_its_ranks(ranks: Pool, dims: ParallelDims) -> None:
-    layout = dims.resolve(4).layout()
-    for rank, members in enumerate(ranks(4).run(reduce_one_hot_ranks, dims)):
-        expected = {name: [*layout.group(name, rank)] for name in layout.names}
-        assert members == expected
-
-
-@pytest.mark.parametrize(
-    "dims",
-    [
-        ParallelDims(dp_replicate=2, cp=2, tp=2, ep=2, ulysses_degree=2),
-        ParallelDims(cp=2, ep=2, tp=2, etp=2, ep_mode="peer", order=DEFAULT_ORDER[::-1]),
-    ],
-    ids=ParallelDims.summary,
-)
-def test_an_all_reduce_on_every_name_reaches_its_ranks_among_eight(
-    ranks: Pool, dims: ParallelDims
-) -> None:
-    layout = dims.resolve(8).layout()
-    members = ranks(8).run(reduce_one_hot_ranks, dims, timeout=180)
-    for rank, reached in enumerate(members):
-        assert reached == {name: [*layout.group(name, rank)] for name in layout.names}
-
-
-def build_after_an_uneven_group(rank: int) -> int:
-    uneven = dist.new_group([0, 1])
-    mesh = ParallelDims(tp=2).build_mesh(timeout=timedelta(seconds=20))
-    seen = torch.tensor(2**rank)
-    dist.all_reduce(seen, group=mesh.group("fsdp"))
-    mesh.close()
-    if rank < 2:
-        dist.destroy_process_group(uneven)
-    return int(seen)
-
-
-def test_groups_that_only_some_ranks_are_in_do_not_make_the_build_hang(ranks: Pool) -> None:
-    assert ranks(4).run(build_after_an_uneven_group) == [5, 10, 5, 10]
-
-
-def rebuild_and_reduce(rank: int) -> list[int]:
-    sums = []
-    for tp in (2, 2, 4, 2):
-        mesh = ParallelDims(tp=tp).build_mesh(timeout=timedelta(seconds=20))
-        seen = torch.tensor(2**rank)
-        dist.all_reduce(seen, group=mesh.group("tp"))
-        sums.append(int(seen))
-        mesh.close()
-    return sums
-
-
-def test_a_mesh_can_be_built_again_after_it_was_closed(ranks: Pool) -> None:
-    low, high = [3, 3, 15, 3], [12, 12, 15, 12]
-    assert ranks(4).run(rebuild_and_reduce) == [low, low, high, high]
-
-
-def build_what_differs(rank: int, degrees: dict[int, int], others: int) -> str:
-    """Return the error of a rank whose tp is its own, or that of all others."""
-    try:
-        ParallelDims(tp=degrees.get(rank, others)).build_mesh()
-    except (MeshError, ParallelDimsError) as error:
-        return str(error)
-    return "built"
-
-
-def test_ranks_with_different_degrees_all_raise_and_say_what_each_has(ranks: Pool) -> None:
-    messages = ranks(4).run(build_what_differs, {0: 4}, 2)
-    assert all(message.startswith("ranks build different meshes") for message in messages)
-    assert ["'tp': 4" in message for message in messages] == [True, False, False, False]
-
-
-def test_a_rank_whose_degrees_are_illegal_alone_keeps_no_other_waiting(ranks: Pool) -> None:
-    illegal = "tp=3 does not divide world_size=4; use 1, 2 or 4"
-    first, *others = ranks(4).run(build_what_differs, {0: 3}, 2, timeout=20)
-    assert first == illegal
-    assert all(message.startswith("ranks build different meshes") for message in others)
-    assert ranks(4).run(build_what_differs, {}, 3, timeout=20) == [illegal] * 4
 
 
 def test_a_mesh_is_typed_for_its_users() -> None:

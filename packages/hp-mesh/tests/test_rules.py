@@ -1,12 +1,10 @@
 """What a model, its sequences and its batch ask of the degrees."""
 
+from dataclasses import replace
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +129,7 @@ def test_balance_is_only_asked_of_sequences_that_are_cut() -> None:
             {"cp": 4, "ulysses_degree": 4},
             {"n_heads": 6, "n_kv_heads": 2},
             24,
-            "ulysses_degree=4 does not divide n_heads=6; use 1, 2, 3 or 6",
+            "ulysses_degree=4 does not divide n_heads=6; use 1 or 2",
         ),
         ({"cp": 4}, {}, 12, "2*cp=2*4=8 does not divide seq_len=12; use cp=1, 2, 3 or 6"),
         ({"cp": 4}, {}, 11, "2*cp=2*4=8 does not divide seq_len=11; use seq_len=8 or 16"),
@@ -180,38 +178,6 @@ def test_ends_that_are_not_shared_and_one_stage_break_no_rule() -> None:
     assert ParallelDims(pp=2, dp_shard=1).check({"n_layers": 4}).skipped == ("tied",)
     (violation,) = ParallelDims(pp=2, dp_shard=1).check({"n_layers": 4, "weight_tying": 1})
     assert str(violation) == "weight_tying=1 is not True or False"
-
-
-@pytest.mark.parametrize(
-    ("config", "degrees", "rules"),
-    [
-        (
-            transformers.LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3),
-            {"tp": 4},
-            {"heads-tp", "kv-heads-tp"},
-        ),
-        (transformers.MixtralConfig(num_local_experts=6), {"ep": 4, "dp_shard": 4}, {"experts-ep"}),
-        (
-            transformers.DeepseekV3Config(n_routed_experts=6),
-            {"ep": 4, "dp_shard": 4},
-            {"experts-ep"},
-        ),
-        (transformers.Qwen3MoeConfig(num_experts=6), {"ep": 4, "dp_shard": 4}, {"experts-ep"}),
-        (transformers.LlamaConfig(tie_word_embeddings=True), {"pp": 2}, {"tied-pp"}),
-        (transformers.GPT2Config(n_layer=3), {"pp": 4}, {"layers-pp", "tied-pp"}),
-        (
-            transformers.Gemma3Config(text_config={"num_hidden_layers": 3}),
-            {"pp": 4},
-            {"layers-pp", "tied-pp"},
-        ),
-    ],
-    ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
-)
-def test_configurations_of_transformers_are_read_as_they_are(
-    config: object, degrees: dict[str, int], rules: set[str]
-) -> None:
-    dims = ParallelDims(**{"dp_shard": 1, **degrees})  # type: ignore[arg-type]
-    assert {violation.rule for violation in dims.check(config).errors} == rules
 
 
 @given(dims(), st.fixed_dictionaries({n: st.integers(1, 64) for n in MODEL}), st.integers(1, 512))
@@ -266,6 +232,19 @@ def test_every_error_offers_alternatives_and_all_of_them_divide(
 
 @given(st.integers(1, 24), st.integers(1, 3), st.integers(1, 12), st.integers(1, 3))
 @settings(deadline=None, max_examples=200)
+def test_every_ulysses_degree_that_is_offered_for_the_heads_divides_cp(
+    heads: int, tp: int, ulysses: int, outer: int
+) -> None:
+    model = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    dims = ParallelDims(tp=tp, cp=ulysses * outer, ulysses_degree=ulysses, dp_shard=1)
+    for violation in dims.check(model):
+        for degree in violation.legal.get("ulysses_degree", ()):
+            changed = replace(dims, ulysses_degree=degree)
+            assert violation.rule not in {v.rule for v in changed.check(model)}
+
+
+@given(st.integers(1, 24), st.integers(1, 3), st.integers(1, 12), st.integers(1, 3))
+@settings(deadline=None, max_examples=200)
 def test_every_ulysses_degree_that_the_kv_heads_allow_is_offered_and_no_other(
     kv: int, tp: int, ulysses: int, outer: int
 ) -> None:
@@ -279,82 +258,8 @@ def test_every_ulysses_degree_that_the_kv_heads_allow_is_offered_and_no_other(
         assert list(violation.legal["ulysses_degree"]) == degrees
 
 
-@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_experts_are_read_under_every_name_in_use(spelling: str) -> None:
-    (violation,) = ParallelDims(dp_shard=3, ep=3).check({spelling: 8}, global_batch=3)
-    assert violation.values == {"ep": 3, spelling: 8}
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        SimpleNamespace(**MODEL),
-        SimpleNamespace(config=SimpleNamespace(**MODEL)),
-        SimpleNamespace(text_config=SimpleNamespace(**MODEL)),
-        {"text_config": MODEL, "num_key_value_heads": None},
-        SimpleNamespace(config=SimpleNamespace(text_config=SimpleNamespace(**MODEL))),
-    ],
-)
-def test_models_and_configurations_are_read_wherever_the_fields_are(model: object) -> None:
-    report = ParallelDims(tp=8, dp_shard=1).check(model, seq_len=8)
-    assert [v.rule for v in report] == ["kv-heads-tp"]
-    assert report.skipped == ()
-
-
 def test_a_dense_member_of_a_family_with_experts_is_no_error_unless_ep_is_asked_for() -> None:
     dense = {**MODEL, "num_experts": 0}
     assert not ParallelDims(dp_shard=4).check(dense, seq_len=8)
     (violation,) = ParallelDims(dp_shard=4, ep=4).check(dense, seq_len=8)
     assert str(violation) == "ep=4 has no experts to divide: num_experts=0; use 1"
-
-
-@pytest.mark.parametrize("value", ["x", "16", -16, 2.0, True, False, [16]])
-@pytest.mark.parametrize("name", ["num_attention_heads", "num_local_experts", "ffn_dim"])
-def test_a_field_that_is_no_positive_integer_is_one_error_and_not_absent(
-    name: str, value: object
-) -> None:
-    dims = ParallelDims(tp=2, cp=2, ep=2, ulysses_degree=2, dp_shard=1)
-    model = {**MODEL, "num_local_experts": 8, "ffn_dim": 96}
-    if name == "num_local_experts":
-        del model["num_experts"]
-    if name == "ffn_dim":
-        del model["intermediate_size"]
-    report = dims.check({**model, name: value}, seq_len=8)
-    (violation,) = report
-    assert (violation.rule, violation.values) == ("number", {name: value})
-    assert str(violation) == f"{name}={value!r} is not a positive integer"
-    assert report.skipped == ()
-    with pytest.raises(ParallelDimsError, match=f"^{name}="):
-        ParallelDims(dp_shard=1).validate({name: value})  # also where no rule needs it
-
-
-@pytest.mark.parametrize("value", ["4096", -1, 0, 4096.0, True])
-@pytest.mark.parametrize("name", ["seq_len", "global_batch"])
-def test_a_length_or_batch_that_is_no_positive_integer_is_an_error(
-    name: str, value: object
-) -> None:
-    arguments: dict[str, Any] = {"seq_len": 8, "global_batch": 8, name: value}
-    report = ParallelDims(tp=2, dp_shard=2).check({"n_heads": 4}, **arguments)
-    assert [str(violation) for violation in report] == [
-        f"{name}={value!r} is not a positive integer"
-    ]
-    assert report.skipped == ("kv_heads", "ffn", "vocab")
-
-
-def test_integers_of_other_types_are_checked_like_any() -> None:
-    report = ParallelDims(tp=3, dp_shard=1).check({"n_heads": np.int64(4)}, seq_len=np.int64(6))  # type: ignore[arg-type]
-    assert [violation.rule for violation in report] == ["heads-tp"]
-
-
-def test_names_that_a_model_uses_for_other_things_and_unknown_names_are_no_fields() -> None:
-    model = SimpleNamespace(ffn=object(), vocab=["a", "b"], learning_rate="x")
-    report = ParallelDims(tp=2, dp_shard=1).check(model, seq_len=8)
-    assert not report
-    assert report.skipped == ("heads", "kv_heads", "ffn", "vocab")
-
-
-def test_absent_fields_are_named_only_where_a_rule_needs_them() -> None:
-    assert ParallelDims(dp_shard=1).check({}).skipped == ()
-    report = ParallelDims(tp=2, ep=2, dp_shard=2).check({"n_heads": 4})
-    assert not report
-    assert report.skipped == ("kv_heads", "experts", "ffn", "vocab", "seq_len", "global_batch")

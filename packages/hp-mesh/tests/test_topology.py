@@ -72,6 +72,15 @@ def test_a_node_without_a_number_of_ranks_is_refused(value: Any) -> None:
         Topology(ranks_per_node=value)
 
 
+@pytest.mark.parametrize("topology", [8, 0, "8", {"ranks_per_node": 8}])
+def test_a_number_of_ranks_alone_is_no_topology(topology: Any) -> None:
+    for ask in (ParallelDims(dp_shard=8).check, ParallelDims(dp_shard=8).explain):
+        with pytest.raises(
+            ParallelDimsError, match=r"^topology=.* use such as Topology\(ranks_per"
+        ):
+            ask({}, topology=topology)
+
+
 def test_a_mesh_built_with_a_topology_knows_what_crosses_a_node() -> None:
     dims = ParallelDims(tp=4, dp_shard=4)
     with fake_world(16):

@@ -1,6 +1,7 @@
 """The world mesh: its slot, and how its degrees are given."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -60,6 +61,25 @@ def test_an_expert_mesh_of_negative_degree_is_the_world() -> None:
             build_expert_parallel_mesh(4)
         with pytest.raises(ParallelDimsError, match=r"^ep=0 is not a degree"):
             build_expert_parallel_mesh(0)
+
+
+@pytest.mark.parametrize("value", ["x", None, 2.0, True, 0])
+@pytest.mark.parametrize("name", ["dp", "tp", "cp", "pp", "ep"])
+def test_a_value_that_is_no_degree_is_refused_under_the_name_that_it_was_given_for(
+    name: str, value: Any
+) -> None:
+    degrees: dict[str, Any] = {"dp": 2, name: Settings(value)}
+    with one_world(4):
+        with pytest.raises(ParallelDimsError, match=f"^{name}={value!r} is not a degree"):
+            build_world_mesh(**degrees)
+        if value is not None:
+            with pytest.raises(ParallelDimsError, match=f"^{name}={value!r} is not a degree"):
+                build_world_mesh(**{**degrees, name: value})
+        if name == "ep":
+            for given in (value, Settings(value)):
+                with pytest.raises(ParallelDimsError, match=f"^ep={value!r} is not a degree"):
+                    build_expert_parallel_mesh(given)
+        assert get_world_mesh() is None
 
 
 def test_without_any_degree_all_ranks_are_data_parallel() -> None:
@@ -148,6 +168,16 @@ def test_a_reset_after_the_default_group_is_gone_only_forgets() -> None:
         build_world_mesh(dp=2, tp=2)
     reset_world_mesh()
     assert get_world_mesh() is None
+
+
+def test_a_reset_after_the_default_group_was_made_anew_only_forgets() -> None:
+    with fake_world(4):
+        build_world_mesh(dp=2, tp=2)
+    with fake_world(4):
+        reset_world_mesh()
+        assert get_world_mesh() is None
+        assert build_world_mesh(dp=2, tp=2).mesh["tp"].size() == 2
+        reset_world_mesh()
 
 
 def test_building_needs_a_default_process_group() -> None:

@@ -2,12 +2,13 @@
 
 import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
+from numbers import Number
 from os import PathLike, fspath
 from typing import Any
 
-from ._degrees import BASE_AXES
-from ._errors import ParallelDimsError, Violation, join_words
+from ._degrees import BASE_AXES, as_degree
+from ._errors import ParallelDimsError, Violation, join_words, show
 
 HELP = {
     "dp_replicate": "data-parallel replicas of the sharded model",
@@ -35,44 +36,51 @@ def read_field(source: object, name: str) -> Any:
     return getattr(source, name, None)
 
 
-def arguments_from_config(config: object) -> dict[str, Any]:
-    """Return the constructor arguments that a configuration gives; absent and None mean default.
+def check_named(name: str, source: object) -> None:
+    """Raise `ParallelDimsError` for what has no named fields: None, text, numbers and lists."""
+    record = hasattr(source, "_fields")  # a tuple whose items have names
+    if source is None or (isinstance(source, str | bytes | Number | Sequence | Set) and not record):
+        raise _nameless(name, source, "a mapping or an object with attributes")
 
-    ``dp`` is an older name of ``dp_shard``. Raises `ParallelDimsError` where both differ.
+
+def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
+    reason = f"{name}={show(source)} has no named fields; use {legal}"
+    return ParallelDimsError([Violation(rule="fields", values={name: source}, reason=reason)])
+
+
+def arguments_from_config(config: object) -> tuple[dict[str, Any], list[Violation]]:
+    """Return the constructor arguments that a configuration gives, and what is wrong among them.
+
+    Absent and None mean default. ``dp`` is an older name of ``dp_shard``; both may not differ.
     """
+    check_named("config", config)
     given = {name: read_field(config, name) for name in SETTINGS}
     arguments = {name: value for name, value in given.items() if value is not None}
     dp = read_field(config, "dp")
-    if dp is not None and arguments.setdefault("dp_shard", dp) != dp:
-        shard = arguments["dp_shard"]
-        raise ParallelDimsError(
-            [
-                Violation(
-                    rule="dp",
-                    values={"dp": dp, "dp_shard": shard},
-                    reason=f"dp={dp} and dp_shard={shard} differ, but dp is an older name of "
-                    "dp_shard; give one of them",
-                )
-            ]
-        )
-    return arguments
+    if dp is None:
+        return arguments, []
+    values = {"dp": dp, "dp_shard": arguments.setdefault("dp_shard", dp)}
+    one, other = (as_degree(n, v, inferable=True, optional=False) for n, v in values.items())
+    if one == other:
+        return arguments, []
+    reason = f"dp={one} and dp_shard={other} differ, but dp is an older name of dp_shard; give one "
+    return arguments, [Violation(rule="dp", values=values, reason=f"{reason}of them")]
 
 
-def arguments_from_dict(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping as constructor arguments; a key that is none raises `ParallelDimsError`."""
-    unknown = [key for key in mapping if key not in FIELDS]
-    if unknown:
-        raise ParallelDimsError(
-            [
-                Violation(
-                    rule="field",
-                    values={key: mapping[key]},
-                    reason=f"{key!r} is not a field; use {join_words(FIELDS)}",
-                )
-                for key in unknown
-            ]
+def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation]]:
+    """Return a mapping's fields as constructor arguments, and a violation for each other key."""
+    if not isinstance(mapping, Mapping):
+        raise _nameless("mapping", mapping, "a mapping such as to_dict returns")
+    unknown = [
+        Violation(
+            rule="field",
+            values={key: mapping[key]},
+            reason=f"{show(key)} is not a field; use {join_words(FIELDS)}",
         )
-    return dict(mapping)
+        for key in mapping
+        if key not in FIELDS
+    ]
+    return {key: value for key, value in mapping.items() if key in FIELDS}, unknown
 
 
 def add_arguments(parser: ArgumentParser) -> None:

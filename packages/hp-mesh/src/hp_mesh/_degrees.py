@@ -1,11 +1,12 @@
 """Degrees on their own: what each value may be, and how a missing one follows from the world."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from typing import SupportsIndex, TypeAlias
 
-from ._errors import ParallelDimsError, Violation, divisors, join_words
+from ._errors import LARGEST, ParallelDimsError, Violation, divisors, join_words, show
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # Where experts have ranks of their own, ep is one more axis of the world.
@@ -13,6 +14,7 @@ PEER_AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DEFAULT_ORDER = PEER_AXES
 EP_MODES = ("folded", "peer")
 INFERRED = -1
+MOST_DIGITS = 20  # more than the largest degree has
 
 Degree = SupportsIndex | str | None
 DegreeRule: TypeAlias = Callable[[Mapping[str, int]], Iterator[Violation]]
@@ -26,15 +28,16 @@ def world_axes(ep_mode: str) -> tuple[str, ...]:
 def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> int | None:
     """Return ``value`` as a positive integer, -1 where ``inferable``, or None where ``optional``.
 
-    Integers of any type and strings that spell one are taken; a bool, a float or any other string
-    raises `ParallelDimsError`.
+    Integers of any type and strings that spell one are taken; a bool, a float, any other string or
+    what is more than torch has ranks for raises `ParallelDimsError`.
     """
     if value is None and optional:
         return None
     number = _as_integer(value)
-    if number is not None and (number > 0 or (number == INFERRED and inferable)):
+    if number is not None and (0 < number <= LARGEST or (number == INFERRED and inferable)):
         return number
-    choices = ["a positive integer"]
+    too_large = number is not None and number > LARGEST
+    choices = [f"at most {LARGEST}" if too_large else "a positive integer"]
     choices += ["-1 (inferred)"] if inferable else []
     choices += ["None"] if optional else []
     raise ParallelDimsError(
@@ -42,7 +45,7 @@ def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> i
             Violation(
                 rule="value",
                 values={name: value},
-                reason=f"{name}={value!r} is not a degree; use {join_words(choices)}",
+                reason=f"{name}={show(value)} is not a degree; use {join_words(choices)}",
             )
         ]
     )
@@ -52,30 +55,31 @@ def _as_integer(value: Degree) -> int | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, str):
-        return int(value) if value.strip().removeprefix("-").isdecimal() else None
+        text = value.strip()
+        if not (text.isascii() and text.removeprefix("-").isdecimal()):
+            return None
+        return int(text[:MOST_DIGITS])  # Python reads no number of several thousand digits
     try:
         return operator.index(value)
     except TypeError:
         return None
 
 
-def as_order(order: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of ``order`` one by one; a string is split at its commas.
+def as_order(order: object) -> tuple[str, ...]:
+    """Return the names in a list or a tuple; a string is split at its commas.
 
-    Raises `ParallelDimsError` for anything but names.
+    Raises `ParallelDimsError` for anything else: sets, whose order differs between processes, too.
     """
     if isinstance(order, str):
         return tuple(name.strip() for name in order.split(","))
-    if isinstance(order, Iterable):
-        names = tuple(order)
-        if all(isinstance(name, str) for name in names):
-            return names
+    if isinstance(order, list | tuple) and all(isinstance(name, str) for name in order):
+        return tuple(order)
     raise ParallelDimsError(
         [
             Violation(
                 rule="order",
                 values={"order": order},
-                reason=f"order={order!r} is no list of axis names; use such as {DEFAULT_ORDER}",
+                reason=f"order={show(order)} is no list of axis names; use such as {DEFAULT_ORDER}",
             )
         ]
     )
@@ -91,7 +95,7 @@ def as_flag(name: str, value: object) -> bool:
             Violation(
                 rule="value",
                 values={name: value},
-                reason=f"{name}={value!r} is neither true nor false",
+                reason=f"{name}={show(value)} is neither true nor false",
             )
         ]
     )
@@ -102,17 +106,18 @@ def infer_degrees(
 ) -> dict[str, int]:
     """Return the degrees with the one that is -1 replaced so that ``axes`` multiply to the world.
 
-    Raises `ParallelDimsError` where no degree makes it so.
+    An axis without a degree may have any, and then nothing is replaced. Raises `ParallelDimsError`
+    where no degree makes the product the world.
     """
-    inferred = [name for name in axes if degrees[name] == INFERRED]
-    given = {name: degrees[name] for name in axes if degrees[name] not in (1, INFERRED)}
+    unknown = [name for name in axes if degrees.get(name, INFERRED) == INFERRED]
+    given = {name: degrees[name] for name in axes if name not in unknown and degrees[name] != 1}
     given = given or {"dp_shard": 1}
     product = prod(given.values())
-    if inferred and world_size % product == 0:
-        return {**degrees, inferred[0]: world_size // product}
-    if not inferred and product == world_size:
-        return dict(degrees)
-    raise ParallelDimsError([_product_violation(given, inferred, world_size)])
+    if world_size % product or not (unknown or product == world_size):
+        raise ParallelDimsError([_product_violation(given, unknown, world_size)])
+    if len(unknown) == 1 and unknown[0] in degrees:
+        return {**degrees, unknown[0]: world_size // product}
+    return dict(degrees)
 
 
 def _product_violation(given: dict[str, int], inferred: list[str], world_size: int) -> Violation:
@@ -138,14 +143,16 @@ def _product_violation(given: dict[str, int], inferred: list[str], world_size: i
     return Violation(rule="product", reason=reason, values=values, legal=legal)
 
 
-def mode_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation]:
-    """Yield what is wrong with ``ep_mode``, and with ``order`` as an order of the world's axes."""
-    if ep_mode not in EP_MODES:
-        yield Violation(
-            rule="ep-mode",
-            values={"ep_mode": ep_mode},
-            reason=f"ep_mode={ep_mode!r} is no way to place experts; use {join_words(EP_MODES)}",
-        )
+def as_mode(ep_mode: object) -> str:
+    """Return a name of `EP_MODES`; anything else raises `ParallelDimsError`."""
+    if isinstance(ep_mode, str) and ep_mode in EP_MODES:
+        return ep_mode
+    reason = f"ep_mode={show(ep_mode)} is no way to place experts; use {join_words(EP_MODES)}"
+    raise ParallelDimsError([Violation(rule="ep-mode", values={"ep_mode": ep_mode}, reason=reason)])
+
+
+def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation]:
+    """Yield what is wrong with ``order`` as an order of the world's axes."""
     axes = world_axes(ep_mode)
     placed = order if ep_mode == "peer" else tuple(name for name in order if name != "ep")
     if {*placed} != {*axes} or len({*order}) != len(order):
@@ -153,7 +160,7 @@ def mode_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation]
         yield Violation(
             rule="order",
             values={"order": order},
-            reason=f"order={order} is not a permutation of {axes}; give each of them once, "
+            reason=f"order={show(order)} is not a permutation of {axes}; give each of them once, "
             f"outermost first{may}",
         )
 
@@ -173,7 +180,7 @@ def one_is_inferred(degrees: Mapping[str, int]) -> Iterator[Violation]:
 def experts_cut_like_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
     """Tensor parallel ranks share an expert as they share a layer, or not at all."""
     tp, etp = degrees["tp"], degrees["etp"]
-    if etp != 1 and tp not in (etp, INFERRED):
+    if etp not in (1, tp):
         yield Violation(
             rule="etp",
             values={"etp": etp, "tp": tp},
@@ -185,7 +192,7 @@ def experts_cut_like_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
 def ulysses_divides_cp(degrees: Mapping[str, int]) -> Iterator[Violation]:
     """Ulysses groups are parts of the context parallel group."""
     cp, ulysses_degree = degrees["cp"], degrees["ulysses_degree"]
-    if cp != INFERRED and cp % ulysses_degree:
+    if cp % ulysses_degree:
         yield Violation(
             rule="ulysses",
             values={"ulysses_degree": ulysses_degree, "cp": cp},
@@ -196,31 +203,33 @@ def ulysses_divides_cp(degrees: Mapping[str, int]) -> Iterator[Violation]:
 
 def experts_fold_into_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
     """Folded experts live on the ranks of one dense block: dp_shard, cp and tp."""
-    ep, etp, block = degrees["ep"], degrees["etp"], {n: degrees[n] for n in BASE_AXES[2:]}
-    ranks = prod(block.values())
+    ep, etp = degrees["ep"], degrees["etp"]
+    around = {name: degrees[name] for name in BASE_AXES[2:] if name in degrees}
+    if len(around) == 3:
+        ranks = prod(around.values())
+        parts = ", ".join(f"{name}={degree}" for name, degree in around.items())
+        whole = f"dp_shard*cp*tp={ranks} ({parts})"
+    else:  # whatever the block, it divides the world
+        around = {"world_size": degrees["world_size"]}
+        ranks = degrees["world_size"]
+        whole = f"world_size={ranks}"
     if ranks % (ep * etp) == 0:
         return
-    parts = ", ".join(f"{name}={degree}" for name, degree in block.items())
     subject = f"ep={ep}" if etp == 1 else f"ep={ep}*etp={etp}={ep * etp}"
-    legal = divisors(ranks // etp) if ranks % etp == 0 else ()
+    fits = ranks % etp == 0
     yield Violation(
         rule="sparse",
-        values={"ep": ep, "etp": etp, **block},
-        reason=f"{subject} does not divide dp_shard*cp*tp={ranks} ({parts})",
-        legal={"ep": legal},
+        values={"ep": ep, "etp": etp, **around},
+        reason=f"{subject} does not divide {whole}",
+        legal={"ep": divisors(ranks // etp)} if fits else {"ep*etp": divisors(ranks)},
     )
 
 
-# By the code of what they find.
-VALUE_RULES: Mapping[str, DegreeRule] = {
-    "one-inferred": one_is_inferred,
-    "etp": experts_cut_like_layers,
-    "ulysses": ulysses_divides_cp,
-}
-
-
 def resolved_rules(ep_mode: str) -> Mapping[str, DegreeRule]:
-    """Return the rules that resolved degrees keep, besides that they multiply to the world."""
+    """Return the rules that degrees keep, besides that they multiply to the world, by their codes.
+
+    They read positive degrees by name, and raise KeyError for one that is not there.
+    """
     rules: dict[str, DegreeRule] = {"etp": experts_cut_like_layers, "ulysses": ulysses_divides_cp}
     return rules if ep_mode == "peer" else {**rules, "sparse": experts_fold_into_layers}
 
@@ -228,6 +237,7 @@ def resolved_rules(ep_mode: str) -> Mapping[str, DegreeRule]:
 def rule_violations(
     degrees: Mapping[str, int], rules: Mapping[str, DegreeRule]
 ) -> Iterator[Violation]:
-    """Yield all that the rules find."""
+    """Yield all that the rules find; one that needs a degree which is not there finds nothing."""
     for rule in rules.values():
-        yield from rule(degrees)
+        with suppress(KeyError):
+            yield from rule(degrees)

@@ -16,11 +16,11 @@ from ._config import (
     read_yaml,
 )
 from ._degrees import DEFAULT_ORDER
-from ._errors import ParallelDimsError, Report, Violation, raise_errors
+from ._errors import Report, raise_errors
 from ._explain import Explanation, explain_rules, explain_topology
 from ._layout import RankLayout
 from ._model import read_numbers
-from ._resolve import resolved_degrees, settle, summarize
+from ._resolve import as_world, resolved_degrees, settle, summarize
 from ._rules import Subject, check_rules
 from ._topology import Topology, topology_violations
 from ._views import Cutting
@@ -44,8 +44,8 @@ class ParallelDims:
     over ``dp_shard`` alone; gradients are then to be reduced over ``replicate``, which has ``cp``.
 
     Degrees may also be integers of other types or strings that spell one, ``order`` one string with
-    commas. Raises `ParallelDimsError`: for single values at once, for the product as soon as the
-    world is known, here or in `resolve`. Needs no torch.
+    commas. Raises one `ParallelDimsError` with all that can be told to be wrong: single values at
+    once, the product as soon as the world is known, here or in `resolve`. Needs no torch.
     """
 
     dp_replicate: int = 1
@@ -77,30 +77,27 @@ class ParallelDims:
         Raises `ParallelDimsError` if the degrees do not make this world, or if they were given or
         resolved for another.
         """
-        if self.world_size is None:
-            return replace(self, world_size=world_size)
-        if self.world_size == world_size:
-            return self
-        reason = f"world_size={world_size} is not the world_size={self.world_size} that these "
-        reason += f"degrees are for ({self.summary()})"
-        values = {"world_size": world_size, "given": self.world_size}
-        raise ParallelDimsError([Violation(rule="world", values=values, reason=reason)])
+        world = as_world(self._fields(), world_size)
+        return self if self.world_size == world else replace(self, world_size=world)
 
     @classmethod
     def from_config(cls, config: object, world_size: int) -> "ParallelDims":
         """Return the resolved degrees that a mapping or any object's attributes give.
 
         Absent and None mean default, except that ``etp`` is then ``tp``. ``dp`` is taken as an
-        older name of ``dp_shard``. Other names are ignored.
+        older name of ``dp_shard``. Other names are ignored; a configuration that can have no names,
+        such as a number or a list, raises `ParallelDimsError`.
         """
-        arguments = arguments_from_config(config)
-        dims = cls(**arguments, world_size=world_size)
-        return dims if "etp" in arguments else replace(dims, etp=dims.tp)
+        arguments, found = arguments_from_config(config)
+        given = {**_DEFAULTS, **arguments, "world_size": world_size}
+        etp_is_tp = "etp" not in arguments
+        return cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "ParallelDims":
         """Return the degrees whose `to_dict` this is; an unknown key is an error."""
-        return cls(**arguments_from_dict(mapping))
+        arguments, unknown = arguments_from_dict(mapping)
+        return cls(**settle({**_DEFAULTS, **arguments}, unknown))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain integers, None and a list, ready for JSON."""
@@ -141,15 +138,15 @@ class ParallelDims:
         """Return every rule that these degrees break for a model, its sequences and its batch.
 
         ``model`` is a mapping or configuration object (Hugging Face ones as they are), or has one
-        as ``config``. ``seq_len`` counts tokens, ``global_batch`` samples over all ranks. With
-        ``causal_balance`` the sequence must also cut into twice ``cp`` parts, so that each rank
-        gets an early and a late one. With a ``topology`` the axes that cross a node are advice. A
-        known field that is not a positive integer is an error of rule ``"number"``; None is absent.
-        Rules whose fields are absent do not apply, and the fields are named in ``skipped``. Unknown
-        fields are ignored.
+        as ``config``; what can have no fields, such as a name, raises. ``seq_len`` counts tokens,
+        ``global_batch`` samples over all ranks. With ``causal_balance`` the sequence must also cut
+        into twice ``cp`` parts, so that each rank gets an early and a late one. With a ``topology``
+        the axes that cross a node are advice. A known field that is not a positive integer is an
+        error of rule ``"number"``; None is absent. Rules whose fields are absent do not apply, and
+        the fields are named in ``skipped``. Unknown fields are ignored.
         """
         report = check_rules(self._subject(model, seq_len, global_batch, causal_balance))
-        nodes = topology_violations(self.layout(), topology) if topology else ()
+        nodes = () if topology is None else topology_violations(self.layout(), topology)
         return Report([*report, *nodes], report.skipped)
 
     def _subject(
@@ -185,8 +182,9 @@ class ParallelDims:
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
         """Return every rule with its numbers and what it says of them; arguments as in `check`."""
+        model = {} if model is None else model
         subject = self._subject(model, seq_len, global_batch, causal_balance)
-        nodes = explain_topology(self.layout(), topology) if topology else ()
+        nodes = () if topology is None else explain_topology(self.layout(), topology)
         return (*explain_rules(subject, self.ep_mode), *nodes)
 
     def _cutting(self) -> Cutting:
@@ -215,9 +213,9 @@ class ParallelDims:
         accelerator's unless the world runs on gloo alone; an accelerator's device must have been
         set before. ``topology`` must fit the world; the mesh then knows which of its axes cross a
         node. ``timeout`` is that of the new groups, torch's default if None. Raises `MeshError`
-        without a default process group or where ranks disagree, `ParallelDimsError` on ranks whose
-        degrees do not make its world; where only some ranks have such degrees, the others raise
-        `MeshError`.
+        without a default process group, for a device type or timeout that is none and where ranks
+        disagree, `ParallelDimsError` on ranks whose degrees or topology do not make its world;
+        where only some ranks have such degrees, the others raise `MeshError`.
         """
         from ._mesh import build_mesh
 
@@ -293,3 +291,6 @@ class ParallelDims:
     def etp_enabled(self) -> bool:
         """Return whether single experts are cut over ranks."""
         return self.etp > 1
+
+
+_DEFAULTS = {field.name: field.default for field in fields(ParallelDims)}

@@ -2,9 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Literal, TypeAlias, overload
 
 Level: TypeAlias = Literal["error", "advice"]
+
+LARGEST = 2**32  # of all that is counted here: ranks, and a model's sizes
+MOST_CHOICES = 24  # that one sentence lists
+MOST_LETTERS = 80  # of one value that a sentence shows
 
 
 def join_words(words: Iterable[object], last: str = "or") -> str:
@@ -13,9 +18,20 @@ def join_words(words: Iterable[object], last: str = "or") -> str:
     return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
 
 
+def show(value: object) -> str:
+    """Return a value as Python writes it, of a long one both ends."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of several thousand digits
+        return f"<{type(value).__name__} of too many digits>"
+    if len(text) <= MOST_LETTERS:
+        return text
+    return f"{text[: MOST_LETTERS // 2]}...{text[-MOST_LETTERS // 4 :]}"
+
+
 def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a positive integer in ascending order."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
@@ -25,7 +41,8 @@ class Violation:
 
     ``rule`` is a stable code, ``values`` every number that the rule looked at, ``legal`` what each
     name that could be changed may be, the others as given; a name such as ``cp*tp`` is the product
-    of several that must change together. ``level`` ``"advice"`` works but costs.
+    of several that must change together. ``level`` ``"advice"`` works but costs. The text lists the
+    first of many legal numbers and counts the rest.
     """
 
     rule: str
@@ -42,10 +59,15 @@ class Violation:
         first = next(iter(choices))
         alone = len(choices) == 1 and self.reason.startswith(f"{first}={self.values.get(first)} ")
         options = [
-            join_words(numbers) if alone else f"{name}={join_words(numbers)}"
+            _join_choices(numbers) if alone else f"{name}={_join_choices(numbers)}"
             for name, numbers in choices.items()
         ]
         return f"{self.reason}; use {', or '.join(options)}"
+
+
+def _join_choices(numbers: tuple[int, ...]) -> str:
+    shown, more = numbers[:MOST_CHOICES], len(numbers) - MOST_CHOICES
+    return join_words([*shown, f"{more} more"] if more > 0 else shown)
 
 
 class Report(Sequence[Violation]):

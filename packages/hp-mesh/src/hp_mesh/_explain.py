@@ -9,7 +9,7 @@ from ._degrees import resolved_rules, world_axes
 from ._errors import Violation
 from ._layout import RankLayout
 from ._rules import RULES, Absent, Subject
-from ._topology import AXES, Topology, topology_violations
+from ._topology import AXES, Topology, node_size, topology_violations
 
 Verdict: TypeAlias = Literal["holds", "error", "advice", "skipped", "idle"]
 Value = TypeVar("Value")
@@ -73,7 +73,7 @@ def explain_rules(subject: Subject, ep_mode: str) -> tuple[Explanation, ...]:
 
 def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanation, ...]:
     """Return for each axis whether its groups stay inside a node."""
-    node = topology.ranks_per_node
+    node = node_size(topology)
     found = {next(iter(v.values)): v for v in topology_violations(layout, topology)}
     sentence = "Groups inside a node use its fast links alone."
     explanations = []

@@ -101,16 +101,23 @@ def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 
 def get_device_mesh_info(mesh: AnyMesh) -> str:
-    """Return one line with the axes of a mesh and their sizes."""
+    """Return one line with the axes of a mesh and their sizes, whose product is its ranks.
+
+    Folded ``ep`` is no factor of it and comes apart, after a semicolon.
+    """
     source = _source(mesh)
+    inside: tuple[str, ...] = ()
     if isinstance(source, DeviceMesh):
         names = source.mesh_dim_names or tuple(f"axis {index}" for index in range(source.ndim))
         sizes, ranks = dict(zip(names, source.shape, strict=True)), source.size()
     else:
-        sizes = {name: source.layout.size(name) for name in _axes(mesh)}
+        own = _own_axes(mesh)
+        inside = tuple(name for name in _axes(mesh) if name not in own)
+        sizes = {name: source.layout.size(name) for name in (*own, *inside)}
         ranks = source.layout.world_size
-    axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"mesh of {ranks} ranks on {source.device_type}: {axes}"
+    axes = ", ".join(f"{name}={size}" for name, size in sizes.items() if name not in inside)
+    shared = "".join(f"; {name}={sizes[name]} on the same ranks" for name in inside)
+    return f"mesh of {ranks} ranks on {source.device_type}: {axes}{shared}"
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
@@ -118,8 +125,10 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 
     Collective over the mesh that ``mesh`` is a slice of, and a slice of that one again, so that
     FSDP and tensor parallel combine both. ``name`` is by default the names of the axes with ``_``
-    between them. Raises `LayoutError` for a mesh without names, or where the name is taken.
+    between them. Raises `LayoutError` for what is no torch mesh or has no names, or where the name
+    is taken.
     """
+    _check_flattened(mesh, name)
     names = _names(mesh)
     try:
         return flatten(mesh, name)
@@ -127,6 +136,16 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
         taken = "_".join(names) if name is None else name
         reason = f"name={taken!r} is that of another axis of the mesh that has {list(names)}"
         raise LayoutError(f"{reason}; use another name") from error
+
+
+def _check_flattened(mesh: object, name: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        reason = ""
+        if isinstance(mesh, WorldMesh | ParallelMesh):
+            reason = ", and this one has all its folds already: take them with the getters"
+        raise LayoutError(f"flatten_mesh takes a torch DeviceMesh, not {_kind(mesh)}{reason}")
+    if not isinstance(name, str | None):
+        raise LayoutError(f"name={name!r} is no name; use a string or None")
 
 
 def _look_up(getter: str, mesh: AnyMesh) -> DeviceMesh:
@@ -151,15 +170,27 @@ def _slice(mesh: AnyMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def _source(mesh: AnyMesh) -> ParallelMesh | DeviceMesh:
-    return mesh.mesh if isinstance(mesh, WorldMesh) else mesh
+    if isinstance(mesh, WorldMesh):
+        return mesh.mesh
+    if isinstance(mesh, ParallelMesh | DeviceMesh):
+        return mesh
+    raise LayoutError(
+        f"{_kind(mesh)} given for a mesh; use a WorldMesh, a ParallelMesh or a torch DeviceMesh"
+    )
+
+
+def _kind(value: object) -> str:
+    plain = value is None or isinstance(value, str | int)
+    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def _axes(mesh: AnyMesh) -> tuple[str, ...]:
+    source = _source(mesh)
     if isinstance(mesh, WorldMesh):
         return mesh.axes
-    if isinstance(mesh, DeviceMesh):
-        return _names(mesh)
-    size = mesh.layout.size
+    if isinstance(source, DeviceMesh):
+        return _names(source)
+    size = source.layout.size
     data = ("dp_replicate", "dp_shard") if size("replicate") > 1 else ("dp",)
     several = tuple(name for name in ("pp", "ep", "cp", "tp") if size(name) > 1)
     return tuple(name for name in AXES if name in (*data, *several))

@@ -9,9 +9,12 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from ._device import comparison_device_type
 from ._errors import MeshError
 from ._layout import RankLayout
-from ._torch import registered_groups, splits_world
+from ._torch import meet_under, registered_groups, splits_world
+
+PREFIX = "parallel_mesh"  # in the world's store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ def own_groups(layout: RankLayout, rank: int) -> list[OwnGroup]:
 
 
 def create_groups(
-    layout: RankLayout, rank: int, device_type: str, timeout: timedelta | None, agreed: str
+    layout: RankLayout, rank: int, timeout: timedelta | None, agreed: str
 ) -> tuple[dict[str, dist.ProcessGroup], list[dist.ProcessGroup]]:
     """Create this rank's groups; return the group of each axis, and those that are new.
 
@@ -47,28 +50,28 @@ def create_groups(
     then the groups, in one order on every rank.
     """
     world = _world()
-    names = _LocalNames(world)
-    create = _choose_way(world, device_type, agreed, names)
+    agreement = _compare(world, agreed)
+    if not agreement.same:
+        raise MeshError(f"ranks build different meshes; this rank has {agreed}")
+    create = _choose_way(world, agreement)
     by_axis: dict[str, dist.ProcessGroup] = {}
     created: list[dist.ProcessGroup] = []
-    for own in own_groups(layout, rank):
-        group = world
-        if own.ranks:
-            group = create(layout, own, timeout)
-            created.append(group)
-        by_axis |= dict.fromkeys(own.axes, group)
-    names.mark_used()
+    with meet_under(f"{PREFIX}/{agreement.serial}", world):
+        for own in own_groups(layout, rank):
+            group = world
+            if own.ranks:
+                group = create(layout, own, timeout)
+                created.append(group)
+            by_axis |= dict.fromkeys(own.axes, group)
     return by_axis, created
 
 
-def tell_refusal(device_type: str, reason: str) -> None:
+def tell_refusal(reason: str) -> None:
     """Take part in the comparison of `create_groups` with the reason why this rank creates none.
 
     All others would wait for this rank otherwise; those that could create groups raise instead.
     """
-    world = _world()
-    if not _is_fake(world):
-        _compare(world, device_type, reason, _LocalNames(world))
+    _compare(_world(), reason)
 
 
 def _world() -> dist.ProcessGroup:
@@ -77,57 +80,43 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-class _LocalNames:
-    """Which names of locally created groups are taken, as the world's store remembers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What ranks know of each other before they create groups.
 
-    Members meet under a name made of their ranks and of how many groups each is in. Destroying
-    groups lowers that number, and the same ranks would meet where the addresses of the destroyed
-    group still lie. The first rank keeps the highest number used, for all: equal by agreement.
+    ``same`` is whether they build the same, ``equally_many`` whether each is in as many groups as
+    the others, ``serial`` a number that no other build over the same store has.
     """
 
-    key = "local_group_names_used"
-
-    def __init__(self, world: dist.ProcessGroup) -> None:
-        self.count = registered_groups()
-        self._store = world.get_group_store() if world.rank() == 0 and not _is_fake(world) else None
-        self._used = self._store.add(self.key, 0) if self._store else 0
-        self.taken = self.count < self._used
-
-    def mark_used(self) -> None:
-        if self._store:
-            self._store.add(self.key, max(0, registered_groups() - self._used))
+    same: bool
+    equally_many: bool
+    serial: int
 
 
-def _is_fake(world: dist.ProcessGroup) -> bool:
+def _compare(world: dist.ProcessGroup, text: str) -> Agreement:
     # Fake groups have no peers: nothing to agree on, no device and no store behind them.
-    return dist.get_backend(world) == "fake"
+    if dist.get_backend(world) == "fake":
+        return Agreement(same=True, equally_many=True, serial=0)
+    # A build that fails half way leaves addresses behind too, so every attempt has its own number.
+    serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
+    digest = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
+    count = registered_groups()
+    mine = [digest, -digest, count, -count, serial]
+    most = torch.tensor(mine, dtype=torch.int64, device=comparison_device_type())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
+    most_digest, least_digest, most_count, least_count, serial = most.tolist()
+    return Agreement(
+        same=most_digest == -least_digest,
+        equally_many=most_count == -least_count,
+        serial=serial,
+    )
 
 
-def _choose_way(
-    world: dist.ProcessGroup, device_type: str, agreed: str, names: _LocalNames
-) -> "Way":
-    same, local = True, True
-    if not _is_fake(world):
-        same, local = _compare(world, device_type, agreed, names)
-    if not same:
-        raise MeshError(f"ranks build different meshes; this rank has {agreed}")
+def _choose_way(world: dist.ProcessGroup, agreement: Agreement) -> "Way":
     if splits_world(world):
         return _split
-    return _create_locally if local else _create_together
-
-
-def _compare(
-    world: dist.ProcessGroup, device_type: str, text: str, names: _LocalNames
-) -> tuple[bool, bool]:
-    """Return whether all ranks have this text, and whether all can create groups locally."""
-    digest = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
-    mine = [digest, -digest, names.count, -names.count, int(names.taken)]
-    # Where gloo is at hand this needs no device, and starts no communicator before its time.
-    device = "cpu" if "gloo" in dist.get_backend_config(world) else device_type
-    most = torch.tensor(mine, dtype=torch.int64, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
-    most_digest, least_digest, most_count, least_count, taken = most.tolist()
-    return most_digest == -least_digest, most_count == -least_count and not taken
+    # Members that count their groups differently would meet under different names.
+    return _create_locally if agreement.equally_many else _create_together
 
 
 def _create_locally(

@@ -1,66 +1,15 @@
 """Ranks, coordinates and groups in closed form, without a process group."""
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
+from typing import SupportsIndex
 
-from ._errors import LayoutError, join_words
+from ._errors import LayoutError, join_words, show
+from ._positions import View as View
+from ._positions import strides_of
 from ._views import Cut, Cutting, aliases, axis_sizes, view_cuts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """One way to cut the world: axis names and sizes, and which rank sits at each position.
-
-    A position counts row-major over the view's axes. ``digits`` are (size, stride) pairs, outermost
-    first: the position's digits in these sizes, times the strides, sum up to the rank. Where no
-    digits do, ``table`` lists the rank at every position.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    digits: tuple[tuple[int, int], ...]
-    table: tuple[int, ...] | None = None
-
-    def rank_at(self, position: int) -> int:
-        """Return the rank at a position."""
-        if self.table is not None:
-            return self.table[position]
-        rank = 0
-        for size, stride in reversed(self.digits):
-            position, digit = divmod(position, size)
-            rank += digit * stride
-        return rank
-
-    def position_of(self, rank: int) -> int:
-        """Return the position of a rank, the inverse of `rank_at`."""
-        if self.table is not None:
-            return self.table.index(rank)
-        position, weights = 0, _strides([size for size, _ in self.digits])
-        for (size, stride), weight in zip(self.digits, weights, strict=True):
-            position += rank // stride % size * weight
-        return position
-
-    def ranks(self) -> Sequence[int]:
-        """Return the rank at every position."""
-        if self.in_rank_order:
-            return range(prod(self.shape))
-        if self.table is not None:
-            return self.table
-        ranks = [0]
-        for size, stride in self.digits:
-            ranks = [rank + digit * stride for rank in ranks for digit in range(size)]
-        return ranks
-
-    @property
-    def in_rank_order(self) -> bool:
-        """Return whether every rank is its own position."""
-        return len(self.digits) == 1 and self.table is None
-
-    def stride(self, axis: int) -> int:
-        """Return how many positions lie between neighbours on an axis."""
-        return prod(self.shape[axis + 1 :])
 
 
 class RankLayout:
@@ -77,7 +26,7 @@ class RankLayout:
         sizes = axis_sizes(cutting)
         # Folded experts have no place of their own among the ranks.
         base = [name for name in order if name != "ep" or cutting.peer]
-        strides = dict(zip(base, _strides([sizes[name] for name in base]), strict=True))
+        strides = dict(zip(base, strides_of([sizes[name] for name in base]), strict=True))
         self.world_size = prod(sizes[name] for name in base)
         self._sizes = sizes
         self._aliases = aliases(cutting)
@@ -100,10 +49,7 @@ class RankLayout:
         """Return the first view that has all these axes, and their names without aliases."""
         if not names:
             raise LayoutError(f"no axis given; use one or more of {join_words(self.names)}")
-        axes = tuple(self._aliases.get(name, name) for name in names)
-        for name, axis in zip(names, axes, strict=True):
-            if axis not in self._sizes:
-                raise LayoutError(self._unknown(name))
+        axes = tuple(map(self._axis, names))
         if len(set(axes)) < len(axes):
             raise LayoutError(f"{list(names)} given, which are {list(axes)}; use each axis once")
         for view in self._views.values():
@@ -119,25 +65,27 @@ class RankLayout:
     def coordinate(self, name: str, rank: int) -> int:
         """Return a rank's coordinate on one axis or alias."""
         view, (axis,) = self.find(name)
-        index = view.axes.index(axis)
-        return view.position_of(self._checked(rank)) // view.stride(index) % view.shape[index]
+        return view.index_of(view.axes.index(axis), view.position_of(self._checked(rank)))
 
     def coordinates(self, rank: int, view: str = "base") -> dict[str, int]:
         """Return a rank's coordinate on every axis of a view, outermost first."""
         cut = self._view(view)
         position = cut.position_of(self._checked(rank))
-        return {name: position // cut.stride(i) % cut.shape[i] for i, name in enumerate(cut.axes)}
+        return {name: cut.index_of(i, position) for i, name in enumerate(cut.axes)}
 
     def rank(self, coordinates: Mapping[str, int], view: str = "base") -> int:
         """Return the rank at the given coordinates, one for every axis of the view."""
         cut = self._view(view)
-        if set(coordinates) != set(cut.axes):
-            raise LayoutError(f"coordinates of {sorted(coordinates)} given; use {list(cut.axes)}")
+        given = _keys(coordinates)
+        if given is None or {*given} != {*cut.axes}:
+            shown = show(coordinates if given is None else given)
+            raise LayoutError(f"coordinates of {shown} given; use {list(cut.axes)}")
         position = 0
         for i, (name, size) in enumerate(zip(cut.axes, cut.shape, strict=True)):
-            if not 0 <= coordinates[name] < size:
-                raise LayoutError(f"{name}={coordinates[name]} given; use 0 to {size - 1}")
-            position += coordinates[name] * cut.stride(i)
+            number = _index(coordinates[name])
+            if number is None or number >= size:
+                raise LayoutError(f"{name}={show(coordinates[name])} given; use 0 to {size - 1}")
+            position += number * cut.stride(i)
         return cut.rank_at(position)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
@@ -146,12 +94,7 @@ class RankLayout:
         That order is always ascending, which is how torch orders the ranks of a process group.
         """
         view, (axis,) = self.find(name)
-        index = view.axes.index(axis)
-        size, stride = view.shape[index], view.stride(index)
-        position = view.position_of(self._checked(rank))
-        first = position - position // stride % size * stride
-        positions = range(first, first + size * stride, stride)
-        return tuple(positions if view.in_rank_order else map(view.rank_at, positions))
+        return tuple(view.along(view.axes.index(axis), view.position_of(self._checked(rank))))
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """Return all groups of an axis or alias, sorted by their first rank."""
@@ -170,26 +113,33 @@ class RankLayout:
 
         Node ``i`` holds the ranks from ``i * ranks_per_node`` on.
         """
-        return any(
-            group[0] // ranks_per_node != group[-1] // ranks_per_node for group in self.groups(name)
-        )
+        node = _index(ranks_per_node)
+        if not node:
+            raise LayoutError(
+                f"ranks_per_node={show(ranks_per_node)} given; use a positive integer"
+            )
+        return any(group[0] // node != group[-1] // node for group in self.groups(name))
 
-    def _view(self, name: str) -> View:
-        if name not in self._views:
-            raise LayoutError(f"no view {name!r}; use {join_words(self._views)}")
+    def _view(self, name: object) -> View:
+        if not isinstance(name, str) or name not in self._views:
+            raise LayoutError(f"no view {show(name)}; use {join_words(self._views)}")
         return self._views[name]
 
     def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
+        number = _index(rank)
+        if number is None or number >= self.world_size:
             raise LayoutError(
-                f"rank={rank} is not in a world of {self.world_size}; "
+                f"rank={show(rank)} is not in a world of {self.world_size}; "
                 f"use 0 to {self.world_size - 1}"
             )
-        return rank
+        return number
 
-    def _unknown(self, name: str) -> str:
+    def _axis(self, name: object) -> str:
+        axis = self._aliases.get(name, name) if isinstance(name, str) else None
+        if axis in self._sizes:
+            return axis
         hint = " (set ulysses_degree to have it)" if name in ("ulysses", "cp_outer") else ""
-        return f"no axis {name!r}{hint}; use {join_words(self.names)}"
+        raise LayoutError(f"no axis {show(name)}{hint}; use {join_words(self.names)}")
 
     def _mixed(self, names: tuple[str, ...], axes: tuple[str, ...]) -> str:
         homes = (
@@ -200,8 +150,16 @@ class RankLayout:
         return f"no view has all of {list(names)}: {', '.join(homes)}. Views: {table}"
 
 
-def _strides(sizes: Sequence[int]) -> list[int]:
-    return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+def _keys(mapping: object) -> list[object] | None:
+    return [*mapping] if isinstance(mapping, Mapping) else None
+
+
+def _index(value: object) -> int | None:
+    """Return an integer of any type from 0, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    number = operator.index(value)
+    return number if number >= 0 else None
 
 
 def _cut_view(
@@ -228,7 +186,7 @@ def _cut_view(
             and sizes[cut.parts[0]] > 1
             and _fold_order(cut, order) != _by_order(cut, order)
         ):
-            return _sort_along(view, axes.index(cut.axes[0]))
+            return replace(view, sorted_axis=axes.index(cut.axes[0]))
     return view
 
 
@@ -240,13 +198,3 @@ def _fold_order(cut: Cut, order: Sequence[str]) -> list[str]:
 
 def _by_order(cut: Cut, order: Sequence[str]) -> list[str]:
     return sorted(cut.parts, key=order.index)
-
-
-def _sort_along(view: View, axis: int) -> View:
-    """Return the view with the ranks along one axis ascending, as torch orders those of a group."""
-    size, stride, ranks = view.shape[axis], view.stride(axis), [*view.ranks()]
-    for block in range(0, len(ranks), size * stride):
-        for first in range(block, block + stride):
-            along = slice(first, first + size * stride, stride)
-            ranks[along] = sorted(ranks[along])
-    return replace(view, digits=(), table=tuple(ranks))

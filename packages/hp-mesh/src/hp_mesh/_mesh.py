@@ -1,6 +1,6 @@
 """`ParallelMesh`: torch device meshes for every axis and alias of a configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._errors import LayoutError, MeshError, ParallelDimsError, raise_errors
+from ._device import checked_device_type
+from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
 from ._groups import create_groups, tell_refusal
 from ._layout import RankLayout, View
 from ._topology import Topology, topology_violations
-from ._torch import share_ranks
+from ._torch import is_registered, share_ranks
 
 if TYPE_CHECKING:
     from ._dims import ParallelDims
@@ -43,11 +44,15 @@ class ParallelMesh:
         self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
         self._closed = False
 
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh of one axis or alias, or of several axes of one view."""
-        mesh = self._meshes.get(names)
+    def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
+        """Return the mesh of one axis or alias, or of several axes of one view.
+
+        Raises `LayoutError` for names that are none or that no view has together.
+        """
+        key = names if isinstance(names, str) else _as_names(names)
+        mesh = self._meshes.get(key)
         if mesh is None:
-            mesh = self._meshes[names] = self._slice((names,) if isinstance(names, str) else names)
+            mesh = self._meshes[key] = self._slice((key,) if isinstance(key, str) else key)
         return mesh
 
     def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
@@ -91,11 +96,17 @@ class ParallelMesh:
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the process group of one axis or alias."""
+        if not isinstance(name, str):
+            raise LayoutError(
+                f"group({name!r}) is not of one axis; give one name, such as that of an alias "
+                f"that folds several: {join_words(self.names)}"
+            )
         return self[name].get_group()
 
     def close(self) -> None:
         """Destroy the groups that the build created, not the default one; may be called again.
 
+        Groups that are gone already, as after the default one was destroyed, are left alone.
         Collective. DTensor caches what it knows of a mesh by its ranks and names, groups and all:
         in one process, use no DTensor over an equal mesh that is built after closing this one.
         """
@@ -103,7 +114,9 @@ class ParallelMesh:
         self._meshes.clear()
         self._views.clear()
         while self._created:
-            dist.destroy_process_group(self._created.pop())
+            group = self._created.pop()
+            if is_registered(group):
+                dist.destroy_process_group(group)
 
 
 def build_mesh(
@@ -115,17 +128,18 @@ def build_mesh(
     """Create the groups and views of ``dims``; see `ParallelDims.build_mesh`."""
     if not dist.is_initialized():
         raise MeshError("no default process group; call torch.distributed.init_process_group first")
-    device_type = device_type or default_device_type()
     try:
+        device_type = checked_device_type(device_type)
+        _check_kinds(topology, timeout)
         dims = dims.resolve(dist.get_world_size())
         layout = dims.layout()
         if topology is not None:
             raise_errors(topology_violations(layout, topology))
-    except ParallelDimsError as error:
-        tell_refusal(device_type, str(error))
+    except (MeshError, ParallelDimsError) as error:
+        tell_refusal(str(error))
         raise
     agreed = f"{dims.to_dict()} on {device_type}"
-    groups, created = create_groups(layout, dist.get_rank(), device_type, timeout, agreed)
+    groups, created = create_groups(layout, dist.get_rank(), timeout, agreed)
     views: dict[str, DeviceMesh] = {}
     for name, view in layout.views.items():
         ranks = _rank_tensor(view)
@@ -139,17 +153,26 @@ def build_mesh(
     return ParallelMesh(dims, layout, views, created, topology)
 
 
+def _check_kinds(topology: object, timeout: object) -> None:
+    if not isinstance(topology, Topology | None):
+        raise MeshError(
+            f"topology={topology!r} is no topology; use Topology(ranks_per_node=...) or None"
+        )
+    if not isinstance(timeout, timedelta | None):
+        raise MeshError(f"timeout={timeout!r} is no time; use timedelta(seconds=...) or None")
+    if timeout is not None and timeout <= timedelta(0):
+        raise MeshError(f"timeout={timeout} is not positive; use timedelta(seconds=...) or None")
+
+
+def _as_names(names: object) -> tuple[str, ...]:
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    raise LayoutError(f"mesh[{names!r}] given; use the name of an axis, or several in a tuple")
+
+
 def _rank_tensor(view: View) -> torch.Tensor:
     if view.in_rank_order:
         ranks = torch.arange(len(view.ranks()), dtype=torch.int, device="cpu")
     else:
         ranks = torch.tensor(view.ranks(), dtype=torch.int, device="cpu")
     return ranks.view(view.shape)
-
-
-def default_device_type() -> str:
-    """Return the accelerator's type, or that of the CPU where the world runs on gloo alone."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or dist.get_backend() == "gloo":
-        return "cpu"
-    return accelerator.type

@@ -1,6 +1,7 @@
 """From the values that were given to degrees that are checked and, where they can be, known."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -8,12 +9,13 @@ from ._degrees import (
     BASE_AXES,
     INFERRED,
     PEER_AXES,
-    VALUE_RULES,
     as_degree,
     as_flag,
+    as_mode,
     as_order,
     infer_degrees,
-    mode_violations,
+    one_is_inferred,
+    order_violations,
     resolved_rules,
     rule_violations,
     world_axes,
@@ -24,43 +26,78 @@ DEGREES = (*PEER_AXES, "etp")
 OPTIONAL = ("dp_shard", "ulysses_degree", "world_size")
 
 
-def settle(given: Mapping[str, Any]) -> dict[str, Any]:
+def settle(
+    given: Mapping[str, Any],
+    found: Iterable[Violation] = (),
+    *,
+    needs_world: bool = False,
+    etp_is_tp: bool = False,
+) -> dict[str, Any]:
     """Return the fields with every value parsed, and every degree known if the world is.
 
-    Raises one `ParallelDimsError` with all values that are none, else one with all rules that the
-    degrees break.
+    With ``etp_is_tp`` a known ``tp`` replaces ``etp``. Raises one `ParallelDimsError` with
+    what was ``found`` before, all values that are none, and all rules that the other values break.
     """
-    fields = dict(given)
-    violations: list[Violation] = []
-    axes = world_axes(given["ep_mode"])
-    for name in (*DEGREES, "ulysses_degree", "world_size"):
+    violations = list(found)
+    fields: dict[str, Any] = {}
+    for name, parse in _parsers(world_axes(given["ep_mode"]), needs_world).items():
         try:
-            fields[name] = as_degree(
-                name, given[name], inferable=name in axes, optional=name in OPTIONAL
-            )
+            fields[name] = parse(given[name])
         except ParallelDimsError as error:
             violations += error.violations
-    try:
-        fields["fsdp_folds_cp"] = as_flag("fsdp_folds_cp", given["fsdp_folds_cp"])
-    except ParallelDimsError as error:
-        violations += error.violations
-    try:
-        fields["order"] = as_order(given["order"])
-    except ParallelDimsError as error:
-        violations += error.violations
+    degrees = degrees_of(fields)
+    violations += one_is_inferred(degrees)
+    if "ep_mode" in fields:
+        mode, world = fields["ep_mode"], fields.get("world_size")
+        if world is not None:
+            try:
+                degrees = infer_degrees(degrees, world_axes(mode), world)
+            except ParallelDimsError as error:
+                violations += error.violations
+        if etp_is_tp and "tp" in degrees:
+            degrees["etp"] = degrees["tp"]
+        violations += rule_violations(_known(fields, degrees), resolved_rules(mode))
+        if "order" in fields:
+            violations += order_violations(mode, fields["order"])
     raise_errors(violations)
-    found = rule_violations(_with_ulysses(fields), VALUE_RULES)
-    raise_errors([*found, *mode_violations(fields["ep_mode"], fields["order"])])
-    if fields["world_size"] is not None:
-        fields |= infer_degrees(degrees_of(fields), axes, fields["world_size"])
-        raise_errors(rule_violations(_with_ulysses(fields), resolved_rules(fields["ep_mode"])))
-    return fields
+    return fields if fields["world_size"] is None else fields | degrees
+
+
+def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[Any], Any]]:
+    optional = OPTIONAL[:-1] if needs_world else OPTIONAL
+    parsers: dict[str, Callable[[Any], Any]] = {
+        name: partial(as_degree, name, inferable=name in axes, optional=name in optional)
+        for name in (*DEGREES, *OPTIONAL)
+    }
+    parsers["fsdp_folds_cp"] = partial(as_flag, "fsdp_folds_cp")
+    return parsers | {"ep_mode": as_mode, "order": as_order}
+
+
+def _known(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, int]:
+    """Return what rules may look at: degrees and world, without what is wrong or unknown."""
+    known = {name: degree for name, degree in degrees.items() if degree != INFERRED}
+    if "ulysses_degree" in fields:
+        known["ulysses_degree"] = fields["ulysses_degree"] or 1
+    if fields.get("world_size") is not None:
+        known["world_size"] = fields["world_size"]
+    return known
+
+
+def as_world(fields: Mapping[str, Any], world_size: Any) -> int | None:
+    """Return the number of ranks asked for; what is none, or not that of the fields, raises."""
+    world = as_degree("world_size", world_size, inferable=False, optional=False)
+    if fields["world_size"] in (None, world):
+        return world
+    reason = f"world_size={world} is not the world_size={fields['world_size']} that these "
+    reason += f"degrees are for ({summarize(fields)})"
+    values = {"world_size": world, "given": fields["world_size"]}
+    raise ParallelDimsError([Violation(rule="world", values=values, reason=reason)])
 
 
 def degrees_of(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return every degree as a number, -1 where it is to be inferred."""
-    degrees = {name: fields[name] for name in DEGREES}
-    if degrees["dp_shard"] is None:
+    """Return every degree that is there as a number, -1 where it is to be inferred."""
+    degrees = {name: fields[name] for name in DEGREES if name in fields}
+    if "dp_shard" in degrees and degrees["dp_shard"] is None:
         degrees["dp_shard"] = 1 if INFERRED in degrees.values() else INFERRED
     return degrees
 
@@ -97,7 +134,3 @@ def summarize(fields: Mapping[str, Any]) -> str:
     words |= {"ep_mode": "peer"} if fields["ep_mode"] == "peer" else {}
     words |= {} if fields["fsdp_folds_cp"] else {"fsdp_folds_cp": False}
     return " ".join(f"{name}={value}" for name, value in words.items())
-
-
-def _with_ulysses(fields: Mapping[str, Any]) -> dict[str, int]:
-    return {**degrees_of(fields), "ulysses_degree": fields["ulysses_degree"] or 1}

@@ -1,7 +1,7 @@
 """What a decoder model, its sequences and its batches ask of the degrees: a table of functions."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
@@ -104,7 +104,12 @@ def heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
         name, heads = _field(subject, "heads")
         degrees = {"tp": tp, "ulysses_degree": ulysses}
         level: Level = "error" if heads < tp * ulysses else "advice"
-        yield from _indivisible("heads-ulysses", name, heads, degrees, level=level)
+        fitting = divisors(subject.degrees["cp"])
+        for found in _indivisible("heads-ulysses", name, heads, degrees, level=level):
+            legal = dict(found.legal)
+            if "ulysses_degree" in legal:
+                legal["ulysses_degree"] = tuple(n for n in legal["ulysses_degree"] if n in fitting)
+            yield replace(found, legal=legal)
 
 
 def kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._degrees import as_degree
-from ._errors import Violation, divisors
+from ._errors import ParallelDimsError, Violation, divisors, show
 from ._layout import RankLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
@@ -24,12 +24,22 @@ class Topology:
         object.__setattr__(self, "ranks_per_node", number)
 
 
+def node_size(topology: object) -> int:
+    """Return the ranks of a node; what is no `Topology` raises `ParallelDimsError`."""
+    if isinstance(topology, Topology):
+        return topology.ranks_per_node
+    reason = f"topology={show(topology)} is no Topology; use such as Topology(ranks_per_node=8)"
+    raise ParallelDimsError(
+        [Violation(rule="topology", values={"topology": topology}, reason=reason)]
+    )
+
+
 def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:
     """Yield an error where ranks do not fill the nodes, else advice for each axis across nodes.
 
-    Groups inside a node use its fast links alone.
+    Groups inside a node use its fast links alone. What is no `Topology` raises.
     """
-    world, node = layout.world_size, topology.ranks_per_node
+    world, node = layout.world_size, node_size(topology)
     if world > node and world % node:
         yield Violation(
             rule="topology",

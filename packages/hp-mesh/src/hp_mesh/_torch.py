@@ -1,8 +1,12 @@
 """Names of torch that are not public, touched here and nowhere else (torch 2.11 to 2.13)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
 
 
 def splits_world(world: dist.ProcessGroup) -> bool:
@@ -24,6 +28,33 @@ def registered_groups() -> int:
     public replacement would be a name that the caller gives.
     """
     return len(distributed_c10d._world.pg_names)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Return whether torch still knows a group: not destroyed, alone or with the default one.
+
+    ``_world.pg_map`` (2.11 to 2.13). The public functions that ask it raise what they also raise
+    for other reasons.
+    """
+    return group in distributed_c10d._world.pg_map
+
+
+@contextmanager
+def meet_under(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
+    """Let the members of groups that are made in the block meet under a prefix in the store.
+
+    Local creation names a group after its ranks and `registered_groups`. After a group is
+    destroyed the same name can come again, and members would read the old addresses, which stay in
+    the store. ``_world.pg_map`` (2.11 to 2.13) holds the store that new groups get. A public
+    replacement would be a name or a store that the caller gives to ``new_group``.
+    """
+    known = distributed_c10d._world.pg_map
+    backend, store = known[world]
+    known[world] = backend, PrefixStore(prefix, store)
+    try:
+        yield
+    finally:
+        known[world] = backend, store
 
 
 def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:

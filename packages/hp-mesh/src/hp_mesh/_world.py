@@ -1,18 +1,17 @@
 """The world mesh of this process in its one slot, and how it and expert meshes are built."""
 
 from dataclasses import replace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import torch.distributed as dist
 
 from ._axis_names import AXES
-from ._degrees import INFERRED
+from ._degrees import INFERRED, as_degree
 from ._dims import ParallelDims
 from ._errors import MeshError, ParallelDimsError, Violation, join_words
 from ._getters import WorldMesh, get_device_mesh_info
 from ._groups import tell_refusal
 from ._hybrid import HybridShard
-from ._mesh import default_device_type
 
 
 @runtime_checkable
@@ -52,19 +51,17 @@ def build_world_mesh(
     without a default process group, where ranks disagree, and if there is a world mesh already.
     """
     global _world_mesh
-    if _world_mesh is not None:
-        info = get_device_mesh_info(_world_mesh)
-        raise MeshError(f"there is a world mesh already ({info}); call reset_world_mesh first")
-    given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
-    degrees = {name: _degree(degree) for name, degree in given.items() if degree is not None}
     world_size = _world_size()
     try:
+        _check_slot()
+        given = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+        degrees = {n: _degree(n, degree) for n, degree in given.items() if degree is not None}
         if dp is None:
             _check_alone(degrees)
         dims = _dims(INFERRED if dp is None else dp, degrees, world_size)
-    except ParallelDimsError as error:
+    except (MeshError, ParallelDimsError) as error:
         # What the launcher says of nodes may differ between ranks, and so may this error.
-        tell_refusal(device_type or default_device_type(), str(error))
+        tell_refusal(str(error))
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
     axes = tuple(name for name in AXES if name in (*data, *degrees))
@@ -81,8 +78,7 @@ def reset_world_mesh() -> None:
     """Forget the world mesh and destroy the groups that its build created; collective."""
     global _world_mesh
     forgotten, _world_mesh = _world_mesh, None
-    # Without the default group, its subgroups are gone as well.
-    if forgotten is not None and dist.is_initialized():
+    if forgotten is not None:
         forgotten.mesh.close()
 
 
@@ -93,8 +89,12 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
     the getters both together are ``dp``. Not kept: close it with ``.mesh.close()``. Collective, and
     raises, as `ParallelDims.build_mesh`.
     """
-    ep = _degree(degree)
-    dims = ParallelDims(ep=_world_size() if ep < 0 else ep)
+    world_size = _world_size()
+    try:
+        dims = ParallelDims(ep=_expert_degree(degree, world_size))
+    except ParallelDimsError as error:
+        tell_refusal(str(error))
+        raise
     return WorldMesh(mesh=dims.build_mesh(device_type), axes=("ep_replicate", "ep_shard"))
 
 
@@ -105,7 +105,7 @@ def _dims(dp: DegreeLike | HybridShard, degrees: dict[str, int], world_size: int
         flat = ParallelDims(dp_shard=INFERRED, cp=cp, tp=tp, pp=pp, world_size=world_size)
         replicas, shard_degree = dp.split(flat.dp_size, world_size)
     else:
-        shard_degree = _degree(dp)
+        shard_degree = _degree("dp", dp)
     dims = ParallelDims(
         dp_replicate=replicas, dp_shard=shard_degree, cp=cp, tp=tp, pp=pp, world_size=world_size
     )
@@ -125,7 +125,26 @@ def _check_alone(degrees: dict[str, int]) -> None:
         )
 
 
-def _degree(value: DegreeLike) -> int:
+def _check_slot() -> None:
+    if _world_mesh is not None:
+        info = get_device_mesh_info(_world_mesh)
+        raise MeshError(f"there is a world mesh already ({info}); call reset_world_mesh first")
+
+
+def _degree(name: str, value: DegreeLike) -> int:
+    # None here is that of a configuration, which says nothing: no way to ask for inference.
+    return cast(int, as_degree(name, _given(value), inferable=True, optional=False))
+
+
+def _expert_degree(value: DegreeLike, world_size: int) -> int:
+    given: object = _given(value)
+    if isinstance(given, int) and given < 0:
+        return world_size
+    degree = _degree("ep", value)
+    return world_size if degree == INFERRED else degree
+
+
+def _given(value: DegreeLike) -> int:
     return value.degree if isinstance(value, HasDegree) else value
 
 

@@ -56,13 +56,13 @@ Block: TypeAlias = Line | Table | Bars
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A command's result: the ``document`` for programs, the ``blocks`` for people.
+    """A command's result: ``document`` makes the one for programs, ``blocks`` are for people.
 
     ``draw`` makes the picture as SVG text, where the command has one. ``refused`` is whether the
     degrees that were asked about cannot be used.
     """
 
-    document: Mapping[str, object]
+    document: Callable[[], Mapping[str, object]]
     blocks: tuple[Block, ...]
     draw: Callable[[], str] | None = None
     refused: bool = False

@@ -1,16 +1,20 @@
 """The commands that hold degrees against a model: all that breaks, or rule by rule."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .._dims import ParallelDims
-from .._errors import Violation
+from .._errors import Violation, raise_errors
 from .._topology import Topology
 from ._blocks import Answer, Block, Cell, Line, Table, Tone, cells
-from ._command import NODE, Command, add_balance, add_degrees, add_model
-from ._degrees import read_dims
+from ._command import Command, add_balance, add_degrees, add_model
+from ._degrees import make_dims, read_values
 from ._documents import dims_document, violation_document
+from ._judge import judge_apart
 from ._models import read_fields
+from ._nodes import choose_nodes
 from ._numbers import read_count
 from ._problems import Problems
 
@@ -38,9 +42,12 @@ class Question:
 def read_question(args: Namespace) -> Question:
     """Return what the command line asks; raises one error with all that is wrong with it."""
     problems = Problems()
+    fields: Mapping[str, Any] = {}
     model: object = {}
+    seq_len = global_batch = None
     with problems.noted():
-        dims = read_dims(args.words, args.config, args.world)
+        fields, ranks = read_values(args.words, args.config, args.world)
+        dims = make_dims(fields, ranks)
     with problems.noted():
         model = {} if args.model is None else read_fields(args.model)
     with problems.noted():
@@ -49,6 +56,9 @@ def read_question(args: Namespace) -> Question:
         global_batch = read_count("--global-batch", args.global_batch)
     with problems.noted():
         ranks_per_node = read_count("--ranks-per-node", args.ranks_per_node)
+    if problems:
+        with problems.noted():
+            raise_errors(judge_apart(fields, model, seq_len, global_batch, args.causal_balance))
     problems.raise_all()
     return Question(
         dims=dims,
@@ -56,15 +66,8 @@ def read_question(args: Namespace) -> Question:
         seq_len=seq_len,
         global_batch=global_batch,
         causal_balance=args.causal_balance,
-        topology=_topology(dims.layout().world_size, ranks_per_node),
+        topology=choose_nodes(dims.layout().world_size, ranks_per_node),
     )
-
-
-def _topology(world: int, ranks_per_node: int | None) -> Topology | None:
-    """Return the nodes; usual ones that the world would not fill are not assumed."""
-    if ranks_per_node is None and world > NODE and world % NODE:
-        return None
-    return Topology(ranks_per_node=ranks_per_node or NODE)
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -98,7 +101,7 @@ def answer_check(args: Namespace) -> Answer:
     if report.skipped:
         blocks.append(Line(text=f"not checked, not given: {', '.join(report.skipped)}", tone="dim"))
     return Answer(
-        document={
+        document=lambda: {
             "dims": dims_document(asked.dims),
             "ok": not errors,
             "violations": [violation_document(violation) for violation in report],
@@ -129,7 +132,7 @@ def answer_explain(args: Namespace) -> Answer:
         for found in explanations
     )
     return Answer(
-        document={
+        document=lambda: {
             "dims": dims_document(asked.dims),
             "rules": [
                 {

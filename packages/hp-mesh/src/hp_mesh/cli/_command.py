@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._blocks import Answer
-
-NODE = 8  # ranks of a usual one
+from ._nodes import NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

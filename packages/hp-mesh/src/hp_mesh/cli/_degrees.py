@@ -14,10 +14,16 @@ from ._problems import Problems, refusal
 
 
 def read_dims(words: Iterable[str], config: str | None, world: str | None) -> ParallelDims:
-    """Return the resolved degrees; a word replaces the file's value of the same name.
+    """Return the resolved degrees; see `read_values` and `make_dims`."""
+    return make_dims(*read_values(words, config, world))
 
-    Without a world in any of them it is the product of the degrees given. Raises one
-    `ParallelDimsError` with everything that is wrong.
+
+def read_values(
+    words: Iterable[str], config: str | None, world: str | None
+) -> tuple[Mapping[str, Any], int | None]:
+    """Return the fields as given, and the world; a word replaces the file's value of its name.
+
+    Raises one `ParallelDimsError` with all words and numbers that cannot be read.
     """
     problems = Problems()
     fields: dict[str, Any] = {}
@@ -31,6 +37,14 @@ def read_dims(words: Iterable[str], config: str | None, world: str | None) -> Pa
     with problems.noted():
         _check_sizes(fields)
     problems.raise_all()
+    return fields, ranks
+
+
+def make_dims(fields: Mapping[str, Any], ranks: int | None) -> ParallelDims:
+    """Return the resolved degrees; without a world it is the product of the degrees given.
+
+    Raises one `ParallelDimsError` with all rules that the fields break.
+    """
     dims = ParallelDims.from_dict(fields)
     if ranks is None and dims.world_size is None:
         ranks = _product(dims)

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os.path import exists
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from .._errors import join_words
 from ._problems import refusal
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+MOST_LEVELS = 64
+TOO_DEEP = f"its values are nested in more than {MOST_LEVELS} levels"
 
 
 def read_table(place: str) -> Mapping[str, Any]:
@@ -43,11 +45,31 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
         raise _refused(path, error.strerror or str(error)) from None
     except ImportError:
         raise _refused(path, "YAML needs the package pyyaml; use TOML or JSON") from None
+    except RecursionError:
+        raise _refused(path, TOO_DEEP) from None
     except ValueError as error:  # bytes that are no text, text that is no TOML, YAML or JSON
         raise _refused(path, " ".join(str(error).split())) from None
+    if _is_deep(content):
+        raise _refused(path, TOO_DEEP)
     if not isinstance(content, Mapping):
         raise _refused(path, "it does not hold a mapping of names to values")
     return content
+
+
+def _is_deep(content: object) -> bool:
+    """Return whether values lie so deep that printing them again could exhaust the stack."""
+    level = [content]
+    for _ in range(MOST_LEVELS):
+        # YAML may name one value in several places, and even inside itself.
+        inner = {id(value): value for outer in level for value in _values(outer)}
+        level = [*inner.values()]
+    return bool(level)
+
+
+def _values(content: object) -> Iterable[object]:
+    if isinstance(content, Mapping):
+        return content.values()
+    return content if isinstance(content, list) else ()
 
 
 def _parse(text: str, suffix: str) -> object:

@@ -106,7 +106,7 @@ def _write(path: str, picture: str) -> None:
 
 def _print(answer: Answer, args: Namespace) -> None:
     if args.json:
-        print(json.dumps(answer.document, indent=1, default=str))
+        print(json.dumps(answer.document(), indent=1, default=str))
     elif sys.stdout.isatty() and find_spec("rich") is not None:
         from ._pretty import print_pretty
 

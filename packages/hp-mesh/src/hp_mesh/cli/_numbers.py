@@ -4,7 +4,7 @@ from .._errors import ParallelDimsError
 from ._problems import refusal
 
 MOST = 2**32  # of anything that can be counted here
-MOST_RANKS = 2**24  # so that groups can be listed
+MOST_RANKS = 2**18  # so that the groups of any order are listed in seconds
 MOST_DIGITS = 10  # of either
 
 

@@ -6,8 +6,9 @@ from functools import partial
 
 from ..plan import ACCELERATORS, Cluster, ModelShape, TrainSpec, plan
 from ._blocks import Answer
-from ._command import NODE, Command, add_model, add_picture, add_world
+from ._command import Command, add_model, add_picture, add_world
 from ._models import read_shape
+from ._nodes import NODE
 from ._numbers import MOST_RANKS, read_count
 from ._plan_blocks import plan_blocks
 from ._plan_document import plan_document
@@ -64,7 +65,7 @@ def answer_plan(args: Namespace) -> Answer:
     found = plan(run.model, run.cluster, run.train)
     rejections = group_rejections(found.rejected)
     return Answer(
-        document=plan_document(found, found.candidates[: run.top], rejections),
+        document=partial(plan_document, found, found.candidates[: run.top], rejections),
         blocks=plan_blocks(found, rejections, run.top),
         draw=partial(draw_plan, found),
         refused=found.best is None or found.best.fit == "does not fit",

@@ -22,6 +22,9 @@ class Problems:
         except LayoutError as error:
             self._violations.append(Violation(rule="layout", reason=str(error), values={}))
 
+    def __bool__(self) -> bool:
+        return bool(self._violations)
+
     def raise_all(self) -> None:
         """Raise one `ParallelDimsError` with all that was noted; do nothing without any."""
         raise_errors(self._violations)

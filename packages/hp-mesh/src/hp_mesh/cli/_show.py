@@ -4,10 +4,11 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 
 from ._blocks import Answer, Cell, Line, Table, cells
-from ._command import NODE, Command, add_degrees, add_picture
+from ._command import Command, add_degrees, add_picture
 from ._degrees import read_dims
 from ._documents import dims_document
 from ._elide import ends, rank_list
+from ._nodes import NODE, check_nodes, choose_nodes
 from ._numbers import read_count
 from ._problems import Problems
 from ._rank_map import RankMap, map_ranks
@@ -26,10 +27,11 @@ def answer_show(args: Namespace) -> Answer:
         ranks_per_node = read_count("--ranks-per-node", args.ranks_per_node)
     problems.raise_all()
     with problems.noted():
+        check_nodes(dims.layout(), choose_nodes(dims.layout().world_size, ranks_per_node))
         found = map_ranks(dims, ranks_per_node or NODE, args.axis)
     problems.raise_all()
     return Answer(
-        document=_document(found),
+        document=partial(_document, found),
         blocks=(
             Line(text=found.dims.summary(), tone="title"),
             Line(text=found.place),

@@ -1,0 +1,50 @@
+"""Which type of device meshes are on."""
+
+import torch
+import torch.distributed as dist
+
+from ._errors import MeshError, join_words
+
+
+def default_device_type() -> str:
+    """Return the accelerator's type, or that of the CPU where the world runs on gloo alone."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or dist.get_backend() == "gloo":
+        return "cpu"
+    return accelerator.type
+
+
+def comparison_device_type() -> str:
+    """Return where a tensor of the default group's own collectives may lie.
+
+    Where gloo is at hand that is the CPU: no device is needed, and no communicator starts early.
+    It does not depend on what a caller wants, which may differ between ranks.
+    """
+    return "cpu" if "gloo" in dist.get_backend_config() else default_device_type()
+
+
+def checked_device_type(device_type: object) -> str:
+    """Return a device type of torch as it is, and the default for None.
+
+    Raises `MeshError` for anything else, a device with an index included.
+    """
+    if device_type is None:
+        return default_device_type()
+    if isinstance(device_type, str):
+        try:
+            kind = torch.device(device_type).type
+        except RuntimeError:
+            raise _refused(device_type, "is no device type of torch") from None
+        if kind == device_type:
+            return kind
+        raise _refused(device_type, f"has an index; give {kind!r} without it")
+    raise _refused(device_type, "is no string")
+
+
+def _refused(device_type: object, reason: str) -> MeshError:
+    pairs = dist.get_backend_config().split(",")
+    legal = join_words(sorted(repr(pair.partition(":")[0]) for pair in pairs))
+    return MeshError(
+        f"device_type={device_type!r} {reason}; this world has backends for {legal}, "
+        "and None takes the default"
+    )

@@ -1,0 +1,72 @@
+"""Device types: which is taken, which are refused, and where ranks compare."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_mesh import MeshError, ParallelDims, _device, build_expert_parallel_mesh, build_world_mesh
+
+from .fakes import fake_world
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+
+
+def backends(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
+    """Let the default group have backends such as ``cpu:gloo,cuda:nccl``."""
+    names = {pair.partition(":")[2] for pair in config.split(",")}
+    backend = names.pop() if len(names) == 1 else "undefined"
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize(
+    ("config", "default", "comparison"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("cuda:nccl", "cuda", "cuda"),
+        ("cpu:gloo,cuda:nccl", "cuda", "cpu"),
+    ],
+)
+def test_meshes_are_on_the_accelerator_but_for_gloo_and_ranks_compare_on_the_cpu_with_it(
+    monkeypatch: pytest.MonkeyPatch, config: str, default: str, comparison: str
+) -> None:
+    backends(monkeypatch, config)
+    assert _device.default_device_type() == default
+    assert _device.comparison_device_type() == comparison
+
+
+def test_without_an_accelerator_all_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    backends(monkeypatch, "cpu:mpi")
+    assert _device.default_device_type() == _device.comparison_device_type() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device_type", "reason"),
+    [
+        ("cuda:0", "has an index; give 'cuda' without it"),
+        ("cpu:0", "has an index; give 'cpu' without it"),
+        ("foo", "is no device type of torch"),
+        ("CPU", "is no device type of torch"),
+        ("", "is no device type of torch"),
+        (5, "is no string"),
+        (torch.device("cpu"), "is no string"),
+    ],
+)
+def test_what_is_no_device_type_is_refused_with_those_of_the_world(
+    device_type: Any, reason: str
+) -> None:
+    with fake_world(2):
+        for build in (ParallelDims().build_mesh, lambda kind: build_world_mesh(device_type=kind)):
+            with pytest.raises(MeshError) as caught:
+                build(device_type)
+            assert str(caught.value).startswith(f"device_type={device_type!r} {reason}; ")
+            assert "'cpu', 'cuda'" in str(caught.value)
+        with pytest.raises(MeshError, match=r"^device_type="):
+            build_expert_parallel_mesh(-1, device_type)
