@@ -1,10 +1,13 @@
 """Random meshes, shapes and layouts."""
 
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import hypothesis.strategies as st
 
-from hp_dtensor import Layout, Partial, Replicate, Shard
+from hp_dtensor import Layout, Partial, RaggedShard, Replicate, Shard, StridedShard
 
 MESHES = [(1,), (2,), (3,), (4,), (6,), (2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 3), (2, 2, 2)]
 
@@ -17,9 +20,10 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def ranks(self) -> range:
-        """Return the mesh's ranks."""
-        return range(self.source.size)
+    def ranks(self) -> list[int]:
+        """Return the ranks of both meshes, ascending."""
+        both = (self.source, self.target)
+        return sorted({rank for layout in both for rank in layout.ranks or range(layout.size)})
 
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
@@ -55,3 +59,82 @@ def cases(draw: st.DrawFn, partial: bool = False, mesh: tuple[int, ...] | None =
     if placements != list(target.placements):
         target = Layout(mesh_shape, tuple(placements))
     return Case(source, target, shape)
+
+
+@st.composite
+def free_layouts(
+    draw: st.DrawFn,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    ranks: Sequence[int] | None = None,
+) -> Layout:
+    """Draw a layout of any kind without partial values: strided, ragged, any order, any ranks."""
+    ndim = len(shape)
+    placements: list[Replicate | Shard | StridedShard | RaggedShard | Partial] = []
+    for _ in mesh_shape:
+        dim = draw(st.integers(-1, ndim - 1))
+        if dim < 0:
+            placements.append(Replicate())
+        elif draw(st.integers(0, 3)):
+            placements.append(Shard(dim))
+        else:
+            placements.append(StridedShard(dim, draw(st.integers(1, 5))))
+    order = {}
+    for dim in range(ndim):
+        axes = [
+            axis
+            for axis, p in enumerate(placements)
+            if isinstance(p, Shard | StridedShard) and p.dim == dim
+        ]
+        if draw(st.booleans()):
+            order[dim] = tuple(draw(st.permutations(axes)))
+    layout = Layout(mesh_shape, tuple(placements), order, ranks)
+    if not ndim or draw(st.integers(0, 2)):
+        return layout
+    return draw(made_ragged(layout, shape))
+
+
+@st.composite
+def made_ragged(draw: st.DrawFn, layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """Draw ragged runs on one axis of a layout; other axes leave the runs' dims where they must."""
+    axis = draw(st.integers(0, len(layout.mesh_shape) - 1))
+    dims = tuple(range(draw(st.integers(1, len(shape)))))
+    placements = list(layout.placements)
+    placements[axis] = Replicate()
+    for other, p in enumerate(placements):
+        if isinstance(p, Shard | StridedShard) and p.dim in dims:
+            even = shape[p.dim] % math.prod(layout.degrees(p.dim)) == 0
+            placements[other] = Shard(p.dim) if even else Replicate()
+    count = math.prod(shape[dim] for dim in dims)
+    for p, degree in zip(placements, layout.mesh_shape, strict=True):
+        if isinstance(p, Shard) and p.dim in dims:
+            count //= degree
+    cuts = sorted(
+        draw(
+            st.lists(
+                st.integers(0, count),
+                min_size=layout.mesh_shape[axis] - 1,
+                max_size=layout.mesh_shape[axis] - 1,
+            )
+        )
+    )
+    sizes = [hi - lo for lo, hi in pairwise([0, *cuts, count])]
+    placements[axis] = RaggedShard(dims, tuple(sizes))
+    return Layout(layout.mesh_shape, tuple(placements), None, layout.ranks)
+
+
+@st.composite
+def free_cases(draw: st.DrawFn, world: int = 10, one_mesh: bool = False) -> Case:
+    """Draw a pair of layouts of any kind, on one mesh or on two of a world's ranks."""
+    shape = draw(shapes)
+    layouts: list[Layout] = []
+    for side in range(2):
+        if side and (one_mesh or not draw(st.integers(0, 3))):
+            mesh, ranks = layouts[0].mesh_shape, layouts[0].ranks
+        else:
+            mesh = draw(st.sampled_from([m for m in MESHES if math.prod(m) <= world]))
+            ranks = None
+            if not one_mesh and draw(st.booleans()):
+                ranks = tuple(draw(st.permutations(range(world)))[: math.prod(mesh)])
+        layouts.append(draw(free_layouts(mesh, shape, ranks)))
+    return Case(layouts[0], layouts[1], shape)

@@ -1,20 +1,25 @@
 """Layouts say what torch's placements say."""
 
+import math
 from importlib import import_module
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+import torch
 import torch.distributed.tensor as theirs
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from hp_dtensor import (
     Layout,
     Partial,
     PlacementCountError,
     PlacementTypeError,
+    RaggedShard,
     Replicate,
     Shard,
     ShardDimError,
+    StridedShard,
     plan_transfer,
 )
 
@@ -49,9 +54,46 @@ def test_ops_and_negative_dims_convert() -> None:
     assert _convert.to_layout((Shard(-3), Replicate()), (2, 2), 3).placements[0] == Shard(0)
 
 
+def test_a_factor_that_no_order_explains_means_blocks_here_and_there() -> None:
+    placements = (_torch.strided_shard(0, 3), theirs.Shard(0))
+    layout = _convert.to_layout(placements, (4, 2), 1)
+    assert layout.placements == (StridedShard(0, 3), Shard(0))
+    assert _convert.to_torch(layout) == placements
+    lone = Layout((4, 2), (StridedShard(1, 5), Replicate()))
+    assert _convert.to_torch(lone) == (_torch.strided_shard(1, 5), theirs.Replicate())
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 24),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3),
+)
+def test_blocks_are_what_torchs_strided_shard_splits(
+    length: int, nested: list[tuple[int, int]]
+) -> None:
+    """Torch splits placement by placement; where it spells an order, only even lengths agree."""
+    degrees = tuple(degree for degree, _ in nested)
+    placements = [_torch.strided_shard(0, factor) for _, factor in nested]
+    layout = _convert.to_layout(placements, degrees, 1)
+    assume(not layout.is_plain or length % math.prod(degrees) == 0)
+    assume(layout.is_plain or layout.chain(0) == tuple(range(len(degrees))))
+    full = torch.arange(length)
+    for rank in range(layout.size):
+        part = full
+        for placement, degree, i in zip(placements, degrees, layout.coordinate(rank), strict=True):
+            part = placement._split_tensor(part, degree, with_padding=False)[0][i]
+        ours = [i for box in layout.boxes((length,), rank) for i in range(*box[0])]
+        assert ours == part.tolist()
+
+
+def test_what_torch_cannot_say_is_refused_by_name() -> None:
+    with pytest.raises(PlacementTypeError, match=r"hold Ragged\(0: \[3, 1\]\) on mesh axis 0"):
+        _convert.to_torch(Layout((2,), (RaggedShard((0,), (3, 1)),)))
+    with pytest.raises(PlacementTypeError, match="read in mesh order"):
+        _convert.to_torch(Layout((4, 2), (StridedShard(0, 2), Shard(0)), {0: (0, 1)}))
+
+
 def test_what_has_no_layout_is_refused_by_name() -> None:
-    with pytest.raises(PlacementTypeError, match="split factor 3"):
-        _convert.to_layout((_torch.strided_shard(0, 3), theirs.Shard(0)), (4, 2), 1)
     with pytest.raises(PlacementTypeError, match="no layout for 'R' on mesh axis 0"):
         _convert.to_layout(("R",), (2,), 1)
     with pytest.raises(PlacementCountError, match="1 placements for a mesh of shape"):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hp_dtensor import (
+    AlphaBeta,
     Axis,
     Collectives,
     Layout,
@@ -22,10 +23,11 @@ from hp_dtensor import (
     Shard,
     SimulatedCollectives,
     SimulatedWorld,
+    Step,
     plan_transfer,
 )
 
-from .strategies import Case, cases
+from .strategies import Case, cases, free_cases, free_layouts
 
 _package = plan_transfer.__module__.rpartition(".")[0]
 _execute = import_module(f"{_package}._execute")
@@ -33,6 +35,7 @@ _stages = import_module(f"{_package}._stages")
 _plan = import_module(f"{_package}._plan")
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+WORLD = 10  # ranks of which meshes take some
 
 
 def reduced(parts: list[Tensor], op: str) -> Tensor:
@@ -72,20 +75,22 @@ def expected(values: Tensor, case: Case, rank: int) -> Tensor:
     return part(values, case.target, case.shape, rank)
 
 
-def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[tuple[int, ...]], Any]:
-    """Return how to find the group over some axes, named by them."""
-    layout = plan.source
+def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[Step], Any]:
+    """Return how to find the group of a step, named by its axes; that of all between meshes."""
 
-    def fold(axes: tuple[int, ...]) -> Any:
-        mine = layout.coordinate(plan.rank)
-        ranks = [
-            rank
-            for rank in range(layout.size)
-            if all(
-                a == b or axis in axes
-                for axis, (a, b) in enumerate(zip(layout.coordinate(rank), mine, strict=True))
-            )
-        ]
+    def fold(step: Step) -> Any:
+        layout, axes = step.source, step.axes
+        ranks = list(range(WORLD))
+        if step.kind != "transfer":
+            mine = layout.coordinate(plan.rank)
+            ranks = [
+                rank
+                for rank in layout.ranks or range(layout.size)
+                if all(
+                    a == b or axis in axes
+                    for axis, (a, b) in enumerate(zip(layout.coordinate(rank), mine, strict=True))
+                )
+            ]
         axis: Axis = door.axis(str(axes), ranks)
         return _stages.Fold(lambda: axis, tuple(range(len(ranks))), len(ranks))
 
@@ -93,20 +98,23 @@ def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[tuple[int, ...]]
 
 
 def carried_out(
-    plan: Plan, local: Tensor, fold: Callable[[tuple[int, ...]], Any], door: Collectives
+    plan: Plan, local: Tensor, fold: Callable[[Step], Any], door: Collectives
 ) -> Tensor:
     result: Tensor = _execute.start(_execute.prepare(plan, fold), local, door)()
     return result
 
 
 def run(
-    case: Case, dtype: torch.dtype = torch.double, folded: frozenset[tuple[int, ...]] | None = None
+    case: Case,
+    dtype: torch.dtype = torch.double,
+    folded: frozenset[tuple[int, ...]] | None = None,
+    cost: AlphaBeta | None = None,
 ) -> list[tuple[Tensor, Plan, int]]:
     """Carry out a case on all ranks: results, plans, and received bytes as counted."""
     values = global_values(case.source, case.shape).to(dtype)
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, Plan, int]:
-        plan: Plan = _plan.make_plan(*case, rank, dtype.itemsize, None, folded)
+        plan: Plan = _plan.make_plan(*case, rank, dtype.itemsize, cost, folded, None, folded)
         door = RecordingCollectives(simulated)
         local = part(values, case.source, case.shape, rank)
         result = carried_out(plan, local, folder(plan, simulated), door)
@@ -127,15 +135,164 @@ def test_all_ranks_get_their_slice_and_receive_what_was_predicted(
         assert received == plan.bytes_received
 
 
-@settings(deadline=None, max_examples=150)
-@given(cases(partial=True), st.sampled_from([None, frozenset()]))
+COSTS = [
+    None,
+    AlphaBeta(alpha=1.0, beta=0.0),
+    AlphaBeta(alpha=0.0, beta=1.0),
+    AlphaBeta(alpha=0.0, beta=(9.0, 1.0, 3.0)),
+    AlphaBeta(alpha=1.0, beta=(0.1, 5.0, 1.0)),
+]
+
+
+@settings(deadline=None, max_examples=250)
+@given(cases(partial=True), st.sampled_from([None, frozenset()]), st.sampled_from(COSTS))
 def test_partial_values_are_reduced_over_exactly_their_axes(
-    case: Case, folded: frozenset[tuple[int, ...]] | None
+    case: Case, folded: frozenset[tuple[int, ...]] | None, cost: AlphaBeta | None
 ) -> None:
     values = global_values(case.source, case.shape)
-    for rank, (result, plan, received) in enumerate(run(case, folded=folded)):
+    for rank, (result, plan, received) in enumerate(run(case, folded=folded, cost=cost)):
         torch.testing.assert_close(result, expected(values, case, rank), rtol=1e-12, atol=1e-12)
         assert received == plan.bytes_received
+
+
+class Listening:
+    """Collectives that note, for each set of ranks, what is called."""
+
+    def __init__(self, inner: Collectives) -> None:
+        self._inner = inner
+        self.heard: dict[tuple[int, ...], list[str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(axis: Axis, *args: Any, **kwargs: Any) -> Any:
+            self.heard.setdefault(axis.ranks, []).append(name)
+            return getattr(self._inner, name)(axis, *args, **kwargs)
+
+        return call
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(partial=True), st.sampled_from([None, frozenset()]), st.sampled_from(COSTS))
+def test_every_rank_makes_the_same_calls_on_each_group_also_with_nothing_to_move(
+    case: Case, folded: frozenset[tuple[int, ...]] | None, cost: AlphaBeta | None
+) -> None:
+    values = global_values(case.source, case.shape)
+
+    def member(rank: int, simulated: SimulatedCollectives) -> dict[tuple[int, ...], list[str]]:
+        plan: Plan = _plan.make_plan(*case, rank, 8, cost, folded, None, folded)
+        door = Listening(simulated)
+        local = part(values, case.source, case.shape, rank)
+        carried_out(plan, local, folder(plan, simulated), cast(Collectives, door))
+        return door.heard
+
+    heard = SimulatedWorld(case.source.size, timeout=20.0).run(member)
+    for calls in heard:
+        for group, names in calls.items():
+            assert all(heard[rank].get(group) == names for rank in group)
+
+
+def moved(
+    case: Case,
+    given: dict[int, Tensor] | None = None,
+    cost: AlphaBeta | None = None,
+    single: bool = False,
+) -> list[tuple[Tensor | None, int, int]]:
+    """Carry out a case without partial values in a world of which some ranks are in no mesh.
+
+    What each rank has in the end, how many bytes it received, and how many were predicted. Parts
+    are ``given`` or cut from a global tensor; with ``single`` only single axes have groups.
+    """
+    full = torch.arange(1, 1 + math.prod(case.shape)).view(case.shape).double()
+    groups: frozenset[tuple[int, ...]] | None = frozenset() if single else None
+
+    def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor | None, int, int]:
+        plan: Plan = _plan.make_plan(*case, rank, 8, cost, groups, None, groups)
+        door = RecordingCollectives(simulated)
+        local = full.new_empty(0)
+        if case.source.holds(rank):
+            local = cut(full, case.source, rank) if given is None else given[rank]
+        result = carried_out(plan, local, folder(plan, simulated), door)
+        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        here = case.target.holds(rank)
+        return result if here else None, received, plan.bytes_received
+
+    return SimulatedWorld(WORLD, timeout=20.0).run(member)
+
+
+def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Return what a rank holds of a global tensor, laid as its local tensor."""
+    grid = layout.intervals_at(tuple(full.shape), layout.coordinate(rank))
+    for dim, ranges in enumerate(grid):
+        parts = [full.narrow(dim, lo, hi - lo) for lo, hi in ranges]
+        full = torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+    if layout.ragged is not None:
+        start, stop = layout.run_at(layout.coordinate(rank))
+        lead = len(layout.ragged[1].dims)
+        rows = math.prod(full.shape[:lead])
+        full = full.reshape(rows, *full.shape[lead:])[start:stop]
+    return full.contiguous()
+
+
+@settings(deadline=None, max_examples=250)
+@given(free_cases(world=WORLD), st.sampled_from(COSTS), st.booleans())
+def test_any_layouts_on_any_two_meshes_give_slices_and_receive_what_was_predicted(
+    case: Case, cost: AlphaBeta | None, single: bool
+) -> None:
+    """Strided, ragged, overlapping, disjoint, permuted; with idle ranks."""
+    full = torch.arange(1, 1 + math.prod(case.shape)).view(case.shape).double()
+    for rank, (result, received, predicted) in enumerate(moved(case, None, cost, single)):
+        assert received == predicted
+        if result is not None:
+            wanted = cut(full, case.target, rank)
+            assert torch.equal(result, wanted)
+            assert result.shape == wanted.shape
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(partial=True), st.sampled_from([(4,), (2, 2), (3,), (1, 4)]), st.data())
+def test_partial_values_are_reduced_on_their_way_to_another_mesh(
+    case: Case, mesh: tuple[int, ...], data: st.DataObject
+) -> None:
+    source, _, shape = case
+    ranks = range(WORLD - math.prod(mesh), WORLD)
+    target = data.draw(free_layouts(mesh, shape, ranks))
+    values = global_values(source, shape)
+    full = values
+    for axis, placement in enumerate(source.placements):
+        if isinstance(placement, Partial):
+            full = reduced(list(full.split(1, dim=axis)), placement.op)
+
+    def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, int, int]:
+        plan: Plan = _plan.make_plan(source, target, shape, rank, 8)
+        door = RecordingCollectives(simulated)
+        local = values.new_empty(0)
+        if source.holds(rank):
+            local = part(values, source, shape, rank)
+        result = carried_out(plan, local, folder(plan, simulated), door)
+        return result, sum(t.bytes for t in door.by_axis.values()), plan.bytes_received
+
+    results = SimulatedWorld(WORLD, timeout=20.0).run(member)
+    for rank, (result, received, predicted) in enumerate(results):
+        assert received == predicted
+        if target.holds(rank):
+            wanted = cut(full.reshape(shape), target, rank)
+            torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_over_a_third_layout_is_the_same_as_straight(data: st.DataObject) -> None:
+    first, second, shape = data.draw(free_cases(world=WORLD))
+    mesh = data.draw(st.sampled_from([(4,), (2, 2), (2, 3), (1, 4)]))
+    third = data.draw(free_layouts(mesh, shape, range(WORLD - math.prod(mesh), WORLD)))
+    there = {
+        rank: local
+        for rank, (local, _, _) in enumerate(moved(Case(first, second, shape)))
+        if local is not None
+    }
+    over = moved(Case(second, third, shape), there)
+    for (a, _, _), (b, _, _) in zip(over, moved(Case(first, third, shape)), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or torch.equal(a, b)
 
 
 @settings(deadline=None, max_examples=60)
@@ -166,8 +323,8 @@ def test_a_result_that_moved_shares_no_memory_with_its_input() -> None:
     plan = _plan.make_plan(layout, Layout((2,), (S0,)), (4,), 0)
     local = torch.zeros(4)
 
-    def no_group(axes: tuple[int, ...]) -> Any:
-        raise AssertionError(f"a slice needs no group, asked for {axes}")
+    def no_group(step: Step) -> Any:
+        raise AssertionError(f"a slice needs no group, asked for one for {step}")
 
     door: Collectives = RecordingCollectives()
     result = carried_out(plan, local, no_group, door)

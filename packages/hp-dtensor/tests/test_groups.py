@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import (
     Layout,
+    MissingGroup,
     RankNotInMesh,
     RecordingCollectives,
     Replicate,
@@ -198,3 +200,39 @@ def test_equal_meshes_keep_their_own_groups(ranks: Pools) -> None:
     for equal, *seen in ranks(WORLD).run(renewed)[:4]:
         assert equal
         assert seen == [(True, [True])] * 2
+
+
+def groupless(rank: int) -> tuple[str, str, bool]:
+    """What is said of meshes without groups: a part of the world, and all of it."""
+    names = ("i", "j")
+    part_of_world = DeviceMesh(
+        "cpu", torch.tensor(GRID), mesh_dim_names=names, _init_backend=False, _rank=rank
+    )
+    x = source(rank, part_of_world)
+    name, text = "", ""
+    if part_of_world.get_coordinate() is not None:
+        with pytest.raises(MissingGroup) as info:
+            redistribute(x, (R, R))
+        name, text = info.type.__name__, str(info.value)
+    world = DeviceMesh(
+        "cpu", torch.arange(WORLD), mesh_dim_names=("w",), _init_backend=False, _rank=rank
+    )
+    whole = full()
+    mine = DTensor.from_local(
+        chunk_of(whole, rank), world, [theirs.Shard(0)], shape=whole.shape, stride=whole.stride()
+    )
+    return name, text, torch.equal(redistribute(mine, (R,)).to_local(), whole)
+
+
+def chunk_of(whole: Tensor, rank: int) -> Tensor:
+    chunks = whole.chunk(WORLD)
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def test_a_missing_group_is_named_unless_the_worlds_will_do(ranks: Pools) -> None:
+    *members, stranger = ranks(WORLD).run(groupless)
+    assert members == [members[0]] * 4
+    assert members[0][0] == "MissingGroup"
+    assert "axes" in members[0][1]
+    assert members[0][2]
+    assert stranger[2]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -16,14 +17,17 @@ from hp_dtensor import (
     Partial,
     PlacementCountError,
     PlacementTypeError,
+    RaggedShard,
+    RaggedSizesError,
     RankNotInMesh,
     Replicate,
     Shard,
     ShardDimError,
     ShardOrderError,
+    StridedShard,
 )
 
-from .strategies import Case, cases
+from .strategies import MESHES, Case, cases, free_layouts, shapes
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -129,3 +133,131 @@ def test_boxes_of_nested_shards_ascend_in_shard_order(length: int, degrees: list
     filled = [interval for interval in intervals if interval[0] < interval[1]]
     assert [lo for lo, _ in filled] == [0, *(hi for _, hi in filled[:-1])][: len(filled)]
     assert (filled[-1][1] if filled else 0) == length
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
+    """Draw a layout of any kind and the shape of a tensor that can lie so."""
+    shape = draw(shapes)
+    return draw(free_layouts(draw(st.sampled_from(MESHES)), shape)), shape
+
+
+@settings(deadline=None, max_examples=400)
+@given(placed())
+def test_strided_and_ragged_tiles_partition_the_tensor_for_each_replica(
+    case: tuple[Layout, tuple[int, ...]],
+) -> None:
+    layout, shape = case
+    whole = [axis for axis, p in enumerate(layout.placements) if isinstance(p, Replicate)]
+    held: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int_]]] = {}
+    for rank in range(layout.size):
+        coordinate = layout.coordinate(rank)
+        replica = tuple(coordinate[axis] for axis in whole)
+        counts = held.setdefault(replica, np.zeros(shape, dtype=int))
+        boxes = layout.boxes(shape, rank)
+        for box in boxes:
+            counts[tuple(slice(lo, hi) for lo, hi in box)] += 1
+        assert sum(math.prod(hi - lo for lo, hi in box) for box in boxes) == math.prod(
+            layout.local_shape(shape, rank)
+        )
+    assert len(held) == math.prod(layout.mesh_shape[axis] for axis in whole)
+    assert all((counts == 1).all() for counts in held.values())
+
+
+@settings(deadline=None, max_examples=200)
+@given(placed())
+def test_ragged_runs_are_consecutive_rows_of_the_flattened_dims(
+    case: tuple[Layout, tuple[int, ...]],
+) -> None:
+    layout, shape = case
+    if layout.ragged is None:
+        return
+    axis, placement = layout.ragged
+    count = len(placement.dims)
+    full = torch.arange(math.prod(shape)).view(shape)
+    without = list(layout.placements)
+    without[axis] = Replicate()
+    frame = Layout(layout.mesh_shape, tuple(without), layout.shard_order)
+    for rank in range(layout.size):
+        part = full
+        for dim, ranges in enumerate(frame.intervals_at(shape, frame.coordinate(rank))):
+            taken = [part.narrow(dim, lo, hi - lo) for lo, hi in ranges]
+            part = torch.cat(taken, dim) if taken else part.narrow(dim, 0, 0)
+        rows = part.reshape(-1, *part.shape[count:]) if part.numel() else part.new_empty(0)
+        at = layout.coordinate(rank)[axis]
+        start = sum(placement.sizes[:at])
+        mine = rows[start : start + placement.sizes[at]]
+        boxes = [full[tuple(slice(lo, hi) for lo, hi in box)] for box in layout.boxes(shape, rank)]
+        flat = torch.cat([box.reshape(-1) for box in boxes]) if boxes else full.new_empty(0)
+        assert sorted(mine.flatten().tolist()) == sorted(flat.tolist())
+        if count == len(shape):
+            assert torch.equal(mine.flatten(), flat)
+
+
+def test_a_split_factor_of_later_degrees_is_the_order_right_to_left() -> None:
+    strided = Layout((4, 2), (StridedShard(0, 2), S0))
+    assert strided == Layout((4, 2), (S0, S0), {0: (1, 0)})
+    assert hash(strided) == hash(Layout((4, 2), (S0, S0), {0: (1, 0)}))
+    three = Layout((2, 3, 2), (StridedShard(0, 6), StridedShard(0, 2), S0))
+    assert three == Layout((2, 3, 2), (S0, S0, S0), {0: (2, 1, 0)})
+    assert Layout((4,), (StridedShard(0, 1),)) == Layout((4,), (S0,))
+
+
+def test_any_other_factor_cuts_blocks() -> None:
+    layout = Layout((4,), (StridedShard(0, 2),))
+    assert [layout.boxes((9,), rank) for rank in range(4)] == [
+        (((0, 2),), ((5, 6),)),
+        (((2, 4),), ((6, 7),)),
+        (((4, 5),), ((7, 8),)),
+        (((8, 9),),),
+    ]
+    assert not layout.is_plain
+    assert layout == Layout((4,), (StridedShard(0, 2),), {0: (0,)})
+
+
+def test_a_run_over_several_dims_is_few_boxes() -> None:
+    layout = Layout((2,), (RaggedShard((0, 1), (7, 5)),))
+    assert layout.boxes((3, 4), 0) == (((0, 1), (0, 4)), ((1, 2), (0, 3)))
+    assert layout.boxes((3, 4), 1) == (((1, 2), (3, 4)), ((2, 3), (0, 4)))
+    assert layout.local_shape((3, 4), 1) == (5,)
+    rows = Layout((3,), (RaggedShard((0,), (2, 0, 1)),))
+    assert [rows.boxes((3, 4), r) for r in range(3)] == [
+        (((0, 2), (0, 4)),),
+        (),
+        (((2, 3), (0, 4)),),
+    ]
+    assert rows.local_shape((3, 4), 1) == (0, 4)
+
+
+def test_evenly_spaced_ranks_cost_nothing_and_compare_equal() -> None:
+    spaced = Layout((2, 2), (S0, R), ranks=(4, 6, 8, 10))
+    assert spaced == Layout((2, 2), (S0, R), ranks=range(4, 12, 2))
+    assert spaced.coordinate(8) == (1, 0)
+    assert not spaced.holds(5)
+    assert Layout((4,), (S0,), ranks=range(4)) == Layout((4,), (S0,))
+    shuffled = Layout((3,), (S0,), ranks=(5, 1, 9))
+    assert [shuffled.coordinate(rank) for rank in (5, 1, 9)] == [(0,), (1,), (2,)]
+    assert shuffled == Layout((3,), (S0,), ranks=[5, 1, 9])
+
+
+def test_wrong_ragged_and_strided_shards_say_what_is_legal() -> None:
+    with pytest.raises(RaggedSizesError, match=r"degree 2; give 2 sizes"):
+        Layout((2,), (RaggedShard((0,), (1, 2, 3)),))
+    with pytest.raises(RaggedSizesError, match=r"sum to 5; they must sum to 6"):
+        Layout((2,), (RaggedShard((0,), (2, 3)),)).boxes((6, 2), 0)
+    with pytest.raises(RaggedSizesError, match="0 or more"):
+        RaggedShard((0,), (2, -1))
+    with pytest.raises(RaggedSizesError, match="dims as a sequence"):
+        RaggedShard(0, (2, 1))  # type: ignore[arg-type]
+    with pytest.raises(ShardDimError, match="without gaps"):
+        RaggedShard((1,), (2, 1))
+    with pytest.raises(ShardDimError, match="0 to 0"):
+        Layout((2,), (RaggedShard((0, 1), (2, 1)),)).boxes((3,), 0)
+    with pytest.raises(ShardDimError, match="only one axis can"):
+        Layout((1, 1), (RaggedShard((0,), (2,)), RaggedShard((0,), (2,))))
+    with pytest.raises(RaggedSizesError, match="2 equal consecutive parts"):
+        Layout((2, 2), (S0, RaggedShard((0,), (2, 1)))).boxes((5,), 0)
+    with pytest.raises(ShardDimError, match="1 or more"):
+        StridedShard(0, 0)
+    with pytest.raises(ShardDimError, match="0 to 0"):
+        Layout((2,), (StridedShard(1, 3),)).boxes((5,), 0)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from importlib import import_module
 
 import hypothesis.strategies as st
@@ -50,12 +51,16 @@ def piece(x: Tensor, box: Box, frame: Box) -> Tensor:
     return x[tuple(within)]
 
 
+def viewer(frame: Box) -> Callable[[Box], Callable[[Tensor], Tensor]]:
+    return lambda box: lambda x: _pieces.taken(x, _pieces.within(box, frame))
+
+
 @settings(deadline=None, max_examples=200)
 @given(tilings())
 def test_a_packed_buffer_holds_the_pieces_in_order(case: tuple[Box, list[Box]]) -> None:
     frame, boxes = case
     x = values(frame)
-    packed = _pieces.packer(boxes, frame)(x)
+    packed = _pieces.packer(boxes, frame, viewer(frame))(x)
     assert torch.equal(packed, torch.cat([piece(x, box, frame).flatten() for box in boxes]))
 
 
@@ -65,7 +70,8 @@ def test_unpacking_undoes_packing(case: tuple[Box, list[Box]]) -> None:
     frame, boxes = case
     x = values(frame)
     out = torch.full_like(x, -1)
-    _pieces.unpacker(boxes, frame)(_pieces.packer(boxes, frame)(x), out)
+    packed = _pieces.packer(boxes, frame, viewer(frame))(x)
+    _pieces.unpacker(boxes, viewer(frame))(packed, out)
     assert torch.equal(out, x)
 
 
@@ -87,5 +93,6 @@ def test_joining_undoes_parting(part: tuple[int, ...], parts: int, data: st.Data
 def test_rows_are_packed_without_a_copy() -> None:
     x = torch.arange(12).view(4, 3)
     rows: list[Box] = [((0, 1), (0, 3)), ((1, 4), (0, 3))]
-    packed = _pieces.packer(rows, ((0, 4), (0, 3)))(x)
+    frame: Box = ((0, 4), (0, 3))
+    packed = _pieces.packer(rows, frame, viewer(frame))(x)
     assert packed.data_ptr() == x.data_ptr()

@@ -6,37 +6,52 @@ Names that need torch are loaded on first use: layouts and plans work without it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._boxes import Box as Box
 from ._cost import AlphaBeta as AlphaBeta
 from ._cost import CostModel as CostModel
 from ._errors import CrossMeshError as CrossMeshError
 from ._errors import LayoutError as LayoutError
 from ._errors import LocalShapeMismatch as LocalShapeMismatch
+from ._errors import MissingGroup as MissingGroup
 from ._errors import MixedPartialError as MixedPartialError
+from ._errors import NoPlan as NoPlan
 from ._errors import PartialSourceError as PartialSourceError
 from ._errors import PartialTargetError as PartialTargetError
 from ._errors import PlacementCountError as PlacementCountError
 from ._errors import PlacementTypeError as PlacementTypeError
+from ._errors import RaggedSizesError as RaggedSizesError
 from ._errors import RankNotInMesh as RankNotInMesh
 from ._errors import ShardDimError as ShardDimError
 from ._errors import ShardOrderError as ShardOrderError
 from ._explain import explain as explain
-from ._layout import Box as Box
 from ._layout import Layout as Layout
 from ._placements import Partial as Partial
+from ._placements import RaggedShard as RaggedShard
 from ._placements import Replicate as Replicate
 from ._placements import Shard as Shard
+from ._placements import StridedShard as StridedShard
 from ._plan import Plan as Plan
 from ._steps import Step as Step
 from ._transfer import Transfer as Transfer
 from ._transfer import plan_transfer as plan_transfer
 
 if TYPE_CHECKING:
+    from ._absent import Absent as Absent
+    from ._absent import AbsentError as AbsentError
+    from ._modules import MeshError as MeshError
+    from ._modules import NonLeafError as NonLeafError
+    from ._modules import SharedParameterError as SharedParameterError
+    from ._modules import concatenate_meshes as concatenate_meshes
+    from ._modules import distribute_module as distribute_module
+    from ._modules import distribute_tensor as distribute_tensor
+    from ._modules import reduce_partial as reduce_partial
     from ._norms import NonFiniteNormError as NonFiniteNormError
     from ._norms import NormOrderError as NormOrderError
     from ._norms import clip_grad_norm_ as clip_grad_norm_
+    from ._ragged import RaggedTensor as RaggedTensor
+    from ._ragged_ops import RaggedOpError as RaggedOpError
     from ._redistribute import Pending as Pending
     from ._redistribute import redistribute as redistribute
-    from ._torch import concatenate_meshes as concatenate_meshes
     from .collectives._differentiable import all_gather as all_gather
     from .collectives._differentiable import all_reduce as all_reduce
     from .collectives._differentiable import all_to_all as all_to_all
@@ -55,15 +70,22 @@ if TYPE_CHECKING:
     from .collectives._torch import TorchCollectives as TorchCollectives
 
 _NEED_TORCH = {
+    "Absent": "._absent",
+    "AbsentError": "._absent",
     "Axis": ".collectives._interface",
     "AxisMesh": ".collectives._interface",
     "Collectives": ".collectives._interface",
     "Group": ".collectives._interface",
+    "MeshError": "._modules",
     "NonFiniteNormError": "._norms",
+    "NonLeafError": "._modules",
     "NormOrderError": "._norms",
     "Pending": "._redistribute",
+    "RaggedOpError": "._ragged_ops",
+    "RaggedTensor": "._ragged",
     "RecordingCollectives": ".collectives._recording",
     "ReduceOp": ".collectives._interface",
+    "SharedParameterError": "._modules",
     "SimulatedCollectives": ".collectives._simulated",
     "SimulatedWorld": ".collectives._simulated",
     "TorchCollectives": ".collectives._torch",
@@ -73,8 +95,11 @@ _NEED_TORCH = {
     "all_reduce": ".collectives._differentiable",
     "all_to_all": ".collectives._differentiable",
     "clip_grad_norm_": "._norms",
-    "concatenate_meshes": "._torch",
+    "concatenate_meshes": "._modules",
+    "distribute_module": "._modules",
+    "distribute_tensor": "._modules",
     "redistribute": "._redistribute",
+    "reduce_partial": "._modules",
     "reduce_scatter": ".collectives._differentiable",
     "replicate": ".collectives._differentiable",
 }
@@ -88,19 +113,24 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LocalShapeMismatch",
+    "MissingGroup",
     "MixedPartialError",
+    "NoPlan",
     "Partial",
     "PartialSourceError",
     "PartialTargetError",
     "PlacementCountError",
     "PlacementTypeError",
     "Plan",
+    "RaggedShard",
+    "RaggedSizesError",
     "RankNotInMesh",
     "Replicate",
     "Shard",
     "ShardDimError",
     "ShardOrderError",
     "Step",
+    "StridedShard",
     "Transfer",
     "__version__",
     "explain",

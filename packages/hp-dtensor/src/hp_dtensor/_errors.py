@@ -43,3 +43,30 @@ class CrossMeshError(LayoutError):
 
 class LocalShapeMismatch(LayoutError):
     """A rank's local tensor has another shape than its layout says."""
+
+
+class RaggedSizesError(LayoutError):
+    """The sizes of a ragged shard do not fit the mesh axis or the tensor."""
+
+
+class MissingGroup(LayoutError):
+    """A change needs a process group that does not exist, and there is no way without it."""
+
+
+class NoPlan(LayoutError):
+    """Every way to the target needs more memory than allowed.
+
+    ``max_bytes`` is the limit that was given, ``best_peak`` the least that some way needs.
+    """
+
+    def __init__(self, message: str, *, max_bytes: int, best_peak: int) -> None:
+        super().__init__(message)
+        self.max_bytes = max_bytes
+        self.best_peak = best_peak
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _no_plan, (str(self), self.max_bytes, self.best_peak)
+
+
+def _no_plan(message: str, max_bytes: int, best_peak: int) -> NoPlan:
+    return NoPlan(message, max_bytes=max_bytes, best_peak=best_peak)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ._exchange import exchange_stage
+from ._exchange import exchange_stage, transfer_stage
+from ._links import replicated
 from ._plan import Plan
 from ._stages import (
     Finish,
@@ -26,15 +27,33 @@ _STAGES = {
     "all_to_all": all_to_all_stage,
     "direct": exchange_stage,
     "reduce_scatter": reduce_scatter_stage,
+    "transfer": transfer_stage,
 }
 
 
-def prepare(plan: Plan, fold: Callable[[tuple[int, ...]], Fold]) -> tuple[Stage, ...]:
-    """Return the plan's steps ready to run, with all that follows from shapes worked out.
+def prepare(plan: Plan, fold: Callable[[Step], Fold]) -> tuple[Stage, ...]:
+    """Return the steps of a plan that its rank takes part in, ready to run.
 
-    ``fold`` says how to find the group of a step's axes. Stages keep no tensor and no group.
+    All that follows from shapes is worked out. ``fold`` says how to find the group of a step.
+    Stages keep no tensor and no group.
     """
-    return tuple(_stage(step, plan, fold) for step in plan.steps)
+    rank = plan.rank
+    stages = [
+        _stage(step, plan, fold)
+        for step in plan.steps
+        if step.source.holds(rank) or step.target.holds(rank)
+    ]
+    # Plans take an axis of degree one as replicated, where ragged runs would flatten dims.
+    source, target = replicated(plan.source), replicated(plan.target)
+    if plan.source.ragged != source.ragged and source.holds(rank):
+        stages.insert(0, _viewed(source.local_shape(plan.shape, rank)))
+    if plan.target.ragged != target.ragged and target.holds(rank):
+        stages.append(_viewed(plan.target.local_shape(plan.shape, rank)))
+    return tuple(stages)
+
+
+def _viewed(shape: tuple[int, ...]) -> Stage:
+    return lambda x, collectives: x.reshape(shape)
 
 
 def start(stages: Sequence[Stage], local: Tensor, collectives: Collectives) -> Finish:
@@ -44,6 +63,7 @@ def start(stages: Sequence[Stage], local: Tensor, collectives: Collectives) -> F
     must stay untouched.
     """
     result = local.detach()
+    del local  # what later stages start from is not kept beside what they make
     for number, stage in enumerate(stages, 1):
         started = stage(result, collectives)
         if isinstance(started, Tensor):
@@ -59,18 +79,18 @@ class _Rest:
     """The stages after the one under way."""
 
     def __init__(self, stages: Sequence[Stage], pending: Finish, collectives: Collectives) -> None:
-        self._stages, self._pending, self._collectives = stages, pending, collectives
+        self._stages, self._pending, self._collectives = stages, [pending], collectives
 
     def __call__(self) -> Tensor:
-        return start(self._stages, self._pending(), self._collectives)()
+        return start(self._stages, self._pending.pop()(), self._collectives)()
 
 
-def _stage(step: Step, plan: Plan, fold: Callable[[tuple[int, ...]], Fold]) -> Stage:
+def _stage(step: Step, plan: Plan, fold: Callable[[Step], Fold]) -> Stage:
     if 0 in plan.shape:
         return empty_stage(step, plan.shape, plan.rank)
     if step.kind == "slice":
         return slice_stage(step, plan.shape, plan.rank)
-    found = fold(step.axes)
+    found = fold(step)
     # Native collectives lay parts in group order; where that is not the mesh's, pieces are placed
     # one by one. All ranks of the group see the same order.
     moves = step.kind in ("all_gather", "all_to_all") and not found.in_mesh_order

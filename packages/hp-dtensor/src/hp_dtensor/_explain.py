@@ -1,6 +1,7 @@
 """Say what a redistribution would do, without doing it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ._cost import CostModel
@@ -11,11 +12,12 @@ from ._plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+
+    from ._origin import Distributed
 
 
 def explain(
-    x: "DTensor | Layout",
+    x: "Distributed | Layout",
     placements: "Sequence[Any] | Layout | None" = None,
     *,
     mesh: "DeviceMesh | None" = None,
@@ -24,34 +26,39 @@ def explain(
     rank: int = 0,
     itemsize: int = 4,
     cost: CostModel | None = None,
+    max_bytes: int | None = None,
 ) -> Plan:
     """Return the plan with which `redistribute` would take ``x`` to ``placements``.
 
-    ``x`` is a DTensor, planned with the groups that exist, or a `Layout` with the global ``shape``,
-    a ``rank`` and an ``itemsize`` in bytes, planned as if any set of axes had a group, without
-    torch. ``str(plan)`` lists the steps. Communicates nothing. Raises as `redistribute` does,
-    `RankNotInMesh` on a rank outside the mesh of ``x``, `PlacementCountError` for a `Layout`
-    without ``shape``, and `LayoutError` for negative sizes.
+    ``x`` is a DTensor, a RaggedTensor or an Absent, planned with the groups that exist, or a
+    `Layout` with the global ``shape``, a ``rank`` and an ``itemsize`` in bytes, planned as if any
+    set of axes had a group, without torch; the target is then a `Layout` too where it lies on
+    another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time and why. Communicates
+    nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank that has no part,
+    `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative sizes.
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
+        from ._origin import origin_of, ranks_of
         from ._redistribute import plan_for
-        from ._torch import spec_of
 
-        spec_of(x)  # raises for what is no DTensor
+        origin = origin_of(x)
         if isinstance(placements, Layout):
-            if placements.mesh_shape != tuple(x.device_mesh.shape):
+            lies = origin.layout
+            if placements.mesh_shape != lies.mesh_shape:
                 raise CrossMeshError(
-                    f"the tensor lies on a mesh of shape {tuple(x.device_mesh.shape)} and the "
-                    f"target on one of shape {placements.mesh_shape}"
+                    f"the tensor lies on a mesh of shape {lies.mesh_shape} and the target on one "
+                    f"of shape {placements.mesh_shape}; give placements and mesh="
                 )
-            ranks = tuple(x.device_mesh.mesh.flatten().tolist())
-            if placements.ranks not in (None, ranks):
+            ranks = lies.ranks if origin.mesh is None else ranks_of(origin.mesh)
+            wanted_ranks = placements.ranks
+            if wanted_ranks is not None and wanted_ranks != replace(lies, ranks=ranks).ranks:
                 raise CrossMeshError(
-                    f"the tensor lies on ranks {ranks} and the target on {placements.ranks}"
+                    f"the tensor lies on ranks {ranks} and the target on {wanted_ranks}; give "
+                    "placements and mesh="
                 )
             shard_order, placements = placements.shard_order, placements.placements
-        return plan_for(x, placements, mesh, shard_order, cost)
+        return plan_for(x, placements, mesh, shard_order, cost, max_bytes)
     if shape is None:
         raise PlacementCountError("a plan between layouts needs the tensor's global shape=")
     if mesh is not None:
@@ -64,4 +71,4 @@ def explain(
             (Replicate(),) * len(x.mesh_shape) if placements is None else in_tuple(placements)
         )
         placements = Layout(x.mesh_shape, wanted, shard_order, x.ranks)
-    return make_plan(x, placements, tuple(shape), rank, itemsize, cost)
+    return make_plan(x, placements, tuple(shape), rank, itemsize, cost, max_bytes=max_bytes)

@@ -1,14 +1,15 @@
 """Find the process group that spans given axes of a mesh; never makes one."""
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._layout import ravel
+from ._intervals import ravel
 from ._stages import Fold
 from ._torch import flattened_meshes
 from .collectives._interface import Axis
@@ -54,6 +55,33 @@ def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
     )
 
 
+def exact_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
+    """Return the sets of several axes that a group spans and no more, as reductions need it.
+
+    A rank outside the mesh answers None.
+    """
+    coordinate = mesh.get_coordinate()
+    if mesh.ndim == 1 or coordinate is None:
+        return None
+    sizes = {len(ranks) for _, ranks in _candidates(mesh)}
+    sets = [
+        axes
+        for count in range(2, mesh.ndim + 1)
+        for axes in combinations(range(mesh.ndim), count)
+        if math.prod(mesh.shape[axis] for axis in axes) in sizes
+    ]
+    folds = {axes: find_fold(mesh, axes) for axes in sets}
+    return frozenset(
+        axes for axes, fold in folds.items() if fold and len(fold.members) == fold.size
+    )
+
+
+def world_fold() -> Fold:
+    """Return the group of all ranks, which contains those of any two meshes."""
+    size = dist.get_world_size()
+    return Fold(_finder("world", lambda: dist.group.WORLD, tuple(range(size))), range(size), size)
+
+
 _Groups: TypeAlias = list[tuple[Callable[[], Any], tuple[int, ...]]]
 
 
@@ -62,8 +90,11 @@ def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
 
     ``torch.distributed.new_group`` sorts them; a mesh may list its ranks in any order.
     """
-    ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-    return [(lambda: mesh.get_group(axis), tuple(ranks))]
+    try:
+        group = mesh.get_group(axis)
+    except RuntimeError:  # a mesh that was built without groups
+        return _candidates(mesh)
+    return [(lambda: mesh.get_group(axis), tuple(dist.get_process_group_ranks(group)))]
 
 
 def _candidates(mesh: DeviceMesh) -> _Groups:

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._errors import PartialSourceError
 from ._groups import find_fold, ranks_along
+from ._ragged import RaggedTensor
 from ._torch import foreach_norms, foreach_scale, local_part
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .collectives._torch import TorchCollectives
@@ -36,10 +37,10 @@ def clip_grad_norm_(
     """Scale gradients in place so that their common norm is at most ``max_norm``; return the norm.
 
     The norm is that of all gradients as one vector, as in ``torch.nn.utils.clip_grad_norm_``, for
-    any mix of plain tensors and DTensors on any meshes: each gradient's local part counts, summed
-    (largest for ``inf``) over the ranks that shard it, once among ranks that replicate it. The
-    result is a plain scalar on every rank, at least float32, before clipping. A parameter given
-    twice counts once.
+    any mix of plain tensors, DTensors and `RaggedTensor` on any meshes: each gradient's local part
+    counts, summed (largest for ``inf``) over the ranks that shard it, once among ranks that
+    replicate it. The result is a plain scalar on every rank, at least float32, before clipping. A
+    parameter given twice counts once.
 
     Communicates one all-reduce of a scalar for each set of ranks that share some gradient (over the
     axes one after another where no group spans the set), then one over ``pp``, whose stages hold
@@ -61,7 +62,7 @@ def clip_grad_norm_(
         ranks, axes = _sharded_over(whole)
         shared = sets.setdefault(ranks, _RankSet(axes, []))
         if grad is not None:
-            shared.gradients.append(local_part(grad) if isinstance(grad, DTensor) else grad)
+            shared.gradients.append(_part(grad))
     gradients = [grad for shared in sets.values() for grad in shared.gradients]
     dtype = _dtype([*unique, *gradients])
     # Ranks may hold gradients of different dtypes, or none: what they exchange has one dtype.
@@ -95,14 +96,14 @@ class _RankSet(NamedTuple):
 
 def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
     """Return the ranks that hold different parts of ``x``, and axes that together span them."""
-    if not isinstance(x, DTensor):
+    if not isinstance(x, DTensor | RaggedTensor):
         return frozenset(), ()
     mesh = x.device_mesh
     sharding = []
     for axis, placement in enumerate(x.placements):
-        if mesh.size(axis) == 1 or placement.is_replicate():
+        if mesh.size(axis) == 1 or isinstance(placement, Replicate):
             continue
-        if placement.is_partial():
+        if isinstance(placement, Partial):
             raise PartialSourceError(
                 f"a gradient with placements {x.placements} is not reduced yet; redistribute it to "
                 "Replicate() or Shard(dim) before clipping"
@@ -116,6 +117,12 @@ def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
         return ranks, (found.find(),)
     singles = [find_fold(mesh, (axis,)) for axis in sharding]
     return ranks, tuple(single.find() for single in singles if single)
+
+
+def _part(grad: Tensor) -> Tensor:
+    if isinstance(grad, DTensor):
+        return local_part(grad)
+    return grad.to_local() if isinstance(grad, RaggedTensor) else grad
 
 
 def _power_sum(gradients: list[Tensor], order: float, dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ._layout import Box
+from ._boxes import Box, extent, place_in, volume
 
 Shape: TypeAlias = tuple[int, ...]
 Change: TypeAlias = Callable[[Tensor], Tensor]
@@ -42,41 +42,45 @@ def joiner(part: Shape, dim: int, parts: int) -> Change:
     return lambda x: x.view(stacked).permute(order).reshape(whole).contiguous()
 
 
-def packer(boxes: Sequence[Box], frame: Box) -> Change:
-    """Return what packs the boxes of a tensor that covers ``frame`` into one flat buffer."""
-    shape = extent(frame)
-    if fills(boxes, frame):
+def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change]) -> Change:
+    """Return what packs boxes of a tensor into one flat buffer.
+
+    ``view`` takes a box out of the tensor, which covers the box ``frame``, or several if None.
+    """
+    if frame is not None and fills(boxes, frame):
         return lambda x: x.reshape(-1)
-    if (dim := equal_parts(boxes, frame)) is not None:
-        parted = parter(shape, dim, len(boxes))
+    if frame is not None and (dim := equal_parts(boxes, frame)) is not None:
+        parted = parter(extent(frame), dim, len(boxes))
         return lambda x: parted(x).view(-1)
-    cuts = [within(box, frame) for box in boxes]
+    views = [view(box) for box in boxes]
     shapes = [extent(box) for box in boxes]
-    if not cuts:
+    if not views:
         return lambda x: x.new_empty(0)
     if len(set(shapes)) == 1:
         # Stacking copies once; flattening pieces before they are joined would copy twice.
-        return lambda x: torch.stack([taken(x, cut) for cut in cuts]).view(-1)
+        return lambda x: torch.stack([look(x) for look in views]).view(-1)
     sizes = [math.prod(shape) for shape in shapes]
 
     def pack(x: Tensor) -> Tensor:
         buffer = x.new_empty(sum(sizes))
-        for space, shape, cut in zip(buffer.split(sizes), shapes, cuts, strict=True):
-            space.view(shape).copy_(taken(x, cut))
+        for space, shape, look in zip(buffer.split(sizes), shapes, views, strict=True):
+            space.view(shape).copy_(look(x))
         return buffer
 
     return pack
 
 
-def unpacker(boxes: Sequence[Box], frame: Box) -> Callable[[Tensor, Tensor], None]:
-    """Return what writes a flat buffer of the boxes into a tensor that covers ``frame``."""
-    cuts = [within(box, frame) for box in boxes]
+def unpacker(
+    boxes: Sequence[Box], view: Callable[[Box], Change]
+) -> Callable[[Tensor, Tensor], None]:
+    """Return what writes a flat buffer of the boxes into a tensor of which ``view`` takes them."""
+    views = [view(box) for box in boxes]
     shapes = [extent(box) for box in boxes]
     sizes = [math.prod(shape) for shape in shapes]
 
     def unpack(buffer: Tensor, out: Tensor) -> None:
-        for space, shape, cut in zip(buffer.split(sizes), shapes, cuts, strict=True):
-            taken(out, cut).copy_(space.view(shape))
+        for space, shape, look in zip(buffer.split(sizes), shapes, views, strict=True):
+            look(out).copy_(space.view(shape))
 
     return unpack if boxes else lambda buffer, out: None
 
@@ -103,8 +107,13 @@ def within(box: Box, frame: Box) -> Cut:
 
 
 def fills(boxes: Sequence[Box], frame: Box) -> bool:
-    """Return whether the boxes, in order, are consecutive rows that make up the whole frame."""
-    return bool(boxes) and bool(frame) and _consecutive(boxes, frame, 0)
+    """Return whether the boxes, in order, lie one after another in a tensor that is the frame."""
+    place = 0
+    for box in boxes:
+        if place_in(frame, [lo for lo, _ in box]) != place or not _is_run(box, frame):
+            return False
+        place += volume(box)
+    return bool(boxes) and bool(frame) and place == volume(frame)
 
 
 def equal_parts(boxes: Sequence[Box], frame: Box) -> int | None:
@@ -125,6 +134,11 @@ def _consecutive(boxes: Sequence[Box], frame: Box, dim: int) -> bool:
     return position == frame[dim][1]
 
 
-def extent(box: Box) -> Shape:
-    """Return the lengths of a box."""
-    return tuple(hi - lo for lo, hi in box)
+def _is_run(box: Box, frame: Box) -> bool:
+    """Return whether the elements of ``box`` lie one after another in a tensor of ``frame``."""
+    whole = True
+    for interval, full in zip(reversed(box), reversed(frame), strict=True):
+        if not whole and interval[1] - interval[0] != 1:
+            return False
+        whole = whole and interval == full
+    return True

@@ -1,35 +1,32 @@
 """The cheapest steps from one layout to another."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ._candidates import Way, ways, ways_between
 from ._cost import AlphaBeta, CostModel
+from ._errors import NoPlan
 from ._layout import Layout
-from ._placements import Partial, Replicate, Shard
-from ._steps import (
-    Step,
-    direct_step,
-    is_local,
-    merged,
-    reduce_step,
-    replicated,
-    single_axis_steps,
-    slice_step,
-)
-from ._transfer import check_pair
+from ._links import is_local, replicated
+from ._pricing import seconds, step_seconds
+from ._search import cheapest_walk
+from ._steps import Step, most_held
+from ._transfer import check_pair, same_mesh
+from ._walk import merged
 
-# Costs are compared on these many ranks, the same on all, so that every rank chooses alike.
-_SAMPLED_RANKS = 8
+Folded = frozenset[tuple[int, ...]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The steps that take one rank's part of a tensor from one layout to another.
 
-    ``bytes_received`` is payload from other ranks, an all-reduce counted as bandwidth-optimal;
-    ``peak_bytes`` the most that input, output and buffers of one step occupy; ``time`` seconds by
-    the cost model. ``note`` says what would make a cheaper plan possible, or is empty.
+    ``bytes_received`` is payload from other ranks, an all-reduce counted as bandwidth-optimal, and
+    ``step_bytes`` that of each step; ``peak_bytes`` the most that the tensor given and the input,
+    output and buffers of a step occupy; ``time`` seconds by the cost model. ``why`` says what it
+    was chosen from, ``note`` what would make a cheaper plan possible, or is empty.
     """
 
     source: Layout
@@ -41,18 +38,23 @@ class Plan:
     peak_bytes: int
     time: float
     note: str = ""
+    why: str = ""
+    step_bytes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        mesh = f"mesh {list(self.target.mesh_shape)}"
+        if not same_mesh(self.source, self.target):
+            mesh = f"mesh {list(self.source.mesh_shape)} to another, {mesh}"
         lines = [
-            f"{self.source} -> {self.target} for {list(self.shape)} on mesh "
-            f"{list(self.target.mesh_shape)}: rank {self.rank} receives {self.bytes_received} "
-            f"bytes, holds at most {self.peak_bytes}, about {self.time * 1e6:.1f} us"
+            f"{self.source} -> {self.target} for {list(self.shape)} on {mesh}: rank {self.rank} "
+            f"receives {self.bytes_received} bytes, holds at most {self.peak_bytes}, about "
+            f"{self.time * 1e6:.1f} us"
         ]
-        lines += [f"  {number}. {step}" for number, step in enumerate(self.steps, 1)]
+        received = zip(self.steps, self.step_bytes, strict=False)
+        lines += [f"  {n}. {step}, {count} bytes" for n, (step, count) in enumerate(received, 1)]
         if not self.steps:
             lines.append("  nothing to do")
-        if self.note:
-            lines.append(f"  {self.note}")
+        lines += [f"  {text}" for text in (self.why, self.note) if text]
         return "\n".join(lines)
 
 
@@ -64,27 +66,35 @@ def make_plan(
     rank: int,
     itemsize: int = 4,
     cost: CostModel | None = None,
-    folded: frozenset[tuple[int, ...]] | None = None,
+    folded: Folded = None,
+    max_bytes: int | None = None,
+    exact: Folded = None,
 ) -> Plan:
     """Return the cheapest plan for ``rank``; every rank finds the same steps.
 
-    ``folded`` are the sets of mesh axes that one process group spans, besides the single axes; None
-    means that any set has one. Raises as `plan_transfer` does, except for partial sources, which a
-    plan reduces.
+    ``folded`` are the sets of mesh axes that one process group spans, besides the single axes, and
+    ``exact`` those that a group spans and no more, as reductions need it; None means that any set
+    has one. No step holds more than ``max_bytes`` on any rank. Raises as `plan_transfer` does,
+    except for partial sources, which a plan reduces, and `NoPlan`.
     """
     check_pair(src, dst, shape)
     model = AlphaBeta() if cost is None else cost
-    steps, note = _choose(replicated(src), replicated(dst), shape, itemsize, model, folded)
+    steps, why, note = _choose(
+        replicated(src), replicated(dst), shape, itemsize, model, folded, max_bytes, exact
+    )
+    step_bytes = tuple([step.received(shape, rank, itemsize) for step in steps])
     return Plan(
         source=src,
         target=dst,
         shape=shape,
         rank=rank,
         steps=steps,
-        bytes_received=sum(step.received(shape, rank, itemsize) for step in steps),
-        peak_bytes=max((step.peak(shape, rank) for step in steps), default=0) * itemsize,
-        time=_seconds(steps, shape, itemsize, model),
+        bytes_received=sum(step_bytes),
+        peak_bytes=_peak(steps, shape, rank) * itemsize,
+        time=seconds(steps, shape, itemsize, model),
         note=note,
+        why=why,
+        step_bytes=step_bytes,
     )
 
 
@@ -95,105 +105,103 @@ def _choose(
     shape: tuple[int, ...],
     itemsize: int,
     cost: CostModel,
-    folded: frozenset[tuple[int, ...]] | None,
-) -> tuple[tuple[Step, ...], str]:
-    """Return the cheapest candidate; among equals one of native collectives, then the shortest."""
+    folded: Folded,
+    max_bytes: int | None,
+    exact: Folded,
+) -> tuple[Way, str, str]:
+    """Return the cheapest way, why it is that, and what would be cheaper with other groups.
+
+    Among equals one of native collectives is chosen, then the shortest.
+    """
     if src == dst:
-        return (), ""
-    candidates: list[tuple[Step, ...]] = []
-    missing: list[tuple[Step, ...]] = []
-    for reductions in _reductions(src, dst, shape):
-        here = reductions[-1].target if reductions else src
-        candidates.append(merged((*reductions, *single_axis_steps(here, dst, shape))))
-        if not is_local(here, dst, len(shape)):
-            step = direct_step(here, dst, len(shape))
-            open_to_all = folded is None or len(step.axes) == 1 or step.axes in folded
-            (candidates if open_to_all else missing).append(merged((*reductions, step)))
+        return (), "", ""
 
-    def price(steps: tuple[Step, ...]) -> tuple[float, int, int]:
-        direct = sum(step.kind == "direct" for step in steps)
-        return _seconds(steps, shape, itemsize, cost), direct, len(steps)
+    def price(way: Way) -> tuple[float, int, int]:
+        direct = sum(step.kind == "direct" for step in way)
+        return seconds(way, shape, itemsize, cost), direct, len(way)
 
-    best = min(candidates, key=price)
-    better = [steps for steps in missing if price(steps)[0] < price(best)[0]]
+    def has_group(step: Step) -> bool:
+        groups = folded if step.kind == "direct" else exact
+        return groups is None or len(step.axes) <= 1 or step.axes in groups
+
+    def most(step: Step) -> int:
+        # What the caller gave stays while later steps work on what earlier ones made of it.
+        return step.most(shape) + (0 if step.source == src else most_held(src, shape))
+
+    def fits(step: Step) -> bool:
+        return max_bytes is None or most(step) * itemsize <= max_bytes
+
+    one_mesh = same_mesh(src, dst)
+    every = list(dict.fromkeys((ways if one_mesh else ways_between)(src, dst, shape, cost)))
+    open_ways = [way for way in every if all(map(has_group, way))]
+    candidates = [way for way in open_ways if all(map(fits, way))]
+    best = min(candidates, key=price, default=None)
+    walkable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
+    searched = walkable and not _is_least(best, src, dst, shape, itemsize, cost)
+    if searched:
+        walk = cheapest_walk(
+            src,
+            dst,
+            shape,
+            lambda step: step_seconds(step, shape, itemsize, cost),
+            lambda step: has_group(step) and fits(step),
+            math.inf if best is None else price(best)[0],
+        )
+        best = best if walk is None else merged(walk)
+    if best is None:
+        if walkable:
+            low = cheapest_walk(src, dst, shape, most, has_group, join=max)
+            open_ways += [low] if low else []
+        least = min(max(map(most, way)) for way in open_ways) * itemsize
+        raise NoPlan(
+            f"no way from {src} to {dst} for {list(shape)} holds at most max_bytes={max_bytes} at "
+            f"once; the least found is {least}: allow that much",
+            max_bytes=max_bytes or 0,
+            best_peak=least,
+        )
+    why = f"the cheapest of {len(candidates)} ways" + (" and of all walks" if searched else "")
+    if len(open_ways) > len(candidates):
+        why += f"; {len(open_ways) - len(candidates)} more hold over {max_bytes} bytes"
+    better = [way for way in every if way not in open_ways and price(way)[0] < price(best)[0]]
     if not better:
-        return best, ""
+        return best, why, ""
     wanted = min(better, key=price)
-    return best, (
+    axes = next(step.axes for step in wanted if not has_group(step))
+    note = (
         f"about {price(best)[0] / price(wanted)[0]:.1f}x faster with one process group over the "
-        f"mesh axes {wanted[-1].axes}; build that alias with the mesh"
+        f"mesh axes {axes}; build that alias with the mesh"
     )
+    return best, why, note
 
 
-def _reductions(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[tuple[Step, ...]]:
-    """Return the ways to make everything whole that ``dst`` does not keep partial."""
-    partial = [
-        axis
-        for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))
-        if isinstance(old, Partial) and old != new
-    ]
-    if not partial:
-        return [()]
-
-    def turn(axis: int) -> tuple[bool, int]:
-        # Scattering first leaves less to reduce; in shard order it leaves the least to move.
-        new = dst.placements[axis]
-        if isinstance(new, Shard):
-            return False, dst.chain(new.dim).index(axis)
-        return True, axis
-
-    found = []
-    for slice_first in (True, False):
-        start: list[Step] = []
-        here = src
-        if slice_first:
-            for dim in range(len(shape)):
-                for axis in dst.chain(dim):
-                    if isinstance(here.placements[axis], Replicate):
-                        start.append(slice_step(here, dim, axis))
-                        here = start[-1].target
-        for scatter_targets, scatter_rest in ((True, False), (True, True), (False, False)):
-            steps = list(start)
-            after = here
-            for axis in sorted(partial, key=turn):
-                new = dst.placements[axis]
-                onto: int | None = None
-                if isinstance(new, Shard) and scatter_targets:
-                    onto = new.dim
-                elif not isinstance(new, Shard) and scatter_rest:
-                    onto = _scatter_dim(after, shape, src.mesh_shape[axis])
-                steps.append(reduce_step(after, axis, onto))
-                after = steps[-1].target
-            if tuple(steps) not in found:
-                found.append(tuple(steps))
-    return found
+def _peak(steps: Sequence[Step], shape: tuple[int, ...], rank: int) -> int:
+    """Return how many elements are alive at once, what the steps began with always."""
+    given = 0
+    if steps and steps[0].source.holds(rank):
+        given = math.prod(steps[0].source.local_shape(shape, rank))
+    peaks = [step.peak(shape, rank) + given * (number > 0) for number, step in enumerate(steps)]
+    return max(peaks, default=0)
 
 
-def _scatter_dim(layout: Layout, shape: Sequence[int], degree: int) -> int | None:
-    """Return the first dim that still divides, else the longest; None for a scalar."""
-    if not shape:
-        return None
-    parts = layout.local_shape(shape, layout.rank_at([0] * len(layout.mesh_shape)))
-    for dim, length in enumerate(parts):
-        if length % degree == 0 and layout.is_even(shape):
-            return dim
-    return max(range(len(parts)), key=lambda dim: parts[dim])
-
-
-def _seconds(
-    steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: CostModel
-) -> float:
-    if not steps:
-        return 0.0
-    layout = steps[0].source
-    count = min(layout.size, _SAMPLED_RANKS)
-    ranks = [
-        layout.size * i // count if layout.ranks is None else layout.ranks[layout.size * i // count]
-        for i in range(count)
-    ]
-    total = 0.0
-    for step in steps:
-        if step.kind != "slice":
-            received = sum(step.received(shape, rank, itemsize) for rank in ranks) / count
-            total += cost.seconds(step.axes, step.ranks, received)
-    return total
+def _is_least(
+    best: Way | None,
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    cost: CostModel,
+) -> bool:
+    """Return whether nothing can be cheaper: what every rank lacks, in one call at one price."""
+    if best is None:
+        return False
+    if src.has_partial or not isinstance(cost, AlphaBeta):
+        return is_local(src, dst, len(shape)) and not src.has_partial
+    if isinstance(cost.alpha, tuple) or isinstance(cost.beta, tuple):
+        return all(step.kind == "slice" for step in best)
+    calls = [step for step in best if step.kind != "slice"]
+    if not calls:
+        return True
+    straight = Step(kind="direct", axes=calls[0].axes, source=src, target=dst)
+    return len(calls) == 1 and seconds(best, shape, itemsize, cost) <= step_seconds(
+        straight, shape, itemsize, cost
+    )

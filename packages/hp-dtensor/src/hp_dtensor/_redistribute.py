@@ -1,32 +1,37 @@
-"""Take a DTensor to another layout, with autograd."""
+"""Take a distributed tensor to another layout or mesh, with autograd."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from dataclasses import replace
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
+from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._convert import AnyPlacement
+from ._absent import Absent
+from ._convert import AnyPlacement, DensePlacement
 from ._cost import CostModel
-from ._errors import LocalShapeMismatch, RankNotInMesh
+from ._errors import RankNotInMesh
 from ._execute import start
-from ._placements import Partial, Replicate
+from ._origin import Distributed, part_of
 from ._plan import Plan
-from ._route import Order, Route, find_route
-from ._torch import as_dtensor, local_part
+from ._route import Order, Route, check_local, find_route, whole
 from .collectives._interface import Collectives
 from .collectives._torch import TorchCollectives
 
+Result = TypeVar("Result", bound=Distributed)
 
-class Pending:
+
+class Pending(Generic[Result]):
     """A redistribution under way."""
 
-    def __init__(self, finish: Callable[[], DTensor]) -> None:
+    def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish = finish
         self._done = False
 
-    def wait(self) -> DTensor:
+    def wait(self) -> Result:
         """Return the result, complete for use on the caller's stream; may be called again."""
         if not self._done:
             self._result = self._finish()
@@ -38,10 +43,11 @@ class Pending:
 @overload
 def redistribute(
     x: DTensor,
-    placements: Sequence[AnyPlacement] | None = None,
+    placements: Sequence[DensePlacement] | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: None = None,
     shard_order: Order = None,
+    max_bytes: int | None = None,
     cost: CostModel | None = None,
     async_op: Literal[False] = False,
     collectives: Collectives | None = None,
@@ -51,43 +57,123 @@ def redistribute(
 @overload
 def redistribute(
     x: DTensor,
-    placements: Sequence[AnyPlacement] | None = None,
+    placements: Sequence[DensePlacement] | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: None = None,
     shard_order: Order = None,
+    max_bytes: int | None = None,
     cost: CostModel | None = None,
     async_op: Literal[True],
     collectives: Collectives | None = None,
-) -> Pending: ...
+) -> Pending[DTensor]: ...
 
 
+@overload
 def redistribute(
-    x: DTensor,
+    x: Distributed,
     placements: Sequence[AnyPlacement] | None = None,
     *,
     mesh: DeviceMesh | None = None,
     shard_order: Order = None,
+    max_bytes: int | None = None,
+    cost: CostModel | None = None,
+    async_op: Literal[False] = False,
+    collectives: Collectives | None = None,
+) -> Distributed: ...
+
+
+@overload
+def redistribute(
+    x: Distributed,
+    placements: Sequence[AnyPlacement] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    shard_order: Order = None,
+    max_bytes: int | None = None,
+    cost: CostModel | None = None,
+    async_op: Literal[True],
+    collectives: Collectives | None = None,
+) -> Pending[Distributed]: ...
+
+
+def redistribute(
+    x: Distributed,
+    placements: Sequence[AnyPlacement] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    shard_order: Order = None,
+    max_bytes: int | None = None,
     cost: CostModel | None = None,
     async_op: bool = False,
     collectives: Collectives | None = None,
-) -> DTensor | Pending:
-    """Return ``x`` with ``placements`` (ours or torch's; replicated on all axes if None).
+) -> Distributed | Pending[Any]:
+    """Return the tensor laid out as ``placements`` say, ours or torch's; all replicated if None.
 
     ``shard_order`` gives the order of axes that shard the same dim, as in `Layout`; the result then
-    carries torch's strided shards. Communicates what `explain` prints, chosen as the cheapest under
-    ``cost``; groups are those that exist: of an axis, of the world, of a flattened mesh. A result
-    in the layout of ``x`` is ``x``; a rank outside the mesh moves nothing. With ``async_op`` the
-    first collective is started and `Pending.wait` does the rest.
+    carries torch's strided shards; with a `RaggedShard` it is a `RaggedTensor`. Communicates what
+    `explain` prints, chosen as the cheapest under ``cost`` of those that hold at most ``max_bytes``
+    at once; groups are those that exist: of an axis, of the world, of a flattened mesh. A result in
+    the layout of ``x`` is ``x``. With ``async_op`` the first collective is started and
+    `Pending.wait` does the rest.
+
+    To another ``mesh``, of another shape or other ranks, data goes point to point between the ranks
+    that lack it and those that have it, over the group of the world. Every rank of either mesh
+    calls; an `Absent` stands for the tensor, before and after, on a rank that is not in its mesh.
 
     Backward redistributes the gradient to the layout of ``x``, with partial values replicated: the
-    gradient of a sum with respect to each of its terms is the sum's.
+    gradient of a sum with respect to each of its terms is the sum's. A rank whose result is an
+    `Absent` takes part by `Absent.backward`, one that gives an `Absent` says there if the tensor
+    requires a gradient.
+
+    In a function that ``torch.compile`` traces, the plan is made while it traces, for the sizes at
+    hand, and one opaque op carries it out; ``async_op`` has then no effect but on the type.
+    Ragged and absent tensors, meshes of other ranks and ``collectives`` are refused there.
 
     Raises before any communication: `CrossMeshError`, `PlacementCountError`, `PlacementTypeError`,
-    `ShardDimError`, `ShardOrderError`, `MixedPartialError`, `PartialTargetError`, and
-    `LocalShapeMismatch` on a rank whose local tensor has another shape than its layout gives it.
-    Where ``x`` is no DTensor, or ``placements`` no sequence, `PlacementTypeError`.
+    `ShardDimError`, `ShardOrderError`, `RaggedSizesError`, `MixedPartialError`,
+    `PartialTargetError`, `NoPlan`, `MissingGroup`, and `LocalShapeMismatch` on a rank whose local
+    tensor has another shape than its layout gives it. Where ``x`` is no distributed tensor, or
+    ``placements`` no sequence, `PlacementTypeError`.
     """
-    route = find_route(x, placements, mesh, shard_order, cost)
+    if is_compiling():
+        from ._compile import trace  # it loads the compiler, which takes seconds
+
+        return trace(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)
+    return _redistribute(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)
+
+
+def plan_for(
+    x: Distributed,
+    placements: Sequence[AnyPlacement] | None,
+    mesh: DeviceMesh | None,
+    shard_order: Order,
+    cost: CostModel | None,
+    max_bytes: int | None,
+) -> Plan:
+    """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
+    route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
+    if route.stages is None:
+        lies = route.origin.layout.ranks or f"0 to {route.origin.layout.size - 1}"
+        if route.origin.mesh is not None:
+            lies = route.origin.mesh.mesh.flatten().tolist()
+        raise RankNotInMesh(
+            f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
+            f"{lies}"
+        )
+    return route.plan
+
+
+def _redistribute(
+    x: Distributed,
+    placements: Sequence[AnyPlacement] | None,
+    mesh: Any,
+    shard_order: Order,
+    max_bytes: int | None,
+    cost: CostModel | None,
+    async_op: bool,
+    collectives: Collectives | None,
+) -> Distributed | Pending[Any]:
+    route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
     if route.unchanged:
         return Pending(lambda: x) if async_op else x
     door = TorchCollectives() if collectives is None else collectives
@@ -97,69 +183,68 @@ def redistribute(
     return _apply(x, route, door, None)
 
 
-def plan_for(
-    x: DTensor,
-    placements: Sequence[AnyPlacement] | None,
-    mesh: DeviceMesh | None,
-    shard_order: Order,
-    cost: CostModel | None,
-) -> Plan:
-    """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
-    route = find_route(x, placements, mesh, shard_order, cost)
-    if route.stages is None:
-        raise RankNotInMesh(
-            f"this rank is not in {x.device_mesh}, so it holds nothing of the tensor; its ranks: "
-            f"{x.device_mesh.mesh.flatten().tolist()}"
-        )
-    return route.plan
-
-
-def _started(x: DTensor, route: Route, door: Collectives) -> Callable[[], torch.Tensor]:
-    local = local_part(x)
+def _started(x: Distributed, route: Route, door: Collectives) -> Callable[[], Tensor]:
+    local = part_of(x)
+    if local is None or (route.local_shape is None and route.stages is not None):
+        local = torch.empty(0, dtype=route.origin.dtype, device=route.device)
     if route.stages is None:
         return lambda: local
-    if local.shape != route.local_shape:
-        raise LocalShapeMismatch(
-            f"the local tensor has shape {list(local.shape)} where {route.plan.source} of "
-            f"{list(x.shape)} on mesh {list(x.device_mesh.shape)} gives rank {route.plan.rank} of "
-            f"the mesh {list(route.local_shape)}; pass shape= and stride= to DTensor.from_local "
-            "for uneven shards"
-        )
+    check_local(local, route)
     return start(route.stages, local, door)
 
 
-def _apply(
-    x: DTensor, route: Route, door: Collectives, finish: Callable[[], torch.Tensor] | None
-) -> DTensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        result: DTensor = _Redistribute.apply(x, route, door, finish)  # type: ignore[no-untyped-call]
-        return result
-    return _finished(x, route, door, finish)
-
-
 def _finished(
-    x: DTensor, route: Route, door: Collectives, finish: Callable[[], torch.Tensor] | None
-) -> DTensor:
+    x: Distributed, route: Route, door: Collectives, finish: Callable[[], Tensor] | None
+) -> Distributed:
     if finish is None:
         finish = _started(x, route, door)
-    return as_dtensor(finish(), route.spec)
+    return route.wrap(finish())
+
+
+def _apply(
+    x: Distributed, route: Route, door: Collectives, finish: Callable[[], Tensor] | None
+) -> Distributed:
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _finished(x, route, door, finish)
+    absent = x if isinstance(x, Absent) else None
+    tensor = x if absent is None else absent.anchor()
+    result: Tensor = _Redistribute.apply(tensor, absent, route, door, finish)  # type: ignore[no-untyped-call]
+    if isinstance(result, Distributed):
+        return result
+    return replace(cast(Absent, route.wrap(result)), requires_grad=True, graph=result)
 
 
 class _Redistribute(torch.autograd.Function):
+    """Its result is the redistributed tensor; where there is none, an empty one to come back by."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        x: DTensor,
+        tensor: Any,
+        absent: Absent | None,
         route: Route,
         door: Collectives,
-        finish: Callable[[], torch.Tensor] | None,
-    ) -> DTensor:
-        ctx.saved = (route.plan.source, door)
-        return _finished(x, route, door, finish)
+        finish: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        result = _finished(tensor if absent is None else absent, route, door, finish)
+        ctx.saved = (route, door, absent is None, isinstance(result, Absent))
+        return torch.zeros(0) if isinstance(result, Absent) else result
 
     @staticmethod
-    def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
-        source, door = ctx.saved
-        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements)
-        grad = redistribute(grads[0], placements, shard_order=source.shard_order, collectives=door)
-        return grad, None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        route, door, was_here, is_gone = ctx.saved
+        grad = grads[0]
+        if is_gone:
+            plan = route.plan
+            grad = Absent(
+                plan.target,
+                plan.shape,
+                route.origin.dtype,
+                requires_grad=torch.is_grad_enabled(),
+            )
+        source = whole(route.origin.layout)
+        order = source.shard_order
+        back = _redistribute(grad, source.placements, route.back, order, None, None, False, door)
+        if not was_here:
+            return torch.zeros(0), None, None, None, None
+        return None if isinstance(back, Absent) else back, None, None, None, None

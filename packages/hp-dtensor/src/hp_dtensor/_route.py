@@ -1,107 +1,239 @@
 """What a redistribution needs besides its tensor, worked out once for all calls alike."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from ._absent import Absent
 from ._convert import AnyPlacement, to_layout, to_torch
 from ._cost import CostModel
-from ._errors import CrossMeshError
+from ._errors import CrossMeshError, LayoutError, LocalShapeMismatch, MissingGroup
 from ._execute import prepare
-from ._groups import find_fold, found_folds
-from ._layout import ShardOrder, ravel
-from ._placements import Replicate, in_tuple
+from ._groups import exact_folds, find_fold, found_folds, world_fold
+from ._intervals import ravel
+from ._layout import Layout, ShardOrder
+from ._links import with_placement
+from ._origin import Distributed, Origin, origin_of, origin_of_spec, ranks_of
+from ._placements import Partial, Replicate, in_tuple
 from ._plan import Plan, make_plan
+from ._ragged import RaggedTensor
+from ._ragged_spec import find_spec
 from ._stages import Fold, Stage
-from ._torch import Spec, dtype_of, flattened_count, order_of, spec_of, spec_with
+from ._steps import Step
+from ._torch import Spec, as_dtensor, flattened_count, spec_for, spec_of
+from ._transfer import same_mesh
 
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
+
+
+_SPECLESS = (RaggedTensor, Absent, Origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """The way from one layout to another on this rank, ready to run; the same for all like calls.
 
-    ``stages`` is None on a rank outside the mesh, which holds nothing to move. ``spec`` describes
-    the result to torch; ``unchanged`` says that source and target are one layout.
+    ``stages`` is None on a rank that takes no part. ``local_shape`` is what this rank's part must
+    have, None where it has none; ``wrap`` makes the result of what the stages leave; ``device`` is
+    where a rank that had no part gets one. ``unchanged`` says that the result is the input. A
+    gradient goes ``back`` to this mesh, or this layout of other ranks; None is the mesh it is on.
     """
 
+    origin: Origin
     plan: Plan
     stages: tuple[Stage, ...] | None
-    local_shape: tuple[int, ...]
-    spec: Spec
+    local_shape: tuple[int, ...] | None
+    wrap: Callable[[Tensor], Distributed]
+    device: str
     unchanged: bool
+    back: DeviceMesh | Layout | None = None
 
 
 def find_route(
-    x: DTensor,
+    x: object,
     placements: Sequence[AnyPlacement] | None,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | Layout | None,
     shard_order: Order,
     cost: CostModel | None,
+    max_bytes: int | None = None,
 ) -> Route:
-    """Return the route for ``x``; raises what is wrong with the target. Communicates nothing."""
-    spec = spec_of(x)
-    own = spec.mesh
-    if mesh is not None and mesh is not own and mesh != own:
-        if not isinstance(mesh, DeviceMesh):
-            raise CrossMeshError(
-                f"mesh={mesh!r} is no DeviceMesh; redistribute stays on the mesh of the tensor, "
-                f"{_words(own, 'one')}: leave mesh= out"
-            )
+    """Return the route for ``x``; raises what is wrong with the target. Communicates nothing.
+
+    A `Layout` as ``mesh`` is one on whose ranks this one is not.
+    """
+    start: Spec | Origin = origin_of(x) if isinstance(x, _SPECLESS) else spec_of(x)
+    own: DeviceMesh | None = start.mesh
+    if mesh is own or (own is not None and mesh == own):
+        mesh = None
+    given: object = mesh
+    if given is not None and not isinstance(given, DeviceMesh | Layout):
+        lies = "" if own is None else f", {_words(own, 'one')}"
         raise CrossMeshError(
-            f"the tensor lies on {_words(own)}, the target on {_words(mesh, 'one')}; redistribute "
-            "stays on one mesh: leave mesh= out"
+            f"mesh={mesh!r} is no DeviceMesh; give the target's, or, to stay on the mesh of the "
+            f"tensor{lies}: leave mesh= out"
         )
     if placements is not None and type(placements) is not tuple:
         placements = in_tuple(placements)
     if shard_order is not None and isinstance(shard_order, Mapping):
         shard_order = tuple((dim, tuple(axes)) for dim, axes in shard_order.items())
-    # Equal meshes may have different groups: the key holds the mesh itself, alive with its spec.
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
+        raise LayoutError(f"max_bytes={max_bytes!r} is no number of bytes; give a whole number")
+    # Equal meshes may have different groups: the keys hold the meshes themselves, alive.
     # A mesh that is flattened later brings a group that a better plan may use.
-    return _route(spec, id(own), flattened_count(own), placements, shard_order, cost)
+    groups = 0 if own is None else flattened_count(own)
+    return _route(start, id(own), groups, mesh, id(mesh), placements, shard_order, cost, max_bytes)
 
 
 @lru_cache(maxsize=2048)
 def _route(
-    spec: Spec,
-    mesh_id: int,
+    start: Spec | Origin,
+    own_id: int,
     flattened: int,
+    mesh: DeviceMesh | Layout | None,
+    mesh_id: int,
     placements: tuple[AnyPlacement, ...] | None,
     shard_order: ShardOrder | None,
     cost: CostModel | None,
+    max_bytes: int | None,
 ) -> Route:
-    mesh: DeviceMesh = spec.mesh
-    degrees, shape = tuple(mesh.shape), tuple(spec.shape)
-    if placements is None:
-        placements = (Replicate(),) * len(degrees)
-    src = to_layout(spec.placements, degrees, len(shape), order_of(spec))
-    dst = to_layout(placements, degrees, len(shape), shard_order)
-    coordinate = mesh.get_coordinate()
-    rank = 0 if coordinate is None else ravel(coordinate, degrees)
-    itemsize = dtype_of(spec).itemsize
-    plan = make_plan(src, dst, shape, rank, itemsize, cost, found_folds(mesh))
+    origin = start if isinstance(start, Origin) else origin_of_spec(start)
+    if mesh is None:
+        return _on_one_mesh(origin, placements, shard_order, cost, max_bytes)
+    src = origin.layout
+    if origin.mesh is not None:
+        src = replace(src, ranks=ranks_of(origin.mesh))
+    if isinstance(mesh, Layout):
+        dst = mesh
+    else:
+        dst = _target(origin, placements, tuple(mesh.shape), shard_order, ranks_of(mesh))
+        if origin.mesh is not None and mesh.device_type != origin.mesh.device_type:
+            raise CrossMeshError(
+                f"the tensor lies on {origin.mesh.device_type}, the target on {mesh.device_type}; "
+                "a transfer stays on one kind of device: move the local tensors first"
+            )
+    rank = dist.get_rank()
+    itemsize = origin.dtype.itemsize
+    # A rank outside a mesh knows none of its groups, and all choose alike: one axis at a time.
+    none: frozenset[tuple[int, ...]] = frozenset()
+    plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, none, max_bytes, none)
+    stages = None
+    if src.holds(rank) or dst.holds(rank):
+        here = None if isinstance(mesh, Layout) else mesh
+        stages = prepare(plan, lambda step: group_of(step, plan, origin.mesh, here))
+    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     return Route(
+        origin=replace(origin, layout=src),
         plan=plan,
-        stages=None if coordinate is None else _stages(plan, mesh),
-        local_shape=src.local_shape(shape, rank),
-        spec=spec_with(spec, to_torch(dst)),
+        stages=stages,
+        local_shape=src.local_shape(origin.shape, rank) if src.holds(rank) else None,
+        wrap=_wrap(origin, dst, mesh, dst.holds(rank)),
+        device=device,
+        unchanged=False,
+        back=origin.mesh or whole(src),
+    )
+
+
+def check_local(local: Tensor, route: Route) -> None:
+    """Raise `LocalShapeMismatch` for a part of another shape than the layout gives this rank."""
+    if route.local_shape is not None and local.shape != route.local_shape:
+        plan = route.plan
+        raise LocalShapeMismatch(
+            f"the local tensor has shape {list(local.shape)} where {plan.source} of "
+            f"{list(plan.shape)} on mesh {list(plan.source.mesh_shape)} gives rank {plan.rank} of "
+            f"the mesh {list(route.local_shape)}; pass shape= and stride= to DTensor.from_local "
+            "for uneven shards"
+        )
+
+
+def whole(layout: Layout) -> Layout:
+    """Return the layout of a gradient: that of the tensor, with partial values replicated."""
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            layout = with_placement(layout, axis, Replicate())
+    return layout
+
+
+def _on_one_mesh(
+    origin: Origin,
+    placements: tuple[AnyPlacement, ...] | None,
+    shard_order: ShardOrder | None,
+    cost: CostModel | None,
+    max_bytes: int | None,
+) -> Route:
+    src, mesh = origin.layout, origin.mesh
+    dst = _target(origin, placements, src.mesh_shape, shard_order, src.ranks)
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    rank = src.rank_at((0,) * len(src.mesh_shape))
+    if coordinate is not None:
+        rank = ravel(coordinate, src.mesh_shape)
+    itemsize = origin.dtype.itemsize
+    folded, exact = (None, None) if mesh is None else (found_folds(mesh), exact_folds(mesh))
+    plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, exact)
+    stages = None
+    if mesh is not None and coordinate is not None:
+        stages = prepare(plan, lambda step: _group(step, mesh))
+    return Route(
+        origin=origin,
+        plan=plan,
+        stages=stages,
+        local_shape=None if coordinate is None else src.local_shape(origin.shape, rank),
+        wrap=_wrap(origin, dst, mesh, mesh is not None),
+        device="cpu" if mesh is None else mesh.device_type,
         unchanged=src == dst,
     )
 
 
-def _stages(plan: Plan, mesh: DeviceMesh) -> tuple[Stage, ...]:
-    def fold(axes: tuple[int, ...]) -> Fold:
-        found = find_fold(mesh, axes)
-        if found is None:  # the plan was made with the groups that exist
-            raise RuntimeError(f"the group over mesh axes {axes} of {mesh} is gone")
-        return found
+def _target(
+    origin: Origin,
+    placements: tuple[AnyPlacement, ...] | None,
+    degrees: tuple[int, ...],
+    shard_order: ShardOrder | None,
+    ranks: Sequence[int] | None,
+) -> Layout:
+    if placements is None:
+        placements = (Replicate(),) * len(degrees)
+    return to_layout(placements, degrees, len(origin.shape), shard_order, ranks)
 
-    return prepare(plan, fold)
+
+def _wrap(
+    origin: Origin, dst: Layout, mesh: DeviceMesh | Layout | None, here: bool
+) -> Callable[[Tensor], Distributed]:
+    """Return what makes the result of this rank's part."""
+    if not here or not isinstance(mesh, DeviceMesh):
+        absent = Absent(dst, origin.shape, origin.dtype)
+        return lambda local: absent
+    if dst.ragged is not None:
+        axis, runs = dst.ragged
+        spelled: list[Any] = list(to_torch(with_placement(dst, axis, Replicate())))
+        spelled[axis] = runs
+        ragged = find_spec(mesh, spelled, origin.shape)
+        return lambda local: RaggedTensor(local, ragged)
+    spec = spec_for(mesh, to_torch(dst), origin.shape, origin.dtype)
+    return lambda local: as_dtensor(local, spec)
+
+
+def _group(step: Step, mesh: DeviceMesh) -> Fold:
+    found = find_fold(mesh, step.axes)
+    if found is None:
+        raise MissingGroup(
+            f"no process group spans the axes {step.axes} of {mesh}; build the mesh with groups, "
+            "or an alias over these axes with it"
+        )
+    return found
+
+
+def group_of(step: Step, plan: Plan, source: DeviceMesh | None, target: DeviceMesh | None) -> Fold:
+    if step.kind == "transfer":
+        return world_fold()
+    mesh = source if same_mesh(step.source, plan.source) else target
+    if mesh is None:  # a rank takes part in steps of its own meshes only
+        raise RuntimeError(f"this rank has no mesh for {step}")
+    return _group(step, mesh)
 
 
 def _words(mesh: DeviceMesh, noun: str = "a mesh") -> str:

@@ -1,15 +1,17 @@
 """The collectives of a plan's steps on one rank's part of a tensor, ready to be started."""
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ._pieces import joiner, parter, taken, within
+from ._frames import Frame
+from ._intervals import chunk, unravel
+from ._pieces import joiner, parter
 from ._placements import Partial, Shard
 from ._steps import Step
+from ._transfer import plan_transfer
 from .collectives._interface import Axis, Collectives, ReduceOp
 
 Finish: TypeAlias = Callable[[], Tensor]
@@ -26,29 +28,37 @@ class Fold(NamedTuple):
     """
 
     find: Callable[[], Axis]
-    members: tuple[int, ...]
+    members: Sequence[int]
     size: int
 
     @property
     def in_mesh_order(self) -> bool:
         """Return whether the group's ranks are those along the axes, in the same order."""
-        return self.members == tuple(range(self.size))
+        return tuple(self.members) == tuple(range(self.size))
 
 
 def empty_stage(step: Step, shape: tuple[int, ...], rank: int) -> Stage:
     """Return what makes the rank's part of a tensor without elements."""
-    result = step.target.local_shape(shape, rank)
+    result = step.target.local_shape(shape, rank) if step.target.holds(rank) else (0,)
     return lambda x, collectives: x.new_empty(result)
 
 
 def slice_stage(step: Step, shape: tuple[int, ...], rank: int) -> Stage:
     """Return what copies the part to keep."""
     coordinate = step.source.coordinate(rank)
-    held = step.source.box_at(shape, coordinate)
-    cut = within(step.target.box_at(shape, coordinate), held)
+    held = Frame(step.source, shape, coordinate)
+    kept = Frame(step.target, shape, coordinate)
+    if kept.box is not None and held.box is not None:
+        look = held.view(kept.box)
+        return lambda x, collectives: look(x).clone(memory_format=torch.contiguous_format)
+    local = plan_transfer(step.source, step.target, shape, rank).local
+    views = [(held.view(box), kept.view(box)) for box in local]
 
     def copy(x: Tensor, collectives: Collectives) -> Tensor:
-        return taken(x, cut).clone(memory_format=torch.contiguous_format)
+        out = x.new_empty(kept.shape)
+        for here, there in views:
+            there(out).copy_(here(x))
+        return out
 
     return copy
 
@@ -100,7 +110,7 @@ def reduce_scatter_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fo
     even = step.source.is_even(shape) and step.target.is_even(shape)
     if not (even and fold.in_mesh_order):
         return _scatter_by_exchange(step, fold)
-    _, dim = _sharded(step)
+    dim = _sharded(step)[1]
     parted = parter(step.source.local_shape(shape, rank), dim, fold.size)
     result = step.target.local_shape(shape, rank)
     op, find = _op(step), fold.find
@@ -113,32 +123,30 @@ def reduce_scatter_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fo
 
 
 def _scatter_by_exchange(step: Step, fold: Fold) -> Stage:
-    _, dim = _sharded(step)
+    dim = _sharded(step)[1]
+    degrees = [step.target.mesh_shape[axis] for axis in step.axes]
     op, find, size = _op(step), fold.find, fold.size
     positions = sorted(range(size), key=fold.members.__getitem__)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         axis = find()
-        longest = -(-x.shape[dim] // size)
-        cuts = [min(longest * i, x.shape[dim]) for i in range(size + 1)]
-        chunks = [x.narrow(dim, lo, hi - lo) for lo, hi in pairwise(cuts)]
+        cuts = [chunk(x.shape[dim], degrees, unravel(i, degrees)) for i in range(size)]
+        chunks = [x.narrow(dim, lo, hi - lo) for lo, hi in cuts]
         parts = [chunks[position] for position in positions]
+        sizes = [part.numel() for part in parts]
+        packed = x.new_empty(x.numel())
+        for space, part in zip(packed.split(sizes), parts, strict=True):
+            space.view(part.shape).copy_(part)
         mine = parts[axis.index]
-        work = collectives.all_to_all(
-            axis,
-            torch.cat([part.reshape(-1) for part in parts]),
-            [part.numel() for part in parts],
-            [mine.numel()] * size,
-        )
+        work = collectives.all_to_all(axis, packed, sizes, [mine.numel()] * size)
         return lambda: _reduced(work.wait()[0].view(size, *mine.shape), op)
 
     return begin
 
 
 def _sharded(step: Step) -> tuple[int, int]:
-    """Return the dims that the step's axis shards before and after; -1 where it shards none."""
-    (axis,) = step.axes
-    old, new = step.source.placements[axis], step.target.placements[axis]
+    """Return the dims that the step's axes shard before and after; -1 where they shard none."""
+    old, new = (layout.placements[step.axes[0]] for layout in (step.source, step.target))
     return old.dim if isinstance(old, Shard) else -1, new.dim if isinstance(new, Shard) else -1
 
 

@@ -9,8 +9,8 @@ describe a DTensor from inside; what they are used for, and the public way, stan
 ``AsyncCollectiveTensor`` is what torch's functional collectives return before they are waited for.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,18 @@ from torch._C._distributed_c10d import (  # the option structs of the coalesced 
     AllreduceCoalescedOptions,
     ReduceScatterOptions,
 )
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ._errors import PlacementTypeError
 
 Spec: TypeAlias = DTensorSpec
+T = TypeVar("T", bound=Tensor)
 
 
 def _first(owner: Any, *names: str) -> Any:
@@ -90,13 +92,13 @@ def local_part(x: DTensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def spec_of(x: DTensor) -> Spec:
+def spec_of(x: object) -> Spec:
     """Return what torch keeps of a DTensor besides its values; it keeps its own hash.
 
     Raises `PlacementTypeError` for anything else, at no cost where nothing is wrong.
     """
     try:
-        return x._spec
+        return cast(DTensor, x)._spec
     except AttributeError:
         raise PlacementTypeError(
             f"a redistribution starts from a DTensor, got an object of type {type(x).__name__}; "
@@ -116,11 +118,12 @@ def order_of(spec: Spec) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
     return tuple((dim, tuple(axes)) for dim, axes in order)
 
 
-def spec_with(spec: Spec, placements: tuple[Placement, ...]) -> Spec:
-    """Return the spec of a contiguous tensor of the same global shape with other placements."""
-    stride = torch.empty(spec.shape, device="meta").stride()
-    meta = TensorMeta(spec.shape, stride, dtype_of(spec))
-    return DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+def spec_for(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> Spec:
+    """Return the spec of a contiguous tensor of a global shape."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def dtype_of(spec: Spec) -> torch.dtype:
@@ -170,3 +173,68 @@ def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> li
 def foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place; ``torch._foreach_mul_``, public: ``Tensor.mul_`` of each."""
     torch._foreach_mul_(tensors, factor)
+
+
+def disabled_torch_function() -> Any:
+    """Return the ``__torch_function__`` of a tensor subclass that handles operators only.
+
+    ``torch._C._disabled_torch_function_impl`` (2.11 to 2.13), as ``DTensor`` uses; no public name.
+    """
+    return torch._C._disabled_torch_function_impl
+
+
+def wrapper_tensor(cls: type[T], shape: Sequence[int], like: Tensor) -> T:
+    """Return a tensor of ``cls`` with a global shape, the dtype and device of ``like``, no storage.
+
+    ``torch.Tensor._make_wrapper_subclass`` (2.11 to 2.13); torch documents it, but has no public
+    name for it.
+    """
+    return Tensor._make_wrapper_subclass(
+        cls, tuple(shape), dtype=like.dtype, device=like.device, layout=like.layout
+    )
+
+
+# What torch.distributed.checkpoint calls on objects that it saves and loads in pieces (2.11 to
+# 2.13; DTensor has them too): which items to write, which chunks to read, the data of a chunk.
+# There is no public protocol for them.
+CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+
+
+def group_name(group: Any) -> str:
+    """Return the name under which torch finds a group; see `find_group`."""
+    return str(group.group_name)
+
+
+def find_group(name: str) -> ProcessGroup:
+    """Return the group of a name.
+
+    ``distributed_c10d._resolve_process_group`` (seen in 2.13), by which the groups of functional
+    collectives are found in a graph; no public name.
+    """
+    resolve: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def no_modes() -> Any:
+    """Return a context in which tensors are real, also while a graph is traced.
+
+    ``torch.utils._python_dispatch._disable_current_modes`` (seen in 2.13); no public name.
+    """
+    return _disable_current_modes()
+
+
+def opaque_op(
+    name: str, run: Callable[[Tensor, str], Tensor], fake: Callable[[Tensor, str], Tensor]
+) -> Callable[[Tensor, str], Tensor]:
+    """Return ``run`` as an operator of a graph, of which the compiler knows what ``fake`` makes.
+
+    Operators of one graph keep their order, as ranks must meet: ``register_effect`` is a public
+    method (seen in 2.13), its argument ``torch._library.effects.EffectType`` has no public name;
+    it is imported here, for the compiler's sake alone.
+    """
+    from torch._library.effects import EffectType
+
+    op = torch.library.custom_op(name, run, mutates_args=())
+    op.register_fake(fake)
+    op.register_effect(EffectType.ORDERED)
+    return cast(Callable[[Tensor, str], Tensor], op)

@@ -1,0 +1,113 @@
+"""Intervals of one tensor dim under nested splits, forwards and backwards, in closed form.
+
+A split ``(degree, factor)`` cuts what is left of a dim into ``factor`` blocks, each block into
+``degree`` chunks, and gives coordinate ``i`` chunk ``i`` of every block. Blocks and chunks have the
+lengths of ``torch.chunk``; a factor of 1 is one plain chunk.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+Interval: TypeAlias = tuple[int, int]
+Split: TypeAlias = tuple[int, int]  # (degree, factor)
+
+
+def chunk(length: int, degrees: Sequence[int], index: Sequence[int]) -> Interval:
+    """Return the range left of ``0 .. length`` after one ``torch.chunk`` for each degree."""
+    lo, hi = 0, length
+    for degree, i in zip(degrees, index, strict=True):
+        step = -(-(hi - lo) // degree)
+        lo = min(lo + step * i, hi)
+        hi = min(lo + step, hi)
+    return lo, hi
+
+
+def chunk_at(length: int, degrees: Sequence[int], position: int) -> tuple[int, ...]:
+    """Return the index of the chunk that holds ``position``; the inverse of `chunk`."""
+    lo, hi = 0, length
+    index = []
+    for degree in degrees:
+        step = -(-(hi - lo) // degree)
+        index.append((position - lo) // step)
+        lo += step * index[-1]
+        hi = min(lo + step, hi)
+    return tuple(index)
+
+
+def pieces(length: int, splits: Sequence[Split], index: Sequence[int]) -> tuple[Interval, ...]:
+    """Return the ascending ranges of ``0 .. length`` that ``index`` holds after all splits."""
+    if all(factor == 1 for _, factor in splits):
+        lo, hi = chunk(length, [degree for degree, _ in splits], index)
+        return ((lo, hi),) if lo < hi else ()
+    held: list[Interval] = [(0, length)] if length else []
+    for (degree, factor), i in zip(splits, index, strict=True):
+        total = sum(hi - lo for lo, hi in held)
+        block = -(-total // factor) or 1
+        wanted = []
+        for start in range(0, total, block):
+            lo, hi = chunk(min(block, total - start), (degree,), (i,))
+            wanted.append((start + lo, start + hi))
+        held = _taken(held, wanted)
+    return tuple(held)
+
+
+def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[int, ...], int]:
+    """Return who holds ``position`` after all splits, and the end of the range it is held in.
+
+    Ranges are those of `pieces`.
+    """
+    index = []
+    total, place, run = length, position, length - position
+    for degree, factor in splits:
+        block = -(-total // factor)
+        number, offset = divmod(place, block)
+        here = min(block, total - number * block)
+        step = -(-here // degree)
+        i, within = divmod(offset, step)
+        run = min(run, min(step * (i + 1), here) - offset)
+        index.append(i)
+        # Blocks before the one that holds a position are full.
+        full, last = divmod(total, block)
+        mine = _chunk_length(block, degree, i)
+        place = number * mine + within
+        total = full * mine + _chunk_length(last, degree, i)
+    return tuple(index), position + run
+
+
+def ravel(index: Sequence[int], degrees: Sequence[int]) -> int:
+    """Return the row-major position of ``index``."""
+    position = 0
+    for i, degree in zip(index, degrees, strict=True):
+        position = position * degree + i
+    return position
+
+
+def unravel(position: int, degrees: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major index at ``position``; the inverse of `ravel`."""
+    index = []
+    for degree in reversed(degrees):
+        position, i = divmod(position, degree)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+def _chunk_length(length: int, degree: int, i: int) -> int:
+    lo, hi = chunk(length, (degree,), (i,))
+    return hi - lo
+
+
+def _taken(held: Sequence[Interval], wanted: Sequence[Interval]) -> list[Interval]:
+    """Return the global ranges of ``wanted`` places in the row of ``held`` ranges; both ascend."""
+    found = []
+    start, number = 0, 0
+    for lo, hi in wanted:
+        while lo < hi:
+            first, last = held[number]
+            if lo >= start + last - first:
+                start += last - first
+                number += 1
+                continue
+            stop = min(hi, start + last - first)
+            found.append((first + lo - start, first + stop - start))
+            lo = stop
+    return found

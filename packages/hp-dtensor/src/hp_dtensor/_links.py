@@ -1,0 +1,138 @@
+"""Layouts as nested splits: for each dim the axes that split it in turn, with their factors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from ._layout import Layout
+from ._placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+
+Link: TypeAlias = tuple[int, int]  # (axis, split factor)
+Links: TypeAlias = dict[int, tuple[Link, ...]]
+
+
+def links(layout: Layout, dim: int) -> tuple[Link, ...]:
+    """Return the axes that split ``dim`` in turn, each with its factor."""
+    return tuple(
+        (axis, factor)
+        for axis, (_, factor) in zip(layout.chain(dim), layout.splits(dim), strict=True)
+    )
+
+
+def all_links(layout: Layout) -> Links:
+    """Return `links` of each dim that is split."""
+    dims = {p.dim for p in layout.placements if isinstance(p, Shard | StridedShard)}
+    return {dim: links(layout, dim) for dim in sorted(dims)}
+
+
+def relinked(layout: Layout, chains: Mapping[int, Sequence[Link]]) -> Layout:
+    """Return the layout with dims split as ``chains`` say; axes in none become replicated.
+
+    Partial and ragged axes that are in none keep what they have.
+    """
+    placements: list[Placement] = [
+        Replicate() if isinstance(p, Shard | StridedShard) else p for p in layout.placements
+    ]
+    for dim, chain in chains.items():
+        for axis, factor in chain:
+            placements[axis] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
+    order = tuple((dim, tuple(a for a, _ in chain)) for dim, chain in chains.items() if chain)
+    return replace(layout, placements=tuple(placements), shard_order=order)
+
+
+def extended(layout: Layout, dim: int, link: Link) -> Layout:
+    """Return the layout with one more split of ``dim``, after the others."""
+    chains = all_links(layout)
+    chains[dim] = (*chains.get(dim, ()), link)
+    return relinked(layout, chains)
+
+
+def shortened(layout: Layout, dim: int) -> Layout:
+    """Return the layout without the last split of ``dim``."""
+    chains = all_links(layout)
+    chains[dim] = chains[dim][:-1]
+    return relinked(layout, chains)
+
+
+def without(layout: Layout, dim: int, place: int) -> Layout:
+    """Return the layout without one split of ``dim``, each rank keeping all that it holds.
+
+    Later splits then cut every block that the split had made; for lengths that divide evenly.
+    """
+    chains = all_links(layout)
+    chain = chains[dim]
+    degree = layout.mesh_shape[chain[place][0]]
+    later = tuple((axis, factor * degree) for axis, factor in chain[place + 1 :])
+    chains[dim] = (*chain[:place], *later)
+    return relinked(layout, chains)
+
+
+def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
+    """Return the layout with another placement, that splits no dim in turn, on one axis."""
+    placements = list(layout.placements)
+    placements[axis] = placement
+    return replace(layout, placements=tuple(placements))
+
+
+def common(a: Sequence[Link], b: Sequence[Link]) -> int:
+    """Return how many splits both begin with."""
+    length = 0
+    while length < min(len(a), len(b)) and a[length] == b[length]:
+        length += 1
+    return length
+
+
+def same_runs(a: Layout, b: Layout) -> bool:
+    """Return whether both hold the same ragged runs, of parts split alike."""
+    if a.ragged is None or a.ragged != b.ragged:
+        return False
+    return all(links(a, dim) == links(b, dim) for dim in a.ragged[1].dims)
+
+
+def replicated(layout: Layout) -> Layout:
+    """Return the layout with axes of degree one, which mean nothing, replicated."""
+    if 1 not in layout.mesh_shape:
+        return layout
+    chains = {
+        dim: [link for link in chain if layout.mesh_shape[link[0]] > 1]
+        for dim, chain in all_links(layout).items()
+    }
+    placements = tuple(
+        Replicate() if degree == 1 and isinstance(p, Partial | RaggedShard) else p
+        for degree, p in zip(layout.mesh_shape, layout.placements, strict=True)
+    )
+    return relinked(replace(layout, placements=placements), chains)
+
+
+def is_local(src: Layout, dst: Layout, ndim: int) -> bool:
+    """Return whether every rank holds all that it needs, whatever the shape."""
+    if src.ragged is not None and not same_runs(src, dst):
+        return False
+    return all(
+        common(links(src, dim), links(dst, dim)) == len(src.chain(dim)) for dim in range(ndim)
+    )
+
+
+def moving_axes(src: Layout, dst: Layout, ndim: int) -> tuple[int, ...]:
+    """Return the axes on which senders and receivers of `plan_transfer` can differ."""
+    divided = {dim for dim in range(ndim) if src.chain(dim)}
+    if src.ragged is not None:
+        divided.update(src.ragged[1].dims)
+    still = set()
+    for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        if src.mesh_shape[axis] == 1 or isinstance(old, Partial):
+            still.add(axis)
+        elif isinstance(old, Replicate):
+            dims: tuple[int, ...] = ()
+            if isinstance(new, Shard | StridedShard):
+                dims = (new.dim,)
+            elif isinstance(new, RaggedShard):
+                dims = new.dims
+            if not divided.intersection(dims):
+                still.add(axis)
+    for dim in range(ndim):
+        chain = links(src, dim)
+        still.update(axis for axis, _ in chain[: common(chain, links(dst, dim))])
+    if src.ragged is not None and same_runs(src, dst):
+        still.add(src.ragged[0])
+    return tuple(axis for axis in range(len(src.mesh_shape)) if axis not in still)

@@ -1,0 +1,116 @@
+"""Where the parts of a ragged tensor lie, and which of them this rank holds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from ._boxes import Box, extent, place_in
+from ._convert import AnyPlacement, to_layout, to_torch
+from ._errors import PlacementTypeError, RankNotInMesh
+from ._intervals import ravel
+from ._layout import Layout
+from ._placements import RaggedShard, Replicate, in_tuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedSpec:
+    """A mesh, a layout over it whose axis ``axis`` holds the runs ``runs``, and a global shape.
+
+    The frame is what the coordinates of that axis hold together: one box.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout
+    shape: tuple[int, ...]
+    axis: int
+    runs: RaggedShard
+
+    def __deepcopy__(self, memo: object) -> "RaggedSpec":
+        # A mesh stands for running processes: a copied tensor lies on the same one.
+        return self
+
+    @property
+    def frame(self) -> Layout:
+        """Return the layout of the frames, which replicates on the ragged axis."""
+        placements = list(self.layout.placements)
+        placements[self.axis] = Replicate()
+        return replace(self.layout, placements=tuple(placements))
+
+    @property
+    def placements(self) -> tuple[Placement | RaggedShard, ...]:
+        """Return torch's placements, and ours for the ragged axis."""
+        placements: list[Placement | RaggedShard] = [*to_torch(self.frame)]
+        placements[self.axis] = self.runs
+        return tuple(placements)
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """Return this rank's coordinate; raises `RankNotInMesh`."""
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            raise RankNotInMesh(
+                f"this rank is not in {self.mesh}, so it holds nothing of the tensor; its ranks: "
+                f"{self.mesh.mesh.flatten().tolist()}; an Absent stands for the tensor here"
+            )
+        return tuple(coordinate)
+
+    @property
+    def position(self) -> int:
+        """Return this rank's row-major position in the mesh."""
+        return ravel(self.coordinate, self.layout.mesh_shape)
+
+    @property
+    def frame_box(self) -> Box:
+        """Return the box of this rank's frame."""
+        return self.frame.box_at(self.shape, self.coordinate)
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's part."""
+        return self.layout.local_shape(self.shape, self.position)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """Return the boxes that this rank holds, none of them empty."""
+        return self.layout.boxes(self.shape, self.position)
+
+    def view(self, part: Tensor, corner: Sequence[int]) -> Tensor:
+        """Return the view, in this rank's part, of the box of `boxes` that starts at ``corner``."""
+        box = next(box for box in self.boxes() if [lo for lo, _ in box] == list(corner))
+        count = len(self.runs.dims)
+        start, _ = self.layout.run_at(self.coordinate)
+        first = place_in(self.frame_box[:count], corner[:count]) - start
+        lengths = extent(box)
+        return part[first : first + math.prod(lengths[:count])].view(lengths)
+
+
+def find_spec(
+    mesh: DeviceMesh, placements: Sequence[AnyPlacement], shape: Sequence[int]
+) -> RaggedSpec:
+    """Return the spec of a tensor of a global ``shape``; ``placements`` may be ours or torch's.
+
+    Raises `PlacementTypeError` unless one axis is ragged and the others replicate or shard, and
+    what a `Layout` raises that does not fit the mesh or the shape.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise PlacementTypeError(
+            f"a ragged tensor lies on a DeviceMesh, got {mesh!r}; make one with init_device_mesh"
+        )
+    layout = to_layout(in_tuple(placements), tuple(mesh.shape), len(shape))
+    found = layout.ragged
+    if found is None or layout.has_partial:
+        raise PlacementTypeError(
+            f"a ragged tensor has RaggedShard(dims, sizes) on one mesh axis and Replicate() or "
+            f"Shard(dim) on the others, got {layout}; make other tensors with DTensor.from_local"
+        )
+    axis, runs = found
+    layout.check_shape(shape)
+    spec = RaggedSpec(mesh=mesh, layout=layout, shape=tuple(shape), axis=axis, runs=runs)
+    if not spec.frame.is_plain:
+        raise PlacementTypeError(
+            f"a ragged tensor lies in frames of one box each, got {layout}; use Shard(dim) for "
+            "StridedShard on the other axes"
+        )
+    return spec

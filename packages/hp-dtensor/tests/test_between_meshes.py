@@ -1,0 +1,326 @@
+"""From one mesh of real ranks to another: values, bytes, gradients, absent ranks, errors."""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool, cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import (
+    Absent,
+    CrossMeshError,
+    Layout,
+    LayoutError,
+    NoPlan,
+    Partial,
+    PartialTargetError,
+    PlacementCountError,
+    RaggedShard,
+    RaggedTensor,
+    RecordingCollectives,
+    Replicate,
+    Shard,
+    ShardDimError,
+    explain,
+    redistribute,
+)
+
+from .strategies import Case, layouts, shapes
+
+Pools = Callable[[int], RankPool]
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+WORLD = 4
+BATCH = 12  # cases that travel to the ranks together: the trip costs more than the work
+
+
+def mesh_of(layout: Layout) -> DeviceMesh:
+    ranks = tuple(layout.ranks or range(layout.size))
+    names = ("a", "b", "c")[: len(layout.mesh_shape)]
+    grid = torch.tensor(ranks).view(layout.mesh_shape)
+    return cached(
+        ("mesh", layout.mesh_shape, ranks), lambda: DeviceMesh("cpu", grid, mesh_dim_names=names)
+    )
+
+
+def whole(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, shape, generator=generator).double()
+
+
+def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Return what a rank holds, laid as its local tensor."""
+    for dim, ranges in enumerate(layout.intervals_at(tuple(full.shape), layout.coordinate(rank))):
+        parts = [full.narrow(dim, lo, hi - lo) for lo, hi in ranges]
+        full = torch.cat(parts, dim) if parts else full.narrow(dim, 0, 0)
+    if layout.ragged is not None:
+        start, stop = layout.run_at(layout.coordinate(rank))
+        lead = len(layout.ragged[1].dims)
+        full = full.reshape(math.prod(full.shape[:lead]), *full.shape[lead:])[start:stop]
+    return full.contiguous()
+
+
+def laid(full: Tensor, layout: Layout, rank: int, grad: bool = False) -> Any:
+    """Return the tensor as it lies on this rank."""
+    mesh = mesh_of(layout)
+    if not layout.holds(rank):
+        return Absent(layout, tuple(full.shape), full.dtype, requires_grad=grad)
+    local = cut(full, layout, rank)
+    if layout.ragged is not None:
+        return RaggedTensor.from_local(local, mesh, layout.placements, shape=full.shape)
+    placements = spelled(layout)
+    x = DTensor.from_local(local, mesh, placements, shape=full.shape, stride=full.stride())
+    return x.detach().requires_grad_() if grad else x
+
+
+def spelled(layout: Layout) -> list[theirs.Placement]:
+    kinds: dict[type, Callable[[Any], theirs.Placement]] = {
+        Replicate: lambda p: theirs.Replicate(),
+        Shard: lambda p: theirs.Shard(p.dim),
+        Partial: lambda p: theirs.Partial(p.op),
+    }
+    return [kinds[type(p)](p) for p in layout.placements]
+
+
+# Few meshes, as each makes groups: overlapping, disjoint, permuted, of one to all ranks.
+GRIDS: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    2: [((2,), (0, 1)), ((2,), (1, 0)), ((1,), (1,))],
+    4: [
+        ((2, 2), (0, 1, 2, 3)),
+        ((4,), (3, 1, 2, 0)),
+        ((2,), (0, 1)),
+        ((2,), (3, 2)),
+        ((3,), (1, 2, 3)),
+        ((1,), (2,)),
+    ],
+    8: [
+        ((2, 2, 2), (0, 1, 2, 3, 4, 5, 6, 7)),
+        ((2, 4), (7, 5, 3, 1, 6, 4, 2, 0)),
+        ((4,), (0, 1, 2, 3)),
+        ((2, 2), (4, 5, 6, 7)),
+        ((2, 3), (1, 2, 3, 4, 5, 6)),
+    ],
+}
+
+
+@st.composite
+def drawn(draw: st.DrawFn, world: int) -> Case:
+    """Draw layouts on two of the meshes that torch can spell without an order of axes."""
+    shape = draw(shapes)
+    sides = []
+    for _ in range(2):
+        mesh, ranks = draw(st.sampled_from(GRIDS[world]))
+        layout = draw(layouts(mesh, len(shape)))
+        sides.append(Layout(mesh, layout.placements, None, ranks))
+    return Case(sides[0], sides[1], shape)
+
+
+def moved(rank: int, batch: list[Case]) -> list[tuple[Tensor | None, int, int, bool]]:
+    """For each case: the local result, bytes received and predicted, and whether async agrees."""
+    results: list[tuple[Tensor | None, int, int, bool]] = []
+    for source, target, shape in batch:
+        x = laid(whole(shape), source, rank)
+        mesh = mesh_of(target)
+        door = RecordingCollectives()
+        y = redistribute(x, target.placements, mesh=mesh, collectives=door)
+        again = redistribute(x, target.placements, mesh=mesh, async_op=True).wait()
+        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        if isinstance(y, Absent):
+            results.append((None, received, 0, y == again and y.layout == target))
+            continue
+        predicted = explain(x, target.placements, mesh=mesh).bytes_received
+        same = torch.equal(y.to_local(), again.to_local())
+        results.append((y.to_local(), received, predicted, same))
+    return results
+
+
+@pytest.mark.parametrize(("world", "examples"), [(2, 3), (4, 6), (8, 3)])
+def test_random_layouts_on_random_meshes_give_slices(
+    ranks: Pools, world: int, examples: int
+) -> None:
+    @settings(deadline=None, max_examples=examples)
+    @given(st.lists(drawn(world), min_size=BATCH, max_size=BATCH))
+    def check(batch: list[Case]) -> None:
+        for rank, results in enumerate(ranks(world).run(moved, batch, timeout=180)):
+            for case, (local, received, predicted, same) in zip(batch, results, strict=True):
+                assert (local is None) == (not case.target.holds(rank))
+                if local is not None:
+                    assert torch.equal(local, cut(whole(case.shape), case.target, rank))
+                    assert received == predicted
+                assert same
+
+    check()
+
+
+PAIRS = [
+    (Layout((2,), (S0,)), Layout((2,), (S1,), ranks=(2, 3))),
+    (Layout((2, 2), (S0, R)), Layout((2,), (S1,), ranks=(3, 1))),
+    (Layout((2,), (R,), ranks=(1, 2)), Layout((4,), (S0,))),
+    (Layout((2, 2), (R, S1)), Layout((2, 2), (S0, S1), ranks=(3, 2, 1, 0))),
+    (Layout((1,), (R,), ranks=(3,)), Layout((3,), (R,), ranks=(0, 1, 2))),
+    (Layout((2,), (Partial(),)), Layout((2,), (S0,), ranks=(2, 3))),
+    (Layout((2, 2), (Partial(), S0)), Layout((4,), (S1,), ranks=(3, 2, 1, 0))),
+]
+SHAPE = (6, 4)
+
+
+def local_gradient(x: object) -> Tensor | None:
+    grad = x.grad if isinstance(x, DTensor) else None
+    return grad.to_local() if isinstance(grad, DTensor) else None
+
+
+def with_gradient(rank: int) -> list[tuple[Tensor | None, Tensor | None]]:
+    """The local result and the local gradient where there are any."""
+    results = []
+    for source, target in PAIRS:
+        x = laid(whole(SHAPE, 1), source, rank, grad=True)
+        y = redistribute(x, target.placements, mesh=mesh_of(target))
+        if isinstance(y, Absent):
+            assert y.requires_grad
+            y.backward()
+        else:
+            torch.autograd.backward(y, laid(whole(SHAPE, 2), target, rank))
+        grad = local_gradient(x)
+        results.append((None if isinstance(y, Absent) else y.to_local().detach(), grad))
+    return results
+
+
+def test_the_gradient_comes_back_to_ranks_that_have_nothing_of_the_result(ranks: Pools) -> None:
+    for rank, results in enumerate(ranks(WORLD).run(with_gradient)):
+        for (source, target), (local, grad) in zip(PAIRS, results, strict=True):
+            terms = math.prod(
+                n
+                for n, p in zip(source.mesh_shape, source.placements, strict=True)
+                if isinstance(p, Partial)
+            )
+            assert (local is None) == (not target.holds(rank))
+            if local is not None:
+                assert torch.equal(local, cut(terms * whole(SHAPE, 1), target, rank))
+            assert (grad is None) == (not source.holds(rank))
+            if grad is not None:
+                assert torch.equal(grad, cut(whole(SHAPE, 2), source, rank))
+
+
+def in_a_row(rank: int) -> list[Tensor | None]:
+    """Over three meshes, of which no rank is in all; then the gradient of the input."""
+    first, second, third = (
+        Layout((2,), (S0,), ranks=(0, 1)),
+        Layout((2,), (S1,), ranks=(1, 2)),
+        Layout((2,), (S0,), ranks=(2, 3)),
+    )
+    x = laid(whole(SHAPE, 1), first, rank, grad=True)
+    y = redistribute(x, second.placements, mesh=mesh_of(second))
+    tripled = y if isinstance(y, Absent) else cast(DTensor, y * 3)
+    z = redistribute(tripled, third.placements, mesh=mesh_of(third))
+    if isinstance(z, Absent):
+        z.backward()
+    else:
+        torch.autograd.backward((z * z).sum())
+    result = None if isinstance(z, Absent) else cast(DTensor, z).to_local().detach()
+    return [result, local_gradient(x)]
+
+
+def test_gradients_pass_through_meshes_in_a_row(ranks: Pools) -> None:
+    full = whole(SHAPE, 1)
+    for rank, (result, grad) in enumerate(ranks(WORLD).run(in_a_row)):
+        if rank >= 2:
+            assert result is not None
+            assert torch.equal(result, 3 * full.chunk(2)[rank - 2])
+        if rank < 2:
+            assert grad is not None
+            assert torch.equal(grad, 18 * full.chunk(2)[rank])
+
+
+def twice(rank: int) -> Tensor | None:
+    """The second derivative of a cube on another mesh over the same ranks."""
+    source, target = Layout((2, 2), (S0, S1)), Layout((4,), (S0,), ranks=(3, 1, 2, 0))
+    x = laid(whole(SHAPE, 1), source, rank, grad=True)
+    y = cast(DTensor, redistribute(x, target.placements, mesh=mesh_of(target)))
+    (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return cast(DTensor, second).to_local()
+
+
+def test_second_derivatives_pass_between_meshes(ranks: Pools) -> None:
+    source = Layout((2, 2), (S0, S1))
+    for rank, second in enumerate(ranks(WORLD).run(twice)):
+        assert second is not None
+        assert torch.equal(second, cut(6 * whole(SHAPE, 1), source, rank))
+
+
+RAGGED = [
+    (Layout((4,), (RaggedShard((0, 1), (9, 0, 11, 4)),)), Layout((2, 2), (S0, S1))),
+    (Layout((2, 2), (S0, S1)), Layout((4,), (RaggedShard((0,), (1, 3, 0, 2)),))),
+    (
+        Layout((4,), (RaggedShard((0,), (1, 3, 0, 2)),)),
+        Layout((2,), (RaggedShard((0, 1), (5, 19)),), ranks=(3, 1)),
+    ),
+    (Layout((4,), (RaggedShard((0,), (6, 0, 0, 0)),)), Layout((4,), (R,))),
+    (Layout((2, 2), (RaggedShard((0,), (4, 2)), S1)), Layout((2, 2), (S1, R))),
+]
+
+
+def ragged(rank: int) -> list[tuple[Tensor | None, str, Tensor | None]]:
+    results = []
+    for source, target in RAGGED:
+        x = laid(whole(SHAPE, 1), source, rank).detach().requires_grad_()
+        other = None if source.mesh_shape == target.mesh_shape else mesh_of(target)
+        y = redistribute(x, target.placements, mesh=other)
+        if isinstance(y, Absent):
+            y.backward()
+            local = None
+        else:
+            local = y.to_local()
+            local.backward(cut(whole(SHAPE, 2), target, rank))
+        grad = None if x.grad is None else x.grad.to_local()
+        results.append((None if local is None else local.detach(), type(y).__name__, grad))
+    return results
+
+
+def test_ragged_tensors_come_and_go_with_their_gradients(ranks: Pools) -> None:
+    for rank, results in enumerate(ranks(WORLD).run(ragged)):
+        for (source, target), (local, kind, grad) in zip(RAGGED, results, strict=True):
+            if not target.holds(rank):
+                assert kind == "Absent"
+            else:
+                assert kind == ("DTensor" if target.ragged is None else "RaggedTensor")
+                assert local is not None
+                assert torch.equal(local, cut(whole(SHAPE, 1), target, rank))
+            assert grad is not None
+            assert torch.equal(grad, cut(whole(SHAPE, 2), source, rank))
+
+
+def refused(rank: int) -> list[tuple[str, str]]:
+    source, target = Layout((2,), (S0,)), Layout((2,), (S1,), ranks=(2, 3))
+    x = laid(whole(SHAPE), source, rank)
+    mesh = mesh_of(target)
+    calls: list[Callable[[], Any]] = [
+        lambda: redistribute(x, (S0, S1), mesh=mesh),
+        lambda: redistribute(x, (Shard(2),), mesh=mesh),
+        lambda: redistribute(x, (Partial(),), mesh=mesh),
+        lambda: redistribute(x, (S0,), mesh=mesh, max_bytes=64),
+        lambda: redistribute(Absent(source, SHAPE, torch.double), (S0,), mesh="b"),  # type: ignore[call-overload]
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(LayoutError) as info:
+            call()
+        texts.append((info.type.__name__, str(info.value)))
+    return texts
+
+
+def test_wrong_targets_raise_on_every_rank_alike(ranks: Pools) -> None:
+    first, *others = ranks(WORLD).run(refused)
+    assert [name for name, _ in first] == [
+        kind.__name__
+        for kind in (PlacementCountError, ShardDimError, PartialTargetError, NoPlan, CrossMeshError)
+    ]
+    assert others == [first] * 3
+    assert "from another mesh to P(sum)" in first[2][1]

@@ -1,0 +1,246 @@
+"""What the planner chooses: never dearer than torch's planners, within memory, and why."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as theirs
+from hypothesis import given, settings
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute as their_planner
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hp_dtensor import (
+    AlphaBeta,
+    Layout,
+    NoPlan,
+    Partial,
+    Plan,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    explain,
+    plan_transfer,
+)
+
+from .strategies import Case, cases, free_cases
+
+_package = plan_transfer.__module__.rpartition(".")[0]
+_plan: Any = import_module(f"{_package}._plan")
+_groups: Any = import_module(f"{_package}._groups")
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+Placements = tuple[Replicate | Shard | Partial, ...]
+SHAPE = (64, 64)
+MODELS = [
+    AlphaBeta(alpha=1e-6, beta=1e-9),
+    AlphaBeta(alpha=0.0, beta=1.0),
+    AlphaBeta(alpha=1.0, beta=0.0),
+    AlphaBeta(alpha=1e-6, beta=(1e-8, 1e-9, 1e-9)),
+    AlphaBeta(alpha=(1e-6, 1e-5, 1e-6), beta=(1e-9, 1e-9, 1e-7)),
+]
+
+
+@pytest.fixture(scope="module")
+def meshes() -> Iterator[Callable[[tuple[int, ...]], DeviceMesh]]:
+    """Give meshes of a world of 8 that moves nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
+    made: dict[tuple[int, ...], DeviceMesh] = {}
+
+    def mesh(shape: tuple[int, ...]) -> DeviceMesh:
+        if shape not in made:
+            made[shape] = init_device_mesh(
+                "cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)]
+            )
+        return made[shape]
+
+    yield mesh
+    dist.destroy_process_group()
+
+
+def spec(mesh: DeviceMesh, placements: Placements) -> DTensorSpec:
+    kinds: dict[Any, theirs.Placement] = {
+        R: theirs.Replicate(),
+        S0: theirs.Shard(0),
+        S1: theirs.Shard(1),
+        P: theirs.Partial(),
+    }
+    meta = TensorMeta(torch.Size(SHAPE), (SHAPE[1], 1), torch.float32)
+    return DTensorSpec(mesh, tuple(kinds[p] for p in placements), tensor_meta=meta)
+
+
+def their_price(
+    mesh: DeviceMesh, source: Placements, target: Placements, graph: bool, model: AlphaBeta
+) -> float:
+    """Price the steps of torch's planner for even lengths as ours are priced."""
+    steps = their_planner._gen_transform_infos_non_cached(
+        spec(mesh, source), spec(mesh, target), use_graph_based_transform=graph
+    )
+    total = 0.0
+    for step in steps:
+        old, new = step.src_dst_placements
+        n = mesh.size(step.mesh_dim)
+        size = math.prod(step.logical_shape) * 4
+        if old == new or isinstance(old, theirs.Replicate):
+            continue
+        received = size * (n - 1) / n
+        if isinstance(old, theirs.Shard) and isinstance(new, theirs.Shard):
+            received /= n
+        elif isinstance(old, theirs.Partial) and isinstance(new, theirs.Replicate):
+            received *= 2
+        total += model.seconds((step.mesh_dim,), n, received)
+    return total
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("single", [True, False])
+def test_no_plan_is_dearer_than_torchs_greedy_or_min_cost_one(
+    meshes: Callable[[tuple[int, ...]], DeviceMesh],
+    shape: tuple[int, ...],
+    model: AlphaBeta,
+    single: bool,
+) -> None:
+    """Also where only the single axes have groups, which is all that torch's steps use."""
+    mesh = meshes(shape)
+    generator = torch.Generator().manual_seed(len(shape))
+    kinds = (R, S0, S1, P)
+    pairs = [
+        (source, target)
+        for source in itertools.product(kinds, repeat=len(shape))
+        for target in itertools.product(kinds[:3], repeat=len(shape))
+    ]
+    groups: frozenset[tuple[int, ...]] | None = frozenset() if single else None
+    for place in torch.randperm(len(pairs), generator=generator)[:40].tolist():
+        source, target = pairs[place]
+        ours = _plan.make_plan(
+            Layout(shape, source), Layout(shape, target), SHAPE, 0, 4, model, groups, None, groups
+        )
+        for graph in (False, True):
+            bound = their_price(mesh, source, target, graph, model)
+            assert ours.time <= bound * (1 + 1e-9) + 1e-12, (source, target, str(ours), graph)
+
+
+def plans(case: Case, limit: int) -> list[Plan] | NoPlan:
+    """Return each rank's plan within a limit, or the refusal."""
+    try:
+        return [
+            explain(case.source, case.target, shape=case.shape, rank=rank, max_bytes=limit)
+            for rank in case.ranks
+        ]
+    except NoPlan as error:
+        return error
+
+
+def check_within(made: list[Plan] | NoPlan, limit: int) -> None:
+    assert isinstance(made, list)
+    assert max(plan.peak_bytes for plan in made) <= limit
+    assert len({plan.steps for plan in made}) == 1
+
+
+@settings(deadline=None, max_examples=120)
+@given(cases(partial=True), st.integers(0, 4000))
+def test_a_plan_holds_no_more_than_allowed_or_says_what_the_least_is(
+    case: Case, limit: int
+) -> None:
+    made = plans(case, limit)
+    if isinstance(made, NoPlan):
+        assert made.max_bytes == limit < made.best_peak
+        check_within(plans(case, made.best_peak), made.best_peak)
+        assert isinstance(plans(case, made.best_peak - 1), NoPlan)
+    else:
+        check_within(made, limit)
+
+
+@settings(deadline=None, max_examples=120)
+@given(free_cases(), st.integers(0, 4000))
+def test_the_limit_holds_for_any_layouts_on_any_two_meshes(case: Case, limit: int) -> None:
+    made = plans(case, limit)
+    if isinstance(made, NoPlan):
+        assert made.best_peak > limit
+        check_within(plans(case, made.best_peak), made.best_peak)
+    else:
+        check_within(made, limit)
+
+
+def test_less_memory_takes_another_way() -> None:
+    pair = Layout((8, 2), (P, R)), Layout((8, 2), (R, R))
+    cost = AlphaBeta(alpha=0.0, beta=1e-9)
+    free = explain(*pair, shape=(64, 64), cost=cost)
+    tight = explain(*pair, shape=(64, 64), cost=cost, max_bytes=free.peak_bytes - 1)
+    assert tight.peak_bytes < free.peak_bytes
+    assert tight.time >= free.time
+    assert tight.steps != free.steps
+    assert "1 more hold over" in str(tight)
+
+
+def test_a_slow_axis_is_gathered_while_there_is_little_to_gather() -> None:
+    pair = Layout((2, 4), (S0, S0)), Layout((2, 4), (R, R))
+    alike = explain(*pair, shape=(1024, 1024))
+    slow = explain(*pair, shape=(1024, 1024), cost=AlphaBeta(beta=(1e-9, 1e-11)))
+    assert [step.axes for step in alike.steps] == [(0, 1)]
+    assert [step.axes for step in slow.steps] == [(0,), (1,)]
+    assert slow.steps[0].target == Layout((2, 4), (R, StridedShard(0, 2)), {0: (1,)})
+    assert slow.steps[0].received((1024, 1024), 3, 4) == 1024 * 1024 * 4 // 8
+    assert slow.bytes_received == alike.bytes_received
+
+
+def test_several_partial_axes_are_reduced_at_once_where_one_group_has_just_them() -> None:
+    pair = Layout((2, 4), (P, P)), Layout((2, 4), (R, R))
+    together = explain(*pair, shape=(1024, 1024))
+    apart = _plan.make_plan(*pair, (1024, 1024), 0, 4, None, None, None, frozenset())
+    assert [(step.kind, step.axes) for step in together.steps] == [("all_reduce", (0, 1))]
+    assert all(len(step.axes) <= 1 for step in apart.steps if step.kind != "direct")
+    assert apart.time > together.time
+
+
+def test_replicas_on_another_mesh_share_what_arrives() -> None:
+    pair = Layout((1,), (R,)), Layout((8,), (R,), ranks=range(1, 9))
+    plan = explain(*pair, shape=(4096, 4096), rank=3)
+    assert [step.kind for step in plan.steps] == ["transfer", "all_gather"]
+    assert plan.bytes_received == 4096 * 4096 * 4
+    small = explain(*pair, shape=(2, 2), rank=3)
+    assert [step.kind for step in small.steps] == ["transfer"]
+
+
+def test_partial_values_are_reduced_before_they_leave_their_mesh() -> None:
+    pair = Layout((4,), (P,)), Layout((4,), (S0,), ranks=range(4, 8))
+    plan = explain(*pair, shape=(4096, 4096), rank=0)
+    assert [step.kind for step in plan.steps] == ["reduce_scatter", "transfer"]
+    assert "transfer from mesh [4] to [4]" in str(plan)
+
+
+def test_the_text_says_why() -> None:
+    text = str(explain(Layout((2, 2), (P, R)), Layout((2, 2), (R, S0)), shape=(8, 8)))
+    assert "the cheapest of" in text
+    assert "and of all walks" in text
+
+
+def test_ragged_runs_move_straight_to_other_runs() -> None:
+    source = Layout((4,), (RaggedShard((0,), (4, 0, 3, 1)),))
+    target = Layout((4,), (RaggedShard((0,), (2, 2, 2, 2)),))
+    plan = explain(source, target, shape=(8, 5), rank=1)
+    assert [step.kind for step in plan.steps] == ["direct"]
+    assert plan.bytes_received == 2 * 5 * 4
+    assert [step.kind for step in explain(target, source, shape=(8, 5)).steps] == ["direct"]
+
+
+def test_plans_are_kept_in_bounded_caches() -> None:
+    for cached in (_plan.make_plan, _plan._choose):
+        assert cached.cache_info().maxsize is not None
+    pair = Layout((4,), (S0,)), Layout((4,), (S1,))
+    assert _plan.make_plan(*pair, (8, 8), 0) is _plan.make_plan(*pair, (8, 8), 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("alpha", -1.0), ("beta", (1.0, -2.0)), ("beta", ())])
+def test_prices_are_not_negative(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.* seconds of 0 or more"):
+        AlphaBeta(**{name: value})

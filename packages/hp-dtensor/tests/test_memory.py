@@ -1,0 +1,134 @@
+"""What carrying out a plan holds at once is no more than the plan says."""
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as theirs
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hp_dtensor import (
+    Axis,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    TorchCollectives,
+    Work,
+    plan_transfer,
+)
+
+Placement = Replicate | Shard | Partial
+_package = plan_transfer.__module__.rpartition(".")[0]
+_execute: Any = import_module(f"{_package}._execute")
+_route: Any = import_module(f"{_package}._route")
+
+KINDS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
+
+
+class Held(TorchDispatchMode):
+    """Adds up the bytes of tensors that are alive, views of the same memory once."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, list[int]] = {}  # address: bytes, tensors
+        self._now = 0
+        self.most = 0
+        self._add(given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in torch.utils._pytree.tree_leaves(out):
+            if isinstance(item, Tensor):
+                self._add(item)
+        return out
+
+    def _add(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if size == 0:
+            return
+        if address not in self._alive:
+            self._alive[address] = [size, 0]
+            self._now += size
+            self.most = max(self.most, self._now)
+        self._alive[address][1] += 1
+        weakref.finalize(x, self._drop, address)
+
+    def _drop(self, address: int) -> None:
+        entry = self._alive[address]
+        entry[1] -= 1
+        if entry[1] == 0:
+            self._now -= entry[0]
+            del self._alive[address]
+
+
+class Allocated:
+    """A call that is over."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+
+    def wait(self) -> list[Tensor]:
+        """Return the outputs."""
+        return self._outputs
+
+
+class Allocating(TorchCollectives):
+    """torch's collectives, but for what a fake group refuses: to receive without sending."""
+
+    def all_to_all(
+        self,
+        axis: Axis,
+        input: Tensor,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Work:
+        """Exchange row blocks."""
+        if input.numel() or receive_splits is None:
+            return super().all_to_all(axis, input, send_splits, receive_splits, output)
+        return Allocated([input.new_empty(sum(receive_splits))])
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Give a mesh of ranks that allocate what they receive and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
+    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+    dist.destroy_process_group()
+
+
+def spelled(placement: object) -> theirs.Placement:
+    if isinstance(placement, Shard):
+        return theirs.Shard(placement.dim)
+    return theirs.Partial() if isinstance(placement, Partial) else theirs.Replicate()
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (63, 62)])
+@pytest.mark.parametrize("source", list(itertools.product(KINDS, repeat=2)))
+def test_a_plan_holds_at_most_what_it_says(
+    mesh: DeviceMesh, source: tuple[Placement, Placement], shape: tuple[int, int]
+) -> None:
+    local = torch.ones(Layout((2, 4), source).local_shape(shape, 1))
+    x = DTensor.from_local(
+        local, mesh, [spelled(p) for p in source], shape=torch.Size(shape), stride=(shape[1], 1)
+    )
+    for target in itertools.product(KINDS[:3], repeat=2):
+        route = _route.find_route(x, target, None, None, None)
+        if route.unchanged:
+            continue
+        with Held(local) as mode:
+            result = _execute.start(route.stages, local, Allocating())()
+        assert mode.most <= route.plan.peak_bytes, str(route.plan)
+        assert mode.most >= local.nbytes + result.nbytes
+        del result

@@ -1,0 +1,130 @@
+"""A started redistribution ends as one that is not, whatever its steps."""
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from rank_pool import RankPool, cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import (
+    Layout,
+    Partial,
+    RaggedShard,
+    RaggedTensor,
+    Replicate,
+    Shard,
+    explain,
+    redistribute,
+)
+
+Pools = Callable[[int], RankPool]
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+Way = tuple[Layout, Layout, tuple[int, ...]]
+WAYS: dict[tuple[str, ...], Way] = {
+    (): (Layout((4,), (S0,)), Layout((4,), (S0,)), (8, 4)),
+    ("slice",): (Layout((4,), (R,)), Layout((4,), (S0,)), (5, 4)),
+    ("all_gather",): (Layout((4,), (S0,)), Layout((4,), (R,)), (8, 4)),
+    ("all_to_all",): (Layout((4,), (S0,)), Layout((4,), (S1,)), (8, 4)),
+    ("all_reduce",): (Layout((4,), (P,)), Layout((4,), (R,)), (8, 4)),
+    ("reduce_scatter",): (Layout((4,), (P,)), Layout((4,), (S0,)), (8, 4)),
+    ("direct",): (Layout((2, 2), (S0, S1)), Layout((2, 2), (S1, S0)), (5, 3)),
+    ("reduce_scatter", "direct"): (Layout((2, 2), (P, S1)), Layout((2, 2), (S1, R)), (8, 4)),
+    ("transfer",): (Layout((4,), (S0,)), Layout((2, 2), (S0, S1)), (6, 4)),
+}
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    names = ("a", "b")[: len(shape)]
+    return cached(("mesh", shape), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def part(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    box = layout.box_at(tuple(full.shape), layout.coordinate(rank))
+    return full[tuple(slice(lo, hi) for lo, hi in box)].clone()
+
+
+def spelled(layout: Layout) -> list[theirs.Placement]:
+    kinds = {"Replicate": theirs.Replicate, "Partial": theirs.Partial}
+    return [
+        theirs.Shard(p.dim) if isinstance(p, Shard) else kinds[type(p).__name__]()
+        for p in layout.placements
+    ]
+
+
+def leaf(source: Layout, shape: tuple[int, ...], rank: int) -> DTensor:
+    full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+    x = DTensor.from_local(
+        part(full, source, rank),
+        mesh_of(source.mesh_shape),
+        spelled(source),
+        shape=full.shape,
+        stride=full.stride(),
+    )
+    return cast(DTensor, x.detach().requires_grad_())
+
+
+Answer = tuple[tuple[str, ...], Tensor, Tensor, Tensor, Tensor, bool]
+
+
+def both(rank: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> Answer:
+    """Return the kinds of steps, results and gradients at once and waited for, and wait() twice."""
+    mesh = mesh_of(target.mesh_shape)
+    kinds = tuple(
+        step.kind for step in explain(leaf(source, shape, rank), target.placements, mesh=mesh).steps
+    )
+    locals_, grads = [], []
+    again = True
+    for later in (False, True):
+        x = leaf(source, shape, rank)
+        if later:
+            pending = redistribute(x, target.placements, mesh=mesh, async_op=True)
+            y = pending.wait()
+            again = pending.wait() is y
+        else:
+            y = redistribute(x, target.placements, mesh=mesh)
+        assert isinstance(y, DTensor)
+        (y * y).sum().backward()
+        assert isinstance(x.grad, DTensor)
+        locals_.append(y.to_local().detach())
+        grads.append(x.grad.to_local())
+    return kinds, locals_[0], locals_[1], grads[0], grads[1], again
+
+
+@pytest.mark.parametrize("kinds", WAYS, ids="+".join)
+def test_every_kind_of_plan_can_be_waited_for(ranks: Pools, kinds: tuple[str, ...]) -> None:
+    source, target, shape = WAYS[kinds]
+    terms = math.prod(
+        n for n, p in zip(source.mesh_shape, source.placements, strict=True) if p == P
+    )
+    full = terms * torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+    for rank, answer in enumerate(ranks(4).run(both, source, target, shape)):
+        found, at_once, waited, grad, waited_grad, again = answer
+        assert found == kinds
+        assert torch.equal(at_once, part(full, target, rank))
+        assert torch.equal(waited, at_once)
+        assert torch.equal(grad, 2 * part(full, source, rank))
+        assert torch.equal(waited_grad, grad)
+        assert again
+
+
+def ragged(rank: int) -> tuple[Tensor, Tensor]:
+    x = leaf(Layout((4,), (S0,)), (6, 2), rank)
+    runs = redistribute(x, (RaggedShard((0,), (1, 0, 3, 2)),), async_op=True).wait()
+    assert isinstance(runs, RaggedTensor)
+    back = redistribute(runs, (S0,), async_op=True).wait()
+    assert isinstance(back, DTensor)
+    return runs.to_local().detach(), back.to_local().detach()
+
+
+def test_ragged_runs_can_be_waited_for_both_ways(ranks: Pools) -> None:
+    full = torch.arange(12, dtype=torch.float64).view(6, 2)
+    starts = (0, 1, 1, 4, 6)
+    for rank, (runs, back) in enumerate(ranks(4).run(ragged)):
+        assert torch.equal(runs, full[starts[rank] : starts[rank + 1]])
+        assert torch.equal(back, part(full, Layout((4,), (S0,)), rank))

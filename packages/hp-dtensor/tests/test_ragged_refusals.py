@@ -1,0 +1,131 @@
+"""What ragged tensors refuse: other operators, other operands, layouts that do not fit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from torch import nn
+
+from hp_dtensor import (
+    Layout,
+    LayoutError,
+    LocalShapeMismatch,
+    Partial,
+    PlacementCountError,
+    PlacementTypeError,
+    RaggedOpError,
+    RaggedShard,
+    RaggedSizesError,
+    RaggedTensor,
+    Replicate,
+    Shard,
+    ShardDimError,
+)
+
+from .test_ragged import Ragged, mesh_of, part_of, ragged_of, whole
+
+Pools = Callable[[int], RankPool]
+R, S0 = Replicate(), Shard(0)
+UNEVEN = Ragged(Layout((4,), (RaggedShard((0,), (5, 1, 0, 4)),)), (10, 3))
+
+
+def refused(rank: int) -> list[str]:
+    x = ragged_of(whole(UNEVEN.shape), UNEVEN, rank)
+    other = Ragged(Layout((4,), (RaggedShard((0,), (4, 2, 0, 4)),)), (10, 3))
+    y = ragged_of(whole(other.shape), other, rank)
+    plain = torch.ones(10, 3, dtype=torch.double)
+    owner = nn.Parameter(x.detach())
+    owner.grad = y
+    calls: list[Callable[[], Any]] = [
+        lambda: x @ torch.ones(3, 3),
+        lambda: torch.ones(3, 10) @ x,
+        lambda: x.sum(),
+        lambda: x.view(-1),
+        lambda: x[0],
+        lambda: torch.equal(x, x),
+        lambda: torch.cat([x, x]),
+        lambda: x.normal_(),
+        lambda: nn.functional.dropout(x),
+        lambda: torch._foreach_norm([x]),
+        lambda: torch._foreach_max([x]),
+        lambda: nn.utils.clip_grad_norm_([owner], 1.0),
+        lambda: dist.all_reduce(x),
+        lambda: x + plain,
+        lambda: plain * x,
+        lambda: x + torch.ones(3, dtype=torch.double),
+        lambda: x - y,
+        lambda: x < y,
+        lambda: x.add_(y),
+        lambda: x.copy_(plain),
+        lambda: torch._foreach_add([x, x], [x, y]),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(RaggedOpError) as info:
+            call()
+        texts.append(str(info.value))
+    assert torch.equal(x.to_local(), part_of(whole(UNEVEN.shape), UNEVEN, rank))
+    return texts
+
+
+def test_other_operators_and_operands_are_refused_on_every_rank_alike(ranks: Pools) -> None:
+    first, *others = ranks(4).run(refused)
+    assert others == [first] * 3
+    assert all("redistribute" in text for text in first)
+    assert "(Ragged(0: [5, 1, 0, 4])) on a mesh of shape (4,) and a [10, 3] tensor as" in first[16]
+    assert issubclass(RaggedOpError, TypeError)
+
+
+def misplaced(rank: int) -> list[tuple[str, str]]:
+    line, square = mesh_of((4,)), mesh_of((2, 2))
+    runs = RaggedShard((0,), (5, 1, 0, 4))
+
+    def make(mesh: Any, placements: Any, shape: tuple[int, ...] = (10, 3)) -> RaggedTensor:
+        return RaggedTensor.from_local(torch.zeros(5, 3), mesh, placements, shape=shape)
+
+    calls: list[Callable[[], Any]] = [
+        lambda: make("cpu", (runs,)),
+        lambda: make(line, runs),
+        lambda: make(line, (runs, R)),
+        lambda: make(line, (S0,)),
+        lambda: make(square, (RaggedShard((0,), (5, 5)), Partial())),
+        lambda: make(line, (runs,), (11, 3)),
+        lambda: make(line, (RaggedShard((0,), (5, 5)),)),
+        lambda: make(line, (RaggedShard((0, 1, 2), (5, 1, 0, 4)),)),
+        lambda: make(square, (RaggedShard((0,), (1, 1)), S0), (3, 3)),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(LayoutError) as info:
+            call()
+        texts.append((info.type.__name__, str(info.value)))
+    if rank == 0:
+        make(line, (runs,))
+    else:
+        wanted = rf"gives rank {rank} of the mesh \[{runs.sizes[rank]}, 3\]"
+        with pytest.raises(LocalShapeMismatch, match=wanted):
+            make(line, (runs,))
+    return texts
+
+
+def test_layouts_that_do_not_fit_are_named_on_every_rank_alike(ranks: Pools) -> None:
+    first, *others = ranks(4).run(misplaced)
+    assert others == [first] * 3
+    assert [name for name, _ in first] == [
+        kind.__name__
+        for kind in (
+            PlacementTypeError,
+            PlacementTypeError,
+            PlacementCountError,
+            PlacementTypeError,
+            PlacementTypeError,
+            RaggedSizesError,
+            RaggedSizesError,
+            ShardDimError,
+            RaggedSizesError,
+        )
+    ]
+    assert "make other tensors with DTensor.from_local" in first[3][1]
