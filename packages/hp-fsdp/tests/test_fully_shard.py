@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_pool import RankPool
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hp_fsdp import (
@@ -93,7 +94,6 @@ def below_gathered() -> nn.Module:
 ABOVE = "weight of Linear is sharded already, by a call on a module above it; shard blocks first"
 CASES: dict[str, tuple[Callable[[], nn.Module | list[nn.Module]], type[ShardingError], str]] = {
     "scalar": (scalar, ParameterError, "scalar is a scalar"),
-    "meta": (lambda: nn.Linear(2, 2, device="meta"), ParameterError, "weight is on the meta"),
     "transposed": (transposed, ParameterError, "only contiguous parameters"),
     "tied": (tied_across, ParameterError, "1.weight is the same parameter as weight"),
     "tied sibling": (tied_sibling, ParameterError, "weight is the same parameter as weight"),
@@ -151,14 +151,33 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[ShardingError],
     "module": (("a",), {}, ModuleError, "module is 'a'; legal are an nn.Module and a list"),
     "tensor": ((torch.ones(2),), {}, ModuleError, "module is of type Tensor; legal are"),
     "item": (([nn.Linear(2, 2), 3],), {}, ModuleError, "module[1] is 3; legal are an nn.Module"),
+    "policy": (
+        (nn.Linear(2, 2),),
+        {"mp_policy": torch.bfloat16},
+        ShardingError,
+        "mp_policy is of type dtype; legal is a MixedPrecisionPolicy",
+    ),
+    "dtype": (
+        (nn.Linear(2, 2),),
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)},
+        ShardingError,
+        "reduce_dtype is torch.int32; legal are floating-point dtypes and None",
+    ),
+    "ignored": (
+        (nn.Linear(2, 2),),
+        {"ignored_params": {"weight"}},
+        ParameterError,
+        "ignored_params has 'weight'; legal are nn.Parameters",
+    ),
     **{
         f"reshard={choice!r}": (
             (nn.Linear(2, 2),),
             {"reshard_after_forward": choice},
             ShardingError,
-            f"reshard_after_forward is {choice!r}; {CHOICES}",
+            f"reshard_after_forward is {choice!r}; legal are True, False, None (the default) and a "
+            "divisor of the 2 ranks that are sharded over: one of [1, 2]",
         )
-        for choice in (0, 1, 2, "yes")
+        for choice in (0, 3, -2, 1.0, "yes")
     },
 }
 
@@ -185,7 +204,7 @@ def test_arguments_of_wrong_types_are_named_with_what_is_legal(ranks: Ranks, cas
     assert results[0][2]
 
 
-def set_wrongly(rank: int, choice: Any) -> tuple[str, list[bool | None]]:
+def set_wrongly(rank: int, choice: Any) -> tuple[str, list[bool | int | None]]:
     model = shard(make(Net), mesh_of((2,), ("fsdp",)), reshard_after_forward=True)
     message = ""
     try:

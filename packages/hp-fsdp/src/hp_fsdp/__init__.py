@@ -4,30 +4,51 @@ Parameters, gradients and optimizer state are sharded over the data-parallel ran
 per-parameter DTensors of torch's ``fully_shard``; modules compute on views of what was gathered.
 """
 
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+
+from ._buffers import Resize as Resize
+from ._buffers import Ring as Ring
 from ._errors import MeshError as MeshError
 from ._errors import ModuleError as ModuleError
 from ._errors import ParameterError as ParameterError
 from ._errors import ShardingError as ShardingError
 from ._errors import StateError as StateError
+from ._errors import UnsupportedError as UnsupportedError
 from ._fully_shard import fully_shard as fully_shard
+from ._optimizer import sharded_optimizer as sharded_optimizer
+from ._place import DataParallelMeshDims as DataParallelMeshDims
 from ._report import GroupReport as GroupReport
 from ._report import ParameterReport as ParameterReport
 from ._report import PlanReport as PlanReport
 from ._surface import FSDPModule as FSDPModule
 from ._surface import UnshardHandle as UnshardHandle
+from ._surface import register_fsdp_forward_method as register_fsdp_forward_method
+from ._surface import share_comm_ctx as share_comm_ctx
 
 __version__ = "0.1.0"
 __all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "GroupReport",
     "MeshError",
+    "MixedPrecisionPolicy",
     "ModuleError",
+    "OffloadPolicy",
     "ParameterError",
     "ParameterReport",
     "PlanReport",
+    "Resize",
+    "Ring",
     "ShardingError",
     "StateError",
     "UnshardHandle",
+    "UnsupportedError",
     "__version__",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "sharded_optimizer",
+    "share_comm_ctx",
 ]

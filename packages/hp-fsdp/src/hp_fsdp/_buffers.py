@@ -1,22 +1,81 @@
-"""Flat memory that comes and goes under views that stay."""
+"""Flat memory that comes and goes under views that stay, and who gives it."""
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ._errors import ShardingError, StateError, shown
+
+
+class Buffer(Protocol):
+    """A flat buffer whose views outlive its memory.
+
+    ``writable`` is the same memory with a version counter of its own, so that gathering the same
+    values again does not look to autograd like a change of what it saved. A buffer begins
+    allocated, because torch makes views of existing memory only.
+    """
+
+    tensor: Tensor
+    writable: Tensor
+
+    @property
+    def available(self) -> bool:
+        """Return whether `allocate` can succeed now."""
+        ...
+
+    def allocate(self) -> None:
+        """Get memory; the contents are arbitrary."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back; views become unreadable."""
+        ...
+
+
+class Buffers(Protocol):
+    """Who gives memory to gathered parameters and packed gradients."""
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+        """Return a buffer for what one group gathers."""
+        ...
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return flat memory for packed gradients; the contents are arbitrary."""
+        ...
+
+    def give(self, flat: Tensor) -> None:
+        """Take back what `take` returned."""
+        ...
+
 
 class Resize:
-    """A flat buffer whose memory is allocated and freed in place.
+    """Memory from torch's allocator, got for each gather and each reduction, and given back."""
 
-    It begins allocated, because torch makes views of existing memory only; they outlive `free` and
-    are readable again after `allocate`. `writable` is the same memory with a version counter of its
-    own, so that gathering the same values again does not look to autograd like a change of what it
-    saved.
-    """
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+        """Return a buffer that allocates and frees in place."""
+        return ResizeBuffer(numel, dtype, device)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, flat: Tensor) -> None:
+        """Do nothing: memory goes when nobody holds it."""
+
+
+class ResizeBuffer:
+    """A flat buffer whose memory is allocated and freed in place."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
         self.writable: Tensor = self.tensor.data
         self._bytes = numel * self.tensor.element_size()
+
+    @property
+    def available(self) -> bool:
+        """Return True: there is always more memory."""
+        return True
 
     def allocate(self) -> None:
         """Get memory; the contents are arbitrary."""
@@ -25,3 +84,89 @@ class Resize:
     def free(self) -> None:
         """Give the memory back; views become unreadable."""
         self.tensor.untyped_storage().resize_(0)
+
+
+class Ring:
+    """A fixed number of slots that are allocated once and used by groups in turn.
+
+    Give one ring to the units that run one after another: the groups get slots in the order of the
+    `fully_shard` calls, each slot as large as the largest of its groups. Two groups of one slot
+    cannot be gathered at once: what is prefetched waits then, what is needed raises `StateError`.
+    Units that keep their parameters after forward, as the root does, need memory of their own.
+    """
+
+    def __init__(self, slots: int) -> None:
+        """Make a ring; raises `ShardingError` for fewer than 2 slots, which could not overlap."""
+        given: object = slots
+        if isinstance(given, bool) or not isinstance(given, int) or given < 2:
+            raise ShardingError(f"a ring of {shown(given)} slots; legal are 2, 3, ...")
+        self._count = slots
+        self._made = 0
+        self._slots: dict[tuple[int, torch.device], _Slot] = {}
+        self._free: list[Tensor] = []
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Buffer:
+        """Return a buffer in the next slot."""
+        position = self._made % self._count
+        self._made += 1
+        if (position, device) not in self._slots:
+            self._slots[position, device] = _Slot(device, self._count)
+        return RingBuffer(self._slots[position, device], numel, dtype)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory that was given back, if some is large enough, or new."""
+        size = numel * dtype.itemsize
+        for position, flat in enumerate(self._free):
+            if flat.device == device and flat.numel() >= size:
+                return self._free.pop(position)[:size].view(dtype)
+        return torch.empty(size, dtype=torch.uint8, device=device).view(dtype)
+
+    def give(self, flat: Tensor) -> None:
+        """Keep the memory for the next reduction."""
+        storage = flat.untyped_storage()
+        empty = torch.empty(0, dtype=torch.uint8, device=flat.device)
+        self._free.append(empty.set_(storage, 0, (storage.nbytes(),), (1,)))
+
+
+class _Slot:
+    """Memory that several groups use, one at a time."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.count = count
+        self.owner: RingBuffer | None = None
+
+    def grow(self, size: int) -> None:
+        storage = self.memory.untyped_storage()
+        if storage.nbytes() < size:
+            storage.resize_(size)
+
+
+class RingBuffer:
+    """One group's view of a slot."""
+
+    def __init__(self, slot: _Slot, numel: int, dtype: torch.dtype) -> None:
+        slot.grow(numel * dtype.itemsize)
+        self._slot = slot
+        empty = torch.empty(0, dtype=dtype, device=slot.memory.device)
+        self.tensor: Tensor = empty.set_(slot.memory.untyped_storage(), 0, (numel,), (1,))
+        self.writable: Tensor = self.tensor.data
+
+    @property
+    def available(self) -> bool:
+        """Return whether no other group has the slot."""
+        return self._slot.owner in (None, self)
+
+    def allocate(self) -> None:
+        """Claim the slot; raises `StateError` if another group has it."""
+        if not self.available:
+            raise StateError(
+                f"a ring of {self._slot.count} slots, and two groups of one slot are needed at "
+                "once; use more slots, or give units that stay gathered memory of their own"
+            )
+        self._slot.owner = self
+
+    def free(self) -> None:
+        """Release the slot."""
+        if self._slot.owner is self:
+            self._slot.owner = None

@@ -21,6 +21,10 @@ class StateError(ShardingError, RuntimeError):
     """A call came at a moment at which it has no meaning."""
 
 
+class UnsupportedError(ShardingError, NotImplementedError):
+    """A call of torch's surface that this package answers in another way, which it names."""
+
+
 def shown(value: object) -> str:
     """Return what a message says of a wrong argument; the same on every rank, so no addresses."""
     if isinstance(value, str | int | float | None):

@@ -1,25 +1,42 @@
 """Plan and install: nothing here communicates."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, cast, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from hp_dtensor import Axis, Collectives, TorchCollectives
+from hp_dtensor import Collectives, TorchCollectives
 
-from ._errors import MeshError, ModuleError, ParameterError, shown
-from ._gradients import DataAxes
+from ._arguments import (
+    LayoutName,
+    check_gradient_mode,
+    check_modules,
+    device_of,
+    modules_of,
+    place_on,
+    storage_of,
+    world_mesh,
+)
+from ._buffers import Buffers, Resize
+from ._find import Granularity, ShardPlacement, Wanted, free_parameters
 from ._group import ParameterGroup
-from ._parameters import Owner, ShardedParameter, sharded_from
+from ._options import Options, check_reshard
+from ._parameters import ShardedParameter
+from ._place import DataAxisNames, Place
+from ._ragged_group import RaggedGroup
+from ._ragged_parameter import RaggedParameter
 from ._schedule import Schedule
+from ._storage import GradientMode, Storage
 from ._surface import FSDPModule, sharded_class
-from ._taken import is_taken, note_taken
-from ._torch import parameters_of
-from ._unit import UNIT_ATTRIBUTE, Options, Unit, unit_of
+from ._taken import note_taken
+from ._unit import UNIT_ATTRIBUTE, Unit
+
+_AS_IT_IS = MixedPrecisionPolicy()
+_NOWHERE = OffloadPolicy()
 
 
 @overload
@@ -27,7 +44,18 @@ def fully_shard(
     module: nn.Module,
     mesh: DeviceMesh | None = ...,
     *,
-    reshard_after_forward: bool | None = ...,
+    layout: LayoutName = ...,
+    granularity: Granularity | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: Collection[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataAxisNames | None = ...,
+    min_shard_numel: int = ...,
+    direct_bytes: float | None = ...,
+    buffers: Buffers | None = ...,
+    grads: GradientMode = ...,
     collectives: Collectives | None = ...,
 ) -> FSDPModule: ...
 
@@ -37,7 +65,18 @@ def fully_shard(
     module: list[nn.Module],
     mesh: DeviceMesh | None = ...,
     *,
-    reshard_after_forward: bool | None = ...,
+    layout: LayoutName = ...,
+    granularity: Granularity | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacement | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: Collection[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataAxisNames | None = ...,
+    min_shard_numel: int = ...,
+    direct_bytes: float | None = ...,
+    buffers: Buffers | None = ...,
+    grads: GradientMode = ...,
     collectives: Collectives | None = ...,
 ) -> list[FSDPModule]: ...
 
@@ -46,7 +85,18 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     mesh: DeviceMesh | None = None,
     *,
-    reshard_after_forward: bool | None = None,
+    layout: LayoutName = "exact",
+    granularity: Granularity | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacement | None = None,
+    mp_policy: MixedPrecisionPolicy = _AS_IT_IS,
+    offload_policy: OffloadPolicy = _NOWHERE,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: DataAxisNames | None = None,
+    min_shard_numel: int = 0,
+    direct_bytes: float | None = None,
+    buffers: Buffers | None = None,
+    grads: GradientMode = "copy",
     collectives: Collectives | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters over data-parallel ranks, in place, and return the module.
@@ -63,50 +113,81 @@ def fully_shard(
     or what `FSDPModule.set_gradient_divide_factor` says. This function communicates nothing.
 
     Args:
-        module: a module with a ``forward``, or a list of such modules.
+        module: a module with a ``forward``, or a list of such modules. Parameters on the meta
+            device get memory later, by ``to_empty`` or ``load_state_dict(assign=True)``.
         mesh: 1-D, or 2-D ``(replicate, shard)``; by default 1-D over the world.
+        layout: ``"exact"``, the shards of torch, or ``"ragged"``: all parameters of a unit are one
+            buffer in equal shares, and each a `RaggedTensor` of hp-dtensor. Nothing is copied to
+            gather them, nothing padded but up to 16 bytes a rank.
+        granularity: in the ragged layout, how many elements of a parameter stay on one rank, or a
+            function of the parameter that says so: a row, an expert, a whole matrix. By default 1.
         reshard_after_forward: whether the parameters are given up between forward and backward; by
             default (None) the root and the last unit before its end keep them, the others do not. A
             forward that no backward can follow always ends with all of them given up, so that the
-            next one sees what an optimizer did in between.
+            next one sees what an optimizer did in between. An int, a divisor of the shard ranks: in
+            between they are sharded over that many neighbours, and backward gathers over these.
+        shard_placement_fn: called with each parameter, gives ``Shard(dim)`` or None for dim 0. What
+            is cut along another dim is copied once when gathered, once when reduced.
+        mp_policy: the dtypes to compute, to reduce and to return outputs in; gradients that add up
+            without communication do so in the dtype of the reduction.
+        offload_policy: with torch's ``CPUOffloadPolicy`` shards, their gradients and so optimizer
+            states rest on the CPU.
+        ignored_params: parameters that stay as they are, where they are; nothing reduces their
+            gradients.
+        dp_mesh_dims: the axes of ``mesh`` that carry data, where all parameters are DTensors on the
+            whole of it, replicated over these axes. Folding several into one makes a process group.
+        min_shard_numel: parameters of fewer elements stay whole on every rank; their gradients are
+            all-reduced.
+        direct_bytes: from how many bytes per rank on a parameter is gathered straight into place;
+            smaller ones travel packed and are copied. By default a number for the backend;
+            ``math.inf`` packs all.
+        buffers: who gives memory for gathered parameters and packed gradients: by default
+            ``Resize()``, or a `Ring`, the same for units that run one after another.
+        grads: how gradients are packed for the reduction: ``"copy"``, by one copy at the end of a
+            unit's backward; ``"accumulate"``, each as it comes, later microbatches added in place;
+            ``"fused"``, like that, and weights of ``nn.Linear`` by the matrix product itself.
         collectives: what carries the communication; by default ``torch.distributed``.
 
     Raises:
         MeshError: not a DeviceMesh, a mesh of more than two axes, without the names that a DTensor
             parameter needs, or overlapping the parameter's own mesh.
         ModuleError: not a module, one without forward, sharded before, or twice in the list.
-        ParameterError: a scalar, meta, non-contiguous or elsewhere sharded parameter.
-        ShardingError: reshard_after_forward is neither True, False nor None.
+        ParameterError: a scalar, non-contiguous or elsewhere sharded parameter, one that cannot be
+            cut as asked for, or an ignored one that is no parameter.
+        ShardingError: another argument has no meaning.
 
     A call that raises leaves the modules as they were.
     """
-    options = Options(reshard_after_forward=reshard_after_forward)
-    modules = _modules_of(module)
-    _check_modules(modules)
+    wanted = Wanted.of(ignored_params, shard_placement_fn, min_shard_numel, layout, granularity)
+    modules = modules_of(module)
+    check_modules(modules)
     if mesh is None:
-        mesh = _world_mesh(modules)
-    _check_mesh(mesh)
-    if collectives is None:
-        collectives = TorchCollectives()
-    device = _device(mesh)
-    axes = DataAxes(Axis.of(mesh, mesh.ndim - 1), Axis.of(mesh, 0) if mesh.ndim == 2 else None)
+        mesh = world_mesh(modules)
+    place = place_on(mesh, dp_mesh_dims)
+    options = Options(
+        reshard_after_forward=check_reshard(reshard_after_forward, place.axes.shard.size),
+        precision=mp_policy,
+    )
+    device = device_of(mesh)
+    storage = storage_of(mp_policy, offload_policy, device, direct_bytes)
+    storage = replace(
+        storage, buffers=buffers or Resize(), grads=check_gradient_mode(grads, layout)
+    )
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
-    by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
-    for parameter in _free_parameters(modules, mesh):
-        original = parameter.original()
-        if original is not None:
-            by_dtype.setdefault(original.dtype, []).append(parameter)
-    groups = [
-        ParameterGroup(parameters, axes, collectives, device) for parameters in by_dtype.values()
-    ]
+    groups = _groups_of(
+        free_parameters(modules, place, wanted),
+        place,
+        TorchCollectives() if collectives is None else collectives,
+        storage,
+    )
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
         for parameter in group.parameters:
             parameter.note_original()
         group.install_sharded()
-    note_taken(modules)
+    note_taken(modules, wanted.ignored)
     _move_buffers(modules, device)
-    unit = Unit(modules, groups, options, Schedule)
+    unit = Unit(modules, groups, options, device, Schedule)
     sharded: list[FSDPModule] = []
     for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
@@ -116,105 +197,28 @@ def fully_shard(
     return sharded[0] if isinstance(module, nn.Module) else sharded
 
 
-def _modules_of(module: object) -> list[nn.Module]:
-    legal = "legal are an nn.Module and a list of nn.Modules"
-    if isinstance(module, nn.Module):
-        return [module]
-    if isinstance(module, str | torch.Tensor) or not isinstance(module, Iterable):
-        raise ModuleError(f"module is {shown(module)}; {legal}")
-    modules = list(module)
-    for position, each in enumerate(modules):
-        if not isinstance(each, nn.Module):
-            raise ModuleError(f"module[{position}] is {shown(each)}; {legal}")
-    return modules
-
-
-def _check_mesh(mesh: object) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
-            f"mesh is {shown(mesh)}; legal are a DeviceMesh of one or two axes, and None for one "
-            "axis over the world"
-        )
-    if not 1 <= mesh.ndim <= 2:
-        raise MeshError(
-            f"a mesh of {mesh.ndim} axes; give one axis to shard over, or two, the first of which "
-            "replicates"
-        )
-
-
-def _check_modules(modules: Sequence[nn.Module]) -> None:
-    if not modules:
-        raise ModuleError("an empty list of modules; give at least one")
-    if len(set(modules)) < len(modules):
-        names = [type(module).__name__ for module in modules]
-        raise ModuleError(f"a module is twice in the list {names}; give each once")
-    for module in modules:
-        name = type(module).__name__
-        if unit_of(module) is not None:
-            raise ModuleError(f"{name} is sharded already; a module can be sharded once")
-        if type(module).forward is nn.Module.forward:
-            raise ModuleError(
-                f"{name} has no forward, so it cannot gather its parameters; shard the modules in "
-                "it one by one"
-            )
-
-
-def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
-    if original.ndim == 0:
-        raise ParameterError(f"{name} is a scalar; make it a tensor of one element to shard it")
-    if original.is_meta:
-        raise ParameterError(f"{name} is on the meta device; give it memory before sharding")
-    if not original.is_contiguous():
-        raise ParameterError(
-            f"{name} of shape {tuple(original.shape)} has strides {original.stride()}; only "
-            "contiguous parameters can be sharded, so call .contiguous() first"
-        )
-    if isinstance(original, DTensor) and original.device_mesh.device_type != mesh.device_type:
-        raise MeshError(
-            f"{name} is a DTensor on a {original.device_mesh.device_type} mesh, to be sharded over "
-            f"a {mesh.device_type} mesh; both must have one device type"
-        )
-
-
-def _free_parameters(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[ShardedParameter]:
-    """Return the parameters of ``modules`` that no unit has yet, each once with all its places."""
-    taken: set[int] = set()
-    places: set[tuple[int, str]] = set()  # what is registered there may have been replaced
-    for root in modules:
-        for inner in root.modules():
-            unit = unit_of(inner)
-            for group in unit.groups if unit is not None else ():
-                for parameter in group.parameters:
-                    taken |= {id(parameter.sharded), id(parameter.unsharded)}
-                    places.update((id(owner.registry), owner.name) for owner in parameter.owners)
-    owners: dict[int, list[Owner]] = {}
-    found: dict[int, tuple[nn.Parameter, str]] = {}
-    visited: set[nn.Module] = set()
-    for root in modules:
-        for path, inner in root.named_modules():
-            if inner in visited:
-                continue
-            visited.add(inner)
-            for name, candidate in parameters_of(inner).items():
-                place = (id(parameters_of(inner)), name)
-                if candidate is None or id(candidate) in taken or place in places:
-                    continue
-                full_name = f"{path}.{name}" if path else name
-                if is_taken(inner, name):
-                    raise ParameterError(
-                        f"{full_name} of {type(root).__name__} is sharded already, by a call on a "
-                        "module above it; shard blocks first, the root last"
-                    )
-                if (sharded := sharded_from(candidate)) is not None:
-                    raise ParameterError(
-                        f"{full_name} is the same parameter as {sharded.name} of a "
-                        "unit sharded before; give both modules to fully_shard as one list"
-                    )
-                owners.setdefault(id(candidate), []).append(Owner(parameters_of(inner), name))
-                found.setdefault(id(candidate), (candidate, full_name))
-    for original, name in found.values():
-        _check_parameter(original, name, mesh)
-    return [ShardedParameter(p, owners[key], name, mesh) for key, (p, name) in found.items()]
+def _groups_of(
+    parameters: Sequence[ShardedParameter],
+    place: Place,
+    collectives: Collectives,
+    storage: Storage,
+) -> list[ParameterGroup]:
+    """Return a group for each dtype, and more for the parameters that every rank keeps whole."""
+    alike: dict[tuple[torch.dtype, bool], list[ShardedParameter]] = {}
+    kind: type[ParameterGroup] = ParameterGroup
+    if any(isinstance(parameter, RaggedParameter) for parameter in parameters):
+        kind = RaggedGroup
+    for parameter in parameters:
+        original = parameter.original()
+        if original is not None:
+            alike.setdefault((original.dtype, parameter.dim is None), []).append(parameter)
+    whole = place.axes.replicated() if place.shards else place.axes
+    return [
+        ParameterGroup(each, whole, collectives, storage)
+        if is_whole
+        else kind(each, place.axes, collectives, storage)
+        for (_, is_whole), each in alike.items()
+    ]
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -223,16 +227,3 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
             for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
                 if buffer.device != device and not buffer.is_meta:
                     setattr(inner, name, buffer.to(device))
-
-
-def _world_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
-    types = {p.device.type for module in modules for p in module.parameters()} or {"cpu"}
-    if len(types) > 1 or "meta" in types:
-        raise MeshError(f"parameters on devices {sorted(types)}; give the mesh to shard over")
-    return init_device_mesh(types.pop(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -7,13 +7,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hp_dtensor import Collectives, Work
+from hp_dtensor import Axis, Collectives, Work
 
-from ._gradients import DataAxes, Reduction
+from ._axes import DataAxes
+from ._collect import Collector
+from ._cut import Cut
+from ._errors import StateError
+from ._gradients import Batch, PartialSum, Reduction
+from ._options import Options
 from ._parameters import ShardedParameter
+from ._precision import choose_dtypes
 from ._states import Event, ParameterState, advance
-from ._torch import local_of, set_local
+from ._storage import Storage
+from ._torch import local_of, writes_to
 from .layouts._exact import ExactLayout
+from .layouts._ragged import RaggedLayout
+
+Layout = ExactLayout | RaggedLayout
 
 
 class ParameterGroup:
@@ -24,24 +34,62 @@ class ParameterGroup:
         parameters: Sequence[ShardedParameter],
         axes: DataAxes,
         collectives: Collectives,
-        device: torch.device,
+        storage: Storage,
     ) -> None:
         """Copy this rank's rows; nothing is communicated, and registered only on request."""
         self.parameters = list(parameters)
-        self.axes = axes
+        self.axes = self.reduce_axes = axes
+        self.storage = storage
+        self.smaller: Axis | None = None  # what `keep` shards over between forward and backward
+        self.partial = PartialSum()
         self._collectives = collectives
         self._work: Work | None = None
+        self._writes_noted: int | None = None
         self.state = ParameterState.SHARDED
-        shapes, kept = [], []
+        wholes = []
         for parameter in self.parameters:
             whole = cast(Tensor, parameter.original()).detach()
-            whole = local_of(whole) if isinstance(whole, DTensor) else whole
-            shapes.append(tuple(whole.shape))
-            kept.append(_own_rows(whole, axes).to(device))
-        self.layout = ExactLayout(kept, shapes, axes.shard)
+            wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
+        kept = self._own_parts(wholes)
+        self.collector: Collector | None = None
+        self.layout: Layout = self._lay_out(kept)
+        if storage.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
+            fused = storage.grads == "fused"
+            self.collector = Collector(self.parameters, self._cuts, self._take, fused)
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
             parameter.build_sharded(local)
         self._build_unsharded()
+
+    def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        axis = self.axes.shard
+        self._cuts = [
+            Cut(shape=tuple(whole.shape), dim=parameter.dim or 0, degree=axis.size)
+            for parameter, whole in zip(self.parameters, wholes, strict=True)
+        ]
+        return [cut.part(each, axis.index) for cut, each in zip(self._cuts, wholes, strict=True)]
+
+    def _lay_out(self, locals_: Sequence[Tensor]) -> Layout:
+        self.dtypes = choose_dtypes(self.storage.precision, locals_[0].dtype)
+        if not locals_[0].is_meta:
+            locals_ = [local.to(self.storage.rest) for local in locals_]
+        layout = self._layout_of(locals_, self.dtypes.compute)
+        slots = layout.slots
+        # Gradients lie in the order of the shard, so that both can be stepped as one tensor.
+        self.order = sorted(range(len(slots)), key=lambda i: slots[i].shard_offset)
+        return layout
+
+    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
+        storage = self.storage
+        return ExactLayout(
+            locals_,
+            self._cuts,
+            self.axes.shard,
+            dtype=compute,
+            device=storage.device,
+            buffers=storage.buffers,
+            pinned=storage.pinned and not locals_[0].is_meta,
+            direct_bytes=storage.direct_bytes,
+        )
 
     def install_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
@@ -52,13 +100,62 @@ class ParameterGroup:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
             parameter.build_unsharded(full)
         self.layout.free()
+        if self.collector is not None:
+            self.collector.watch(self.layout.slots, self.order, self.dtypes.reduce)
+
+    def _take(self, numel: int) -> Tensor:
+        return self.storage.buffers.take(numel, self.dtypes.reduce, self.storage.device)
 
     def gather(self) -> None:
         """Start the all-gather unless it was started or has arrived."""
-        if self.state is ParameterState.SHARDED:
-            self.state = advance(self.state, Event.GATHER)
-            with torch.no_grad():
+        kept = self.state is ParameterState.POST_FORWARD
+        if not kept and self.state is not ParameterState.SHARDED:
+            return
+        self._check_memory()
+        self.state = advance(self.state, Event.GATHER)
+        with torch.no_grad():
+            if kept and self.smaller is not None:
+                self._work = self.layout.gather_kept(self.smaller, self._collectives)
+            else:
                 self._work = self.layout.gather(self.axes.shard, self._collectives)
+                self._writes_noted = None
+
+    def _check_memory(self) -> None:
+        """Raise `StateError` with the names of parameters that have no memory yet."""
+        if not self.layout.shard.is_meta:
+            return
+        names = [parameter.name for parameter in self.parameters if parameter.local().is_meta]
+        raise StateError(
+            f"{names} are on the meta device; give them memory with to_empty() and values, or load "
+            "a state dict with assign=True, before the first forward"
+        )
+
+    @property
+    def incomplete(self) -> bool:
+        """Return whether a group that began without memory has it for some parameters only."""
+        return self.layout.shard.is_meta and len({p.local().is_meta for p in self.parameters}) > 1
+
+    @property
+    def available(self) -> bool:
+        """Return whether a gather can start: it needs none, or there is memory for it."""
+        resting = self.state in (ParameterState.SHARDED, ParameterState.POST_FORWARD)
+        return not resting or self.layout.available
+
+    @property
+    def stale(self) -> bool:
+        """Return whether shards were written to since `note_writes`."""
+        if self._writes_noted is None:
+            return False
+        gathered = self.state in (ParameterState.GATHERING, ParameterState.UNSHARDED)
+        return gathered and self._writes() != self._writes_noted
+
+    def note_writes(self) -> None:
+        """Watch for writes to the shards from now on: what is gathered is to stay for a while."""
+        self._writes_noted = self._writes()
+
+    def _writes(self) -> int:
+        # What is written through a DTensor is counted there, what is written below it is not.
+        return writes_to(self.layout.shard) + sum(writes_to(p.sharded) for p in self.parameters)
 
     def unshard(self) -> None:
         """Wait for the all-gather, started here if need be, and register unsharded parameters."""
@@ -75,8 +172,22 @@ class ParameterGroup:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
         if self.state is ParameterState.GATHERING:
             self.unshard()
+        if self.state is ParameterState.POST_FORWARD:
+            self.state = advance(self.state, Event.RESHARD)
+            self.layout.drop()
         if self.state is ParameterState.UNSHARDED:
             self.state = advance(self.state, Event.RESHARD)
+            self.install_sharded()
+            self.layout.free()
+
+    def keep(self) -> None:
+        """Reshard, but keep what the backward gather over the smaller axis needs."""
+        if self.smaller is None or self.axes.shard.size == 1:
+            self.reshard()
+        elif self.state is ParameterState.UNSHARDED:
+            self.state = advance(self.state, Event.KEEP)
+            with torch.no_grad():
+                self.layout.keep(self.smaller.size)
             self.install_sharded()
             self.layout.free()
 
@@ -87,36 +198,62 @@ class ParameterGroup:
             self._work = None
         self.state = advance(self.state, Event.RESET)
         for parameter in self.parameters:
-            parameter.unsharded.grad = None
+            parameter.drop_gradient()
             parameter.install_sharded()
+        if self.collector is not None:
+            self.collector.drop()
+        self.partial.clear()
+        self.layout.drop()
         self.layout.free()
 
-    def reduce(self, divide: float | None) -> Reduction | None:
+    def hold_gradients(self) -> None:
+        """Put gradients that are not to be reduced yet aside, in the dtype of the reduction."""
+        if self.collector is None and self.dtypes.reduce != self.dtypes.compute:
+            for parameter in self.parameters:
+                parameter.hold_gradient(self.dtypes.reduce)
+
+    def reduce(self, options: Options) -> Reduction | None:
         """Start the reduction of the gradients, zeros where there are none; None if all frozen."""
-        chosen = [i for i, p in enumerate(self.parameters) if p.sharded.requires_grad]
+        with torch.no_grad():
+            return self._reduction(options)
+
+    def _reduction(self, options: Options) -> Reduction | None:
+        chosen = [i for i in self.order if self.parameters[i].sharded.requires_grad]
         if not chosen:
             return None
-        with torch.no_grad():
-            return Reduction(
-                [self.parameters[i] for i in chosen],
-                [self.layout.plan.slots[i] for i in chosen],
-                self.axes,
-                self._collectives,
-                divide,
-            )
+        collector = self.collector
+        parameters = [self.parameters[i] for i in chosen]
+        gradients: list[Tensor] = []
+        rows: Tensor | None = None
+        if collector is None:
+            gradients = [parameter.take_gradient(self._collectives) for parameter in parameters]
+        else:
+            rows = collector.finish(chosen, self._collectives)
+        batch = Batch(
+            parameters=parameters,
+            slots=[self.layout.slots[i] for i in chosen],
+            cuts=[self._cuts[i] for i in chosen],
+            held=[self.layout.held[i] for i in chosen],
+            dtype=self.dtypes.reduce,
+            shard=self.layout.shard,
+            partial=self.partial,
+            buffers=self.storage.buffers,
+            rows=rows,
+        )
+        return Reduction(batch, gradients, self.reduce_axes, self._collectives, options)
 
     @property
     def in_place(self) -> bool:
         """Return whether modules hold the group's parameters, and those the flat shard's memory."""
-        return self.state is not ParameterState.SHARDED or all(
-            map(ShardedParameter.in_place, self.parameters, self.layout.shards)
-        )
+        resting = self.state in (ParameterState.SHARDED, ParameterState.POST_FORWARD)
+        kind = type(self.parameters[0])  # a group has one kind of parameters
+        return not resting or all(map(kind.in_place, self.parameters, self.layout.shards))
 
     def refusals(self) -> list[str]:
         """Return why `adopt` cannot take what is registered now: nothing if it can."""
         said = [said for parameter in self.parameters if (said := parameter.refusal()) is not None]
-        if said:
-            return said
+        if said or self.incomplete:
+            return said  # the rest may be loaded later
         kinds: dict[str, list[str]] = {}
         for parameter in self.parameters:
             local = parameter.local()
@@ -133,6 +270,8 @@ class ParameterGroup:
         ``load_state_dict(assign=True)`` and ``Module.to`` give parameters memory of their own. The
         group is sharded, and `refusals` has none.
         """
+        if self.incomplete:
+            return
         for parameter in self.parameters:
             parameter.take_replacement()
         locals_ = [parameter.local() for parameter in self.parameters]
@@ -143,13 +282,7 @@ class ParameterGroup:
                 if local is not view:
                     view.copy_(local)
         else:
-            shapes = [slot.shape for slot in self.layout.plan.slots]
-            self.layout = ExactLayout(locals_, shapes, self.axes.shard)
+            self.layout = self._lay_out(locals_)
             self._build_unsharded()
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
-            set_local(cast(DTensor, parameter.sharded), view)
-
-
-def _own_rows(whole: Tensor, axes: DataAxes) -> Tensor:
-    rows = -(-whole.shape[0] // axes.shard.size)
-    return whole[axes.shard.index * rows : (axes.shard.index + 1) * rows]
+            parameter.put(view)

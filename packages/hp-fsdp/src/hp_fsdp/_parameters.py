@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
-from hp_dtensor import Collectives, concatenate_meshes, redistribute
+from hp_dtensor import Collectives, RaggedTensor, redistribute
 
-from ._errors import MeshError
-from ._torch import like, local_of, set_local, strided_shard
+from ._place import Place
+from ._torch import hooks_after_gradient, like, local_of, set_local
 
 SHARDED_ATTRIBUTE = "_fully_shard_became"
 
@@ -22,6 +22,7 @@ SHARDED_ATTRIBUTE = "_fully_shard_became"
 class Owner:
     """A place where a parameter is registered; a tied parameter has several."""
 
+    module: nn.Module
     registry: dict[str, nn.Parameter | None]
     name: str
 
@@ -38,17 +39,28 @@ class ShardedParameter:
     """A parameter of a group. ``sharded`` keeps its identity for life: optimizers hold it."""
 
     def __init__(
-        self, original: nn.Parameter, owners: Sequence[Owner], name: str, mesh: DeviceMesh
+        self,
+        original: nn.Parameter,
+        owners: Sequence[Owner],
+        name: str,
+        place: Place,
+        dim: int | None = 0,
     ) -> None:
-        """Work out where the parameter will lie; raises `MeshError` where it cannot."""
+        """Work out where the parameter will lie; raises `MeshError` where it cannot.
+
+        It is cut along ``dim``, or with None kept whole.
+        """
         self.name = name
+        self.dim = dim
         self.owners = tuple(owners)
         self.original = weakref.ref(original)
         self._own: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
         if isinstance(original, DTensor):
             self._own = (original.device_mesh, tuple(original.placements))
-        self._mesh, self._placements = joint_layout(mesh, self._own, name)
+        self._mesh, self._placements = place.layout(self._own, name, dim)
+        self._reduced_here = place.axes_within(self._own)
         self._requires_grad = original.requires_grad
+        self._held: Tensor | None = None
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
         self.sharded: nn.Parameter
@@ -105,6 +117,27 @@ class ShardedParameter:
                 return present
         return self.sharded
 
+    def wrap(self, local: Tensor) -> Tensor:
+        """Return a tensor of ``local`` that lies as the sharded face does."""
+        return like(cast(DTensor, self.sharded), local)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that lies as the sharded face does."""
+        return local_of(cast(DTensor, tensor))
+
+    def put(self, view: Tensor) -> None:
+        """Make ``view`` the memory of the sharded face."""
+        set_local(cast(DTensor, self.sharded), view)
+
+    def fits(self, found: object) -> bool:
+        """Return whether ``found`` lies as the sharded face does."""
+        return (
+            isinstance(found, DTensor)
+            and found.shape == self.shape
+            and found.device_mesh == self._mesh
+            and tuple(found.placements) == self._placements
+        )
+
     def in_place(self, view: Tensor) -> bool:
         """Return whether the sharded face is registered and its memory is ``view``."""
         face: Any = self.sharded
@@ -118,22 +151,19 @@ class ShardedParameter:
         found: object = self._registered()
         if found is self.sharded:
             return None
-        if not isinstance(found, DTensor):
-            what = f"a plain tensor of shape {tuple(cast(Tensor, found).shape)}"
-        elif (
-            found.shape != self.shape
-            or found.device_mesh != self._mesh
-            or tuple(found.placements) != self._placements
-        ):
+        if self.fits(found):
+            return None
+        what = f"a plain tensor of shape {tuple(cast(Tensor, found).shape)}"
+        if isinstance(found, DTensor | RaggedTensor):
+            kind = "DTensor" if isinstance(found, DTensor) else "RaggedTensor"
             what = (
-                f"a DTensor of shape {tuple(found.shape)}, placed {found.placements} on "
+                f"a {kind} of shape {tuple(found.shape)}, placed {found.placements} on "
                 f"{found.device_mesh}"
             )
-        else:
-            return None
+        own = cast(DTensor, self.sharded)
         return (
-            f"{self.name} was replaced by {what}; only a DTensor of shape {tuple(self.shape)}, "
-            f"placed {self._placements} on {self._mesh}, can take its place"
+            f"{self.name} was replaced by {what}; only a {type(own.data).__name__} of shape "
+            f"{tuple(self.shape)}, placed {own.placements} on {self._mesh}, can take its place"
         )
 
     def take_replacement(self) -> None:
@@ -143,20 +173,53 @@ class ShardedParameter:
 
     def local(self) -> Tensor:
         """Return this rank's rows of what is registered, where nothing is refused."""
-        return local_of(cast(DTensor, self._registered()))
+        return self.part(self._registered())
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether modules compute with a plain tensor, not with a DTensor."""
+        return self._own is None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Return whether the unsharded face has a gradient."""
+        return self.unsharded.grad is not None
+
+    def is_face(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is the unsharded face."""
+        return tensor is self.unsharded
+
+    def hold_gradient(self, dtype: torch.dtype) -> None:
+        """Put the unsharded gradient aside in ``dtype``, added to what is there already."""
+        gradient, self.unsharded.grad = self.unsharded.grad, None
+        if gradient is not None:
+            self._held = gradient.to(dtype) if self._held is None else self._held.add_(gradient)
+
+    def drop_gradient(self) -> None:
+        """Forget the unsharded gradient and what was put aside."""
+        self._held = None
+        self.unsharded.grad = None
 
     def take_gradient(self, collectives: Collectives) -> Tensor:
         """Remove and return the unsharded gradient as a plain tensor; zeros where there is none.
 
         A DTensor is brought to the parameter's own placements first: a sum over the axes of its own
-        mesh on which it is Partial, a redistribution where it is sharded otherwise.
+        mesh on which it is Partial, a redistribution where it is sharded otherwise. Axes that the
+        group reduces over are left to it.
         """
         gradient, self.unsharded.grad = self.unsharded.grad, None
+        held, self._held = self._held, None
+        if held is not None:
+            gradient = held if gradient is None else held.add_(gradient)
         if gradient is None:
             face = self.unsharded
             return torch.zeros_like(local_of(face) if isinstance(face, DTensor) else face)
         if self._own is not None:
-            laid_out = redistribute(cast(DTensor, gradient), self._own[1], collectives=collectives)
+            target = self._own[1]
+            for axis in self._reduced_here:
+                if (found := cast(DTensor, gradient).placements[axis]).is_partial():
+                    target = (*target[:axis], found, *target[axis + 1 :])
+            laid_out = redistribute(cast(DTensor, gradient), target, collectives=collectives)
             return local_of(laid_out).contiguous()
         return gradient.contiguous()
 
@@ -164,54 +227,15 @@ class ShardedParameter:
         """Make ``local`` the sharded gradient, or add it to the one that is there."""
         present = self.sharded.grad
         if present is None:
-            self.sharded.grad = like(cast(DTensor, self.sharded), local)
+            self.sharded.grad = self.wrap(local)
         else:
-            local_of(cast(DTensor, present)).add_(local)
+            self.part(present).add_(local)
+        if (hooks := hooks_after_gradient(self.sharded)) is not None:
+            for hook in list(hooks.values()):
+                hook(self.sharded)
 
 
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
     """Return what ``candidate`` became when a unit that still lives was made of it."""
     noted = vars(candidate).get(SHARDED_ATTRIBUTE)
     return None if noted is None else cast("ShardedParameter | None", noted())
-
-
-def joint_layout(
-    data: DeviceMesh, own: tuple[DeviceMesh, tuple[Placement, ...]] | None, name: str
-) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return where a sharded parameter lies: data axes first, the last of them sharded over.
-
-    ``own`` is the layout that it has already, if any; dim 0 is then cut by its axes first.
-    """
-    placements: list[Placement] = [Replicate()] * (data.ndim - 1) + [Shard(0)]
-    if own is None:
-        return data, tuple(placements)
-    mesh, own_placements = own
-    splits = 1
-    for size, placement in zip(mesh.shape, own_placements, strict=True):
-        splits *= size if placement.is_shard(0) else 1
-    if splits > 1:
-        placements[-1] = strided_shard(0, splits)
-    return joint_mesh(data, mesh, name), (*placements, *own_placements)
-
-
-def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the mesh of a sharded parameter that lies on ``own`` already: data axes first."""
-    data_names, own_names = data.mesh_dim_names, own.mesh_dim_names
-    if not data_names or not own_names:
-        raise MeshError(
-            f"{name} is a DTensor on mesh {own}, to be sharded over {data}: both meshes need axis "
-            "names, as submeshes of one root mesh have"
-        )
-    shared = sorted(set(data_names) & set(own_names))
-    if shared:
-        raise MeshError(
-            f"{name} is a DTensor on a mesh with axes {list(own_names)}, which share {shared} with "
-            f"the axes {list(data_names)} to shard over; place it on the other axes only"
-        )
-    try:
-        return concatenate_meshes([data, own])
-    except RuntimeError as error:
-        raise MeshError(
-            f"{name} lies on axes {list(own_names)}, which cannot be joined with "
-            f"{list(data_names)}: both must be slices of one root mesh that do not overlap"
-        ) from error

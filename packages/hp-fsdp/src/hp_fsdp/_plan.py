@@ -1,7 +1,7 @@
 """Where each parameter of a group lies in the flat buffers: pure functions of integers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 16  # bytes; what vectorised kernels and network transports like a start to be
@@ -85,13 +85,15 @@ def plan_group(
     shapes: Sequence[tuple[int, ...]],
     degree: int,
     itemsize: int,
-    direct_bytes: int | None = None,
+    direct_bytes: float | None = None,
+    rearranged: Collection[int] = (),
 ) -> GroupPlan:
     """Return the plan for parameters of these shapes (at least 1-D), split over ``degree`` ranks.
 
     A parameter is direct if its per-rank part has at least ``direct_bytes`` (64 KiB) and is a
     multiple of 16 bytes; every direct parameter then starts at a multiple of 16 bytes. With one
-    rank all are direct: shard and output are the same buffer.
+    rank all are direct: shard and output are the same buffer. The parameters at the positions
+    ``rearranged`` are never direct: what arrives is not in their order; they are packed last.
     """
     threshold = DIRECT_BYTES if direct_bytes is None else direct_bytes
     unit = max(1, ALIGNMENT // itemsize)
@@ -102,10 +104,13 @@ def plan_group(
     def is_direct(i: int) -> bool:
         if degree == 1:
             return True
+        if i in rearranged:
+            return False
         return held[i] % unit == 0 and held[i] * itemsize >= threshold
 
     direct = [i for i in range(len(shapes)) if is_direct(i)]
     packed = [i for i in range(len(shapes)) if not is_direct(i)]
+    packed.sort(key=lambda i: i in rearranged)  # a stable sort: otherwise in order
     shard_offset, full_offset = [0] * len(shapes), [0] * len(shapes)
     end = 0
     for i in direct:

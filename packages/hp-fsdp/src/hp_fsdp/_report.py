@@ -66,18 +66,19 @@ def report(groups: Iterable[tuple[str, ParameterGroup]]) -> PlanReport:
 
 def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
     plan, axes = group.layout.plan, group.axes
-    named = [axes.shard] if axes.replicate is None else [axes.replicate, axes.shard]
     return GroupReport(
         unit=unit,
         dtype=str(group.layout.shard.dtype).removeprefix("torch."),
-        axes={axis.name: axis.size for axis in named},
+        axes={axis.name: axis.size for axis in axes.named},
         parameter_bytes=plan.parameter_bytes,
         padding_bytes=plan.padding_bytes,
-        shard_bytes=plan.shard_numel * plan.itemsize,
+        shard_bytes=plan.shard_numel * group.layout.shard.element_size(),
         parameters=tuple(
             ParameterReport(
-                name=parameter.name, shape=slot.shape, rows_per_rank=slot.rows, direct=slot.direct
+                name=parameter.name, shape=cut.shape, rows_per_rank=slot.rows, direct=slot.direct
             )
-            for parameter, slot in zip(group.parameters, plan.slots, strict=True)
+            for parameter, slot, cut in zip(
+                group.parameters, group.layout.slots, group.layout.cuts, strict=True
+            )
         ),
     )

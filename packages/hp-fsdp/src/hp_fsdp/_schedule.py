@@ -1,14 +1,18 @@
 """When units gather, prefetch and reduce: the order is learned, never asked of the data."""
 
+import torch
 from torch import nn
 
+from hp_dtensor import Axis
+
+from ._axes import split_axis
 from ._errors import StateError
 from ._gradients import Reduction
 from ._group import ParameterGroup
+from ._options import Options
+from ._states import GradientState
 from ._torch import call_after_backward
 from ._unit import Unit, unit_of
-
-REDUCTIONS_IN_FLIGHT = 2  # packed gradient buffers alive at once
 
 
 class Schedule:
@@ -31,6 +35,9 @@ class Schedule:
                     unit.schedule.check_no_backward()
                 unit.schedule = self
                 self.units.append(unit)
+        self.device = self.units[0].device
+        self.starts_after: torch.Event | None = None
+        self._split_axes()
         self._pass_root: Unit | None = None
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
@@ -40,6 +47,19 @@ class Schedule:
         self._backward = False
         self._cursor = 0
         self._reductions: list[Reduction] = []
+        self._in_flight = 1
+
+    def _split_axes(self) -> None:
+        """Make the process groups of units that reshard to fewer ranks, one per set of ranks."""
+        made: dict[tuple[tuple[int, ...], int], Axis] = {}
+        for unit in self.units:
+            size = unit.options.reshard_after_forward
+            for group in unit.groups if size not in (None, True, False) else ():
+                axis = group.axes.shard
+                key = (axis.ranks, int(size or 0))
+                if axis.size > 1 and key not in made:
+                    made[key] = split_axis(axis, key[1])
+                group.smaller = made.get(key)
 
     def check_no_backward(self) -> None:
         """Raise `StateError` if an earlier backward never came to its end."""
@@ -49,32 +69,44 @@ class Schedule:
                 "before the next forward"
             )
 
-    def enter(self, unit: Unit) -> None:
-        """Note that a unit's forward begins; starts its all-gather and that of its successor."""
+    def enter(self, unit: Unit) -> bool:
+        """Note that a unit's forward begins; start its all-gather and that of its successor.
+
+        Return whether it is the root of the pass.
+        """
         if self._pass_root is None or self._pass_root is unit:
             self._begin_pass(unit)
         position = len(self._begun)
         self._begun.append(unit)
         order = self._begin_order
         self._following &= position < len(order) and order[position] is unit
+        if unit.stale:
+            unit.reshard()  # an optimizer stepped since
         unit.gather(in_pass=True)
-        if self._following and position + 1 < len(order):
+        if unit.forward_prefetch is not None:
+            for chosen in unit.forward_prefetch:
+                self._prefetch(chosen)
+        elif self._following and position + 1 < len(order):
             self._prefetch(order[position + 1])
+        return unit is self._pass_root
 
     def _begin_pass(self, root: Unit) -> None:
         self._pass_root = root
+        if self.starts_after is not None:
+            self.starts_after.wait()
+            self.starts_after = None
         self._begun, self._ended = [], []
         self._following = True
         # What an earlier pass left gathered never met its backward (an exception, a discarded
         # loss); an optimizer may have stepped since.
         for unit in self.units:
             if unit is not root:
-                unit.forget_half_run()
-            if unit.in_pass:
+                unit.passage.forget()
+            if unit.in_pass or unit.stale:
                 unit.reshard()
 
     def _prefetch(self, unit: Unit) -> None:
-        if unit.sharded:
+        if unit.sharded and all(group.available for group in unit.groups):
             unit.gather(in_pass=True)
 
     def leave(self, unit: Unit) -> None:
@@ -83,37 +115,44 @@ class Schedule:
         if unit is not self._pass_root:
             return
         for other in self.units:
-            if other.half_run:
-                other.leave(self)
+            if other.passage.half_run:
+                other.passage.leave(self)
         self._begin_order, self._end_order = self._begun, self._ended
         self._cursor = len(self._end_order)
         self._pass_root = None
         self._drop_unused_gathers()
 
-    def reshards_after_forward(self, unit: Unit) -> bool:
-        """Return whether a unit gives up its parameters between forward and backward.
+    def after_forward(self, unit: Unit) -> None:
+        """Let a unit give up its parameters between forward and backward, or some, or none.
 
         By default all do but the root and, once the order is known, the last unit to end before it:
         backward needs these two at once.
         """
         chosen = unit.options.reshard_after_forward
-        if chosen is not None:
-            return chosen
-        if unit is self._pass_root:
-            return False
-        last = self._end_order[-2] if len(self._end_order) > 1 else None
-        return not (self._following and unit is last)
+        if chosen is None:
+            last = self._end_order[-2] if len(self._end_order) > 1 else None
+            chosen = unit is not self._pass_root and not (self._following and unit is last)
+        if chosen is True:
+            unit.reshard()
+        elif chosen is not False:
+            unit.keep()
 
     def begin_backward(self) -> None:
         """Ask autograd, once per backward, to call when it is done."""
         if not self._backward:
             self._backward = True
+            self._in_flight = max(unit.options.in_flight for unit in self.units)
             call_after_backward(self._finish_backward)
 
     def backward_reached(self, unit: Unit) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
         self.begin_backward()
-        unit.gather(in_pass=True)
+        if unit.options.unshard_in_backward:
+            unit.gather(in_pass=True)
+        if unit.backward_prefetch is not None:
+            for chosen in unit.backward_prefetch:
+                self._prefetch_backward(chosen)
+            return
         order = self._end_order
         at = next((i for i in reversed(range(self._cursor)) if order[i] is unit), None)
         if at is None:
@@ -122,28 +161,41 @@ class Schedule:
         if at is not None:
             self._cursor = at
             if at:
-                self._prefetch(order[at - 1])
+                self._prefetch_backward(order[at - 1])
 
-    def reduce(self, group: ParameterGroup, divide: float | None) -> None:
+    def _prefetch_backward(self, unit: Unit) -> None:
+        if unit.options.unshard_in_backward:
+            self._prefetch(unit)
+
+    def reduce(self, group: ParameterGroup, options: Options) -> None:
         """Start a group's reduction; earlier ones are waited for so that few are in flight."""
         scattering = [r for r in self._reductions if r.scattering]
-        for earlier in scattering[: max(0, len(scattering) - REDUCTIONS_IN_FLIGHT + 1)]:
+        for earlier in scattering[: max(0, len(scattering) - self._in_flight + 1)]:
             earlier.finish_scatter()
-        begun = group.reduce(divide)
+        begun = group.reduce(options)
         if begun is not None:
             self._reductions.append(begun)
 
     def _finish_backward(self) -> None:
+        last = all(unit.options.is_last_backward for unit in self.units)
         for unit in reversed(self.units):
-            unit.finish_backward()
-            unit.reduce()  # what earlier backwards left in units that this one did not reach
-            unit.forget_half_run()
+            # Before the last backward, units that this one did not reach may have theirs to come.
+            if last or unit.gradients is GradientState.WRITING:
+                unit.finish_backward()
+            if last:
+                unit.reduce()  # what earlier backwards left in units that this one did not reach
+                unit.passage.forget()
+        self._backward = False
+        if last:
+            self.finish_reductions()
+            self._drop_unused_gathers()
+            self._cursor = len(self._end_order)
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions and put their results on the parameters' ``grad``."""
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
             reduction.finish()
-        self._drop_unused_gathers()
-        self._backward = False
-        self._cursor = len(self._end_order)
 
     def _drop_unused_gathers(self) -> None:
         for unit in self.units:

@@ -1,8 +1,9 @@
 """The states of a unit's parameters and gradients, and the one table of legal transitions.
 
-Parameters go round SHARDED -> GATHERING -> UNSHARDED -> SHARDED. Gradients go round EMPTY ->
-EXPECTED (a forward ran with gradients enabled) -> WRITING (its backward began) -> EMPTY (handed to
-a reduction, or left to accumulate). A reduction under way is an object of its own.
+Parameters go round SHARDED -> GATHERING -> UNSHARDED -> SHARDED; between forward and backward they
+may be POST_FORWARD, sharded over fewer ranks, and be gathered from there. Gradients go round
+EMPTY -> EXPECTED (a forward ran with gradients enabled) -> WRITING (its backward began) -> EMPTY
+(handed to a reduction, or left to accumulate). A reduction under way is an object of its own.
 """
 
 from enum import Enum, auto
@@ -17,6 +18,7 @@ class ParameterState(Enum):
     SHARDED = auto()
     GATHERING = auto()
     UNSHARDED = auto()
+    POST_FORWARD = auto()
 
 
 class GradientState(Enum):
@@ -33,6 +35,7 @@ class Event(Enum):
     GATHER = auto()
     ARRIVE = auto()
     RESHARD = auto()
+    KEEP = auto()
     FORWARD = auto()
     BACKWARD = auto()
     REDUCE = auto()
@@ -44,6 +47,9 @@ TRANSITIONS: dict[tuple[Enum, Event], Enum] = {
     (_P.SHARDED, Event.GATHER): _P.GATHERING,
     (_P.GATHERING, Event.ARRIVE): _P.UNSHARDED,
     (_P.UNSHARDED, Event.RESHARD): _P.SHARDED,
+    (_P.UNSHARDED, Event.KEEP): _P.POST_FORWARD,
+    (_P.POST_FORWARD, Event.GATHER): _P.GATHERING,
+    (_P.POST_FORWARD, Event.RESHARD): _P.SHARDED,
     (_G.EMPTY, Event.FORWARD): _G.EXPECTED,
     (_G.EXPECTED, Event.FORWARD): _G.EXPECTED,
     (_G.EMPTY, Event.BACKWARD): _G.WRITING,

@@ -1,16 +1,16 @@
 """What a sharded module can do besides what it could before."""
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterable
 from functools import cache
+from types import MethodType
 from typing import Any, NoReturn, Self, cast
 
 from torch import nn
 
-from ._errors import ModuleError, ShardingError
+from ._errors import ModuleError, shown
 from ._report import PlanReport, report
+from ._setters import Setters
 from ._unit import Unit, unit_of
 
 
@@ -29,12 +29,12 @@ class UnshardHandle:
             self._unit.unshard()
 
 
-class FSDPModule:
+class FSDPModule(Setters):
     """The class that `fully_shard` mixes into a module's own; never constructed by itself."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Construct the module's own class: slices of a sharded container are not sharded."""
-        own = cast(Any, cls.__mro__[2])
+        own = cast(Any, cls.__bases__[1])
         module = own.__new__(own, *args, **kwargs)
         module.__init__(*args, **kwargs)
         return cast(Self, module)
@@ -71,48 +71,21 @@ class FSDPModule:
             for each in self._units(True):
                 each.reset()
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool | None, recurse: bool = True
-    ) -> None:
-        """Choose as `fully_shard` does, from now on.
+    def reset_iter_state(self) -> None:
+        """Do the same as `reset`, under torch's name."""
+        self.reset()
 
-        Raises `ShardingError` for anything but True, False or None.
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards without synchronisation left, in this module and those below.
+
+        One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
+        are on the parameters. For schedules of a pipeline, which run many backwards a step.
         """
-        self._edit(recurse, reshard_after_forward=reshard_after_forward)
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Reduce gradients in backward (the default), or let them add up unsharded until then.
-
-        Without synchronisation nothing is reduced, and every rank holds whole gradients, which
-        ``zero_grad`` does not see; the next backward with it reduces the sum.
-        """
-        self._edit(recurse, gradient_sync=requires_gradient_sync)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Switch gradient synchronisation off inside the block, for all units in this module."""
-        before = [(unit, unit.options.gradient_sync) for unit in self._units(True)]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for unit, sync in before:
-                unit.options = replace(unit.options, gradient_sync=sync)
-
-    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
-        """Divide the sum of the ranks' gradients by ``factor``; 1.0 leaves the sum.
-
-        None restores the default: the mean over all ranks of the mesh. Raises `ShardingError` for
-        anything but a positive finite number or None.
-        """
-        if factor is not None and not (math.isfinite(factor) and factor > 0):
-            raise ShardingError(
-                f"factor={factor} must be a positive finite number; 1.0 leaves the sum, None "
-                "restores the mean"
-            )
-        self._edit(recurse, divide=None if factor is None else float(factor))
+        for unit in reversed(self._units(True)):
+            unit.reduce_all()
+        schedule = self._unit().schedule
+        if schedule is not None:
+            schedule.finish_reductions()
 
     def plan_report(self) -> PlanReport:
         """Return bytes, padding and placement of all groups in this module, each with its unit."""
@@ -124,24 +97,6 @@ class FSDPModule:
         return report(
             (", ".join(found), group) for unit, found in paths.items() for group in unit.groups
         )
-
-    def _unit(self) -> Unit:
-        unit = unit_of(cast(nn.Module, self))
-        if unit is None:
-            raise ModuleError(f"{type(self).__name__} was not given to fully_shard")
-        return unit
-
-    def _units(self, recurse: bool) -> list[Unit]:
-        found = [self._unit()]
-        for module in cast(nn.Module, self).modules() if recurse else ():
-            unit = unit_of(module)
-            if unit is not None and unit not in found:
-                found.append(unit)
-        return found
-
-    def _edit(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            unit.options = replace(unit.options, **changes)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Module.to, .double() and the like: convert the shards, then lay them out flat again.
@@ -166,3 +121,34 @@ def sharded_class(own: type) -> type:
     """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``."""
     name = f"FSDP{own.__name__}"
     return type(name, (FSDPModule, own), {"__deepcopy__": _no_deepcopy, "__doc__": own.__doc__})
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a sharded module gather parameters and hook backward as forward does.
+
+    Does nothing to a module that is not sharded. Raises `ModuleError` for a method that is not
+    there.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ModuleError(f"{type(module).__name__} has no method {method_name!r}")
+    passage, own = unit.passage, getattr(module, method_name)
+
+    @functools.wraps(own)
+    def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = passage.before_forward(self, args, kwargs)
+        return passage.after_forward(self, args, own(*args, **kwargs))
+
+    setattr(module, method_name, MethodType(gathered, module))
+
+
+def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
+    """Accept what torch shares streams between; here all communication has the mesh's groups.
+
+    Raises `ModuleError` for a module that is not sharded.
+    """
+    for module in modules:
+        if unit_of(module) is None:
+            raise ModuleError(f"{shown(module)} was not given to fully_shard")

@@ -3,7 +3,7 @@
 A unit knows what lies under its modules; from below it cannot be seen.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import nn
@@ -23,11 +23,15 @@ class _Taken:
         return type(None), ()  # the copy's parameters are its own
 
 
-def note_taken(roots: Iterable[nn.Module]) -> None:
-    """Note that units have all parameters under ``roots``."""
+def note_taken(roots: Iterable[nn.Module], ignored: Container[int] = ()) -> None:
+    """Note that units have all parameters under ``roots``, but those whose id is ``ignored``."""
     for root in roots:
         for inner in root.modules():
-            names = (name for name, p in parameters_of(inner).items() if p is not None)
+            names = (
+                name
+                for name, p in parameters_of(inner).items()
+                if p is not None and id(p) not in ignored
+            )
             inner.__dict__[TAKEN_ATTRIBUTE] = _Taken(names)
 
 

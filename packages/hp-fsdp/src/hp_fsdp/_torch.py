@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 # A shard of a dimension that later axes of the mesh have cut already. No public name; without it
@@ -72,3 +73,28 @@ def call_after_backward(function: Callable[[], None]) -> None:
 def inside_backward() -> bool:
     """Return whether an autograd backward runs on this thread; there is no public question."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], object]] | None:
+    """Return what ``Tensor.register_post_accumulate_grad_hook`` registered; it has no getter."""
+    return parameter._post_accumulate_grad_hooks
+
+
+def writes_to(tensor: Tensor) -> int:
+    """Return how often a tensor or a view of it was written to; there is no public counter."""
+    return tensor._version
+
+
+def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the 1-D mesh over several axes, ``DeviceMesh._flatten``, which has no public name."""
+    return mesh[names]._flatten("_".join(names))
+
+
+def is_extended(tensor: Tensor) -> bool:
+    """Return whether a tensor gathers itself: torch's `fully_shard` looks for this name on it."""
+    return hasattr(tensor, "fsdp_pre_all_gather")
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that ``tensor`` is a view of; there is no public question."""
+    return tensor._base

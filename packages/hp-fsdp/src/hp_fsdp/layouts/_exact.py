@@ -1,5 +1,6 @@
-"""Shard(0) of every parameter, as torch's ``fully_shard`` cuts it, gathered without a copy-out."""
+"""The shards that torch's ``fully_shard`` cuts, gathered without a copy-out."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, Work
 
-from .._buffers import Resize
+from .._buffers import Buffer, Buffers, Resize
+from .._cut import Cut
 from .._plan import GroupPlan, Slot, plan_group
 
 
@@ -15,68 +17,152 @@ class ExactLayout:
     """The flat shard of one group and the flat output that it is gathered into.
 
     The rest of the package relies on: `shards` and `fulls`, views per parameter; `gather`,
-    `finish_gather` and `free`, the life of the output. Sharded views are always readable, full ones
-    between `finish_gather` and `free`; the output begins allocated, so that faces can be built over
-    it, and is then freed. With one rank both are views of the same memory.
+    `finish_gather` and `free`, the life of the output; `keep` and `drop`, that of a larger part of
+    it between forward and backward. Sharded views are always readable, full ones between
+    `finish_gather` and `free`; the output begins allocated, so that faces can be built over it, and
+    is then freed. Where shards are stored as they are gathered, one rank's output is its shard.
     """
 
     def __init__(
-        self, locals_: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis
+        self,
+        locals_: Sequence[Tensor],
+        cuts: Sequence[Cut],
+        axis: Axis,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers | None = None,
+        pinned: bool = False,
+        direct_bytes: float | None = None,
     ) -> None:
-        """Copy this rank's rows of each parameter (``locals_``) into a new flat shard."""
+        """Copy this rank's part of each parameter (``locals_``) into a new flat shard.
+
+        It keeps their dtype and device; the output has ``dtype`` and lies on ``device``.
+        """
         first = locals_[0]
-        self.plan: GroupPlan = plan_group(shapes, axis.size, first.element_size())
-        self.shard = torch.zeros(self.plan.shard_numel, dtype=first.dtype, device=first.device)
-        self.shards = [_rows(self.shard, slot, axis.index) for slot in self.plan.slots]
+        self.cuts = tuple(cuts)
+        self._index = axis.index
+        self.plan: GroupPlan = plan_group(
+            [cut.planned_shape for cut in cuts],
+            axis.size,
+            min(first.element_size(), dtype.itemsize),
+            direct_bytes,
+            [i for i, cut in enumerate(cuts) if cut.dim],
+        )
+        self.slots = self.plan.slots
+        self.spans = [(s.shard_offset, s.shard_offset + s.shard_numel) for s in self.slots]
+        self.shard = torch.zeros(
+            self.plan.shard_numel, dtype=first.dtype, device=first.device, pin_memory=pinned
+        )
+        shapes = [cut.local_shape(self._index) for cut in cuts]
+        self.held = [(shape, math.prod(shape)) for shape in shapes]
+        self.shards = [
+            _narrow(self.shard, slot.shard_offset, math.prod(shape)).view(shape)
+            for slot, shape in zip(self.plan.slots, shapes, strict=True)
+        ]
         for view, local in zip(self.shards, locals_, strict=True):
             view.copy_(local)
-        self._output: Resize | None = None
-        if axis.size == 1:
+        as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
+        self._output: Buffer | None = None
+        if axis.size == 1 and as_stored:
             # Parameters start at their shard's offset, and the shard is the output.
             memory = self.shard.data
         else:
-            self._output = Resize(self.plan.full_numel, first.dtype, first.device)
+            own = Resize() if buffers is None else buffers
+            self._output = own.buffer(self.plan.full_numel, dtype, device)
             memory = self._output.tensor
         self.fulls = [
-            _narrow(memory, slot.full_offset, slot.numel).view(slot.shape)
-            for slot in self.plan.slots
+            _narrow(memory, slot.full_offset, slot.numel).view(cut.shape)
+            for slot, cut in zip(self.plan.slots, cuts, strict=True)
         ]
-        self._inputs = [_narrow(self.shard, start, n) for start, n in self.plan.segments]
+        self._sent: Buffer | None = None
+        if not as_stored:
+            self._sent = Resize().buffer(self.plan.shard_numel, dtype, device)
+        source = self.shard if self._sent is None else self._sent.tensor
+        self._inputs = [_narrow(source, start, n) for start, n in self.plan.segments]
         self._outputs: list[Tensor] = []
         self._arrived: Tensor | None = None
-        self._unpacked: list[Tensor] = []
+        self._kept: list[Tensor] = []
         if self._output is not None:
             self._wire(self._output.writable)
+        if self._sent is not None:
+            self._sent.free()
 
     def _wire(self, memory: Tensor) -> None:
         plan, degree = self.plan, self.plan.degree
         self._outputs = [_narrow(memory, degree * start, degree * n) for start, n in plan.segments]
-        self._packed = [slot for slot in plan.slots if not slot.direct]
-        if plan.packed_numel:
-            arrived = _narrow(memory, degree * plan.packed_offset, degree * plan.packed_numel)
-            self._arrived = arrived.view(degree, plan.packed_numel)
-            self._unpacked = [
-                _narrow(memory, slot.full_offset, degree * slot.shard_numel).view(
-                    degree, slot.shard_numel
-                )
-                for slot in self._packed
-            ]
+        if not plan.packed_numel:
+            return
+        arrived = _narrow(memory, degree * plan.packed_offset, degree * plan.packed_numel)
+        arrived = arrived.view(degree, plan.packed_numel)
+        packed = [
+            (slot, cut) for slot, cut in zip(plan.slots, self.cuts, strict=True) if not slot.direct
+        ]
+        plain = [slot for slot, cut in packed if not cut.dim]
+        self._widths = [slot.shard_numel for slot in plain]
+        self._unpacked = [_place(memory, slot, degree) for slot in plain]
+        self._arrived = arrived[:, : sum(self._widths)]
+        self._rearranged: list[tuple[Tensor, Tensor]] = []
+        for slot, cut in packed:
+            if cut.dim:
+                full = cut.by_rank(_narrow(memory, slot.full_offset, slot.numel).view(cut.shape))
+                start = slot.shard_offset - plan.packed_offset
+                part = arrived[:, start : start + slot.shard_numel]
+                self._rearranged.append((full, part.view(full.shape)))
+
+    @property
+    def available(self) -> bool:
+        """Return whether there is memory to gather into."""
+        return self._output is None or self._output.available
 
     def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
         if self._output is None or not self._inputs:
             return None
         self._output.allocate()
+        if self.plan.degree == 1:
+            self._output.writable.copy_(self.shard, non_blocking=True)
+            return None
+        if self._sent is not None:
+            self._sent.allocate()
+            self._sent.writable.copy_(self.shard, non_blocking=True)
         return collectives.all_gather(axis, self._inputs, self._outputs)
+
+    def keep(self, size: int) -> None:
+        """Copy what ``size`` neighbours hold together, of the gathered output, to gather it from.
+
+        The neighbours are those of this rank on an axis that is split into blocks of ``size``.
+        """
+        block = self._index % size
+        self._kept = [
+            output.view(size, -1)[block].clone(memory_format=torch.contiguous_format)
+            for output in self._outputs
+        ]
+
+    def gather_kept(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start an all-gather over a smaller axis of what `keep` copied."""
+        if self._output is None or not self._kept:
+            return None
+        self._output.allocate()
+        return collectives.all_gather(axis, self._kept, self._outputs)
+
+    def drop(self) -> None:
+        """Release what `keep` copied."""
+        self._kept = []
 
     def finish_gather(self, work: Work | None) -> None:
         """Wait for the all-gather and copy the packed parameters to their places."""
         if work is None:
             return
         work.wait()
-        if self._arrived is not None:
-            widths = [slot.shard_numel for slot in self._packed]
-            torch.split_with_sizes_copy(self._arrived, widths, dim=1, out=self._unpacked)
+        if self._sent is not None:
+            self._sent.free()
+        if self._arrived is None:
+            return
+        if self._widths:
+            torch.split_with_sizes_copy(self._arrived, self._widths, dim=1, out=self._unpacked)
+        for full, arrived in self._rearranged:
+            full.copy_(arrived)
 
     def free(self) -> None:
         """Give back the output's memory."""
@@ -88,7 +174,6 @@ def _narrow(flat: Tensor, start: int, length: int) -> Tensor:
     return flat[start : start + length]
 
 
-def _rows(flat: Tensor, slot: Slot, index: int) -> Tensor:
-    rows = slot.held_rows(index)
-    held = _narrow(flat, slot.shard_offset, rows * slot.row_numel)
-    return held.view(rows, *slot.shape[1:])
+def _place(memory: Tensor, slot: Slot, degree: int) -> Tensor:
+    held = _narrow(memory, slot.full_offset, degree * slot.shard_numel)
+    return held.view(degree, slot.shard_numel)

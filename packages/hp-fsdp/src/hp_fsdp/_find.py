@@ -1,0 +1,192 @@
+"""Which parameters a call takes, and how each of them is cut."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ._errors import MeshError, ParameterError, shown
+from ._parameters import Owner, ShardedParameter, sharded_from
+from ._place import Place
+from ._ragged_parameter import RaggedParameter
+from ._taken import is_taken
+from ._torch import is_extended, local_of, parameters_of
+from ._unit import unit_of
+
+ShardPlacement = Callable[[nn.Parameter], Shard | None]
+Granularity = int | Callable[[nn.Parameter], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a user says of single parameters: which to leave alone, how to cut the others."""
+
+    ignored: frozenset[int] = frozenset()
+    placement: ShardPlacement | None = None
+    least_numel: int = 0
+    ragged: bool = False
+    granularity: Granularity | None = None
+
+    @staticmethod
+    def of(
+        ignored: Collection[nn.Parameter] | None,
+        placement: ShardPlacement | None,
+        least_numel: int,
+        layout: str = "exact",
+        granularity: Granularity | None = None,
+    ) -> "Wanted":
+        """Return the wishes; raises `ParameterError` for what is no parameter or number."""
+        given: object = () if ignored is None else ignored
+        if not isinstance(given, Collection) or isinstance(given, str | Tensor):
+            raise ParameterError(f"ignored_params is {shown(given)}; legal is a set of parameters")
+        for each in given:
+            if not isinstance(each, nn.Parameter):
+                raise ParameterError(f"ignored_params has {shown(each)}; legal are nn.Parameters")
+        least: object = least_numel
+        if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+            raise ParameterError(f"min_shard_numel is {shown(least)}; legal are 0, 1, ...")
+        if layout not in ("exact", "ragged"):
+            raise ParameterError(f"layout is {shown(layout)}; legal are 'exact' and 'ragged'")
+        ragged = layout == "ragged"
+        if ragged and placement is not None:
+            raise ParameterError("shard_placement_fn has no meaning in the ragged layout")
+        if not ragged and granularity is not None:
+            raise ParameterError("granularity has a meaning in the ragged layout only")
+        return Wanted(
+            ignored=frozenset(id(each) for each in given),
+            placement=placement,
+            least_numel=least_numel,
+            ragged=ragged,
+            granularity=granularity,
+        )
+
+    def atom(self, parameter: nn.Parameter, name: str) -> int:
+        """Return how many elements of a parameter stay together in the ragged layout."""
+        wanted = self.granularity
+        found: object = 1 if wanted is None else wanted(parameter) if callable(wanted) else wanted
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise ParameterError(
+                f"granularity gives {shown(found)} for {name}; legal are 1, 2, ... elements"
+            )
+        return found
+
+    def dim(self, parameter: nn.Parameter, name: str, degree: int) -> int | None:
+        """Return the dimension to cut a parameter along; None keeps it whole on every rank."""
+        local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        if local.numel() < self.least_numel:
+            return None
+        placement: object = None if self.placement is None else self.placement(parameter)
+        if placement is None:
+            return 0
+        if type(placement) is not Shard:
+            raise ParameterError(
+                f"shard_placement_fn gives {shown(placement)} for {name}; legal are Shard(dim) and "
+                "None"
+            )
+        dim, ndim = placement.dim, local.ndim
+        if not -ndim <= dim < ndim:
+            raise ParameterError(f"{name} has {ndim} dimensions, so it has no dim {dim} to shard")
+        dim %= ndim
+        if dim and local.shape[dim] % degree:
+            raise ParameterError(
+                f"dim {dim} of {name}, of size {local.shape[dim]}, does not divide over {degree} "
+                "ranks; only dim 0 may be cut unevenly"
+            )
+        return dim
+
+
+def free_parameters(
+    modules: Sequence[nn.Module], place: Place, wanted: Wanted
+) -> list[ShardedParameter]:
+    """Return the parameters of ``modules`` that no unit has yet, each once with all its places.
+
+    Raises `ParameterError` and `MeshError` for parameters that cannot be sharded.
+    """
+    taken, places = _of_other_units(modules)
+    owners: dict[int, list[Owner]] = {}
+    found: dict[int, tuple[nn.Parameter, str]] = {}
+    visited: set[nn.Module] = set()
+    for root in modules:
+        for path, inner in root.named_modules():
+            if inner in visited:
+                continue
+            visited.add(inner)
+            for name, candidate in parameters_of(inner).items():
+                where = (id(parameters_of(inner)), name)
+                if candidate is None or id(candidate) in taken or where in places:
+                    continue
+                if id(candidate) in wanted.ignored:
+                    continue
+                full_name = f"{path}.{name}" if path else name
+                _check_free(candidate, inner, name, full_name, type(root).__name__)
+                owners.setdefault(id(candidate), []).append(
+                    Owner(inner, parameters_of(inner), name)
+                )
+                found.setdefault(id(candidate), (candidate, full_name))
+    for original, name in found.values():
+        _check_parameter(original, name, place.mesh)
+    return [
+        _made(original, owners[key], name, place, wanted) for key, (original, name) in found.items()
+    ]
+
+
+def _made(
+    original: nn.Parameter, owners: Sequence[Owner], name: str, place: Place, wanted: Wanted
+) -> ShardedParameter:
+    degree = place.axes.shard.size
+    dim = wanted.dim(original, name, degree) if place.shards else None
+    # One rank holds all in one run: exact and ragged are the same then.
+    if wanted.ragged and dim is not None and degree > 1:
+        return RaggedParameter(original, owners, name, place, wanted.atom(original, name))
+    return ShardedParameter(original, owners, name, place, dim)
+
+
+def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
+    """Return the parameters that units under ``modules`` have, and where they registered them."""
+    taken: set[int] = set()
+    places: set[tuple[int, str]] = set()  # what is registered there may have been replaced
+    for root in modules:
+        for inner in root.modules():
+            unit = unit_of(inner)
+            for group in unit.groups if unit is not None else ():
+                for parameter in group.parameters:
+                    taken |= {id(parameter.sharded), id(parameter.unsharded)}
+                    places.update((id(owner.registry), owner.name) for owner in parameter.owners)
+    return taken, places
+
+
+def _check_free(
+    candidate: nn.Parameter, module: nn.Module, name: str, full_name: str, root: str
+) -> None:
+    if is_taken(module, name):
+        raise ParameterError(
+            f"{full_name} of {root} is sharded already, by a call on a module above it; shard "
+            "blocks first, the root last"
+        )
+    if (sharded := sharded_from(candidate)) is not None:
+        raise ParameterError(
+            f"{full_name} is the same parameter as {sharded.name} of a unit sharded before; give "
+            "both modules to fully_shard as one list"
+        )
+
+
+def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
+    if is_extended(local_of(original) if isinstance(original, DTensor) else original):
+        raise ParameterError(
+            f"{name} is of type {type(original).__name__}, which gathers itself in its own way "
+            "(fsdp_pre_all_gather); unwrap it before sharding, or ignore it"
+        )
+    if original.ndim == 0:
+        raise ParameterError(f"{name} is a scalar; make it a tensor of one element to shard it")
+    if not original.is_contiguous():
+        raise ParameterError(
+            f"{name} of shape {tuple(original.shape)} has strides {original.stride()}; only "
+            "contiguous parameters can be sharded, so call .contiguous() first"
+        )
+    if isinstance(original, DTensor) and original.device_mesh.device_type != mesh.device_type:
+        raise MeshError(
+            f"{name} is a DTensor on a {original.device_mesh.device_type} mesh, to be sharded over "
+            f"a {mesh.device_type} mesh; both must have one device type"
+        )

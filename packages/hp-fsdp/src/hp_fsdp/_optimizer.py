@@ -1,0 +1,166 @@
+"""An optimizer that steps on flat shards and keeps the state of each parameter."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import RaggedTensor
+
+from ._errors import ModuleError, ShardingError
+from ._segments import Segment, segments_of
+from ._unit import unit_of
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+
+
+def sharded_optimizer(
+    cls: type[torch.optim.Optimizer], module: nn.Module, **kwargs: Any
+) -> "FlatOptimizer":
+    """Return an optimizer of a sharded module that updates each flat shard as one tensor.
+
+    ``cls`` is one of torch's optimizers that update every element alone, made with ``kwargs``;
+    results are those of ``cls`` on the parameters one by one. The parameter groups, the state and
+    its ``state_dict`` are per parameter, as torch's. Communicates nothing.
+
+    Raises `ModuleError` for a module that has nothing sharded to train, `ShardingError` for an
+    optimizer of another kind.
+    """
+    if cls not in ELEMENTWISE:
+        raise ShardingError(
+            f"{getattr(cls, '__name__', cls)} is not known to update every element alone; legal "
+            f"are {[each.__name__ for each in ELEMENTWISE]}; use it on the parameters themselves"
+        )
+    segments: list[Segment] = []
+    seen = set()
+    for inner in module.modules():
+        unit = unit_of(inner)
+        if unit is not None and unit not in seen:
+            seen.add(unit)
+            unit.reshard()
+            segments += [segment for group in unit.groups for segment in segments_of(group)]
+    if not segments:
+        raise ModuleError(f"{type(module).__name__} has no sharded parameter that trains")
+    sharded = {id(piece.parameter) for segment in segments for piece in segment.pieces}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    others = [p for p in trained if id(p) not in sharded]
+    return FlatOptimizer(cls, trained, segments, others, kwargs)
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """What `sharded_optimizer` returns: parameters outside, segments of flat shards inside."""
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        parameters: Iterable[nn.Parameter],
+        segments: Iterable[Segment],
+        others: Iterable[nn.Parameter],
+        options: dict[str, Any],
+    ) -> None:
+        """Make ``cls`` with ``options`` on the segments; ``others`` are stepped as they are.
+
+        ``parameters`` are all of them, in the order that a state dict numbers them in.
+        """
+        self._segments = list(segments)
+        self._others = list(others)
+        flats = [segment.flat for segment in self._segments]
+        self._inner = cast(Any, cls)([*flats, *self._others], **options)
+        self._shown = 0
+        super().__init__(list(parameters), dict(self._inner.defaults))
+        self._show_state()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters from their gradients; ``closure`` runs first, with gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for segment in self._segments:
+            segment.take_gradients()
+        chosen = {key: value for key, value in self.param_groups[0].items() if key != "params"}
+        self._inner.param_groups[0].update(chosen)  # a scheduler may have changed it
+        self._inner.step()
+        for segment in self._segments:
+            segment.flat.grad = None
+        if len(self._inner.state) != self._shown:
+            self._show_state()
+        return loss
+
+    @torch.no_grad()
+    def _show_state(self) -> None:
+        """Make each parameter's state a view of its segment's."""
+        self._shown = len(self._inner.state)
+        for segment in self._segments:
+            state: dict[str, Any] = self._inner.state.get(segment.flat, {})
+            for piece in segment.pieces if state else ():
+                self.state[piece.parameter] = {
+                    key: piece.cut(value) if _is_per_element(value, segment.flat) else value
+                    for key, value in state.items()
+                }
+        for other in self._others:
+            if other in self._inner.state:
+                self.state[other] = self._inner.state[other]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state per parameter; what a segment has once, each parameter has of its own.
+
+        Another optimizer that loads it would count a shared step once for each parameter.
+        """
+        found = super().state_dict()
+        found["state"] = {
+            number: {key: _own(value) for key, value in state.items()}
+            for number, state in found["state"].items()
+        }
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state per parameter, this optimizer's or that of ``cls`` on the parameters."""
+        super().load_state_dict(state_dict)
+        self._inner.state.clear()
+        for segment in self._segments:
+            first = self.state.get(segment.pieces[0].parameter, {})
+            self._inner.state[segment.flat] = {
+                key: self._joined(segment, key) if _is_sharded(value) else value
+                for key, value in first.items()
+            }
+            if not first:
+                del self._inner.state[segment.flat]
+        for other in self._others:
+            if other in self.state:
+                self._inner.state[other] = self.state[other]
+        self._show_state()
+
+    def _joined(self, segment: Segment, key: str) -> Tensor:
+        flat = torch.zeros_like(segment.flat)
+        for piece in segment.pieces:
+            loaded = self.state[piece.parameter][key]
+            part = piece.owner.part
+            part(piece.cut(flat)).copy_(part(loaded))
+        return flat
+
+
+def _is_per_element(value: object, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
+
+
+def _own(value: Any) -> Any:
+    shared = isinstance(value, Tensor) and not _is_sharded(value)
+    return value.clone() if shared else value
+
+
+def _is_sharded(value: object) -> bool:
+    return isinstance(value, DTensor | RaggedTensor)

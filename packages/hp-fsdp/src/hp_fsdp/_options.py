@@ -1,0 +1,113 @@
+"""The one frozen value that a unit's setters edit."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ._errors import ShardingError, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionHook:
+    """What a user runs on each reduced flat gradient, and the stream to run it on."""
+
+    function: Callable[[Tensor], Any]
+    stream: torch.Stream | None = None
+
+    def __call__(self, reduced: Tensor) -> None:
+        """Run the function; the current stream then waits for it."""
+        stream = self.stream
+        with nullcontext() if stream is None else _waiting_for_current(stream):
+            self.function(reduced)
+        if stream is not None:
+            torch.accelerator.current_stream().wait_stream(stream)
+
+
+def _waiting_for_current(stream: torch.Stream) -> torch.Stream:
+    stream.wait_stream(torch.accelerator.current_stream())
+    return stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a unit computes and communicates.
+
+    ``reshard_after_forward`` None: the schedule decides; an int is the number of ranks to reshard
+    to. ``divide`` None: the mean over all ranks. ``in_flight``: packed gradients alive at once.
+    Before the last backward of a step nothing is waited for.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    gradient_sync: bool = True
+    all_reduce: bool = True
+    divide: float | None = None
+    force_sum: bool = False
+    hook: ReductionHook | None = None
+    in_flight: int = 2
+    is_last_backward: bool = True
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        for name, value in (
+            ("reshard_after_backward", self.reshard_after_backward),
+            ("unshard_in_backward", self.unshard_in_backward),
+            ("requires_gradient_sync", self.gradient_sync),
+            ("requires_all_reduce", self.all_reduce),
+            ("force_sum_reduction_for_comms", self.force_sum),
+            ("is_last_backward", self.is_last_backward),
+        ):
+            _check_bool(name, value)
+        divide = self.divide
+        if divide is not None and not (math.isfinite(divide) and divide > 0):
+            raise ShardingError(
+                f"factor={divide} must be a positive finite number; 1.0 leaves the sum, None "
+                "restores the mean"
+            )
+        alive: object = self.in_flight
+        if isinstance(alive, bool) or not isinstance(alive, int) or alive < 1:
+            raise ShardingError(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
+        check_precision(self.precision)
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ShardingError(f"{name} is {shown(value)}; legal are True and False")
+
+
+def check_reshard(choice: object, degree: int) -> bool | int | None:
+    """Return the choice of what to do after forward, with ints that say True or False replaced.
+
+    Raises `ShardingError` for what is neither True, False, None nor a divisor of ``degree``.
+    """
+    if isinstance(choice, bool | None):
+        return choice
+    if not isinstance(choice, int) or choice < 1 or degree % choice:
+        divisors = [n for n in range(1, degree + 1) if degree % n == 0]
+        raise ShardingError(
+            f"reshard_after_forward is {shown(choice)}; legal are True, False, None (the default) "
+            f"and a divisor of the {degree} ranks that are sharded over: one of {divisors}"
+        )
+    if choice == 1:
+        return False
+    return True if choice == degree else choice
+
+
+def check_precision(policy: object) -> None:
+    """Raise `ShardingError` unless ``policy`` is a policy of floating dtypes."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ShardingError(f"mp_policy is {shown(policy)}; legal is a MixedPrecisionPolicy")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype: object = getattr(policy, name)
+        if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            continue
+        said = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
+        raise ShardingError(f"{name} is {said}; legal are floating-point dtypes and None")

@@ -1,0 +1,159 @@
+"""The hooks that tie a unit to the forward and backward of its modules."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ._errors import StateError
+from ._marks import Watch, mark_inputs
+from ._nested import tensors_with_gradient
+from ._precision import cast_floating, move_tensors
+from ._states import Event, GradientState
+from ._torch import inside_backward
+
+if TYPE_CHECKING:
+    from ._schedule import Schedule
+    from ._unit import Unit
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Passage:
+    """One way through the modules of a unit: which have yet to end, what backward is expected."""
+
+    def __init__(self, unit: "Unit") -> None:
+        """Install the hooks on the unit's modules."""
+        self._unit = unit
+        self._waiting: set[nn.Module] = set()  # modules of the list that have yet to end
+        self._running: set[nn.Module] = set()  # those that have begun and not ended
+        self._expects_backward = False
+        self._watch = Watch(self._gradient_came)
+        for module in unit.modules:
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward)
+
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Gather, and return the inputs, cast and marked."""
+        unit = self._unit
+        schedule = unit.attached(module)
+        policy = unit.options.precision
+        if policy.cast_forward_inputs:
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+        if inside_backward():
+            # Activation checkpointing runs the forward again, and may leave it half way: nothing
+            # here may wait for the hook after forward.
+            unit.gather(in_pass=True)
+            unit.unshard()
+            if torch.is_grad_enabled() and unit.gradients is GradientState.EMPTY:
+                # No forward announced these gradients (reentrant checkpointing runs it without).
+                unit.note(Event.BACKWARD)
+                schedule.begin_backward()
+            return args, kwargs
+        schedule.check_no_backward()
+        # A module that began and never ended raised: the unit starts over.
+        first = module not in self._waiting or module in self._running
+        if first:
+            self.forget()
+            self._waiting.update(unit.modules)
+            self._expects_backward = False
+            if schedule.enter(unit) and schedule.device.type != "cpu":
+                args, kwargs = move_tensors((args, kwargs), schedule.device)
+        self._running.add(module)
+        unit.unshard()
+        if first and torch.is_grad_enabled():
+            args, kwargs = mark_inputs(self._backward_left, args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Expect the backward, reshard, and return the output, cast."""
+        unit = self._unit
+        cast = cast_floating(output, unit.options.precision.output_dtype)
+        if inside_backward():
+            return cast
+        schedule = unit.attached(module)
+        if torch.is_grad_enabled():
+            self._expect_backward(cast)
+        self._waiting.discard(module)
+        self._running.discard(module)
+        if not self._waiting:
+            self.leave(schedule)
+        return cast
+
+    def _expect_backward(self, output: Any) -> None:
+        tensors = tensors_with_gradient(output)
+        for tensor in tensors:
+            tensor.register_hook(self._before_backward)
+        if not tensors and not self._watch.begin(
+            parameter.unsharded
+            for group in self._unit.groups
+            for parameter in group.parameters
+            if parameter.sharded.requires_grad
+        ):
+            return  # all is frozen: no backward comes through here
+        if not tensors:
+            self._announce(self._backward_came)
+        self._expects_backward = True
+        self._unit.note(Event.FORWARD)
+
+    def end_watch(self) -> None:
+        """Watch the parameters' gradients no more."""
+        if self._watch.active:
+            self._announce(None)
+        self._watch.end()
+
+    def _announce(self, came: Callable[[], None] | None) -> None:
+        for group in self._unit.groups:
+            if group.collector is not None:
+                group.collector.announce = came
+
+    def _gradient_came(self, _: Tensor) -> None:
+        self._backward_came()
+
+    def _backward_came(self) -> None:
+        if self._unit.schedule is not None:
+            self._unit.note(Event.BACKWARD)
+            self._unit.schedule.begin_backward()
+
+    def leave(self, schedule: "Schedule") -> None:
+        """End this unit's forward, with modules of its list unrun if the root says so.
+
+        Without a backward to come nobody would come back for the parameters. Where its beginning
+        cannot be seen, nobody could gather them again in time.
+        """
+        self.forget()
+        if not self._expects_backward:
+            self._unit.reshard()
+        elif not self._watch.active:
+            schedule.after_forward(self._unit)
+        schedule.leave(self._unit)
+
+    @property
+    def half_run(self) -> bool:
+        """Return whether some but not all modules of the list have run."""
+        return bool(self._waiting)
+
+    def forget(self) -> None:
+        """Start the list over at the next forward."""
+        self._waiting.clear()
+        self._running.clear()
+
+    def reset(self) -> None:
+        """Forget the step under way."""
+        self.forget()
+        self.end_watch()
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        unit = self._unit
+        if unit.schedule is None:
+            raise StateError("a backward reached a unit that has not run forward")
+        unit.note(Event.BACKWARD)
+        unit.schedule.backward_reached(unit)
+        if unit.options.unshard_in_backward:
+            unit.unshard()
+
+    def _backward_left(self) -> None:
+        if not self._watch.active:  # otherwise more may come: the end of backward reduces
+            self._unit.finish_backward()

@@ -1,0 +1,231 @@
+"""Where sharded parameters lie: which mesh, which placements, which axes are reduced over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from hp_dtensor import Axis, concatenate_meshes
+
+from ._axes import DataAxes
+from ._errors import MeshError, ParameterError
+from ._torch import flatten_axes, strided_shard
+
+Own: TypeAlias = tuple[DeviceMesh, tuple[Placement, ...]]  # how a DTensor lies before sharding
+
+
+class DataAxisNames(Protocol):
+    """The axes of a whole mesh that carry data; torch's ``DataParallelMeshDims`` is one."""
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Return the axes to shard over."""
+        ...
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Return the axes to replicate over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelMeshDims:
+    """The axes of a whole mesh, on which parameters are DTensors already, that carry data.
+
+    Parameters are sharded over ``shard`` and replicated over ``replicate``; several names are
+    folded into one axis. Raises `MeshError` if both are empty.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what names no axis."""
+        if not self.shard_names and not self.replicate_names:
+            raise MeshError("shard and replicate are both empty; name at least one axis of data")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Return the axes to shard over."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Return the axes to replicate over."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A data mesh, whose last axis shards and whose others replicate, beside parameters' own."""
+
+    mesh: DeviceMesh
+    axes: DataAxes
+
+    @property
+    def shards(self) -> bool:
+        """Return whether there is an axis to shard over."""
+        return True
+
+    @staticmethod
+    def on(mesh: DeviceMesh) -> "Place":
+        """Return the place of parameters sharded over the last axis of a mesh of one or two."""
+        replicate = (Axis.of(mesh, 0),) if mesh.ndim == 2 else ()
+        return Place(mesh, DataAxes(Axis.of(mesh, mesh.ndim - 1), replicate))
+
+    def layout(
+        self, own: Own | None, name: str, dim: int | None
+    ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Return where a sharded parameter lies: data axes first, the last of them sharded over.
+
+        ``own`` is the layout that it has already, if any; ``dim`` is then cut by its axes first.
+        """
+        cut: Placement = Replicate() if dim is None else Shard(dim)
+        placements: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
+        if own is None:
+            return self.mesh, (*placements, cut)
+        mesh, own_placements = own
+        if self.axes_within(own):
+            shard = (self.mesh.mesh_dim_names or ())[-1:] if dim is not None else ()
+            return _cut_within(own, self.axes_within(own), shard, dim, name)
+        return joint_mesh(self.mesh, mesh, name), (
+            *placements,
+            _after_cuts(cut, dim, mesh, own_placements, 0),
+            *own_placements,
+        )
+
+    def axes_within(self, own: Own | None) -> tuple[int, ...]:
+        """Return which axes of the parameter's own mesh are axes of data: all of them, or none."""
+        data = self.mesh.mesh_dim_names or ()
+        names = (own[0].mesh_dim_names or ()) if own is not None else ()
+        if own is None or not data or not set(data) <= set(names):
+            return ()
+        mesh = own[0][data] if len(data) > 1 else own[0][data[0]]
+        return tuple(names.index(each) for each in data) if mesh == self.mesh else ()
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlace(Place):
+    """Parameters that are DTensors on one mesh, of which ``dims`` name the axes of data."""
+
+    dims: DataAxisNames
+
+    @property
+    def shards(self) -> bool:
+        """Return whether an axis to shard over was named."""
+        return bool(self.dims.shard_names)
+
+    @staticmethod
+    def within(mesh: DeviceMesh, dims: DataAxisNames) -> "WholePlace":
+        """Return the place of parameters on ``mesh``; raises `MeshError` for names it lacks.
+
+        Folding several axes makes a process group for their ranks.
+        """
+        present = mesh.mesh_dim_names or ()
+        for name in (*dims.shard_names, *dims.replicate_names):
+            if name not in present:
+                raise MeshError(f"no axis {name!r} in a mesh with axes {list(present)}")
+        both = set(dims.shard_names) & set(dims.replicate_names)
+        if both:
+            raise MeshError(f"axes {sorted(both)} are to shard and to replicate; choose one")
+        folded = [_fold(mesh, each) for each in (dims.replicate_names, dims.shard_names) if each]
+        axes = [Axis.of(each, 0) for each in folded]
+        if not dims.shard_names:
+            return WholePlace(mesh, DataAxes(axes[0]).replicated(), dims)
+        return WholePlace(mesh, DataAxes(axes[-1], tuple(axes[:-1])), dims)
+
+    def layout(
+        self, own: Own | None, name: str, dim: int | None
+    ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Return the parameter's own mesh, several axes to shard over folded into one."""
+        mesh = self.mesh
+        if own is None:
+            raise ParameterError(
+                f"{name} is a plain tensor; with dp_mesh_dims every parameter is a DTensor on the "
+                "whole mesh, so distribute it first"
+            )
+        if own[0] != mesh:
+            raise MeshError(f"{name} is a DTensor on {own[0]}; with dp_mesh_dims it is on {mesh}")
+        shard = self.dims.shard_names if dim is not None else ()
+        return _cut_within(own, self.axes_within(own), shard, dim, name)
+
+    def axes_within(self, own: Own | None) -> tuple[int, ...]:
+        """Return the axes of data."""
+        data = {*self.dims.shard_names, *self.dims.replicate_names}
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(axis for axis, name in enumerate(names) if name in data)
+
+
+def _cut_within(
+    own: Own, data: Sequence[int], shard: tuple[str, ...], dim: int | None, name: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return how a parameter lies on its own mesh, also cut along the axes ``shard``.
+
+    Several of them are folded into one. Raises `MeshError` unless it is replicated over ``data``.
+    """
+    mesh, before = own
+    names = mesh.mesh_dim_names or ()
+    for axis in data:
+        if not before[axis].is_replicate():
+            raise MeshError(
+                f"{name} is a DTensor on a mesh with axes {list(names)}, which share "
+                f"{[names[axis]]} with the axes of data; it is placed {before[axis]} there, where "
+                "only Replicate() is legal"
+            )
+    meshes: list[DeviceMesh] = []
+    placements: list[Placement] = []
+    for axis, axis_name in enumerate(names):
+        if axis_name not in shard:
+            meshes.append(mesh[axis_name])
+            placements.append(before[axis])
+        elif axis_name == shard[0]:
+            meshes.append(_fold(mesh, shard))
+            placements.append(_after_cuts(Shard(dim or 0), dim, mesh, before, axis + 1))
+    if len(placements) == mesh.ndim:
+        return mesh, tuple(placements)
+    return concatenate_meshes(meshes), tuple(placements)
+
+
+def _fold(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flatten_axes(mesh, names)
+
+
+def _after_cuts(
+    cut: Placement, dim: int | None, mesh: DeviceMesh, own: Sequence[Placement], first: int
+) -> Placement:
+    """Return the placement of a cut of ``dim`` that axes from ``first`` on have made before."""
+    splits = 1
+    for size, placement in list(zip(mesh.shape, own, strict=True))[first:]:
+        splits *= size if dim is not None and placement.is_shard(dim) else 1
+    return cut if dim is None or splits == 1 else strided_shard(dim, splits)
+
+
+def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the mesh of a sharded parameter that lies on ``own`` already: data axes first."""
+    data_names, own_names = data.mesh_dim_names, own.mesh_dim_names
+    if not data_names or not own_names:
+        raise MeshError(
+            f"{name} is a DTensor on mesh {own}, to be sharded over {data}: both meshes need axis "
+            "names, as submeshes of one root mesh have"
+        )
+    shared = sorted(set(data_names) & set(own_names))
+    if shared:
+        raise MeshError(
+            f"{name} is a DTensor on a mesh with axes {list(own_names)}, which share {shared} with "
+            f"the axes {list(data_names)} to shard over; place it on the other axes only"
+        )
+    try:
+        return concatenate_meshes([data, own])
+    except RuntimeError as error:
+        raise MeshError(
+            f"{name} lies on axes {list(own_names)}, which cannot be joined with "
+            f"{list(data_names)}: both must be slices of one root mesh that do not overlap"
+        ) from error

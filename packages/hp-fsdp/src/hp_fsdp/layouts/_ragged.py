@@ -1,0 +1,114 @@
+"""All parameters of a group in one buffer, cut in equal shares: one all-gather and no copies."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import Axis, Collectives, Work
+
+from .._buffers import Buffer, Buffers, Resize
+from .._cut import Cut
+from .._ragged_plan import RaggedPlan
+
+
+class RaggedLayout:
+    """The share of one group and the buffer that it is gathered into; see `ExactLayout`.
+
+    Each parameter is one run of the buffer, so that nothing is moved after the all-gather.
+    """
+
+    def __init__(
+        self,
+        locals_: Sequence[Tensor],
+        plan: RaggedPlan,
+        axis: Axis,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers,
+        pinned: bool = False,
+    ) -> None:
+        """Copy this rank's parts (``locals_``) into a new share, of their dtype and device."""
+        first = locals_[0]
+        self.plan = plan
+        self.slots = plan.slots(axis.index)
+        self.cuts = tuple(Cut(shape=shape, dim=0, degree=plan.degree) for shape in plan.shapes)
+        self._index = axis.index
+        self.held = [((plan.share,), plan.share)]  # the share is reduced as one
+        self.shard = torch.zeros(
+            plan.share, dtype=first.dtype, device=first.device, pin_memory=pinned
+        )
+        self.spans: list[tuple[int, int]] = []
+        for position, slot in enumerate(self.slots):
+            start, end = plan.span(position, axis.index)
+            self.spans.append((slot.shard_offset, slot.shard_offset + end - start))
+        self.shards = self.parts(self.shard)
+        for view, local in zip(self.shards, locals_, strict=True):
+            view.copy_(local)
+        self._output: Buffer = buffers.buffer(plan.degree * plan.share, dtype, device)
+        self.fulls = self.wholes(self._output.tensor)
+        as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
+        self._sent: Buffer | None = None
+        if not as_stored:
+            self._sent = Resize().buffer(plan.share, dtype, device)
+            self._sent.free()
+        self._kept: Tensor | None = None
+
+    def parts(self, share: Tensor) -> list[Tensor]:
+        """Return the views of this rank's parts in a tensor that is laid out like the share."""
+        return [
+            share[start:end].view(-1, *shape[self.plan.leading(position) :])
+            if end > start
+            else share[:0].view(0, *shape[self.plan.leading(position) :])
+            for position, ((start, end), shape) in enumerate(
+                zip(self.spans, self.plan.shapes, strict=True)
+            )
+        ]
+
+    def wholes(self, buffer: Tensor) -> list[Tensor]:
+        """Return the views of the parameters in a tensor that is laid out like the buffer."""
+        return [
+            buffer[start : start + torch.Size(shape).numel()].view(shape)
+            for start, shape in zip(self.plan.starts, self.plan.shapes, strict=True)
+        ]
+
+    @property
+    def available(self) -> bool:
+        """Return whether there is memory to gather into."""
+        return self._output.available
+
+    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start the all-gather of the share over ``axis``."""
+        self._output.allocate()
+        source = self.shard
+        if self._sent is not None:
+            self._sent.allocate()
+            source = self._sent.writable.copy_(self.shard, non_blocking=True)
+        return collectives.all_gather(axis, [source], [self._output.writable])
+
+    def keep(self, size: int) -> None:
+        """Copy what this rank is to hold between forward and backward among ``size`` neighbours."""
+        self._kept = self._output.writable.view(size, -1)[self._index % size].clone()
+
+    def gather_kept(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start an all-gather over a smaller axis of what `keep` copied."""
+        if self._kept is None:
+            return None
+        self._output.allocate()
+        return collectives.all_gather(axis, [self._kept], [self._output.writable])
+
+    def drop(self) -> None:
+        """Release what `keep` copied."""
+        self._kept = None
+
+    def finish_gather(self, work: Work | None) -> None:
+        """Wait for the all-gather."""
+        if work is not None:
+            work.wait()
+        if self._sent is not None:
+            self._sent.free()
+
+    def free(self) -> None:
+        """Give back the output's memory."""
+        self._output.free()

@@ -1,0 +1,200 @@
+"""Optimizers that step on flat shards."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import clip_grad_norm_
+from hp_fsdp import ModuleError, ShardingError, StateError, fully_shard, sharded_optimizer
+from hp_fsdp._optimizer import ELEMENTWISE
+
+from .models import Gradients, Net, full, loss_of, make, mesh_of, parameters, shard, tokens, worst
+
+Ranks = Callable[[int], RankPool]
+NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.01, "momentum": 0.9},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+    "Adagrad": {"lr": 0.01},
+}
+
+
+def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> Gradients:
+    return {
+        f"{name}.{key}": full(value)
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def train(
+    rank: int, kind: str, shape: tuple[int, ...], flat: bool, frozen: bool
+) -> tuple[Gradients, Gradients]:
+    """Return parameters and moments after steps with clipping, accumulation and a schedule."""
+    model: Any = shard(make(Net), mesh_of(shape, NAMES[len(shape)]), ignored_params=set())
+    if frozen:
+        model.blocks[0].up.weight.requires_grad_(False)
+        model.blocks[2].requires_grad_(False)
+    cls = getattr(torch.optim, kind)
+    options = OPTIONS.get(kind, {})
+    optimizer: Any = (
+        sharded_optimizer(cls, model, **options) if flat else cls(model.parameters(), **options)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(4):
+        for micro in range(2):
+            loss_of(model, tokens(rank, 2 * step + micro)).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return parameters(model), moments(optimizer, model)
+
+
+@pytest.mark.parametrize("kind", [cls.__name__ for cls in ELEMENTWISE])
+def test_every_elementwise_optimizer_gives_what_it_gives_one_by_one(
+    ranks: Ranks, kind: str
+) -> None:
+    flat = ranks(2).run(train, kind, (2,), True, False)
+    single = ranks(2).run(train, kind, (2,), False, False)
+    for (mine, my_moments), (theirs, their_moments) in zip(flat, single, strict=True):
+        assert worst(mine, theirs) < 1e-12
+        assert worst(my_moments, their_moments) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_on_any_mesh_and_with_frozen_parameters(
+    ranks: Ranks, shape: tuple[int, ...], frozen: bool
+) -> None:
+    world = torch.Size(shape).numel()
+    flat = ranks(world).run(train, "AdamW", shape, True, frozen)
+    single = ranks(world).run(train, "AdamW", shape, False, frozen)
+    for (mine, my_moments), (theirs, their_moments) in zip(flat, single, strict=True):
+        assert worst(mine, theirs) < 1e-12
+        assert worst(my_moments, their_moments) < 1e-12
+
+
+def kernels(rank: int) -> tuple[int, bool, bool]:
+    """Count the tensors that the inner optimizer steps on; look at where gradients lie."""
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
+    optimizer: Any = sharded_optimizer(torch.optim.AdamW, model)
+    loss_of(model, tokens(rank)).backward()
+    flats = [p for group in optimizer._inner.param_groups for p in group["params"]]
+    segment = optimizer._segments[0]
+    segment.take_gradients()
+    inside = segment.flat.grad.untyped_storage().data_ptr() == (
+        segment.pieces[-1].gradient.untyped_storage().data_ptr()
+    )
+    model.unshard()
+    optimizer.step()
+    seen = model(tokens(rank))  # what was gathered before the step is stale
+    plain: Any = Net().double()
+    plain.load_state_dict(parameters(model))
+    return len(flats), inside, torch.allclose(seen, plain(tokens(rank)), rtol=1e-12)
+
+
+def test_there_is_one_tensor_for_each_group_and_no_copy_of_gradients(ranks: Ranks) -> None:
+    for count, inside, fresh in ranks(2).run(kernels):
+        assert count == 4  # units
+        assert inside
+        assert fresh
+
+
+def state_moves(rank: int) -> dict[str, bool]:
+    """Load states from one kind of optimizer into the other, and go on."""
+    mesh = mesh_of((2,), NAMES[1])
+    models: list[Any] = [shard(make(Net), mesh) for _ in range(2)]
+    flat: Any = sharded_optimizer(torch.optim.AdamW, models[0], lr=0.01)
+    single = torch.optim.AdamW(models[1].parameters(), lr=0.01)
+    for model, optimizer in zip(models, (flat, single), strict=True):
+        for step in range(2):
+            loss_of(model, tokens(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    result = {"same keys": flat.state_dict().keys() == single.state_dict().keys()}
+    other: Any = sharded_optimizer(torch.optim.AdamW, models[1], lr=1.0)
+    other.load_state_dict(single.state_dict())
+    back = torch.optim.AdamW(models[0].parameters(), lr=1.0)
+    back.load_state_dict(flat.state_dict())
+    result["rate"] = other.param_groups[0]["lr"] == back.param_groups[0]["lr"] == 0.01
+    result["views"] = all(isinstance(s["exp_avg"], DTensor) for s in other.state.values())
+    for model, optimizer in zip(models, (back, other), strict=True):
+        loss_of(model, tokens(rank, 5)).backward()
+        optimizer.step()
+    result["end"] = worst(parameters(models[0]), parameters(models[1])) < 1e-12
+    result["moments"] = worst(moments(back, models[0]), moments(other, models[1])) < 1e-12
+    return result
+
+
+def test_states_are_those_of_the_optimizer_on_single_parameters(ranks: Ranks) -> None:
+    for found in ranks(2).run(state_moves):
+        assert all(found.values()), found
+
+
+def refusals(rank: int) -> list[str]:
+    mesh = mesh_of((2,), NAMES[1])
+    model: Any = shard(make(Net, torch.float32), mesh)
+    said = []
+    calls: list[Callable[[], object]] = [
+        lambda: sharded_optimizer(torch.optim.LBFGS, model),
+        lambda: sharded_optimizer(cast(Any, "AdamW"), model),
+        lambda: sharded_optimizer(torch.optim.SGD, nn.Linear(2, 2)),
+    ]
+    optimizer = sharded_optimizer(torch.optim.SGD, model)
+    loss_of(model, tokens(rank)).backward()
+    model.head.bias.grad = None
+    calls.append(optimizer.step)
+    for call in calls:
+        try:
+            call()
+        except (ShardingError, ModuleError, StateError) as error:
+            said.append(str(error))
+    model.double()
+    try:
+        optimizer.step()
+    except StateError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_stepped_together_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(refusals):
+        assert said[0].startswith("LBFGS is not known to update every element alone")
+        assert said[1].startswith("AdamW is not known")
+        assert said[2] == "Linear has no sharded parameter that trains"
+        assert said[3].startswith("['head.bias'] have no gradient")
+        assert said[4].endswith("make it anew")
+
+
+class Plain(nn.Module):
+    """A unit with a parameter that is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.alone = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use both."""
+        y: torch.Tensor = self.inner(x).sum() * self.alone.sum()
+        return y
+
+
+def with_ignored(rank: int) -> tuple[bool, int]:
+    model: Any = Plain()
+    fully_shard(model, mesh_of((2,), NAMES[1]), ignored_params={model.alone})
+    optimizer: Any = sharded_optimizer(torch.optim.AdamW, model, lr=0.1)
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    return bool((model.alone != 1).all()), len(optimizer.state)
+
+
+def test_ignored_parameters_are_stepped_as_they_are(ranks: Ranks) -> None:
+    assert ranks(2).run(with_ignored) == [(True, 3)] * 2

@@ -1,0 +1,69 @@
+"""Equal shares of one buffer that cut no atom."""
+
+import itertools
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_fsdp._ragged_plan import RaggedPlan, plan_ragged
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> RaggedPlan:
+    """Draw parameters with atoms of some of their trailing dims, or of a few elements."""
+    shapes = draw(
+        st.lists(
+            st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
+        )
+    )
+    atoms = []
+    for shape in shapes:
+        kept = draw(st.integers(0, len(shape)))
+        atoms.append(max(1, draw(st.sampled_from([1, 2, 3])) * math.prod(shape[kept:])))
+    return plan_ragged(shapes, atoms, draw(st.integers(1, 9)), draw(st.sampled_from([2, 4, 8])))
+
+
+@settings(deadline=None, max_examples=150)
+@given(plans())
+def test_parameters_lie_apart_and_the_shares_cover_them(plan: RaggedPlan) -> None:
+    end = 0
+    for position, (start, shape) in enumerate(zip(plan.starts, plan.shapes, strict=True)):
+        assert start >= end
+        end = start + math.prod(shape)
+        spans = [plan.span(position, index) for index in range(plan.degree)]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == math.prod(shape)
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
+        row = math.prod(shape[plan.leading(position) :]) or 1
+        assert sum(plan.sizes(position)) * row == math.prod(shape)
+    assert end <= plan.degree * plan.share
+
+
+@settings(deadline=None, max_examples=150)
+@given(plans())
+def test_no_share_cuts_an_atom(plan: RaggedPlan) -> None:
+    assert plan.share * plan.itemsize % 16 == 0
+    for position, atom in enumerate(plan.atoms):
+        numel = math.prod(plan.shapes[position])
+        for index in range(plan.degree):
+            first, end = plan.span(position, index)
+            assert first in (0, numel) or first % atom == 0
+            assert end in (0, numel) or end % atom == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 9))
+def test_single_elements_need_no_padding_beyond_alignment(numels: list[int], degree: int) -> None:
+    plan = plan_ragged([(n,) for n in numels], [1] * len(numels), degree, 4)
+    assert plan.padding_bytes < 16 * degree
+
+
+def test_whole_experts_pad_little_where_rows_over_ranks_pad_much() -> None:
+    expert = (1024, 512)
+    plan = plan_ragged([(32, *expert)], [math.prod(expert)], 32, 2)
+    assert plan.padding_bytes == 0
+    assert plan.sizes(0) == (1,) * 32
+    assert plan.leading(0) == 1
+    by_row = plan_ragged([(32, *expert)], [512], 512, 2)
+    assert by_row.padding_bytes == 0  # cut along dim 0 of 32, 512 ranks would hold 16 times as much

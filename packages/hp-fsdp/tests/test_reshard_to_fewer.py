@@ -1,0 +1,82 @@
+"""An int ``reshard_after_forward``: backward gathers over fewer ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rank_pool import RankPool
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import RecordingCollectives
+
+from .models import (
+    Gradients,
+    Net,
+    gradients,
+    loss_of,
+    make,
+    mesh_of,
+    reference,
+    shard,
+    tokens,
+    worst,
+)
+
+Ranks = Callable[[int], RankPool]
+
+
+def stepped(rank: int, size: int, shape: tuple[int, ...]) -> list[tuple[Gradients, bool]]:
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    model = shard(make(Net), mesh, reshard_after_forward=size)
+    seen = []
+    for _ in range(2):
+        loss = loss_of(model, tokens(rank))
+        sharded = all(isinstance(p, DTensor) for p in model.parameters())
+        loss.backward()
+        seen.append((gradients(model), sharded))
+        model.zero_grad()
+        loss_of(model, tokens(rank, 3))  # a loss that is thrown away leaves nothing behind
+    return seen
+
+
+@pytest.mark.parametrize(("size", "shape"), [(2, (4,)), (1, (4,)), (4, (4,)), (2, (1, 4))])
+def test_gradients_equal_one_process(ranks: Ranks, size: int, shape: tuple[int, ...]) -> None:
+    expected = reference(4)
+    for steps in ranks(4).run(stepped, size, shape):
+        for found, sharded in steps:
+            assert worst(found, expected) < 1e-12
+            assert sharded == (size != 1)
+
+
+def gathered(rank: int) -> dict[str, tuple[int, int]]:
+    record = RecordingCollectives()
+    mesh = mesh_of((4,), ("fsdp",))
+    model: Any = shard(make(Net), mesh, reshard_after_forward=2, collectives=record)
+    loss_of(model, tokens(rank)).backward()
+    traffic = record.by_call
+    return {axis: (t.calls, t.bytes) for (axis, name), t in traffic.items() if name == "all_gather"}
+
+
+def test_backward_gathers_over_the_neighbours_only(ranks: Ranks) -> None:
+    for found in ranks(4).run(gathered):
+        forward, backward = found["fsdp"], found["fsdp[2]"]
+        assert forward[0] == backward[0] == 4  # units
+        assert backward[1] * 3 == forward[1] * 2  # half of it comes from others, not 3/4
+
+
+def interrupted(rank: int) -> Gradients:
+    """Reshard one unit by hand between forward and backward, reset, and do a clean step."""
+    model = shard(make(Net), mesh_of((4,), ("fsdp",)), reshard_after_forward=2)
+    loss = loss_of(model, tokens(rank))
+    block = model.blocks[1]
+    block.reshard()
+    block.reset()
+    loss_of(model, tokens(rank)).backward()
+    del loss
+    return gradients(model)
+
+
+def test_reset_from_between_forward_and_backward_is_clean(ranks: Ranks) -> None:
+    expected = reference(4)
+    for found in ranks(4).run(interrupted):
+        assert worst(found, expected) < 1e-12
