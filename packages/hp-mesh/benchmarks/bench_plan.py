@@ -9,6 +9,7 @@ from typing import Any
 
 from hp_mesh import ParallelDims
 from hp_mesh.plan import (
+    ACCELERATORS,
     CONSTANTS,
     MODELS,
     Candidate,
@@ -22,7 +23,10 @@ from hp_mesh.plan import (
 
 GIB = 2**30
 RUNS = Path(__file__).with_name("published_runs.json")
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+CHOSEN = (
+    "the peak of H100-96 is chosen, as the page of its runs gives none; "
+    "every time of these runs depends on it"
+)
 
 
 def describe(run: dict[str, Any]) -> tuple[ModelShape, Cluster, TrainSpec, ParallelDims]:
@@ -152,6 +156,16 @@ def planning(world: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def accelerators(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what is taken for every accelerator of some runs, and for its links."""
+    rows = []
+    for name in sorted({run["accelerator"] for run in runs}):
+        chip, cluster = ACCELERATORS[name], Cluster(world_size=1, accelerator=name)
+        row = {field: getattr(chip, field) for field in chip.__dataclass_fields__}
+        rows.append(row | {"intra_gbs": cluster.intra_gbs, "inter_gbs": cluster.inter_gbs})
+    return rows
+
+
 def show(title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
     """Print some columns of the rows that have them."""
     print(f"\n{title}")
@@ -196,9 +210,15 @@ def main() -> None:
     print("\n".join(facts["note"]))
     runs = [r for r in facts["runs"] if not options.quick or r["world_size"] <= 512]
     result: dict[str, Any] = {"name": "plan", "constants": dict(CONSTANTS)}
+    result["accelerators"] = accelerators([*runs, *facts["held_out"]])
+    show("accelerators", result["accelerators"], list(result["accelerators"][0]))
+    print(CHOSEN)
     for name in ("runs", "held_out"):
         rows = [compare(run) for run in (runs if name == "runs" else facts[name])]
-        title = "runs that the constants were chosen with" if name == "runs" else "held out"
+        title = "runs that the constants were chosen with"
+        if name == "held_out":
+            memory = sum("memory_error" in row for row in rows)
+            title = f"held out ({len(rows)} runs: {memory} memory and {len(rows)} time figures)"
         result[name] = {"rows": rows, **report(title, rows)}
     result["places"] = [place(run) for run in runs]
     columns = list(result["places"][0])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -164,12 +165,45 @@ def test_explain_tells_each_rule_as_the_python_call_does(model: str) -> None:
     degrees = ParallelDims(tp=16, world_size=16)
     rules = degrees.explain(MODEL, 4096, topology=Topology(ranks_per_node=8))
     argv = ["explain", "tp=16", "--model", model, "--seq-len", "4096"]
-    told = document(*argv)
+    code, out, err = run(*argv, "--json")
+    assert (code, err) == (2, "")
+    told = json.loads(out)
     assert [entry["text"] for entry in told["rules"]] == [rule.text for rule in rules]
     assert [entry["verdict"] for entry in told["rules"]] == [rule.verdict for rule in rules]
     _, plain, _ = run(*argv)
     assert all(rule.text in plain for rule in rules)
     assert {"holds", "error", "skipped"} <= {rule.verdict for rule in rules}
+
+
+@pytest.mark.parametrize(("degree", "code"), [("tp=8", 0), ("tp=16", 2)])
+def test_explain_exits_as_check_does(degree: str, code: int) -> None:
+    argv = [degree, "--model", "llama3-8b", "--seq-len", "8192"]
+    assert run("explain", *argv)[0] == code
+    assert run("check", *argv)[0] == code
+
+
+@pytest.mark.parametrize("argv", [[], *([command.name] for command in COMMANDS)])
+def test_help_tells_the_exit_codes(argv: list[str]) -> None:
+    _, out, _ = run(*argv, "--help")
+    told = dict(re.findall(r"^  (\d)  (.*)$", out, re.MULTILINE))
+    assert told.keys() == {"0", "1", "2"}
+    assert "nothing fits" in told["1"]
+    assert "bad input" in told["2"]
+
+
+def test_show_assumes_no_nodes_that_the_world_does_not_fill() -> None:
+    told = document("show", "dp_shard=12")
+    assert told["ranks_per_node"] is None
+    assert {entry["node"] for entry in told["ranks"]} == {None}
+    assert {axis["crosses_nodes"] for axis in told["axes"].values()} == {None}
+    _, out, _ = run("show", "dp_shard=12")
+    assert "12 ranks, nodes not known" in out
+    assert "--ranks-per-node" in out
+    assert "between nodes" not in out
+    assert "inside a node" not in out
+    assert all(f"{rank} {rank} #0" in out for rank in range(12))
+    _, out, _ = run("show", "dp_shard=12", "--ranks-per-node", "4")
+    assert "12 ranks on 3 nodes of 4" in out
 
 
 def test_groups_leave_out_the_middle_of_many_and_say_so() -> None:

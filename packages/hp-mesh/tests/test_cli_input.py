@@ -152,6 +152,18 @@ def test_nodes_that_the_ranks_do_not_fill_are_refused(command: list[str]) -> Non
     assert run(*command, "tp=2", "--world", "4", "--ranks-per-node", "8")[0] == 0
 
 
+def test_plan_refuses_nodes_that_the_ranks_do_not_fill() -> None:
+    argv = ["plan", "--model", "llama3-8b", "--gpus", "12", "--seq-len", "8192"]
+    argv += ["--global-batch", "12"]
+    message = refused(*argv, "--ranks-per-node", "5")
+    assert "ranks_per_node=5 does not divide world_size=12; use 1, 2, 3, 4, 6 or 12" in message
+    unfilled = "12 ranks do not fill nodes of 8"
+    code, out, _ = run(*argv)
+    assert (code, unfilled in out) == (0, True)
+    code, out, _ = run(*argv, "--ranks-per-node", "4")
+    assert (code, unfilled in out) == (0, False)
+
+
 def test_an_unknown_axis_and_rank_are_refused() -> None:
     assert "no axis 'tensor'; use" in refused("groups", "tensor", "tp=2")
     assert "no axis 'tensor'; use" in refused("show", "tp=2", "--axis", "tensor")

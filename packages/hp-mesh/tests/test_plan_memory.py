@@ -4,12 +4,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
 from hp_mesh.plan import (
     CONSTANTS,
+    MODELS,
     Candidate,
     Cluster,
     MemorySplit,
@@ -155,6 +156,54 @@ def test_more_shards_never_hold_more_states(
     assert few is not None
     assert many is not None
     assert many.memory.states <= few.memory.states
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    model=shapes(),
+    train=runs(),
+    tp=st.sampled_from([1, 2, 4]),
+    whole=st.booleans(),
+    ep=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    shard=st.sampled_from([1, 2, 4]),
+)
+@example(
+    model=MODELS["mixtral-8x7b"],
+    train=TrainSpec(seq_len=4096, global_batch=8),
+    tp=8,
+    whole=True,
+    ep=1,
+    pp=2,
+    shard=1,
+)
+def test_replicas_that_become_shards_never_need_more(
+    model: ModelShape, train: TrainSpec, tp: int, whole: bool, ep: int, pp: int, shard: int
+) -> None:
+    degrees = {"tp": tp, "etp": 1 if whole else tp, "ep": ep, "pp": pp}
+    assume(shard * tp % (ep * degrees["etp"]) == 0)
+    few = grown(model, train, dp_replicate=2, dp_shard=shard, **degrees)
+    many = grown(model, train, dp_replicate=1, dp_shard=2 * shard, **degrees)
+    assume(few is not None and many is not None)
+    assert few is not None
+    assert many is not None
+    assert many.memory.total <= few.memory.total
+
+
+def test_whole_experts_of_a_tensor_parallel_group_are_sharded_without_shards_of_the_data() -> None:
+    cluster = Cluster(world_size=32, accelerator="H100")
+    train = TrainSpec(seq_len=4096, global_batch=8)
+    few, many = (
+        estimate(MODELS["mixtral-8x7b"], cluster, train, dims, 1, "none").memory
+        for dims in (
+            ParallelDims(dp_replicate=2, dp_shard=1, tp=8, pp=2, world_size=32),
+            ParallelDims(dp_replicate=1, dp_shard=2, tp=8, pp=2, world_size=32),
+        )
+    )
+    assert many.total < few.total
+    # Half of all experts' gradients are added up in float32 before they are reduced over tp.
+    experts = MODELS["mixtral-8x7b"].expert_parameters / 2
+    assert few.buffers > CONSTANTS["FRAGMENTATION"] * (2 + 4) * experts
 
 
 @settings(deadline=None, max_examples=40)

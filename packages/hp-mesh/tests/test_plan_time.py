@@ -1,5 +1,6 @@
 """Time: what must be faster or slower, whatever the constants."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hp_mesh import ParallelDims
 from hp_mesh.plan import (
     ACCELERATORS,
+    CONSTANTS,
     MODELS,
     Candidate,
     Cluster,
@@ -18,9 +20,12 @@ from hp_mesh.plan import (
     estimate,
     plan,
 )
+from hp_mesh.plan._links import Links
+from hp_mesh.plan._point import groups_of, point_of
 
 from .plan_strategies import clusters, runs, shapes
 
+DEFAULT_AXES = ["pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"]
 LLAMA = MODELS["llama3-8b"]
 TRAIN = TrainSpec(seq_len=8192, global_batch=64, micro_batch=1, recompute="full")
 
@@ -116,6 +121,86 @@ def test_a_group_that_leaves_its_node_communicates_longer() -> None:
     inside = timed(16, node=8, tp=8).time.communication["tp"]
     outside = timed(16, node=4, tp=8).time.communication["tp"]
     assert outside > 2 * inside
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    shard=st.integers(1, 6),
+    cp=st.integers(1, 4),
+    tp=st.integers(1, 6),
+    pp=st.integers(1, 3),
+    ep=st.integers(1, 6),
+    node=st.integers(1, 12),
+    order=st.permutations(DEFAULT_AXES),
+    peer=st.booleans(),
+)
+def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
+    shard: int, cp: int, tp: int, pp: int, ep: int, node: int, order: list[str], peer: bool
+) -> None:
+    cluster_size = shard * cp * tp * pp * (ep if peer else 1)
+    assume(peer or (shard * cp * tp) % ep == 0)
+    order = order if peer else DEFAULT_AXES
+    dims = ParallelDims(
+        dp_shard=shard,
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        ep_mode="peer" if peer else "folded",
+        order=tuple(order),
+        world_size=cluster_size,
+    )
+    links = Links(Cluster(world_size=cluster_size, accelerator="H100", ranks_per_node=node))
+    groups = groups_of(point_of(dims), dims.order, peer=peer)
+    layout = dims.layout()
+    for axis in ("tp", "cp", "fsdp", "pp", "ep", "efsdp"):
+        fewest = min(
+            min(Counter(rank // node for rank in group).values()) for group in layout.groups(axis)
+        )
+        assert groups[axis].size == layout.size(axis)
+        assert links.members(groups[axis]) == fewest
+        assert links.crosses(groups[axis]) == layout.crosses_nodes(axis, node)
+
+
+def test_a_group_that_a_node_ends_in_the_middle_of_is_outside() -> None:
+    model = ModelShape(layers=4, hidden=96, heads=12, ffn=384, vocab=960)
+    train, dims = TrainSpec(seq_len=768, global_batch=12), ParallelDims(dp_shard=2, tp=6)
+    seconds = [
+        estimate(
+            model,
+            Cluster(world_size=12, accelerator="H100", ranks_per_node=node, intra_us=0, inter_us=0),
+            train,
+            dims,
+            1,
+            "none",
+        ).time.communication["tp"]
+        for node in (6, 8)
+    ]
+    # Two of the second group's ranks are alone in the first node of eight, with two cards.
+    assert seconds[1] / seconds[0] == pytest.approx(450 / (2 * 50))
+
+
+def test_heads_are_exchanged_in_the_node_and_the_rest_goes_round() -> None:
+    train = replace(TRAIN, seq_len=65536, global_batch=2)
+    ring, mixed = (timed(32, train, cp=16, **u) for u in ({}, {"ulysses_degree": 8}))
+    assert mixed.memory == ring.memory
+    # Two chunks for each of two ranks are longer than two for each of sixteen.
+    assert mixed.time.compute < ring.time.compute
+    apart = timed(32, train, node=1, cp=16, ulysses_degree=8)
+    assert apart.time.communication["cp"] > mixed.time.communication["cp"]
+    alone = timed(8, train, cp=8, ulysses_degree=8).time
+    assert alone.communication["cp"] > 0
+    assert timed(8, train, cp=8, ulysses_degree=1).time == timed(8, train, cp=8).time
+
+
+def test_ulysses_sends_queries_keys_values_and_outputs_over_the_wire() -> None:
+    train = replace(TRAIN, seq_len=65536, global_batch=1, recompute="none")
+    exposed = timed(8, train, cp=8, ulysses_degree=8).time.communication["cp"]
+    rows = 65536 / 8
+    # Queries and outputs of 4096, keys and values of 1024, in bf16; as many again come back.
+    sent = 2 * rows * (2 * 4096 + 2 * 1024) * 7 / 8
+    wire = 450e9 * CONSTANTS["LINK_EFFICIENCY"]
+    assert exposed == pytest.approx(32 * 2 * (sent / wire + 7 * 2e-6))
 
 
 def test_the_order_of_the_axes_decides_which_of_them_leaves_the_node() -> None:

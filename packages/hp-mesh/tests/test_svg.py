@@ -149,6 +149,24 @@ def test_long_numbers_of_ranks_and_groups_are_not_cut() -> None:
     assert not any("…" in word for word in words)
 
 
+def test_ranks_without_nodes_are_drawn_in_one_box_that_says_so() -> None:
+    root = parse(draw_ranks(map_ranks(ParallelDims(dp_shard=12, world_size=12), None, None)))
+    assert len(boxes(root, "node")) == 1
+    assert len(boxes(root, "rank")) == 12
+    assert "all ranks" in texts(root)
+    assert any("nodes not known" in text and "dp_shard" in text for text in texts(root))
+    assert "node 0" not in texts(root)
+    assert_inside(root)
+
+
+@pytest.mark.parametrize(
+    ("tp", "line"), [(4, "2 tp groups of 4 ranks each"), (8, "1 tp group of 8 ranks")]
+)
+def test_the_number_of_groups_is_told_apart_from_their_size(tp: int, line: str) -> None:
+    root = parse(draw_ranks(map_ranks(ParallelDims(tp=tp, world_size=8), 8, "tp")))
+    assert f"colour and #: {line}" in texts(root)
+
+
 def test_a_legend_names_the_ranks_of_the_groups() -> None:
     root = parse(draw_ranks(map_ranks(ParallelDims(tp=4, world_size=8), 8, "tp")))
     assert len(boxes(root, "legend")) == 2

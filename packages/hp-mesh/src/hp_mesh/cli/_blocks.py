@@ -58,14 +58,14 @@ Block: TypeAlias = Line | Table | Bars
 class Answer:
     """A command's result: ``document`` makes the one for programs, ``blocks`` are for people.
 
-    ``draw`` makes the picture as SVG text, where the command has one. ``refused`` is whether the
-    degrees that were asked about cannot be used.
+    ``draw`` makes the picture as SVG text, where the command has one. ``exit_code`` is 0, 1 where
+    nothing was found that can be used, or 2 where the degrees that were given break a rule.
     """
 
     document: Callable[[], Mapping[str, object]]
     blocks: tuple[Block, ...]
     draw: Callable[[], str] | None = None
-    refused: bool = False
+    exit_code: Literal[0, 1, 2] = 0
 
 
 def cells(*texts: object) -> tuple[Cell, ...]:

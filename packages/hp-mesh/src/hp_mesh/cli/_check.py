@@ -108,7 +108,7 @@ def answer_check(args: Namespace) -> Answer:
             "skipped": list(report.skipped),
         },
         blocks=tuple(blocks),
-        refused=bool(errors),
+        exit_code=2 if errors else 0,
     )
 
 
@@ -149,6 +149,7 @@ def answer_explain(args: Namespace) -> Answer:
             Line(text=asked.dims.summary(), tone="title"),
             Table(title="", columns=("verdict", "rule", "with its numbers"), rows=rows),
         ),
+        exit_code=2 if any(found.verdict == "error" for found in explanations) else 0,
     )
 
 

@@ -12,7 +12,7 @@ from ._nodes import NODE
 class Command:
     """One command: its options and the function that answers it.
 
-    ``example`` holds the words after the command's name.
+    ``example`` holds the words after the command's name, ``notes`` what its answer's words mean.
     """
 
     name: str
@@ -20,6 +20,7 @@ class Command:
     example: str
     add_options: Callable[[ArgumentParser], None]
     answer: Callable[[Namespace], Answer]
+    notes: str = ""
 
 
 def add_degrees(parser: ArgumentParser) -> None:
@@ -46,7 +47,9 @@ def add_world(parser: ArgumentParser, default: str | None = None) -> None:
         help="number of ranks" + (f" (default: {default})" if default else ""),
     )
     parser.add_argument(
-        "--ranks-per-node", metavar="N", help=f"ranks of one node (default: {NODE})"
+        "--ranks-per-node",
+        metavar="N",
+        help=f"ranks of one node (default: {NODE}, where all nodes are full)",
     )
 
 

@@ -21,10 +21,14 @@ from ._show import SHOW
 
 COMMANDS = (PLAN, CHECK, SHOW, EXPLAIN, GROUPS)
 REFUSED = 2
+EXIT_CODES = """exit code:
+  0  answered
+  1  asked correctly, but nothing fits or no configuration is valid (plan)
+  2  bad input, or degrees that break a rule (check, explain)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer one command line and return its exit code: 0, or 2 for what cannot be used.
+    """Answer one command line and return its exit code, see `EXIT_CODES`.
 
     The answer goes to standard output, what is wrong with the input to standard error.
     """
@@ -56,21 +60,26 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"{parser.prog} {command.name}: {error}", file=sys.stderr)
         return REFUSED
     _print(answer, args)
-    return REFUSED if answer.refused else 0
+    return answer.exit_code
 
 
 def _parsers() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     parser = ArgumentParser(
-        prog="hp-mesh", description="Plan, check and show parallel degrees.", allow_abbrev=False
+        prog="hp-mesh",
+        description="Plan, check and show parallel degrees.",
+        epilog=EXIT_CODES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands = {}
     for command in COMMANDS:
+        example = f"example:\n  {parser.prog} {command.name} {command.example}"
         added = subparsers.add_parser(
             command.name,
             help=command.summary,
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=f"example:\n  {parser.prog} {command.name} {command.example}",
+            epilog="\n\n".join(filter(None, (command.notes, EXIT_CODES, example))),
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -10,8 +10,29 @@ PAPER = "#ffffff"
 EDGE = "#9aa0a6"
 GROUND = "#f4f5f7"
 
-BAR_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
-NEUTRAL = "#9aa0a6"
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
+SKY, VERMILION, YELLOW, BLACK, GREY = "#56b4e9", "#d55e00", "#f0e442", "#222222", "#cccccc"
+
+# By name and not by order of appearance, so that a colour means the same in every picture.
+TIME_COLOURS = {
+    "compute": BLUE,
+    "tp": ORANGE,
+    "cp": GREEN,
+    "fsdp": PURPLE,
+    "dp_replicate": SKY,
+    "ep": VERMILION,
+    "pp": YELLOW,
+    "bubble": GREY,
+    "optimizer": BLACK,
+}
+MEMORY_COLOURS = {
+    "parameters": BLUE,
+    "gradients": SKY,
+    "optimizer": BLACK,
+    "activations": ORANGE,
+    "logits": VERMILION,
+    "buffers": GREEN,
+}
 LIMIT = "#b00020"
 
 GROUP_COLOURS = (

@@ -4,11 +4,12 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from functools import partial
 
+from .._dims import ParallelDims
 from ..plan import ACCELERATORS, Cluster, ModelShape, TrainSpec, plan
 from ._blocks import Answer
 from ._command import Command, add_model, add_picture, add_world
 from ._models import read_shape
-from ._nodes import NODE
+from ._nodes import NODE, check_nodes, choose_nodes
 from ._numbers import MOST_RANKS, read_count
 from ._plan_blocks import plan_blocks
 from ._plan_document import plan_document
@@ -40,6 +41,11 @@ def read_run(args: Namespace) -> Run:
             counts[name] = read_count(f"--{name.replace('_', '-')}", getattr(args, name))
     with problems.noted():
         model = read_shape(args.model)
+    with problems.noted():
+        world, node = counts.get("world"), counts.get("ranks_per_node")
+        if world is not None and node is not None:
+            layout = ParallelDims(world_size=world).layout()
+            check_nodes(layout, choose_nodes(world, node))
     # A count that is none has been noted; 1 in its place lets the other values be judged.
     with problems.noted():
         cluster = Cluster(
@@ -68,7 +74,7 @@ def answer_plan(args: Namespace) -> Answer:
         document=partial(plan_document, found, found.candidates[: run.top], rejections),
         blocks=plan_blocks(found, rejections, run.top),
         draw=partial(draw_plan, found),
-        refused=found.best is None or found.best.fit == "does not fit",
+        exit_code=1 if found.best is None or found.best.fit == "does not fit" else 0,
     )
 
 
@@ -85,14 +91,25 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         metavar="HOW",
-        help="none, selective, selective-op or full (default: the best)",
+        help="what the backward computes again: none, selective (the attention core), selective-op "
+        "(all but attention outputs and every second matrix product) or full (whole layers) "
+        "(default: the best)",
     )
     parser.add_argument("--float8", action="store_true", help="multiply linear layers in fp8")
     parser.add_argument(
-        "--top", metavar="N", default="10", help="candidates to tell of (default: 10)"
+        "--top",
+        metavar="N",
+        default="10",
+        help="candidates to tell of; only --json tells of all splits of dp apart (default: 10)",
     )
     add_picture(parser)
 
+
+NOTES = """words of the answer:
+  buffers     memory of gathered parameters, gradients on their way and tokens sent to experts
+  exposed tp  communication over tp that computing does not hide; so for the other axes
+  bubble      time that a pipeline rank waits for others
+  borderline  above the memory limit by at most 15%, which is the estimate's own error"""
 
 PLAN = Command(
     name="plan",
@@ -100,4 +117,5 @@ PLAN = Command(
     example="--model llama3-405b --gpus 2048 --gpu h100 --seq-len 8192 --global-batch 2048",
     add_options=_add_options,
     answer=answer_plan,
+    notes=NOTES,
 )

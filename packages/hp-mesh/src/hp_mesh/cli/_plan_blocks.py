@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from ..plan import Candidate, Plan
 from ._blocks import Bar, Bars, Block, Cell, Line, Table, Tone, cells
+from ._choice import choose, why_chosen
 from ._degrees import constructor_line, word_line
+from ._plan_rows import Row, plan_rows
 from ._reasons import GIB, largest_exposed, memory_parts, percent, time_parts, why_it_loses
 from ._rejections import RejectionGroup
 
@@ -15,12 +17,17 @@ NOTHING = "no configuration keeps all rules"
 def plan_blocks(found: Plan, rejections: Sequence[RejectionGroup], top: int) -> tuple[Block, ...]:
     """Return the whole answer, with the ``top`` first candidates."""
     blocks: list[Block] = [Line(text=plan_title(found), tone="title")]
+    world, node = found.cluster.world_size, found.cluster.ranks_per_node
+    if world > node and world % node:
+        text = f"{world} ranks do not fill nodes of {node}; --ranks-per-node N says what they are"
+        blocks.append(Line(text=text, tone="warn"))
     if found.best is None:
         blocks.append(Line(text=NOTHING, tone="bad"))
     else:
-        blocks += _winner(found.best)
-        blocks += _splits(found.best)
-        blocks.append(_candidates_table(found, found.best, top))
+        chosen = choose(found) or found.best
+        blocks += _winner(chosen, found.best)
+        blocks += _splits(chosen)
+        blocks.append(_candidates_table(found, chosen, top))
     blocks.append(Line(text=_counts(found)))
     if rejections:
         blocks.append(_rejections_table(rejections))
@@ -39,8 +46,9 @@ def plan_title(found: Plan) -> str:
 
 def settings(candidate: Candidate) -> str:
     """Return in one line what a candidate has besides its degrees."""
+    parts, each = candidate.microbatches, candidate.micro_batch
     return (
-        f"micro batch {candidate.micro_batch} x {candidate.microbatches}, "
+        f"{parts} microbatch{'es' * (parts != 1)} of {each} sequence{'s' * (each != 1)}, "
         f"recompute {candidate.recompute}"
     )
 
@@ -50,7 +58,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
 
 
-def _winner(best: Candidate) -> Iterator[Block]:
+def _winner(best: Candidate, fastest: Candidate) -> Iterator[Block]:
     headings = {
         "fits": "RUN THIS",
         "borderline": "RUN THIS, though it is up to 15% above the memory limit",
@@ -66,6 +74,8 @@ def _winner(best: Candidate) -> Iterator[Block]:
         f"{best.tokens_per_second_per_gpu:.0f} tokens/s per GPU, {best.mfu:.0%} MFU; "
         f"{best.memory.total / GIB:.1f} of {best.limit / GIB:.1f} GiB ({best.fit})"
     )
+    if best != fastest:
+        yield Line(text=f"  {why_chosen(best, fastest)}")
 
 
 def _splits(best: Candidate) -> Iterator[Block]:
@@ -93,29 +103,33 @@ def _splits(best: Candidate) -> Iterator[Block]:
 
 def _candidates_table(found: Plan, best: Candidate, top: int) -> Table:
     columns = "# degrees micro recompute time GiB fit bubble exposed why-not-first"
-    shown = found.candidates[:top]
+    rows = plan_rows(found, best, top)
+    title = f"the best of {len(found.candidates)} candidates; # is the place among all"
+    if any(row.splits for row in rows):
+        title += "; splits of dp within 1% in time share a row"
     return Table(
-        title=f"the first {len(shown)} of {len(found.candidates)} candidates",
+        title=title,
         columns=tuple(column.replace("-", " ") for column in columns.split()),
-        rows=tuple(_candidate_row(found, best, *item) for item in enumerate(shown, start=1)),
+        rows=tuple(_candidate_row(found, best, row) for row in rows),
         right=frozenset({"#", "micro", "time", "GiB", "bubble"}),
     )
 
 
-def _candidate_row(found: Plan, best: Candidate, place: int, one: Candidate) -> tuple[Cell, ...]:
-    node = found.cluster.ranks_per_node
+def _candidate_row(found: Plan, best: Candidate, row: Row) -> tuple[Cell, ...]:
+    one, node = row.candidate, found.cluster.ranks_per_node
+    folded = f" (+{row.splits} split{'s' * (row.splits != 1)} of dp)" if row.splits else ""
     axis, share = largest_exposed(one)
     return cells(
-        place,
-        word_line(one.dims),
+        row.place,
+        word_line(one.dims) + folded,
         one.micro_batch,
         one.recompute,
-        f"{one.time.total / best.time.total:.3f}x",
+        f"{one.time.total / found.candidates[0].time.total:.3f}x",
         f"{one.memory.total / GIB:.1f}",
         Cell(text=one.fit, tone=TONES[one.fit]),
         percent(one.time.bubble / one.time.total),
         f"{axis} {percent(share)}" if axis else "-",
-        "" if place == 1 else why_it_loses(one, best, node),
+        "" if one == best else why_it_loses(one, best, node),
     )
 
 

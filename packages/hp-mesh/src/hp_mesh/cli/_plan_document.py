@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from ..plan import Candidate, Plan
+from ._choice import choose
 from ._documents import dims_document
 from ._reasons import memory_parts, time_parts
 from ._rejections import RejectionGroup
@@ -11,10 +12,11 @@ from ._rejections import RejectionGroup
 def plan_document(
     found: Plan, top: Iterable[Candidate], rejections: Iterable[RejectionGroup]
 ) -> Mapping[str, object]:
-    """Return the counts, the best candidates and the rejections by rule.
+    """Return the counts, what to run, the best candidates and the rejections by rule.
 
     Memory is in bytes, time in seconds.
     """
+    chosen = choose(found)
     return {
         "model": found.model.name,
         "world_size": found.cluster.world_size,
@@ -26,6 +28,7 @@ def plan_document(
             "does not fit": len(found.too_large),
             "rejected": len(found.rejected),
         },
+        "recommended": None if chosen is None else candidate_document(chosen),
         "candidates": [candidate_document(candidate) for candidate in top],
         "rejected": [
             {

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan import Candidate, Plan
+from ._choice import choose
 from ._degrees import word_line
-from ._palette import BAR_COLOURS, EDGE, FAINT, GROUND, LIMIT, NEUTRAL
+from ._palette import EDGE, FAINT, GROUND, LIMIT, MEMORY_COLOURS, TIME_COLOURS
 from ._plan_blocks import NOTHING, format_seconds, plan_title, settings
+from ._plan_rows import plan_rows
 from ._reasons import GIB, memory_parts, time_parts
 from ._svg import Canvas, text_width
 
@@ -37,7 +39,7 @@ def draw_plan(found: Plan) -> str:
 
     The limit of the memory is a line.
     """
-    rows = found.candidates[:MOST_ROWS]
+    rows = [row.candidate for row in plan_rows(found, choose(found), MOST_ROWS)]
     labels = [text_width(word_line(row.dims), 12.5, bold=True) for row in rows]
     labels += [text_width(settings(row), 10.5) for row in rows]
     first = MARGIN + max(labels, default=0) + 16
@@ -56,8 +58,10 @@ def draw_plan(found: Plan) -> str:
     )
     seconds = [time_parts(row) for row in rows]
     gibibytes = [{n: part / GIB for n, part in memory_parts(row).items()} for row in rows]
-    times = _panel("time of one step", first, seconds, "s")
-    memories = _panel("memory of one GPU", second, gibibytes, "GiB", limit, most)
+    times = _panel("time of one step", first, seconds, TIME_COLOURS, "s")
+    memories = _panel(
+        "memory of one GPU", second, gibibytes, MEMORY_COLOURS, "GiB", least=limit, most=most
+    )
     _legend(canvas, times)
     _legend(canvas, memories)
     for i, row in enumerate(rows):
@@ -67,7 +71,7 @@ def draw_plan(found: Plan) -> str:
         label = first - MARGIN
         canvas.text(MARGIN, y + 12, word_line(row.dims), size=12.5, bold=True, room=label)
         canvas.text(MARGIN, y + 28, settings(row), size=10.5, room=label, colour=FAINT)
-        pace = row.time.total / rows[0].time.total
+        pace = row.time.total / found.candidates[0].time.total
         _bar(canvas, times, y, seconds[i], f"{format_seconds(row.time.total)} s {pace:.2f}x")
         need = f"{row.memory.total / GIB:.1f} GiB"
         _bar(canvas, memories, y, gibibytes[i], need if row.fit == "fits" else f"{need} {row.fit}")
@@ -77,7 +81,7 @@ def draw_plan(found: Plan) -> str:
 
 def _subtitle(found: Plan, rows: Sequence[Candidate], most: float) -> str:
     text = (
-        f"the best {len(rows)} of {len(found.candidates)} candidates, estimated; "
+        f"the best of {len(found.candidates)} candidates, estimated; splits of dp share a row; "
         "under an axis's name is communication that computing does not hide"
     )
     cut = any(row.memory.total / GIB > most for row in rows)
@@ -96,19 +100,20 @@ def _panel(
     heading: str,
     x: float,
     rows: Sequence[Mapping[str, float]],
+    colours: Mapping[str, str],
     unit: str,
+    *,
     least: float = 0,
     most: float = float("inf"),
 ) -> _Panel:
     longest = max((sum(row.values()) for row in rows), default=0.0)
-    names = dict.fromkeys(name for row in rows for name, amount in row.items() if amount > 0)
-    colours = iter(BAR_COLOURS * (len(names) // len(BAR_COLOURS) + 1))
+    names = {name for row in rows for name, amount in row.items() if amount > 0}
     return _Panel(
         heading=heading,
         x=x,
         most=min(max(longest, least), most),
         unit=unit,
-        colours={name: NEUTRAL if name == "bubble" else next(colours) for name in names},
+        colours={name: colour for name, colour in colours.items() if name in names},
     )
 
 

@@ -13,12 +13,12 @@ class RankMap:
 
     ``nesting`` are the axes with several ranks, outermost first; ``axes`` has a folded ep too,
     which has no place of its own among them. ``group_of`` gives the number of each rank's group,
-    ``groups`` the ranks of each number.
+    ``groups`` the ranks of each number. Without ``ranks_per_node`` all ranks share one box.
     """
 
     dims: ParallelDims
     layout: RankLayout
-    ranks_per_node: int
+    ranks_per_node: int | None
     axis: str
     nesting: tuple[str, ...]
     axes: tuple[str, ...]
@@ -31,17 +31,24 @@ class RankMap:
         return self.layout.world_size
 
     @property
+    def width(self) -> int:
+        """Return the ranks of one box: a node, or all where the nodes are not known."""
+        return self.ranks_per_node or self.world
+
+    @property
     def nodes(self) -> int:
-        """Return the number of nodes, the last one perhaps not full."""
-        return -(-self.world // self.ranks_per_node)
+        """Return the number of boxes, the last one perhaps not full."""
+        return -(-self.world // self.width)
 
     @property
     def place(self) -> str:
         """Return in one line where the ranks are and which axes nest how."""
         ranks = f"{self.world} rank{'s' * (self.world != 1)}"
-        nodes = f"{self.nodes} node{'s' * (self.nodes != 1)} of {self.ranks_per_node}"
+        nodes = f" on {self.nodes} node{'s' * (self.nodes != 1)} of {self.ranks_per_node}"
+        if self.ranks_per_node is None:
+            nodes = ", nodes not known: give --ranks-per-node"
         nesting = f"; outermost first: {' > '.join(self.nesting)}" if self.nesting else ""
-        return f"{ranks} on {nodes}{nesting}"
+        return f"{ranks}{nodes}{nesting}"
 
     def families(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of axes and aliases with several ranks, equal groups together.
@@ -57,15 +64,20 @@ class RankMap:
 
     def ranks_of(self, node: int) -> range:
         """Return the ranks of one node."""
-        first = node * self.ranks_per_node
-        return range(first, min(first + self.ranks_per_node, self.world))
+        first = node * self.width
+        return range(first, min(first + self.width, self.world))
+
+    def crosses_nodes(self, name: str) -> bool | None:
+        """Return whether an axis or alias leaves a node, None where the nodes are not known."""
+        node = self.ranks_per_node
+        return None if node is None else self.layout.crosses_nodes(name, node)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate on each of ``axes``."""
         return {axis: self.layout.coordinate(axis, rank) for axis in self.axes}
 
 
-def map_ranks(dims: ParallelDims, ranks_per_node: int, axis: str | None) -> RankMap:
+def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) -> RankMap:
     """Return the map of resolved degrees; ``axis`` is by default the innermost one.
 
     Raises `LayoutError` for an axis that the layout does not have.

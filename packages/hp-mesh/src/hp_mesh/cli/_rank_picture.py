@@ -33,7 +33,7 @@ class _Picture:
     def __init__(self, found: RankMap) -> None:
         self.found = found
         self.boxes = _with_gap(found.nodes, MOST_NODES, FEWER_NODES)
-        fullest = min(found.ranks_per_node, found.world)
+        fullest = min(found.width, found.world)
         cells = len(_with_gap(fullest, MOST_CELLS, FEWER_CELLS))
         self.across = cells if cells < 4 else 4 if cells <= 8 else 8
         head = text_width(str(found.world - 1), 13, bold=True)
@@ -48,7 +48,8 @@ class _Picture:
         self.columns = _columns(len(self.boxes), shape)
         inner = self.columns * (self.node_width + GAP) - GAP
         heading = text_width(found.dims.summary(), HEADING, bold=True)
-        self.width = max(inner, heading, LEAST_WIDTH) + 2 * MARGIN
+        place = text_width(found.place, 12.5)
+        self.width = max(inner, heading, place, LEAST_WIDTH) + 2 * MARGIN
         self.legend = self._legend()
         self.legend_columns = max(1, int((self.width - 2 * MARGIN) // LEGEND_WIDTH))
         legend_rows = ceil(len(self.legend) / self.legend_columns)
@@ -72,7 +73,8 @@ class _Picture:
         canvas.text(MARGIN, MARGIN + 38, found.place, size=12.5, room=room, colour=FAINT)
         more = len(found.groups) - len(self.legend)
         size, count = len(found.groups[0]), len(found.groups)
-        line = f"colour and #: {found.axis} groups, {count} of {size} rank{'s' * (size != 1)}"
+        line = f"colour and #: {count} {found.axis} group{'s' * (count != 1)} "
+        line += f"of {size} rank{'s' * (size != 1)}{' each' * (count != 1)}"
         line += f"; colours repeat after {len(self.legend)}, numbers do not" if more else ""
         canvas.text(MARGIN, MARGIN + 57, line, size=12.5, room=room, colour=FAINT)
         for i, (group, text) in enumerate(self.legend):
@@ -107,9 +109,8 @@ class _Picture:
         canvas.box(
             x, y, self.node_width, self.node_height, fill=GROUND, edge=EDGE, corner=8, kind="node"
         )
-        canvas.text(
-            x + PAD, y + 17, f"node {node}", size=12, bold=True, room=self.node_width - 2 * PAD
-        )
+        name = "all ranks" if self.found.ranks_per_node is None else f"node {node}"
+        canvas.text(x + PAD, y + 17, name, size=12, bold=True, room=self.node_width - 2 * PAD)
         ranks = self.found.ranks_of(node)
         drawn = _with_gap(len(ranks), MOST_CELLS, FEWER_CELLS)
         for i, place in enumerate(drawn):

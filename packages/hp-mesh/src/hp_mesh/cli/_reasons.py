@@ -41,6 +41,8 @@ def why_it_loses(candidate: Candidate, best: Candidate, ranks_per_node: int) -> 
         part = _most_extra(memory_parts(candidate), others)
         over = (candidate.memory.total - candidate.limit) / GIB
         return f"{part} {over:.1f} GiB over the limit"
+    if candidate.time.total < best.time.total and candidate.fit == best.fit:
+        return f"{(candidate.memory.total - best.memory.total) / GIB:.1f} GiB more memory"
     part = _most_extra(time_parts(candidate), time_parts(best))
     share = time_parts(candidate)[part] / candidate.time.total
     if part == "compute" and candidate.recompute != best.recompute:

@@ -8,7 +8,7 @@ from ._command import Command, add_degrees, add_picture
 from ._degrees import read_dims
 from ._documents import dims_document
 from ._elide import ends, rank_list
-from ._nodes import NODE, check_nodes, choose_nodes
+from ._nodes import check_nodes, choose_nodes
 from ._numbers import read_count
 from ._problems import Problems
 from ._rank_map import RankMap, map_ranks
@@ -16,6 +16,11 @@ from ._rank_picture import draw_ranks
 
 MOST_ROWS = 24
 ROW = 8
+LINKS = {
+    True: Cell(text="between nodes", tone="warn"),
+    False: Cell(text="inside a node"),
+    None: Cell(text="not known", tone="dim"),
+}
 
 
 def answer_show(args: Namespace) -> Answer:
@@ -27,8 +32,9 @@ def answer_show(args: Namespace) -> Answer:
         ranks_per_node = read_count("--ranks-per-node", args.ranks_per_node)
     problems.raise_all()
     with problems.noted():
-        check_nodes(dims.layout(), choose_nodes(dims.layout().world_size, ranks_per_node))
-        found = map_ranks(dims, ranks_per_node or NODE, args.axis)
+        topology = choose_nodes(dims.layout().world_size, ranks_per_node)
+        check_nodes(dims.layout(), topology)
+        found = map_ranks(dims, topology.ranks_per_node if topology else None, args.axis)
     problems.raise_all()
     return Answer(
         document=partial(_document, found),
@@ -46,8 +52,7 @@ def _axes_table(found: RankMap) -> Table:
     rows = []
     for names in found.families():
         group = found.layout.group(names[0], 0)
-        crosses = found.layout.crosses_nodes(names[0], found.ranks_per_node)
-        links = Cell(text="between nodes", tone="warn") if crosses else "inside a node"
+        links = LINKS[found.crosses_nodes(names[0])]
         texts = (" ".join(names), len(group), found.world // len(group))
         rows.append(cells(*texts, links, rank_list(group)))
     return Table(
@@ -60,7 +65,7 @@ def _axes_table(found: RankMap) -> Table:
 
 def _rank_blocks(found: RankMap) -> tuple[Table | Line, ...]:
     """Return one row for each node, or several for a wide one, and what was left out."""
-    width = min(found.ranks_per_node, ROW, found.world)
+    width = min(found.width, ROW, found.world)
     starts = [
         (node, start) for node in range(found.nodes) for start in found.ranks_of(node)[::width]
     ]
@@ -83,7 +88,8 @@ def _rank_blocks(found: RankMap) -> tuple[Table | Line, ...]:
 def _row(found: RankMap, node: int, start: int, width: int) -> tuple[Cell, ...]:
     ranks = [rank for rank in range(start, start + width) if rank in found.ranks_of(node)]
     drawn = [Cell(text=_rank_text(found, r), group=found.group_of[r]) for r in ranks]
-    return cells(node, *drawn, *[""] * (width - len(drawn)))
+    label = "-" if found.ranks_per_node is None else node
+    return cells(label, *drawn, *[""] * (width - len(drawn)))
 
 
 def _rank_text(found: RankMap, rank: int) -> str:
@@ -97,16 +103,13 @@ def _document(found: RankMap) -> dict[str, object]:
         "dims": dims_document(found.dims),
         "ranks_per_node": found.ranks_per_node,
         "axes": {
-            name: {
-                "size": layout.size(name),
-                "crosses_nodes": layout.crosses_nodes(name, found.ranks_per_node),
-            }
+            name: {"size": layout.size(name), "crosses_nodes": found.crosses_nodes(name)}
             for name in layout.names
         },
         "ranks": [
             {
                 "rank": rank,
-                "node": rank // found.ranks_per_node,
+                "node": found.ranks_per_node and rank // found.ranks_per_node,
                 "coordinates": layout.coordinates(rank) | {"ep": layout.coordinate("ep", rank)},
             }
             for rank in range(found.world)

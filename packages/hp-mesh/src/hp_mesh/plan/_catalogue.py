@@ -116,15 +116,15 @@ MODELS: Mapping[str, ModelShape] = _named(
             shared_ffn=8192,
             dense_layers=24,
         ),
-        # Its latent attention is counted as full projections with eight kv heads, which adds 11% to
-        # the active parameters and less than 1% to all.
+        # Latent attention counts its queries as full projections, which adds 11% to the active
+        # parameters and less than 1% to all.
         ModelShape(
             name="deepseek-v3",
             layers=61,
             hidden=7168,
             heads=128,
-            kv_heads=8,
             head_dim=128,
+            latent=512,
             ffn=18432,
             vocab=129280,
             experts=256,

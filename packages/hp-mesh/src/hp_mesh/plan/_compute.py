@@ -121,11 +121,12 @@ class ComputeModel:
             core = 4 * tokens * seq_len * query / self._half_rate
             scores = self._model.heads / point.tp * seq_len * tokens
             return core + SCORE_PASSES * HALF_BYTES * scores / self._bandwidth, 0.0
-        chunk = seq_len / (2 * point.cp) if point.cp > 1 else seq_len
+        ring = point.ring
+        chunk = seq_len / (2 * ring) if ring > 1 else seq_len
         efficiency = chunk / (chunk + ATTENTION_HALF_CHUNK)
-        efficiency *= RING_EFFICIENCY if point.cp > 1 else 1.0
+        efficiency *= RING_EFFICIENCY if ring > 1 else 1.0
         core = 2 * tokens * seq_len * query / (self._attention_rate * efficiency)
-        parts = point.cp if point.cp > 1 else 0
+        parts = ring if ring > 1 else 0
         return core, parts * MERGE_BYTES * tokens * query / self._bandwidth
 
     def _elementwise(self, point: Point, tokens: float, width: int, *, experts: bool) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .._degrees import resolved_rules, rule_violations
+from .._dims import ParallelDims
 from .._errors import Violation, divisors
 from .._model import read_numbers
 from .._rules import Subject, check_rules
@@ -34,15 +34,17 @@ class Legality:
         )
         self.rejected: list[Rejection] = []
 
-    def violations(self, point: Point) -> tuple[Violation, ...]:
-        """Return the errors of a point's degrees."""
-        degrees = {**point._asdict(), "ulysses_degree": 1}
-        return (*self._asked(point), *rule_violations(degrees, resolved_rules("folded")))
+    def violations(self, dims: ParallelDims, point: Point) -> tuple[Violation, ...]:
+        """Return the errors of a configuration, whose point is given too."""
+        train = self._train
+        report = dims.check(
+            self._model.to_config(), train.seq_len, train.global_batch, causal_balance=True
+        )
+        return (*report.errors, *self._own(point))
 
     def _asked(self, point: Point) -> tuple[Violation, ...]:
-        """Return the errors that the model and the run see in degrees, folded or not."""
-        degrees = {**point._asdict(), "ulysses_degree": 1}
-        report = check_rules(replace(self._subject, degrees=degrees))
+        """Return the errors that the model and the run see in degrees."""
+        report = check_rules(replace(self._subject, degrees=point._asdict()))
         return (*report.errors, *self._own(point))
 
     def points(self, world: int) -> Iterator[Point]:
@@ -50,7 +52,8 @@ class Legality:
 
         Experts are folded only where they can be, as degrees multiply to the world only.
         """
-        experts = [ep for ep in divisors(world) if self._keeps(Point(ep=ep), "ep")]
+        choices = divisors(world) if self._model.experts else ()
+        experts = [ep for ep in choices if self._keeps(Point(ep=ep), "ep")]
         for tp in divisors(world):
             if not self._keeps(Point(tp=tp), "tp"):
                 continue

@@ -1,5 +1,8 @@
 """Seconds of collectives: latency and bandwidth of the links that a group's ranks share."""
 
+from collections import Counter
+from math import lcm, prod
+
 from ._cluster import Cluster
 from ._constants import LINK_EFFICIENCY
 from ._point import Group
@@ -13,16 +16,43 @@ class Links:
     ``latency + bytes / bandwidth`` form). All sizes are bytes.
     """
 
-    __slots__ = ("_fast", "_node", "_slow")
+    __slots__ = ("_fast", "_node", "_shared", "_slow", "_world")
 
     def __init__(self, cluster: Cluster) -> None:
-        self._node = cluster.ranks_per_node
+        self._node, self._world = cluster.ranks_per_node, cluster.world_size
+        self._shared: dict[Group, int] = {}
         self._fast = cluster.fast.bandwidth * LINK_EFFICIENCY, cluster.fast.latency
         self._slow = cluster.slow.bandwidth * LINK_EFFICIENCY, cluster.slow.latency
 
     def members(self, group: Group) -> int:
-        """Return how many ranks of a group share a node."""
-        return max(1, min(group.size, self._node // group.stride))
+        """Return how many ranks of a group share a node, where that is fewest.
+
+        Groups need not be aligned with nodes: the one that is cut worst counts.
+        """
+        if group not in self._shared:
+            self._shared[group] = self._fewest(group)
+        return self._shared[group]
+
+    def _fewest(self, group: Group) -> int:
+        node, shares = self._node, []
+        for size, stride in group.digits:
+            block = size * stride
+            if stride % node == 0:
+                shares.append(1)
+            elif node % block == 0:
+                shares.append(size)
+            elif node % stride == 0 and block % node == 0:
+                shares.append(node // stride)
+            else:
+                return self._counted(group)
+        return prod(shares)
+
+    def _counted(self, group: Group) -> int:
+        """Return the same where nodes and groups are not aligned, over all that they repeat."""
+        size, stride = group.digits[-1]
+        ranks = range(min(self._world, lcm(size * stride, self._node)))
+        counts = Counter((_first(rank, group), rank // self._node) for rank in ranks)
+        return min(counts.values())
 
     def crosses(self, group: Group) -> bool:
         """Return whether a group's ranks are in more than one node."""
@@ -64,3 +94,8 @@ class Links:
             return 0.0
         bandwidth, latency = self._slow if self.crosses(group) else self._fast
         return latency + size / bandwidth
+
+
+def _first(rank: int, group: Group) -> int:
+    """Return the first rank of the group that a rank is in."""
+    return rank - sum(rank // stride % size * stride for size, stride in group.digits)

@@ -109,13 +109,15 @@ class MemoryModel:
             wide = self._dense_layer if expert_layers < layers else self._shared_layer
             block = wide / tp + layer_experts
             gathered = HALF_BYTES * (2 * block + ends)
-            passing = (HALF_BYTES + GRADIENT_BYTES) * block if point.fsdp > 1 else 0.0
+            sharded = wide / tp * (point.fsdp > 1) + layer_experts * (point.efsdp > 1)
+            passing = (HALF_BYTES + GRADIENT_BYTES) * sharded
             outputs = 0.0
         else:
             # Gathering for every microbatch would cost more than keeping, and gradients are added
             # up before they are reduced. Outputs are kept until their gradients come back.
-            accumulated = GRADIENT_BYTES if point.fsdp > 1 else 0
-            gathered, passing = (HALF_BYTES + accumulated) * (dense + experts), 0.0
+            sharded = dense * (point.fsdp > 1) + experts * (point.efsdp > 1)
+            gathered = HALF_BYTES * (dense + experts) + GRADIENT_BYTES * sharded
+            passing = 0.0
             outputs = HALF_BYTES * model.hidden / tp * self._train.virtual_stages
         rows, logits = 0.0, model.vocab / tp if last else 0.0
         if tp > 1:

@@ -1,7 +1,6 @@
 """The sizes of a model, read from the configuration that describes it."""
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Any
 
 from .._config import read_field
@@ -25,7 +24,12 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 }
 REQUIRED = ("layers", "hidden", "heads", "vocab")
 # Model families whose feed-forward part is two matrices with an activation between.
-UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "mpt")
+UNGATED = (
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt"),
+    *("starcoder2", "nemotron", "bert"),
+)
+# Those that leave the width of the feed-forward part out where it is the usual one.
+USUAL_WIDTH = ("bloom", "falcon", "mpt", "gpt_neo")
 
 
 def read_shape(config: object) -> dict[str, Any]:
@@ -37,12 +41,16 @@ def read_shape(config: object) -> dict[str, Any]:
     source = read_field(source, "text_config") or source
     sizes = {field: _first(source, names) for field, names in SIZES.items()}
     raise_errors(integer_violations({n: v for n, v in sizes.items() if v is not None}, minimum=0))
-    if sizes["ffn"] is None and sizes["hidden"] is not None and read_field(source, "n_embd"):
-        sizes["ffn"] = 4 * sizes["hidden"]  # GPT-2 leaves its usual width out
+    family = read_field(source, "model_type") or ""
+    usual = family in USUAL_WIDTH or read_field(source, "n_embd")  # GPT-2 and what follows it
+    if sizes["ffn"] is None and sizes["hidden"] is not None and usual:
+        sizes["ffn"] = (_count(source, "expansion_ratio") or 4) * sizes["hidden"]
+    one_for_all = read_field(source, "multi_query") is True
+    if one_for_all and not read_field(source, "new_decoder_architecture"):
+        sizes["kv_heads"] = 1  # Falcon writes another number there
     missing = [field for field in (*REQUIRED, "ffn") if sizes[field] is None]
     if missing:
         raise ParallelDimsError([_missing(field) for field in missing])
-    family = read_field(source, "model_type") or ""
     name = read_field(source, "name") or read_field(source, "_name_or_path") or family
     glu = read_field(source, "glu")
     shape = {field: value for field, value in sizes.items() if value is not None}
@@ -55,11 +63,11 @@ def read_shape(config: object) -> dict[str, Any]:
 
 
 def _latent(source: object, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return heads that need about as many parameters as keys and values from a latent do."""
+    """Return the heads and the latent of attention whose keys and values come from one."""
     latent, width = _count(source, "kv_lora_rank"), _count(source, "v_head_dim")
     if not latent or not width:
         return {}
-    return {"head_dim": width, "kv_heads": gcd(shape["heads"], 2 * latent // width)}
+    return {"head_dim": width, "kv_heads": shape["heads"], "latent": latent}
 
 
 def _experts(source: object, shape: Mapping[str, Any]) -> dict[str, Any]:

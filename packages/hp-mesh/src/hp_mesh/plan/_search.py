@@ -9,7 +9,7 @@ from .._errors import Violation, divisors, raise_errors
 from ._cluster import Cluster
 from ._legal import DENSE_AXES, Legality, batch_violations
 from ._memory import MemoryModel, Rank
-from ._numbers import choice_violations, integer_violations
+from ._numbers import choice_violations, integer_violations, kind_violations
 from ._plan import Plan
 from ._point import Group, Point, groups_of, point_of
 from ._ranking import Ranking
@@ -45,8 +45,12 @@ def plan(model: ModelShape, cluster: Cluster, train: TrainSpec) -> Plan:
 
     All degrees of the world, and the micro batches and kinds of recomputation where ``train``
     leaves them open. Where a setting is already too large, those that only need more are left out.
-    Deterministic; nothing is communicated and torch is not needed.
+    Experts are folded into the dense ranks, axes are in the default order, sequences go round a
+    ring without Ulysses, and a model without experts has ``ep`` and ``etp`` 1; `estimate` takes
+    other configurations too. Deterministic; nothing is communicated and torch is not needed. Raises
+    `ParallelDimsError` for arguments of other types and an accelerator without a rate for fp8.
     """
+    raise_errors(_kind_violations(model, cluster, train))
     search = Search(model, cluster, train)
     legal = Legality(model, train)
     found: list[Found] = []
@@ -81,12 +85,15 @@ def estimate(
     """Return the memory and time of one configuration.
 
     ``dims`` without a world take the cluster's. ``micro_batch`` and ``recompute`` are ``train``'s
-    where None, and where that leaves them open too, the best ones. Raises `ParallelDimsError` with
-    every rule that the configuration breaks.
+    where None, and where that leaves them open too, the best ones. With a ``ulysses_degree`` its
+    ranks exchange heads, equally many each, and keys and values go round the rest of ``cp``. Raises
+    `ParallelDimsError` with every rule that the configuration breaks.
     """
+    wrong = list(_kind_violations(model, cluster, train))
+    wrong += kind_violations("dims", dims, ParallelDims)
+    raise_errors(wrong)
     micro_batch = train.micro_batch if micro_batch is None else micro_batch
     recompute = train.recompute if recompute is None else recompute
-    wrong: list[Violation] = []
     if micro_batch is not None:
         wrong += integer_violations({"micro_batch": micro_batch})
     if recompute is not None:
@@ -99,10 +106,10 @@ def estimate(
         wrong += [_other_world(point.world, cluster.world_size)]
     if not dims.fsdp_folds_cp and dims.cp > 1:
         wrong += [_unfolded(dims.cp)]
-    wrong += Legality(model, train).violations(point)
+    wrong += Legality(model, train).violations(dims, point)
     raise_errors(wrong)
     search = Search(model, cluster, train)
-    site = search.site(point, dims.order)
+    site = search.site(point, dims.order, dims.ep_mode)
     found, violations = search.settings(site, micro_batch, recompute)
     raise_errors(violations)
     return search.candidate(min(found), dims)
@@ -118,9 +125,9 @@ class Search:
         self._time = TimeModel(model, cluster, train)
         self._limit = cluster.device.memory_gib * GIB * train.memory_fraction
 
-    def site(self, point: Point, order: Sequence[str]) -> Site:
+    def site(self, point: Point, order: Sequence[str], ep_mode: str = "folded") -> Site:
         """Return a point with what its settings share, for an order of the axes."""
-        groups = groups_of(point, order)
+        groups = groups_of(point, order, peer=ep_mode == "peer")
         return Site(point, groups, self._memory.ranks(point), self._time.traffic(point, groups))
 
     def settings(
@@ -178,7 +185,7 @@ class Search:
         """Return all that is estimated of a configuration."""
         point = found.point
         dims = point.dims() if dims is None else dims
-        site = self.site(point, dims.order)
+        site = self.site(point, dims.order, dims.ep_mode)
         memory, time = self._splits(site, found.micro_batch, found.recompute)
         return Candidate(
             dims=dims,
@@ -192,6 +199,12 @@ class Search:
             flops=self._train.tokens * self._model.flops_per_token(self._train.seq_len),
             peak_tflops=self._cluster.device.tflops,
         )
+
+
+def _kind_violations(model: object, cluster: object, train: object) -> Iterator[Violation]:
+    yield from kind_violations("model", model, ModelShape)
+    yield from kind_violations("cluster", cluster, Cluster)
+    yield from kind_violations("train", train, TrainSpec)
 
 
 def _precision_violations(cluster: Cluster, train: TrainSpec) -> Iterator[Violation]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .._errors import Violation, raise_errors
-from ._numbers import integer_violations, number_violation
+from ._numbers import flag_violations, integer_violations, number_violation
 from ._reading import read_shape
 
 
@@ -16,8 +16,9 @@ class ModelShape:
     where None. ``ffn`` and ``expert_ffn`` are inner widths, of the two input matrices each where
     ``glu``. ``shared_ffn`` is the total inner width of the experts that every token takes,
     ``dense_layers`` counts the layers without experts in a model that has some. ``tied`` models use
-    the embedding as output matrix. Biases are not counted. Raises `ParallelDimsError` with every
-    wrong number.
+    the embedding as output matrix. Where keys and values of all heads come from a latent,
+    ``latent`` is its width, and projections twice as wide, one for keys and one for values, stand
+    for what it costs. Biases are not counted. Raises `ParallelDimsError` with every wrong number.
     """
 
     name: str = ""
@@ -35,6 +36,7 @@ class ModelShape:
     expert_ffn: int | None = None
     shared_ffn: int = 0
     dense_layers: int = 0
+    latent: int = 0
 
     def __post_init__(self) -> None:
         raise_errors(_violations(self))
@@ -73,8 +75,8 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Return the width of all key heads of a layer, which is that of its value heads."""
-        return (self.kv_heads or 0) * (self.head_dim or 0)
+        """Return the width that a layer's keys cost, which is that of its values."""
+        return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
 
     @property
     def expert_width(self) -> int:
@@ -158,8 +160,9 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
     required = ("layers", "hidden", "heads", "ffn", "vocab")
     optional = [n for n in ("kv_heads", "head_dim", "expert_ffn") if values[n] is not None]
     wrong = list(integer_violations({name: values[name] for name in (*required, *optional)}))
-    counts = ("experts", "top_k", "shared_ffn", "dense_layers")
+    counts = ("experts", "top_k", "shared_ffn", "dense_layers", "latent")
     wrong += integer_violations({name: values[name] for name in counts}, minimum=0)
+    wrong += flag_violations({"glu": shape.glu, "tied": shape.tied})
     yield from wrong
     if wrong:
         return

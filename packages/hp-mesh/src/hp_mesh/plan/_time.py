@@ -121,7 +121,7 @@ class TimeModel:
     def _microbatch(
         self, point: Point, groups: Mapping[str, Group], micro_batch: int, recompute: Recompute
     ) -> Exposed:
-        inside = (groups["tp"], groups["cp"], groups["ep"])
+        inside = (groups["tp"], groups["ring"], groups["ulysses"], groups["ep"])
         key = (micro_batch, recompute, point.etp, *inside)
         if key not in self._layers:
             total = [0.0] * 6
@@ -129,7 +129,7 @@ class TimeModel:
                 if count:
                     work = self._compute.layer(point, micro_batch, recompute, experts=experts)
                     # Where keys and values go round, attention has company.
-                    busy = work.attention if point.cp > 1 else 0.0
+                    busy = work.attention if point.ring > 1 else 0.0
                     rounds = 3 if recompute == "full" else 2
                     parts = (
                         work.forward + work.backward,
@@ -175,13 +175,23 @@ class TimeModel:
         recompute: Recompute,
         work: Work,
     ) -> float:
-        """Return the exposed seconds in which keys and values go round beside attention."""
+        """Return the exposed seconds in which a sequence's parts meet in one layer.
+
+        Keys and values go round beside attention. Before it Ulysses exchanges their heads and those
+        of queries, after it those of the output (arXiv 2309.14509, section 3.2).
+        """
         tokens = micro_batch * self._train.seq_len
-        size = 2 * HALF_BYTES * tokens * self._model.kv_width / point.tp
-        ring = self._links.gather(groups["cp"], size)
-        forward = _exposed(ring, work.attention) * (2 if recompute == "full" else 1)
+        model, forwards = self._model, 2 if recompute == "full" else 1
+        keys = HALF_BYTES * tokens * model.kv_width / point.tp
+        # Where there are fewer kv heads than ranks, several ranks get the same one.
+        heads = min(point.ulysses_degree, max(1, (model.kv_heads or 1) // point.tp))
+        ring = self._links.gather(groups["ring"], 2 * keys / heads)
+        forward = _exposed(ring, work.attention) * forwards
+        queries = HALF_BYTES * tokens * model.query_width / point.tp
+        rows = 2 * (queries + keys * point.ulysses_degree / heads) / point.cp
+        exchange = (forwards + 1) * self._links.all_to_all(groups["ulysses"], rows)
         # Their gradients go round in float32 beside them.
-        return forward + _exposed(3 * ring, 2 * work.attention)
+        return forward + _exposed(3 * ring, 2 * work.attention) + exchange
 
     def _exchange(
         self, point: Point, groups: Mapping[str, Group], micro_batch: int, recompute: Recompute

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from .._errors import Violation, raise_errors
-from ._numbers import amount_violations, choice_violations, integer_violations, number_violation
+from ._numbers import (
+    amount_violations,
+    choice_violations,
+    flag_violations,
+    integer_violations,
+    number_violation,
+)
 
 Recompute: TypeAlias = Literal["none", "selective", "selective-op", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "selective-op", "full")
@@ -55,6 +61,7 @@ def _violations(train: TrainSpec) -> Iterator[Violation]:
     if train.micro_batch is not None:
         sizes["micro_batch"] = train.micro_batch
     yield from integer_violations(sizes)
+    yield from flag_violations({"float8": train.float8, "fused": train.fused})
     if train.recompute is not None:
         yield from choice_violations("recompute", train.recompute, RECOMPUTE)
     yield from choice_violations("schedule", train.schedule, SCHEDULES)

@@ -1,0 +1,236 @@
+"""Shapes of models, read from the configurations that describe them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+
+from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh.plan import MODELS, ModelShape
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": None,
+    "vocab_size": 50257,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (transformers.MixtralConfig(), "mixtral-8x7b"),
+        (transformers.DeepseekV3Config(), "deepseek-v3"),
+    ],
+)
+def test_a_configuration_object_gives_the_shape_of_the_catalogue(config: object, name: str) -> None:
+    found, known = ModelShape.from_config(config), MODELS[name]
+    assert found.parameters == known.parameters
+    assert found.active_parameters == known.active_parameters
+    assert (found.layers, found.dense_layers) == (known.layers, known.dense_layers)
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda config: SimpleNamespace(config=config)])
+def test_a_parsed_file_works_as_it_is_and_so_does_what_holds_one(wrap: Any) -> None:
+    config = {
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "model_type": "qwen3_moe",
+    }
+    found = ModelShape.from_config(wrap(config))
+    assert found.name == "qwen3_moe"
+    assert found.parameters == MODELS["qwen3-30b-a3b"].parameters
+
+
+def test_the_language_model_of_a_larger_one_is_found() -> None:
+    text = {
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "vocab_size": 202048,
+    }
+    found = ModelShape.from_config({"model_type": "llama4", "text_config": text})
+    assert found.parameters == MODELS["llama4-maverick"].parameters
+
+
+def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
+    found = ModelShape.from_config(GPT2)
+    assert not found.glu
+    assert found.tied
+    assert found.ffn == 3072
+    # The published 124 million, less positions and biases.
+    assert found.parameters / 1e6 == pytest.approx(124 - 0.8 - 0.1, rel=0.005)
+
+
+# In billions, from the models' own papers and pages.
+@pytest.mark.parametrize(
+    ("config", "total"),
+    [
+        (
+            {
+                "model_type": "bloom",
+                "n_layer": 70,
+                "hidden_size": 14336,
+                "n_head": 112,
+                "vocab_size": 250880,
+                "tie_word_embeddings": True,
+            },
+            176.2,
+        ),
+        (
+            {
+                "model_type": "falcon",
+                "num_hidden_layers": 32,
+                "hidden_size": 4544,
+                "num_attention_heads": 71,
+                "num_kv_heads": 71,
+                "multi_query": True,
+                "vocab_size": 65024,
+                "tie_word_embeddings": True,
+            },
+            6.92,
+        ),
+        (
+            {
+                "model_type": "mpt",
+                "n_layers": 32,
+                "d_model": 4096,
+                "n_heads": 32,
+                "expansion_ratio": 4,
+                "vocab_size": 50432,
+                "tie_word_embeddings": True,
+            },
+            6.65,
+        ),
+        (
+            {
+                "model_type": "gpt_bigcode",
+                "n_layer": 40,
+                "n_embd": 6144,
+                "n_head": 48,
+                "n_inner": 24576,
+                "multi_query": True,
+                "vocab_size": 49152,
+                "tie_word_embeddings": True,
+            },
+            15.5,
+        ),
+        (
+            {
+                "model_type": "starcoder2",
+                "num_hidden_layers": 40,
+                "hidden_size": 6144,
+                "num_attention_heads": 48,
+                "num_key_value_heads": 4,
+                "intermediate_size": 24576,
+                "vocab_size": 49152,
+                "tie_word_embeddings": False,
+            },
+            16.0,
+        ),
+        (
+            {
+                "model_type": "nemotron",
+                "num_hidden_layers": 32,
+                "hidden_size": 6144,
+                "num_attention_heads": 48,
+                "num_key_value_heads": 8,
+                "intermediate_size": 24576,
+                "vocab_size": 256000,
+            },
+            15.6,
+        ),
+        (
+            {
+                "model_type": "bert",
+                "num_hidden_layers": 24,
+                "hidden_size": 1024,
+                "num_attention_heads": 16,
+                "intermediate_size": 4096,
+                "vocab_size": 30522,
+                "tie_word_embeddings": True,
+            },
+            0.335,
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_a_family_of_two_matrices_has_its_published_number_of_parameters(
+    config: dict[str, Any], total: float
+) -> None:
+    found = ModelShape.from_config(config)
+    assert not found.glu
+    assert found.parameters / 1e9 == pytest.approx(total, rel=0.02)
+
+
+def test_falcon_of_the_newer_architecture_has_the_kv_heads_that_it_names() -> None:
+    config = {
+        "model_type": "falcon",
+        "num_hidden_layers": 60,
+        "hidden_size": 8192,
+        "num_attention_heads": 128,
+        "num_kv_heads": 8,
+        "multi_query": True,
+        "new_decoder_architecture": True,
+        "vocab_size": 65024,
+    }
+    assert ModelShape.from_config(config).kv_heads == 8
+    assert ModelShape.from_config({**config, "new_decoder_architecture": False}).kv_heads == 1
+
+
+def test_latent_attention_has_as_many_kv_heads_as_heads_by_name_and_by_file() -> None:
+    read = ModelShape.from_config(transformers.DeepseekV3Config())
+    for model in (read, MODELS["deepseek-v3"]):
+        assert model.to_config()["num_key_value_heads"] == model.heads == 128
+        assert model.kv_width == 2 * 512
+    wide = ParallelDims(tp=32, world_size=32)
+    reports = [wide.check(c, 4096) for c in (transformers.DeepseekV3Config(), read.to_config())]
+    assert [report.errors for report in reports] == [(), ()]
+
+
+def test_every_field_that_a_configuration_lacks_is_named() -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ModelShape.from_config({"hidden_size": 64, "vocab_size": 8})
+    missing = [name for violation in caught.value.violations for name in violation.values]
+    assert missing == ["layers", "heads", "ffn"]
+
+
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "moe_intermediate_size", "n_shared_experts", "kv_lora_rank"]
+)
+@pytest.mark.parametrize("value", [{"a": 1}, "8", -1, 2.5])
+def test_a_size_that_is_no_number_is_named_wherever_it_is_used(name: str, value: object) -> None:
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "intermediate_size": 96,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "v_head_dim": 16,
+    }
+    assert ModelShape.from_config(config).experts == 4
+    with pytest.raises(ParallelDimsError, match=r"given; use an integer of at least 0"):
+        ModelShape.from_config({**config, name: value})
