@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_dtensor import (
     AlphaBeta,
+    CostModelError,
     Layout,
     NoPlan,
     Partial,
@@ -244,3 +246,67 @@ def test_plans_are_kept_in_bounded_caches() -> None:
 def test_prices_are_not_negative(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}=.* seconds of 0 or more"):
         AlphaBeta(**{name: value})
+
+
+class FreeOverBoth:
+    """One collective over two axes is free, one over a single axis costs a second."""
+
+    def seconds(self, axes: Sequence[int], ranks: int, received: float) -> float:
+        """Return the price."""
+        return 0.0 if len(axes) > 1 else 1.0
+
+
+def test_a_way_at_no_cost_is_named_in_the_note() -> None:
+    pair = Layout((2, 2), (S1, StridedShard(0, 2))), Layout((2, 2), (StridedShard(0, 2), S1))
+    none: frozenset[tuple[int, ...]] = frozenset()
+    plan = _plan.make_plan(*pair, (8, 2), 0, cost=FreeOverBoth(), folded=none, exact=none)
+    assert "at no cost with one process group over the mesh axes (0, 1)" in plan.note
+    cost = AlphaBeta(alpha=0.0, beta=1e-9)
+    assert _plan.make_plan(*pair, (8, 2), 0, cost=cost, folded=none, exact=none).time > 0
+
+
+def test_a_step_of_unequal_receivers_costs_what_they_receive_on_average() -> None:
+    pair = Layout((4,), (StridedShard(0, 2),)), Layout((4,), (S0,))
+    plans = [
+        explain(*pair, shape=(1024, 1024), rank=rank, cost=AlphaBeta(alpha=0.0, beta=1.0))
+        for rank in range(4)
+    ]
+    received = [plan.bytes_received for plan in plans]
+    assert len(set(received)) > 1
+    assert {plan.time for plan in plans} == {sum(received) / 4}
+
+
+@pytest.mark.parametrize(
+    "value", [math.inf, math.nan, "1", [1.0, 2.0], (1.0, math.inf), (1.0, "2")]
+)
+def test_prices_are_finite_numbers(value: Any) -> None:
+    for name in ("alpha", "beta"):
+        with pytest.raises(CostModelError, match=f"{name}=.* finite seconds of 0 or more"):
+            AlphaBeta(**{name: value})
+
+
+def test_a_tuple_has_a_price_for_every_axis_of_either_mesh() -> None:
+    narrow, wide = Layout((4,), (S0,)), Layout((2, 2), (S0, S1))
+    short = AlphaBeta(beta=(1.0,))
+    for pair in ((wide, wide), (narrow, wide), (wide, narrow)):
+        with pytest.raises(CostModelError, match=r"beta=\(1.0,\) prices 1 mesh axes of 2; give 2"):
+            explain(*pair, shape=(8, 8), cost=short)
+    plan = explain(narrow, wide, shape=(8, 8), cost=AlphaBeta(alpha=(1.0, 3.0), beta=0.0))
+    assert [step.kind for step in plan.steps] == ["transfer"]
+    assert plan.time == 3.0
+
+
+@pytest.mark.parametrize("cost", [3.0, "cheap", AlphaBeta, [AlphaBeta()]])
+def test_a_cost_is_a_model(cost: Any) -> None:
+    with pytest.raises(CostModelError, match=r"cost=.* give AlphaBeta\(...\), or a hashable"):
+        explain(Layout((2,), (S0,)), shape=(4,), cost=cost)
+
+
+@dataclass
+class Unhashable(FreeOverBoth):
+    """A model that compares by value and may change."""
+
+
+def test_a_cost_is_hashable() -> None:
+    with pytest.raises(CostModelError, match="hashable"):
+        explain(Layout((2,), (S0,)), shape=(4,), cost=Unhashable())

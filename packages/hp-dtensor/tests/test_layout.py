@@ -261,3 +261,15 @@ def test_wrong_ragged_and_strided_shards_say_what_is_legal() -> None:
         StridedShard(0, 0)
     with pytest.raises(ShardDimError, match="0 to 0"):
         Layout((2,), (StridedShard(1, 3),)).boxes((5,), 0)
+
+
+@pytest.mark.parametrize("order", [5, (1, 0), ((0, 1),), ((0, ("a", "b")),), {0: 1}, {0: "10"}])
+def test_a_shard_order_gives_axes_for_each_dim(order: Any) -> None:
+    with pytest.raises(ShardOrderError, match=r"shard_order=.* gives no axes for each dim; write"):
+        Layout((2, 2), (Shard(0), Shard(0)), order)
+
+
+def test_a_shard_order_may_be_made_of_lists() -> None:
+    order: Any = [(0, [1, 0])]
+    listed = Layout((2, 2), (Shard(0), Shard(0)), order)
+    assert listed == Layout((2, 2), (Shard(0), Shard(0)), {0: (1, 0)})

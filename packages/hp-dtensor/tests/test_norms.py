@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hp_dtensor import (
     Axis,
+    MaxNormError,
     NonFiniteNormError,
     NormOrderError,
     PartialSourceError,
@@ -171,3 +173,12 @@ def test_one_process_needs_no_group() -> None:
     assert norm.item() == 5.0
     torch.testing.assert_close(first.grad, torch.tensor([0.6, 0.0]))
     assert clip_grad_norm_([], 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("wrong", ["1", -1, math.nan, None])
+def test_a_largest_norm_is_a_number_of_zero_or_more(wrong: Any) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    with pytest.raises(MaxNormError, match=r"max_norm=.* give a number of 0 or more"):
+        clip_grad_norm_(parameter, wrong)
+    assert parameter.grad.tolist() == [3.0, 4.0]

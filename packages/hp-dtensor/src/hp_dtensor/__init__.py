@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from ._boxes import Box as Box
 from ._cost import AlphaBeta as AlphaBeta
 from ._cost import CostModel as CostModel
+from ._errors import CostModelError as CostModelError
 from ._errors import CrossMeshError as CrossMeshError
 from ._errors import LayoutError as LayoutError
 from ._errors import LocalShapeMismatch as LocalShapeMismatch
 from ._errors import MissingGroup as MissingGroup
 from ._errors import MixedPartialError as MixedPartialError
 from ._errors import NoPlan as NoPlan
+from ._errors import PartialDtypeError as PartialDtypeError
 from ._errors import PartialSourceError as PartialSourceError
 from ._errors import PartialTargetError as PartialTargetError
 from ._errors import PlacementCountError as PlacementCountError
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from ._modules import distribute_module as distribute_module
     from ._modules import distribute_tensor as distribute_tensor
     from ._modules import reduce_partial as reduce_partial
+    from ._norms import MaxNormError as MaxNormError
     from ._norms import NonFiniteNormError as NonFiniteNormError
     from ._norms import NormOrderError as NormOrderError
     from ._norms import clip_grad_norm_ as clip_grad_norm_
@@ -76,6 +79,7 @@ _NEED_TORCH = {
     "AxisMesh": ".collectives._interface",
     "Collectives": ".collectives._interface",
     "Group": ".collectives._interface",
+    "MaxNormError": "._norms",
     "MeshError": "._modules",
     "NonFiniteNormError": "._norms",
     "NonLeafError": "._modules",
@@ -109,6 +113,7 @@ __all__ = [
     "AlphaBeta",
     "Box",
     "CostModel",
+    "CostModelError",
     "CrossMeshError",
     "Layout",
     "LayoutError",
@@ -117,6 +122,7 @@ __all__ = [
     "MixedPartialError",
     "NoPlan",
     "Partial",
+    "PartialDtypeError",
     "PartialSourceError",
     "PartialTargetError",
     "PlacementCountError",

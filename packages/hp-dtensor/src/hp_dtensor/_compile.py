@@ -79,6 +79,8 @@ def _redistribute_in_graph(
         text = write_plan(route.plan, lambda step: group_of(step, route.plan, origin.mesh, mesh))
     if route.unchanged:
         return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        route.check_back()
     result: DTensor = _InGraph.apply(x, route, text)  # type: ignore[no-untyped-call]
     return result
 
@@ -89,16 +91,19 @@ redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
 class _InGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, route: Route, text: str) -> Any:
-        ctx.origin = route.origin
+        ctx.route = route
         local = local_part(x)
         check_local(local, route)
         return route.wrap(carry_out(local, text))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        source, mesh = whole(ctx.origin.layout), ctx.origin.mesh
+        route: Route = ctx.route
+        source, mesh = whole(route.origin.layout), route.origin.mesh
         order = source.shard_order
-        back = _redistribute_in_graph(grads[0], source.placements, mesh, order, None, None)
+        back = _redistribute_in_graph(
+            grads[0], source.placements, mesh, order, route.cost, route.max_bytes
+        )
         return back, None, None
 
 

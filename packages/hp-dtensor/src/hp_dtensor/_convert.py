@@ -9,6 +9,7 @@ from torch.distributed.tensor import placement_types as theirs
 from . import _placements as ours
 from ._errors import PlacementCountError, PlacementTypeError, ShardDimError
 from ._layout import Layout, ShardOrder
+from ._normal_form import checked_order
 from ._torch import split_factor, strided_shard
 
 AnyPlacement: TypeAlias = ours.Placement | theirs.Placement
@@ -87,8 +88,7 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
 
 def pairs_of(order: ShardOrder | Mapping[int, Sequence[int]] | None) -> ShardOrder:
     """Return a shard order as pairs of a dim and its axes."""
-    pairs = () if order is None else order.items() if isinstance(order, Mapping) else order
-    return tuple((dim, tuple(axes)) for dim, axes in pairs)
+    return checked_order(order)
 
 
 def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:

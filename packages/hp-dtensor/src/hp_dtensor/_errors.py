@@ -53,6 +53,14 @@ class MissingGroup(LayoutError):
     """A change needs a process group that does not exist, and there is no way without it."""
 
 
+class CostModelError(LayoutError):
+    """What was given as a cost model is none, or its prices do not fit the mesh."""
+
+
+class PartialDtypeError(LayoutError):
+    """Partial values would have to be reduced in a way that their dtype does not have."""
+
+
 class NoPlan(LayoutError):
     """Every way to the target needs more memory than allowed.
 

@@ -62,7 +62,8 @@ def start(stages: Sequence[Stage], local: Tensor, collectives: Collectives) -> F
     The result shares memory with ``local`` only if there are no stages. Until the end ``local``
     must stay untouched.
     """
-    result = local.detach()
+    # What is sent are bytes: they must be those of the values, not of their conjugates.
+    result = local.detach().resolve_conj().resolve_neg()
     del local  # what later stages start from is not kept beside what they make
     for number, stage in enumerate(stages, 1):
         started = stage(result, collectives)

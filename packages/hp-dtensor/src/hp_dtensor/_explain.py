@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ._cost import CostModel
+from ._cost import CostModel, check_cost
 from ._errors import CrossMeshError, PlacementCountError
 from ._layout import Layout, ShardOrder
 from ._placements import Placement, Replicate, in_tuple
@@ -59,6 +59,7 @@ def explain(
                 )
             shard_order, placements = placements.shard_order, placements.placements
         return plan_for(x, placements, mesh, shard_order, cost, max_bytes)
+    check_cost(cost)
     if shape is None:
         raise PlacementCountError("a plan between layouts needs the tensor's global shape=")
     if mesh is not None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ._errors import (
     MixedPartialError,
@@ -70,8 +70,7 @@ def ordered(
     The order lists dims that are not split in mesh order, and those that some axis splits into
     blocks. Raises `ShardOrderError`.
     """
-    pairs = () if given is None else given.items() if isinstance(given, Mapping) else given
-    wanted = {dim: tuple(axes) for dim, axes in pairs}
+    wanted = dict(checked_order(given))
     spelled: list[Placement] = [
         Shard(p.dim) if isinstance(p, StridedShard) and p.split_factor == 1 else p
         for p in placements
@@ -95,6 +94,22 @@ def ordered(
         if axes != in_mesh_order or any(isinstance(spelled[a], StridedShard) for a in axes):
             kept.append((dim, axes))
     return tuple(spelled), tuple(kept) or None
+
+
+def checked_order(given: object) -> ShardOrder:
+    """Return a shard order as pairs of a dim and its axes; raises `ShardOrderError`."""
+    pairs: Any = () if given is None else given.items() if isinstance(given, Mapping) else given
+    try:
+        order = tuple((dim, tuple(axes)) for dim, axes in pairs)
+        whole = all(isinstance(number, int) for dim, axes in order for number in (dim, *axes))
+    except (TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ShardOrderError(
+            f"shard_order={given!r} gives no axes for each dim; write {{0: (1, 0)}} or "
+            "((0, (1, 0)),) where axis 1 splits dim 0 first, axis 0 then"
+        )
+    return order
 
 
 def checked_ranks(

@@ -20,6 +20,10 @@ class NormOrderError(ValueError):
     """A norm of an order that clipping does not know."""
 
 
+class MaxNormError(ValueError):
+    """A largest norm that is no number of 0 or more."""
+
+
 class NonFiniteNormError(ValueError, RuntimeError):
     """The gradients' norm is infinite or not a number; a RuntimeError too, as torch raises."""
 
@@ -46,9 +50,15 @@ def clip_grad_norm_(
     axes one after another where no group spans the set), then one over ``pp``, whose stages hold
     different parameters. A parameter without gradient takes part with zero, so that ranks agree.
 
-    Raises `NormOrderError`, `PartialSourceError` for a gradient that is not reduced yet, and, with
-    ``error_if_nonfinite``, `NonFiniteNormError` on all ranks alike before anything is scaled.
+    Raises `MaxNormError`, `NormOrderError`, `PartialSourceError` for a gradient that is not reduced
+    yet, and, with ``error_if_nonfinite``, `NonFiniteNormError` on all ranks alike before anything
+    is scaled.
     """
+    limit: object = max_norm
+    if not (isinstance(limit, int | float) and limit >= 0):
+        raise MaxNormError(
+            f"max_norm={limit!r} bounds no norm; give a number of 0 or more, inf to clip nothing"
+        )
     order = float(norm_type)
     if not order > 0:
         raise NormOrderError(f"norm_type={norm_type} is no norm; use a positive number or inf")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ._candidates import Way, ways, ways_between
-from ._cost import AlphaBeta, CostModel
+from ._cost import AlphaBeta, CostModel, check_length
 from ._errors import NoPlan
 from ._layout import Layout
 from ._links import is_local, replicated
@@ -79,6 +79,7 @@ def make_plan(
     """
     check_pair(src, dst, shape)
     model = AlphaBeta() if cost is None else cost
+    check_length(model, max(len(src.mesh_shape), len(dst.mesh_shape)))
     steps, why, note = _choose(
         replicated(src), replicated(dst), shape, itemsize, model, folded, max_bytes, exact
     )
@@ -167,9 +168,10 @@ def _choose(
         return best, why, ""
     wanted = min(better, key=price)
     axes = next(step.axes for step in wanted if not has_group(step))
+    now, then = price(best)[0], price(wanted)[0]
+    gain = f"about {now / then:.1f}x faster" if then > 0 else "at no cost"
     note = (
-        f"about {price(best)[0] / price(wanted)[0]:.1f}x faster with one process group over the "
-        f"mesh axes {axes}; build that alias with the mesh"
+        f"{gain} with one process group over the mesh axes {axes}; build that alias with the mesh"
     )
     return best, why, note
 

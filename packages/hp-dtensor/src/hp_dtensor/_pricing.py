@@ -36,9 +36,9 @@ def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostMo
     if step.kind == "direct" and step.source.is_plain and step.target.is_plain:
         lacking = _lacking(step.source, step.target, shape, places)
         return cost.seconds(step.axes, step.ranks, lacking * itemsize / len(places))
-    if step.source.is_even(shape) and step.target.is_even(shape):
+    if step.kind != "direct" and step.source.is_even(shape) and step.target.is_even(shape):
         places = places[:1]  # all receive alike
-    ranks = [step.source.rank_at(place) for place in places[::4]]
+    ranks = [step.source.rank_at(place) for place in places]
     received = sum(step.received(shape, rank, itemsize) for rank in ranks) / len(ranks)
     return cost.seconds(step.axes, step.ranks, received)
 

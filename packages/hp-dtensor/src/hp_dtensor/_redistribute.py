@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ._absent import Absent
 from ._convert import AnyPlacement, DensePlacement
 from ._cost import CostModel
-from ._errors import RankNotInMesh
+from ._errors import LayoutError, RankNotInMesh
 from ._execute import start
 from ._origin import Distributed, part_of
 from ._plan import Plan
@@ -32,7 +32,10 @@ class Pending(Generic[Result]):
         self._done = False
 
     def wait(self) -> Result:
-        """Return the result, complete for use on the caller's stream; may be called again."""
+        """Return the result, complete for use on the caller's stream; may be called again.
+
+        Until then what was given must stay untouched, and the result may share its memory.
+        """
         if not self._done:
             self._result = self._finish()
             self._done = True
@@ -113,15 +116,19 @@ def redistribute(
     carries torch's strided shards; with a `RaggedShard` it is a `RaggedTensor`. Communicates what
     `explain` prints, chosen as the cheapest under ``cost`` of those that hold at most ``max_bytes``
     at once; groups are those that exist: of an axis, of the world, of a flattened mesh. A result in
-    the layout of ``x`` is ``x``. With ``async_op`` the first collective is started and
-    `Pending.wait` does the rest.
+    the layout of ``x`` is ``x``, and another may share its memory. With ``async_op`` the first
+    collective is started and `Pending.wait` does the rest: until then ``x`` must stay untouched.
+    Autograd records the result if it would at the call.
 
     To another ``mesh``, of another shape or other ranks, data goes point to point between the ranks
     that lack it and those that have it, over the group of the world. Every rank of either mesh
     calls; an `Absent` stands for the tensor, before and after, on a rank that is not in its mesh.
 
     Backward redistributes the gradient to the layout of ``x``, with partial values replicated: the
-    gradient of a sum with respect to each of its terms is the sum's. A rank whose result is an
+    gradient of a sum with respect to each of its terms is the sum's. For other ops than sum that is
+    a convention: every term gets the gradient of the result. The way back is chosen under ``cost``
+    and ``max_bytes`` too: `NoPlan` is raised by the call if a gradient that lies as the result does
+    has none, and by backward for one that lies otherwise. A rank whose result is an
     `Absent` takes part by `Absent.backward`, one that gives an `Absent` says there if the tensor
     requires a gradient.
 
@@ -131,7 +138,8 @@ def redistribute(
 
     Raises before any communication: `CrossMeshError`, `PlacementCountError`, `PlacementTypeError`,
     `ShardDimError`, `ShardOrderError`, `RaggedSizesError`, `MixedPartialError`,
-    `PartialTargetError`, `NoPlan`, `MissingGroup`, and `LocalShapeMismatch` on a rank whose local
+    `PartialTargetError`, `PartialDtypeError` for a reduction that the dtype has not,
+    `CostModelError`, `NoPlan`, `MissingGroup`, and `LocalShapeMismatch` on a rank whose local
     tensor has another shape than its layout gives it. Where ``x`` is no distributed tensor, or
     ``placements`` no sequence, `PlacementTypeError`.
     """
@@ -174,13 +182,21 @@ def _redistribute(
     collectives: Collectives | None,
 ) -> Distributed | Pending[Any]:
     route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
+    if not isinstance(collectives, Collectives | None):
+        raise LayoutError(
+            f"collectives={collectives!r} has not the methods of Collectives; give "
+            "TorchCollectives(), or leave it out"
+        )
     if route.unchanged:
         return Pending(lambda: x) if async_op else x
+    graded = torch.is_grad_enabled() and x.requires_grad
+    if graded:
+        route.check_back()
     door = TorchCollectives() if collectives is None else collectives
     if async_op:
         finish = _started(x, route, door)
-        return Pending(lambda: _apply(x, route, door, finish))
-    return _apply(x, route, door, None)
+        return Pending(lambda: _waited(x, route, door, finish, graded))
+    return _apply(x, route, door, None, graded)
 
 
 def _started(x: Distributed, route: Route, door: Collectives) -> Callable[[], Tensor]:
@@ -201,10 +217,21 @@ def _finished(
     return route.wrap(finish())
 
 
-def _apply(
-    x: Distributed, route: Route, door: Collectives, finish: Callable[[], Tensor] | None
+def _waited(
+    x: Distributed, route: Route, door: Collectives, finish: Callable[[], Tensor], graded: bool
 ) -> Distributed:
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    with torch.set_grad_enabled(graded):
+        return _apply(x, route, door, finish, graded)
+
+
+def _apply(
+    x: Distributed,
+    route: Route,
+    door: Collectives,
+    finish: Callable[[], Tensor] | None,
+    graded: bool,
+) -> Distributed:
+    if not graded:
         return _finished(x, route, door, finish)
     absent = x if isinstance(x, Absent) else None
     tensor = x if absent is None else absent.anchor()
@@ -243,8 +270,8 @@ class _Redistribute(torch.autograd.Function):
                 requires_grad=torch.is_grad_enabled(),
             )
         source = whole(route.origin.layout)
-        order = source.shard_order
-        back = _redistribute(grad, source.placements, route.back, order, None, None, False, door)
+        order, most, cost = source.shard_order, route.max_bytes, route.cost
+        back = _redistribute(grad, source.placements, route.back, order, most, cost, False, door)
         if not was_here:
             return torch.zeros(0), None, None, None, None
         return None if isinstance(back, Absent) else back, None, None, None, None

@@ -5,19 +5,28 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._absent import Absent
 from ._convert import AnyPlacement, to_layout, to_torch
-from ._cost import CostModel
-from ._errors import CrossMeshError, LayoutError, LocalShapeMismatch, MissingGroup
+from ._cost import CostModel, check_cost
+from ._errors import (
+    CrossMeshError,
+    LayoutError,
+    LocalShapeMismatch,
+    MissingGroup,
+    NoPlan,
+    PartialDtypeError,
+)
 from ._execute import prepare
 from ._groups import exact_folds, find_fold, found_folds, world_fold
 from ._intervals import ravel
 from ._layout import Layout, ShardOrder
 from ._links import with_placement
+from ._normal_form import checked_order
 from ._origin import Distributed, Origin, origin_of, origin_of_spec, ranks_of
 from ._placements import Partial, Replicate, in_tuple
 from ._plan import Plan, make_plan
@@ -42,6 +51,8 @@ class Route:
     have, None where it has none; ``wrap`` makes the result of what the stages leave; ``device`` is
     where a rank that had no part gets one. ``unchanged`` says that the result is the input. A
     gradient goes ``back`` to this mesh, or this layout of other ranks; None is the mesh it is on.
+    ``plan_back`` makes the plan of a gradient that lies as the result does; it and this one are
+    chosen under ``cost`` and ``max_bytes``.
     """
 
     origin: Origin
@@ -51,7 +62,23 @@ class Route:
     wrap: Callable[[Tensor], Distributed]
     device: str
     unchanged: bool
+    plan_back: Callable[[], Plan]
+    cost: CostModel | None
+    max_bytes: int | None
     back: DeviceMesh | Layout | None = None
+
+    def check_back(self) -> None:
+        """Raise `NoPlan` unless a gradient can come back within ``max_bytes``."""
+        if self.max_bytes is None:
+            return
+        try:
+            self.plan_back()
+        except NoPlan as error:
+            raise NoPlan(
+                f"the gradient needs a way back: {error}",
+                max_bytes=error.max_bytes,
+                best_peak=error.best_peak,
+            ) from None
 
 
 def find_route(
@@ -79,8 +106,9 @@ def find_route(
         )
     if placements is not None and type(placements) is not tuple:
         placements = in_tuple(placements)
-    if shard_order is not None and isinstance(shard_order, Mapping):
-        shard_order = tuple((dim, tuple(axes)) for dim, axes in shard_order.items())
+    if shard_order is not None:
+        shard_order = checked_order(shard_order)
+    check_cost(cost)
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
         raise LayoutError(f"max_bytes={max_bytes!r} is no number of bytes; give a whole number")
     # Equal meshes may have different groups: the keys hold the meshes themselves, alive.
@@ -120,6 +148,7 @@ def _route(
     itemsize = origin.dtype.itemsize
     # A rank outside a mesh knows none of its groups, and all choose alike: one axis at a time.
     none: frozenset[tuple[int, ...]] = frozenset()
+    _check_reducible(src, dst, origin.dtype)
     plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, none, max_bytes, none)
     stages = None
     if src.holds(rank) or dst.holds(rank):
@@ -134,6 +163,11 @@ def _route(
         wrap=_wrap(origin, dst, mesh, dst.holds(rank)),
         device=device,
         unchanged=False,
+        plan_back=lambda: make_plan(
+            whole(dst), whole(src), origin.shape, rank, itemsize, cost, none, max_bytes, none
+        ),
+        cost=cost,
+        max_bytes=max_bytes,
         back=origin.mesh or whole(src),
     )
 
@@ -173,6 +207,7 @@ def _on_one_mesh(
         rank = ravel(coordinate, src.mesh_shape)
     itemsize = origin.dtype.itemsize
     folded, exact = (None, None) if mesh is None else (found_folds(mesh), exact_folds(mesh))
+    _check_reducible(src, dst, origin.dtype)
     plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, exact)
     stages = None
     if mesh is not None and coordinate is not None:
@@ -185,7 +220,32 @@ def _on_one_mesh(
         wrap=_wrap(origin, dst, mesh, mesh is not None),
         device="cpu" if mesh is None else mesh.device_type,
         unchanged=src == dst,
+        plan_back=lambda: make_plan(
+            whole(dst), whole(src), origin.shape, rank, itemsize, cost, folded, max_bytes, exact
+        ),
+        cost=cost,
+        max_bytes=max_bytes,
     )
+
+
+def _check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
+    """Raise `PartialDtypeError` where partial values are reduced as their dtype cannot be."""
+    one_mesh = same_mesh(src, dst)
+    for axis, placement in enumerate(src.placements):
+        if not isinstance(placement, Partial) or src.mesh_shape[axis] == 1:
+            continue
+        if one_mesh and dst.placements[axis] == placement:
+            continue
+        if placement.op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+            legal = "convert to a floating dtype first, or use Partial('sum')"
+        elif placement.op in ("max", "min", "prod") and dtype.is_complex:
+            legal = "use Partial('sum') or Partial('avg')"
+        else:
+            continue
+        raise PartialDtypeError(
+            f"{placement} on mesh axis {axis} of a tensor of {dtype}, which has no such "
+            f"reduction; {legal}"
+        )
 
 
 def _target(

@@ -124,6 +124,7 @@ class Work(Protocol):
         ...
 
 
+@runtime_checkable
 class Collectives(Protocol):
     """Collectives over an `Axis`; each call starts at once and returns its `Work`.
 

@@ -1,0 +1,116 @@
+"""The way back of gradients: its bound, its cost, when it is recorded; and lazy values."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.tensor as theirs
+from rank_pool import RankPool, cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import AlphaBeta, NoPlan, RecordingCollectives, Replicate, Shard, redistribute
+
+Pools = Callable[[int], RankPool]
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+PATIENCE = 180.0  # seconds: the first compilation loads the compiler
+
+
+def mesh_of() -> DeviceMesh:
+    return cached("way back", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+
+
+def leaf(placements: list[theirs.Placement], grad: bool = True) -> DTensor:
+    full = torch.arange(4096.0).view(64, 64)
+    x = theirs.distribute_tensor(full, mesh_of(), placements, src_data_rank=None)
+    return cast(DTensor, x.detach().requires_grad_(grad))
+
+
+def modes(rank: int) -> list[tuple[bool, bool]]:
+    results = []
+    for target in ((R, R), (S1, R)):
+        x = leaf([theirs.Shard(0), theirs.Replicate()])
+        pending = redistribute(x, target, async_op=True)
+        with torch.no_grad():
+            recorded = pending.wait().requires_grad
+            unrecorded = redistribute(x, target, async_op=True)
+        results.append((recorded, unrecorded.wait().requires_grad))
+    return results
+
+
+def test_a_started_redistribution_is_recorded_if_autograd_was_on_at_the_call(ranks: Pools) -> None:
+    for results in ranks(4).run(modes):
+        assert results == [(True, False)] * 2
+
+
+def costs(rank: int) -> list[dict[str, int]]:
+    """Return how often each axis was used on the way back, for two models."""
+    seen = []
+    for cost in (AlphaBeta(alpha=1.0, beta=0.0), AlphaBeta(alpha=0.0, beta=1.0)):
+        x = leaf([theirs.Shard(1), theirs.Shard(0)])
+        door = RecordingCollectives()
+        y = redistribute(x, (S0, R), cost=cost, collectives=door)
+        before = {axis: traffic.bytes for axis, traffic in door.by_axis.items()}
+        y.backward(leaf([theirs.Shard(0), theirs.Replicate()], grad=False))
+        after = {axis: traffic.bytes for axis, traffic in door.by_axis.items()}
+        seen.append({axis: after[axis] - before.get(axis, 0) for axis in after})
+    return seen
+
+
+def test_the_way_back_is_the_cheapest_under_the_same_cost(ranks: Pools) -> None:
+    """One call over the outer axis and a slice, or one over both that moves only what lacks."""
+    answers = ranks(4).run(costs)
+    assert sum(sum(seen[0].values()) for seen in answers) > sum(
+        sum(seen[1].values()) for seen in answers
+    )
+
+
+def bounded(rank: int, compiled: bool) -> list[str]:
+    """Slicing holds 16 + 8 KiB, the gradient's gathering more than that."""
+
+    def sliced(x: DTensor) -> DTensor:
+        return redistribute(x, (S0, R), max_bytes=24 * 1024)
+
+    call: Any = torch.compile(sliced, backend="eager", fullgraph=True) if compiled else sliced
+    replicated: list[theirs.Placement] = [theirs.Replicate(), theirs.Replicate()]
+    texts = []
+    assert call(leaf(replicated, grad=False)).to_local().shape == (32, 64)
+    with torch.no_grad():
+        call(leaf(replicated))
+    try:
+        call(leaf(replicated))
+    except (NoPlan, RuntimeError) as error:  # the compiler wraps what tracing raises
+        texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_call_whose_gradient_has_no_way_back_is_refused(ranks: Pools, compiled: bool) -> None:
+    first, *others = ranks(4).run(bounded, compiled, timeout=PATIENCE)
+    assert len(first) == 1
+    assert "the gradient needs a way back: no way from (S(0), R) to (R, R)" in first[0]
+    assert "max_bytes=24576" in first[0]
+    if not compiled:
+        assert others == [first] * 3
+        assert first[0].startswith("NoPlan: ")
+
+
+def lazy(rank: int) -> list[tuple[Tensor, Tensor]]:
+    values = torch.complex(torch.arange(16.0), torch.arange(16.0) + 1).view(4, 4)
+    results = []
+    for local in (values.conj(), values.conj().imag):
+        for target in ((R, R), (S1, R)):
+            x = DTensor.from_local(local, mesh_of(), [theirs.Shard(0), theirs.Replicate()])
+            full = torch.cat([local, local]).resolve_conj().resolve_neg()
+            half = rank // 2
+            wanted = full if target == (R, R) else full[:, 2 * half : 2 * half + 2]
+            results.append((redistribute(x, target).to_local(), wanted))
+    return results
+
+
+def test_lazily_conjugated_and_negated_values_arrive_as_such(ranks: Pools) -> None:
+    for results in ranks(4).run(lazy):
+        for moved, wanted in results:
+            assert torch.equal(moved, wanted)
