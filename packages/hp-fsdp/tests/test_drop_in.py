@@ -1,6 +1,7 @@
 """One training script for torch's second version, run with nothing but the import changed."""
 
 import itertools
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-import hp_fsdp
+from hp_fsdp import fully_shard
 
 from .models import Gradients, full
 
@@ -134,7 +135,9 @@ def script(fsdp: ModuleType, rank: int, folder: str) -> dict[str, Any]:
 
 
 def run_script(rank: int, ours: bool, folder: str) -> dict[str, Any]:
-    return script(hp_fsdp if ours else torch.distributed.fsdp, rank, folder)
+    # The package by whatever name it is imported: copies live under other roots.
+    package = sys.modules[fully_shard.__module__.rpartition(".")[0]]
+    return script(package if ours else torch.distributed.fsdp, rank, folder)
 
 
 @pytest.mark.filterwarnings("default")

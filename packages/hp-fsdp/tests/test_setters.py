@@ -1,6 +1,7 @@
 """What the setters of a sharded module change, and what they refuse."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
@@ -12,7 +13,6 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import hp_fsdp as ours
 from hp_dtensor import RecordingCollectives
 from hp_fsdp import ModuleError, ShardingError, StateError, UnsupportedError, fully_shard
 
@@ -32,6 +32,8 @@ from .models import (
 )
 
 Ranks = Callable[[int], RankPool]
+# The package by whatever name it is imported: copies live under other roots.
+ours: Any = sys.modules[fully_shard.__module__.rpartition(".")[0]]
 NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
 
 
