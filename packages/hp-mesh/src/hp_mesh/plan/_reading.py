@@ -5,18 +5,19 @@ from typing import Any
 
 from .._config import read_field
 from .._errors import ParallelDimsError, Violation, join_words, raise_errors
+from .._model import SPELLINGS
 from ._numbers import integer_violations
 
-# Spellings in use, most common first: Hugging Face configurations, then research code bases.
+# What the rules of a mesh read is spelled as there, and as a shape's own fields are.
 SIZES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers"),
+    "layers": (*SPELLINGS["layers"], "layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim", "hidden"),
-    "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "heads"),
-    "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads"),
+    "heads": (*SPELLINGS["heads"], "heads"),
+    "kv_heads": (*SPELLINGS["kv_heads"], "kv_heads"),
     "head_dim": ("head_dim",),
-    "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "hidden_dim", "ffn"),
-    "vocab": ("vocab_size", "vocab"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "experts"),
+    "ffn": (*SPELLINGS["ffn"], "n_inner", "hidden_dim"),
+    "vocab": SPELLINGS["vocab"],
+    "experts": (*SPELLINGS["experts"], "experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"),
     "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
     "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
