@@ -32,6 +32,8 @@ def cases(world: int) -> Iterator[Case]:
     yield "swap two axes", Layout(cube, (R, S0, S1)), Layout(cube, (R, S1, S0))
     yield "two axes, 32 peers", Layout(cube, (S0, R, S1)), Layout(cube, (R, S0, S1))
     yield "reduce and swap", Layout(cube, (P, S0, S1)), Layout(cube, (R, S1, S0))
+    four = (world // 512, 8, 8, 8)
+    yield "four axes", Layout(four, (P, S0, S1, R)), Layout(four, (R, S1, S0, S0))
     yield (
         "other shape",
         Layout(flat, (S0, S1)),
@@ -65,8 +67,10 @@ def timed(call: Callable[[], Any], rounds: int, before: Callable[[], None] = lam
 def forget() -> None:
     """Empty the caches of plans."""
     package = plan_transfer.__module__.rpartition(".")[0]
-    plans, pricing = (import_module(f"{package}.{name}") for name in ("_plan", "_pricing"))
-    for cached in (plans.make_plan, plans._choose, pricing.step_seconds):
+    plans, pricing, least = (
+        import_module(f"{package}.{name}") for name in ("_plan", "_pricing", "_least")
+    )
+    for cached in (plans.make_plan, plans._choose, pricing.step_seconds, least._covered):
         cached.cache_clear()
 
 

@@ -9,6 +9,7 @@ from ._candidates import Way, ways, ways_between
 from ._cost import AlphaBeta, CostModel, check_length
 from ._errors import NoPlan
 from ._layout import Layout
+from ._least import least_seconds
 from ._links import is_local, replicated
 from ._pricing import seconds, step_seconds
 from ._search import cheapest_walk
@@ -138,6 +139,8 @@ def _choose(
     candidates = [way for way in open_ways if all(map(fits, way))]
     best = min(candidates, key=price, default=None)
     walkable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
+    groups = None if folded is None or exact is None else folded | exact
+    widest = len(src.mesh_shape) if groups is None else max([1, *map(len, groups)])
     searched = walkable and not _is_least(best, src, dst, shape, itemsize, cost)
     if searched:
         walk = cheapest_walk(
@@ -146,12 +149,15 @@ def _choose(
             shape,
             lambda step: step_seconds(step, shape, itemsize, cost),
             lambda step: has_group(step) and fits(step),
+            least_seconds(dst, shape, itemsize, cost, widest),
             math.inf if best is None else price(best)[0],
         )
         best = best if walk is None else merged(walk)
     if best is None:
         if walkable:
-            low = cheapest_walk(src, dst, shape, most, has_group, join=max)
+            # Whatever a step does, it holds something else than its result, and as much at least.
+            end = 2 * most_held(dst, shape)
+            low = cheapest_walk(src, dst, shape, most, has_group, lambda here: end, join=max)
             open_ways += [low] if low else []
         least = min(max(map(most, way)) for way in open_ways) * itemsize
         raise NoPlan(

@@ -12,7 +12,7 @@ from ._placements import Partial, Replicate
 from ._steps import Step
 from ._walk import direct_step, gather_step, move_step, reduce_step, slice_step
 
-# A bound on the work for meshes with many axes; walks of usual meshes visit some hundred layouts.
+# A bound on the work for meshes with many axes; walks of usual meshes visit some dozen layouts.
 _MOST_LAYOUTS = 4000
 
 
@@ -22,36 +22,44 @@ def cheapest_walk(
     shape: tuple[int, ...],
     price: Callable[[Step], float],
     allowed: Callable[[Step], bool],
+    least: Callable[[Layout], float],
     bound: float = math.inf,
     join: Callable[[float, float], float] = operator.add,
 ) -> tuple[Step, ...] | None:
     """Return the cheapest allowed steps that cost less than ``bound``, None if there are none.
 
-    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest). Each
-    step changes one axis, reduces several, or goes straight to ``dst``: all that torch's planners
-    choose from is among these. Uniform-cost search (Dijkstra, Numerische Mathematik 1, 1959); ties
-    go to what was found first, so that every rank finds the same. Both layouts are plain.
+    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
+    ``least`` says what a layout's way to ``dst`` costs at least. Each step changes one axis,
+    reduces several, or goes straight to ``dst``: all that torch's planners choose from is among
+    these. A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Ties go to native
+    collectives, to fewer steps, and to what was found first, so that every rank finds the same.
+    Both layouts are plain.
     """
     serial = count()
-    best = {src: 0.0}
-    queue: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [(0.0, 0, 0, src, ())]
-    visited: set[Layout] = set()
-    while queue and len(visited) < _MOST_LAYOUTS:
-        spent, _, _, here, steps = heapq.heappop(queue)
+    best = {src: (0.0, 0)}  # what was spent, and on how many steps that are no native collectives
+    queue: list[tuple[float, int, int, int, float, Layout, tuple[Step, ...]]] = [
+        (least(src), 0, 0, 0, 0.0, src, ())
+    ]
+    visits = 0
+    while queue and visits < _MOST_LAYOUTS:
+        _, direct, _, _, spent, here, steps = heapq.heappop(queue)
         if here == dst:
             return steps
-        if here in visited:
+        if (spent, direct) > best[here]:
             continue
-        visited.add(here)
+        visits += 1
         for step in _next_steps(here, dst, shape):
-            if step.target in visited or not allowed(step):
+            if not allowed(step):
                 continue
-            total = join(spent, price(step))
-            if total >= bound or total >= best.get(step.target, bound):
+            total = join(spent, price(step)), direct + (step.kind == "direct")
+            if total >= best.get(step.target, (bound, 0)):
+                continue
+            whole = join(total[0], least(step.target))
+            if whole >= bound:
                 continue
             best[step.target] = total
-            entry = (total, len(steps) + 1, next(serial), step.target, (*steps, step))
-            heapq.heappush(queue, entry)
+            order = whole, total[1], len(steps) + 1, next(serial)
+            heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
     return None
 
 
