@@ -108,6 +108,31 @@ def test_the_values_of_the_source_win_and_none_means_no_communication(
     check()
 
 
+OTHER_SOURCE: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
+    ((4,), (S0,)),
+    ((2, 2), (S0, S1)),
+    ((2, 2), (R, S1)),
+    ((2, 2), (StridedShard(0, 2), S0)),
+    ((4,), (RaggedShard((0,), (5, 1, 0, 2)),)),
+]
+
+
+def from_another_source(rank: int) -> list[Tensor]:
+    found = []
+    for shape, placements in OTHER_SOURCE:
+        data = whole((8, 6), 50 + rank)
+        x = distribute_tensor(data, mesh_of(shape), placements, src_data_rank=1)
+        found.append(redistribute(x).to_local())
+    return found
+
+
+def test_the_source_is_a_coordinate_on_every_axis(ranks: Pools) -> None:
+    """Coordinate 1 of each axis: rank 1 of a line, the last rank of a square."""
+    for found in ranks(4).run(from_another_source):
+        for (shape, _), full in zip(OTHER_SOURCE, found, strict=True):
+            assert torch.equal(full, whole((8, 6), 50 + (1 if len(shape) == 1 else 3)))
+
+
 def few_rows(rank: int) -> Tensor:
     return distribute_tensor(whole((3,), rank), mesh_of((4,)), (StridedShard(0, 3),)).to_local()
 

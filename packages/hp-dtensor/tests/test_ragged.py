@@ -119,6 +119,13 @@ def test_the_whole_tensor_comes_together_with_no_byte_too_many(
     check()
 
 
+def masked(x: Any, y: Any) -> Any:
+    """Write one value where ``x`` is larger."""
+    z = y.clone()
+    z[x > y] = 0.5
+    return z
+
+
 EXPRESSIONS: dict[str, Callable[[Any, Any], Any]] = {
     "arithmetic": lambda x, y: (x * 2 + y / 3 - x * y) ** 2,
     "numbers in front": lambda x, y: 1 - 2 * x + 3 / (y * y + 1),
@@ -133,6 +140,8 @@ EXPRESSIONS: dict[str, Callable[[Any, Any], Any]] = {
         torch.full_like(x, 3.0) + torch.ones_like(y) + torch.zeros_like(x).fill_(2)
     ),
     "two results": lambda x, y: torch.frexp(x)[0] + torch.frexp(y).exponent,
+    "mask": masked,
+    "room": lambda x, y: x.new_empty(x.shape, dtype=torch.float32).fill_(2) + y,
     "lists": lambda x, y: torch._foreach_add(torch._foreach_sqrt([x.abs(), y.abs()]), 1.0)[1],
 }
 
@@ -184,9 +193,11 @@ def differentiated(rank: int, batch: list[Ragged]) -> list[dict[str, Tensor]]:
         (first,) = torch.autograd.grad(full(cube * cube * cube).sum(), cube, create_graph=True)
         (second,) = torch.autograd.grad(local_of(first).sum(), cube)
         assert local.grad is not None
-        results.append(
-            {"sum of two": local_of(kept), "local": local.grad, "second": local_of(second)}
-        )
+        leaf = x.detach().requires_grad_()
+        (full(masked(y, leaf)) * whole(case.shape, 3)).sum().backward()
+        found = {"sum of two": kept, "second": second, "masked": leaf.grad}
+        parts = {name: local_of(grad) for name, grad in found.items()}
+        results.append(parts | {"local": local.grad})
     return results
 
 
@@ -198,6 +209,7 @@ def test_gradients_are_this_ranks_part_of_the_whole_gradient(ranks: Pools) -> No
             for case, result in zip(batch, results, strict=True):
                 x, y, weight = (whole(case.shape, seed) for seed in (1, 2, 3))
                 expected = {"sum of two": y * weight + 2 * x, "local": 2 * x, "second": 6 * x}
+                expected["masked"] = weight * (y <= x)
                 for name, full in expected.items():
                     torch.testing.assert_close(result[name], part_of(full, case, rank))
 

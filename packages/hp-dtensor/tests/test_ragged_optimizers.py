@@ -9,7 +9,7 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from hp_dtensor import Layout, RaggedShard, RaggedTensor, Replicate, Shard
+from hp_dtensor import Layout, RaggedOpError, RaggedShard, RaggedTensor, Replicate, Shard
 
 from .test_ragged import Ragged, part_of, ragged_of, whole
 
@@ -28,14 +28,33 @@ CASES = {
         Ragged(Layout((2, 2), (RaggedShard((0,), (1, 4)), Shard(1))), (5, 4)),
     ],
 }
-OPTIMIZERS: dict[str, Optimize] = {
-    "AdamW, lists": lambda given: torch.optim.AdamW(given, lr=0.1, foreach=True),
-    "AdamW, one by one": lambda given: torch.optim.AdamW(given, lr=0.1, foreach=False),
-    "AdamW, fused": lambda given: torch.optim.AdamW(given, lr=0.1, fused=True),
-    "AdamW, amsgrad": lambda given: torch.optim.AdamW(given, lr=0.1, amsgrad=True, foreach=True),
-    "SGD, lists": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, foreach=True),
-    "SGD, fused": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, fused=True),
+CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "t0": 1, "weight_decay": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
+    "AdamW, amsgrad": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.1}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.9}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 }
+SCALARS = ("step", "eta", "mu", "mu_product")
+FUSED = ("Adagrad", "Adam", "AdamW", "AdamW, amsgrad", "SGD")
+WAYS = {"lists": {"foreach": True}, "one by one": {"foreach": False}, "fused": {"fused": True}}
+OPTIMIZERS: dict[str, Optimize] = {
+    f"{name}, {way}": partial(kind, **settings, **how)
+    for name, (kind, settings) in CLASSES.items()
+    for way, how in WAYS.items()
+    if way != "fused" or name in FUSED
+}
+OPTIMIZERS["AdamW, maximize"] = partial(torch.optim.AdamW, lr=0.1, maximize=True)
+OPTIMIZERS["AdamW, fused, tensor rate"] = lambda given: torch.optim.AdamW(
+    given, lr=torch.tensor(0.1), fused=True
+)
 
 
 def trained(
@@ -96,7 +115,7 @@ def test_steps_are_bitwise_those_of_one_process_on_the_same_elements(
             for key, value in wanted.items():
                 kind, local = result[key]
                 assert torch.equal(local, value), (name, place, key)
-                assert kind is (Tensor if place == 1 or key == "step" else RaggedTensor)
+                assert kind is (Tensor if place == 1 or key in SCALARS else RaggedTensor)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -106,6 +125,37 @@ def test_parts_of_a_step_are_parts_of_the_step_on_the_whole(ranks: Pools, name: 
         ours = [results[0], *results[2:]]
         for case, result, wanted in zip(CASES[4], ours, [first, *rest], strict=True):
             for key, value in wanted.items():
-                part = value if key == "step" else part_of(value, case, rank)
+                part = value if key in SCALARS else part_of(value, case, rank)
                 # The last elements of a tensor are computed with other instructions.
                 torch.testing.assert_close(result[key][1], part, rtol=1e-14, atol=1e-16)
+
+
+def refused(rank: int) -> list[str]:
+    case = CASES[4][0]
+    texts = []
+
+    def loss(parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, RaggedTensor)
+        square: Any = parameter * parameter
+        value: Tensor = square.to_local().sum()
+        value.backward()
+        return value
+
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
+        parameter = nn.Parameter(ragged_of(whole(case.shape, 1), case, rank))
+        parameter.grad = ragged_of(whole(case.shape, 2), case, rank)
+        optimizer: Any = kind([parameter])
+        with pytest.raises(RaggedOpError) as info:
+            optimizer.step(partial(loss, parameter))
+        texts.append(str(info.value))
+        left: Any = parameter.detach()
+        assert torch.equal(left.to_local(), part_of(whole(case.shape, 1), case, rank))
+    return texts
+
+
+def test_optimizers_that_look_beyond_an_element_are_refused_before_they_change_anything(
+    ranks: Pools,
+) -> None:
+    first, *others = ranks(4).run(refused)
+    assert others == [first] * 3
+    assert all("redistribute" in text for text in first)

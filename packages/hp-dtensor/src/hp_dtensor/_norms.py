@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ._errors import PartialSourceError
+from ._errors import MissingGroup, PartialSourceError
 from ._groups import find_fold, ranks_along
+from ._modules import MeshError
 from ._ragged import RaggedTensor
-from ._torch import foreach_norms, foreach_scale, local_part
+from ._torch import foreach_norms, foreach_scale, group_name, local_part
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .collectives._torch import TorchCollectives
 
@@ -22,6 +25,10 @@ class NormOrderError(ValueError):
 
 class MaxNormError(ValueError):
     """A largest norm that is no number of 0 or more."""
+
+
+class CollectivesError(ValueError):
+    """An object given as collectives that is none."""
 
 
 class NonFiniteNormError(ValueError, RuntimeError):
@@ -50,9 +57,10 @@ def clip_grad_norm_(
     axes one after another where no group spans the set), then one over ``pp``, whose stages hold
     different parameters. A parameter without gradient takes part with zero, so that ranks agree.
 
-    Raises `MaxNormError`, `NormOrderError`, `PartialSourceError` for a gradient that is not reduced
-    yet, and, with ``error_if_nonfinite``, `NonFiniteNormError` on all ranks alike before anything
-    is scaled.
+    Raises before any communication `MaxNormError`, `NormOrderError`, `CollectivesError`,
+    `MeshError` for a ``pp`` that is not one axis, `PartialSourceError` for a gradient that is not
+    reduced yet and `MissingGroup` for an axis without process group; with ``error_if_nonfinite``,
+    `NonFiniteNormError` on all ranks alike before anything is scaled.
     """
     limit: object = max_norm
     if not (isinstance(limit, int | float) and limit >= 0):
@@ -62,15 +70,17 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         raise NormOrderError(f"norm_type={norm_type} is no norm; use a positive number or inf")
-    door = TorchCollectives() if collectives is None else collectives
+    door = TorchCollectives() if collectives is None else _checked(collectives)
+    stages = None if pp is None else _stages(pp)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     unique = list({id(parameter): parameter for parameter in given}.values())
+    spans: dict[tuple[int, tuple[int, ...]], _Span] = {}
     sets: dict[frozenset[int], _RankSet] = {}
     for parameter in unique:
         grad = parameter.grad
-        whole = parameter if grad is None else grad
-        ranks, axes = _sharded_over(whole)
-        shared = sets.setdefault(ranks, _RankSet(axes, []))
+        span = _span(parameter if grad is None else grad, spans)
+        shared = sets.setdefault(span.ranks, _RankSet([], []))
+        shared.spans.append(span)
         if grad is not None:
             shared.gradients.append(_part(grad))
     gradients = [grad for shared in sets.values() for grad in shared.gradients]
@@ -80,11 +90,12 @@ def clip_grad_norm_(
     # One order of the sets for all ranks: two that share two sets must not wait crosswise.
     for ranks in sorted(sets, key=sorted):
         part = _power_sum(sets[ranks].gradients, order, dtype, total)
-        for axis in sets[ranks].axes:
+        # Two meshes may have a group each for the same ranks, which may meet them in any order.
+        for axis in min(sets[ranks].spans, key=_Span.rule).axes:
             part = _over(axis, part, order, door)
         total = torch.maximum(total, part) if order == math.inf else total + part
-    if pp is not None:
-        total = _over(pp if isinstance(pp, Axis) else Axis.of(pp), total, order, door)
+    if stages is not None:
+        total = _over(stages, total, order, door)
     norm = (total if order == math.inf else total.pow(1.0 / order)).to(dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
@@ -97,36 +108,87 @@ def clip_grad_norm_(
     return norm
 
 
-class _RankSet(NamedTuple):
-    """Gradients that the same ranks shard, and the axes whose all-reduces cover these ranks."""
+class _Span(NamedTuple):
+    """The ranks that hold different parts of a tensor, and axes whose all-reduces cover them."""
 
+    ranks: frozenset[int]
     axes: tuple[Axis, ...]
+
+    def rule(self) -> tuple[object, ...]:
+        """Return by what ranks choose between spans of the same ranks: all of it is common."""
+        return len(self.axes), [(axis.name, group_name(axis.group)) for axis in self.axes]
+
+
+class _RankSet(NamedTuple):
+    """Gradients that the same ranks shard, and the spans that say so."""
+
+    spans: list[_Span]
     gradients: list[Tensor]
 
 
-def _sharded_over(x: Tensor) -> tuple[frozenset[int], tuple[Axis, ...]]:
-    """Return the ranks that hold different parts of ``x``, and axes that together span them."""
+def _span(x: Tensor, known: dict[tuple[int, tuple[int, ...]], _Span]) -> _Span:
+    """Return the span of ``x``, from those that are ``known`` by mesh and axes."""
     if not isinstance(x, DTensor | RaggedTensor):
-        return frozenset(), ()
+        return _ALONE
     mesh = x.device_mesh
-    sharding = []
-    for axis, placement in enumerate(x.placements):
-        if mesh.size(axis) == 1 or isinstance(placement, Replicate):
-            continue
-        if isinstance(placement, Partial):
-            raise PartialSourceError(
-                f"a gradient with placements {x.placements} is not reduced yet; redistribute it to "
-                "Replicate() or Shard(dim) before clipping"
-            )
-        sharding.append(axis)
-    if not sharding or mesh.get_coordinate() is None:
-        return frozenset(), ()
-    found = find_fold(mesh, tuple(sharding))
-    ranks = frozenset(ranks_along(mesh, tuple(sharding)))
-    if found is not None and len(found.members) == found.size:
-        return ranks, (found.find(),)
-    singles = [find_fold(mesh, (axis,)) for axis in sharding]
-    return ranks, tuple(single.find() for single in singles if single)
+    placements = x.placements
+    axes = tuple(axis for axis, p in enumerate(placements) if not isinstance(p, Replicate))
+    if any(isinstance(placements[axis], Partial) and mesh.size(axis) > 1 for axis in axes):
+        raise PartialSourceError(
+            f"a gradient with placements {placements} is not reduced yet; redistribute it to "
+            "Replicate() or Shard(dim) before clipping"
+        )
+    key = id(mesh), axes
+    if key not in known:
+        known[key] = _found_span(mesh, axes)
+    return known[key]
+
+
+_ALONE = _Span(frozenset(), ())
+
+
+def _found_span(mesh: DeviceMesh, axes: tuple[int, ...]) -> _Span:
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes or mesh.get_coordinate() is None:
+        return _ALONE
+    together = _exact(mesh, axes)
+    each = (together,) if together else tuple(_of_one(mesh, axis) for axis in axes)
+    return _Span(frozenset(ranks_along(mesh, axes)), each)
+
+
+def _of_one(mesh: DeviceMesh, axis: int) -> Axis:
+    found = _exact(mesh, (axis,))
+    if found is None:
+        raise MissingGroup(
+            f"no process group has the ranks of axis {axis} of {mesh} alone, over which a gradient "
+            "is sharded; build the mesh with groups"
+        )
+    return found
+
+
+def _exact(mesh: DeviceMesh, axes: tuple[int, ...]) -> Axis | None:
+    """Return the group over ``axes`` if there is one without other ranks, as a sum needs it."""
+    found = find_fold(mesh, axes)
+    return found.find() if found is not None and len(found.members) == found.size else None
+
+
+def _checked(collectives: object) -> Collectives:
+    if isinstance(collectives, Collectives) and not isinstance(collectives, type):
+        return collectives
+    raise CollectivesError(
+        f"collectives={collectives!r} lacks methods of Collectives; use TorchCollectives(), "
+        "RecordingCollectives(), an object with all of its methods, or None"
+    )
+
+
+def _stages(pp: AxisMesh | Axis) -> Axis:
+    if isinstance(pp, Axis):
+        return pp
+    if getattr(pp, "ndim", None) != 1:
+        raise MeshError(
+            f"pp={pp!r} is no axis; use an Axis or a mesh of one axis, such as mesh['pp']"
+        )
+    return Axis.of(pp)
 
 
 def _part(grad: Tensor) -> Tensor:
@@ -143,7 +205,7 @@ def _power_sum(gradients: list[Tensor], order: float, dtype: torch.dtype, like: 
     filled = [grad for grad in gradients if grad.numel()]
     if not filled:
         return torch.zeros_like(like)
-    norms = torch.stack([n.to(like) for n in foreach_norms(filled, order, dtype)])
+    norms = torch.stack([n.to(like.device) for n in foreach_norms(filled, order, dtype)]).to(like)
     return norms.amax() if order == math.inf else norms.pow(order).sum()
 
 
@@ -153,10 +215,7 @@ def _over(axis: Axis, part: Tensor, order: float, door: Collectives) -> Tensor:
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
 
 
 def _device(parameters: list[Tensor], gradients: list[Tensor]) -> torch.device:

@@ -14,8 +14,9 @@ from ._layout import Box
 from ._placements import RaggedShard
 from ._ragged_checkpoint import checkpointed
 from ._ragged_ops import RaggedOpError
-from ._ragged_run import run, speak_up
+from ._ragged_run import run
 from ._ragged_spec import RaggedSpec, find_spec
+from ._ragged_speech import speak_up
 from ._torch import disabled_torch_function, wrapper_tensor
 from .collectives._interface import Collectives
 
@@ -77,14 +78,16 @@ class RaggedTensor(Tensor):
         `RankNotInMesh`; on a rank whose part has another shape, `LocalShapeMismatch`.
         """
         spec = find_spec(mesh, placements, shape)
-        if tuple(local.shape) != spec.local_shape():
-            raise LocalShapeMismatch(
-                f"the local tensor has shape {list(local.shape)} where {spec.layout} of "
-                f"{list(spec.shape)} on mesh {list(mesh.shape)} gives rank {spec.position} of the "
-                f"mesh {list(spec.local_shape())}"
-            )
-        x: RaggedTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
-        return x
+        return _tensor_of(local, spec, spec.local_shape())
+
+    def like(self, local: Tensor) -> "RaggedTensor":
+        """Return the tensor that lies as this one does, of which ``local`` is this rank's part.
+
+        It is what `from_local` makes, ``local`` not copied and with its gradient, for a small part
+        of the time: the layout is not checked again. Its dtype is that of ``local``. Communicates
+        nothing. Raises `LocalShapeMismatch` on a rank whose part has another shape.
+        """
+        return _tensor_of(local, self._spec, self._local.shape)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -128,6 +131,8 @@ class RaggedTensor(Tensor):
         """
         if not torch.is_grad_enabled():
             return self._local
+        if not self.requires_grad:
+            return self._local.detach()
         local: Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
         return local
 
@@ -151,23 +156,48 @@ class RaggedTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an elementwise operator on this rank's parts."""
-        return run(RaggedTensor, func, tuple(args), dict(kwargs or {}))
+        return run(RaggedTensor, func, tuple(args), kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RaggedTensor({self._local}, shape={list(self.shape)}, layout={self._spec.layout})"
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (self._local, self._spec, self.requires_grad, is_parameter)
+        spec = self._spec
+        placements = [(p.dims, p.sizes) if p is spec.runs else p for p in spec.placements]
+        trained = self.requires_grad, isinstance(self, nn.Parameter)
+        return _rebuild, (self._local, spec.mesh, placements, spec.shape, *trained)
+
+
+def _tensor_of(local: Tensor, spec: RaggedSpec, shape: Sequence[int]) -> RaggedTensor:
+    if local.shape != shape:
+        raise LocalShapeMismatch(
+            f"the local tensor has shape {list(local.shape)} where {spec.layout} of "
+            f"{list(spec.shape)} on mesh {list(spec.mesh.shape)} gives rank {spec.position} of the "
+            f"mesh {list(shape)}"
+        )
+    if not local.requires_grad:
+        return RaggedTensor(local.detach(), spec)
+    x: RaggedTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
+    return x
 
 
 def _rebuild(
-    local: Tensor, spec: RaggedSpec, requires_grad: bool, is_parameter: bool
+    local: Tensor,
+    mesh: DeviceMesh,
+    written: Sequence[Placement | tuple[tuple[int, ...], tuple[int, ...]]],
+    shape: Sequence[int],
+    requires_grad: bool,
+    is_parameter: bool,
 ) -> RaggedTensor:
-    x = RaggedTensor(local, spec)
+    placements = [RaggedShard(*p) if isinstance(p, tuple) else p for p in written]
+    x = RaggedTensor(local, find_spec(mesh, placements, shape))
     if is_parameter:
         return cast(RaggedTensor, nn.Parameter(x, requires_grad))
     return cast(RaggedTensor, x.requires_grad_(requires_grad))
+
+
+# A file that is not trusted may call it: it is given torch's own values, and checks the layout.
+torch.serialization.add_safe_globals([_rebuild])
 
 
 class _FromLocal(torch.autograd.Function):
@@ -184,7 +214,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: RaggedTensor) -> Tensor:
         ctx.spec = x._spec
-        return x._local.detach()
+        # As a view it cannot be written to, which the graph of x would not see.
+        return x._local.view_as(x._local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> RaggedTensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +13,7 @@ from ._convert import AnyPlacement, to_layout, to_torch
 from ._errors import PlacementTypeError, RankNotInMesh
 from ._intervals import ravel
 from ._layout import Layout
-from ._placements import RaggedShard, Replicate, in_tuple
+from ._placements import RaggedShard, Replicate, StridedShard, in_tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +28,20 @@ class RaggedSpec:
     shape: tuple[int, ...]
     axis: int
     runs: RaggedShard
+    # The layout of the frames, which replicates on the ragged axis; its placements with the runs.
+    frame: Layout = field(init=False, repr=False, compare=False)
+    placements: tuple[Placement | RaggedShard, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ours, at = self.layout.placements, self.axis
+        frame = replace(self.layout, placements=(*ours[:at], Replicate(), *ours[at + 1 :]))
+        object.__setattr__(self, "frame", frame)
+        torchs = to_torch(frame)
+        object.__setattr__(self, "placements", (*torchs[:at], self.runs, *torchs[at + 1 :]))
 
     def __deepcopy__(self, memo: object) -> "RaggedSpec":
         # A mesh stands for running processes: a copied tensor lies on the same one.
         return self
-
-    @property
-    def frame(self) -> Layout:
-        """Return the layout of the frames, which replicates on the ragged axis."""
-        placements = list(self.layout.placements)
-        placements[self.axis] = Replicate()
-        return replace(self.layout, placements=tuple(placements))
-
-    @property
-    def placements(self) -> tuple[Placement | RaggedShard, ...]:
-        """Return torch's placements, and ours for the ragged axis."""
-        placements: list[Placement | RaggedShard] = [*to_torch(self.frame)]
-        placements[self.axis] = self.runs
-        return tuple(placements)
 
     @property
     def coordinate(self) -> tuple[int, ...]:
@@ -107,10 +103,9 @@ def find_spec(
         )
     axis, runs = found
     layout.check_shape(shape)
-    spec = RaggedSpec(mesh=mesh, layout=layout, shape=tuple(shape), axis=axis, runs=runs)
-    if not spec.frame.is_plain:
+    if any(isinstance(placement, StridedShard) for placement in layout.placements):
         raise PlacementTypeError(
             f"a ragged tensor lies in frames of one box each, got {layout}; use Shard(dim) for "
             "StridedShard on the other axes"
         )
-    return spec
+    return RaggedSpec(mesh=mesh, layout=layout, shape=tuple(shape), axis=axis, runs=runs)

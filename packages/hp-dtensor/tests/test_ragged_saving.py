@@ -1,0 +1,149 @@
+"""What pickle, torch.save and asynchronous checkpoints keep of a ragged tensor."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool, cached
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hp_dtensor import Layout, RaggedShard, RaggedTensor, Replicate, Shard, StridedShard
+
+from .test_ragged import Ragged, part_of, ragged_of, whole
+
+Pools = Callable[[int], RankPool]
+CASES = [
+    Ragged(Layout((4,), (RaggedShard((0,), (5, 1, 0, 4)),)), (10, 3)),
+    Ragged(Layout((2, 2), (Replicate(), RaggedShard((0, 1), (7, 17)))), (4, 6)),
+    Ragged(Layout((2, 2), (Shard(2), RaggedShard((0,), (3, 1)))), (4, 2, 6)),
+]
+LOAD = """
+import sys, warnings
+import torch
+from {package} import {name}
+for path in sys.argv[1:]:
+    for x in torch.load(path, weights_only=True):
+        kind = type(x).__name__, isinstance(x, torch.nn.Parameter), x.requires_grad
+        print(*kind, list(x.shape), x.placements, (2 * x).to_local().flatten().tolist(), sep="|")
+"""
+
+
+def tensors(rank: int) -> list[Any]:
+    """Return a tensor, a parameter, and one that is trained without being a parameter."""
+    first, second, third = (ragged_of(whole(case.shape), case, rank) for case in CASES)
+    frozen: Any = nn.Parameter(second, requires_grad=False)
+    return [first, frozen, third.requires_grad_()]
+
+
+def saved(rank: int, path: str) -> list[Any]:
+    torch.save(tensors(rank), path + str(rank))
+    return [x.placements for x in tensors(rank)]
+
+
+def test_a_process_without_groups_loads_weights_only(ranks: Pools, tmp_path: Path) -> None:
+    placements = ranks(4).run(saved, str(tmp_path / "rank"))
+    script = LOAD.format(package=RaggedTensor.__module__.rpartition(".")[0], name="RaggedTensor")
+    files = [str(tmp_path / f"rank{rank}") for rank in range(4)]
+    call = subprocess.run(
+        [sys.executable, "-c", script, *files], capture_output=True, text=True, check=True
+    )
+    lines = iter(call.stdout.splitlines())
+    for rank in range(4):
+        kinds = [(False, False), (True, False), (False, True)]
+        for case, kind, where in zip(CASES, kinds, placements[rank], strict=True):
+            values = (2 * part_of(whole(case.shape), case, rank)).flatten().tolist()
+            found = next(lines)
+            wanted = ["RaggedTensor", *kind, list(case.shape), where, values]
+            assert found == "|".join(map(str, wanted))
+    assert next(lines, None) is None
+
+
+def strangers(rank: int, path: str) -> str:
+    torch.save(tensors(rank), path + str(rank))
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with pytest.raises(pickle.UnpicklingError) as info:
+            torch.load(path + str(rank), weights_only=True)
+    finally:
+        torch.serialization.add_safe_globals(known)
+    return str(info.value)
+
+
+def test_a_load_that_does_not_know_the_class_names_its_module(ranks: Pools, tmp_path: Path) -> None:
+    for text in ranks(4).run(strangers, str(tmp_path / "rank")):
+        assert f"Unsupported global: GLOBAL {RaggedTensor.__module__}." in text
+
+
+def copied(rank: int) -> list[tuple[bool, ...]]:
+    """Whether each copy lies alike, has the values, the kind and a memory of its own."""
+    facts: list[tuple[bool, ...]] = []
+    for case, x in zip(CASES, tensors(rank), strict=True):
+        for y in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+            values = y.detach().clone()
+            with torch.no_grad():
+                y.zero_()
+            facts.append(
+                (
+                    y.placements == x.placements and y.device_mesh == x.device_mesh,
+                    type(y) is type(x)
+                    and isinstance(y, nn.Parameter) == isinstance(x, nn.Parameter),
+                    y.requires_grad == x.requires_grad and y.shape == x.shape,
+                    torch.equal(values.to_local(), part_of(whole(case.shape), case, rank)),
+                    torch.equal(x.detach().to_local(), values.to_local()),
+                )
+            )
+    return facts
+
+
+def test_deep_copies_and_pickles_are_tensors_of_their_own(ranks: Pools) -> None:
+    for facts in ranks(4).run(copied):
+        assert facts == [(True,) * 5] * 6
+
+
+def odd_frames(rank: int) -> tuple[bool, bool]:
+    """Whether a pickle keeps frames that axes cut in an order of their own."""
+    mesh: DeviceMesh = cached(
+        "order", lambda: init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+    )
+    runs = RaggedShard((0,), (3,))
+
+    def make(*frames: Any) -> RaggedTensor:
+        return RaggedTensor.from_local(torch.ones(3, 2), mesh, (runs, *frames), shape=(3, 8))
+
+    # Blocks of the later axis: it splits first.
+    x = make(StridedShard(1, 2), Shard(1))
+    y = pickle.loads(pickle.dumps(x))
+    return y.placements == x.placements, y.placements == make(Shard(1), Shard(1)).placements
+
+
+def test_a_pickle_keeps_the_order_in_which_axes_cut_the_frames(ranks: Pools) -> None:
+    assert ranks(4).run(odd_frames) == [(True, False)] * 4
+
+
+def staged(rank: int, path: str) -> list[Tensor]:
+    """Save while the tensors change; return what a load into other tensors finds."""
+    state = {str(i): x.detach() for i, x in enumerate(tensors(rank))}
+    future: Any = async_save(dict(state), checkpoint_id=path)
+    for x in state.values():
+        x.zero_()
+    future.result()
+    load(state, checkpoint_id=path)
+    return [x.to_local() for x in state.values()]
+
+
+def test_an_asynchronous_checkpoint_has_the_values_of_its_call(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    for rank, parts in enumerate(ranks(4).run(staged, str(tmp_path), timeout=120)):
+        for case, part in zip(CASES, parts, strict=True):
+            assert torch.equal(part, part_of(whole(case.shape), case, rank))
