@@ -62,3 +62,11 @@ def test_a_shape_that_the_layout_does_not_fit_is_refused() -> None:
         Absent(LAYOUT, (), torch.float32)
     with pytest.raises(LayoutError, match="negative"):
         Absent(LAYOUT, (-1, 3), torch.float32)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_one_that_no_gradient_flows_through_says_so(grad: bool) -> None:
+    alone = Absent(LAYOUT, (6, 3), torch.float32, requires_grad=grad)
+    with pytest.raises(AbsentError, match="no gradient flows through this Absent of shape") as info:
+        alone.backward()
+    assert "requires_grad=True where the tensor has it" in str(info.value)

@@ -135,6 +135,34 @@ def test_each_graph_has_one_opaque_op_in_order_for_each_redistribution(ranks: Po
         assert all(code.count("with_effects(") == 2 for code in seen)
 
 
+def priced(rank: int) -> list[str]:
+    """Return the backward graphs of a change for two models."""
+    texts = []
+    for cost in (AlphaBeta(alpha=1.0, beta=0.0), AlphaBeta(alpha=0.0, beta=1.0)):
+        torch._dynamo.reset()
+        seen: list[str] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any, seen: list[str] = seen) -> Any:
+            seen.append(graph.code)
+            return graph
+
+        def function(x: Any, cost: AlphaBeta = cost) -> Any:
+            return redistribute(x * 2, (S0, R), cost=cost)
+
+        x = leaf(whole((4, 4)), Layout((2, 2), (S1, S0)), rank)
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        torch.compile(function, backend=backend, fullgraph=True)(x).sum().backward()
+        texts.append(seen[1])
+    return texts
+
+
+def test_the_way_back_in_a_graph_is_the_cheapest_under_the_same_cost(ranks: Pools) -> None:
+    """One call over one axis where calls cost, one over both that moves less where bytes do."""
+    for calls, bytes_ in ranks(4).run(priced, timeout=PATIENCE):
+        assert '"kind":"all_to_all","axes":[0]' in calls
+        assert '"kind":"direct","axes":[0,1]' in bytes_
+
+
 CHANGES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((S1, R), {}),
     ((S0, S0), {"shard_order": {0: (1, 0)}}),

@@ -1,16 +1,18 @@
 """A started redistribution ends as one that is not, whatever its steps."""
 
 import math
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from rank_pool import RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_dtensor import (
     Layout,
@@ -19,6 +21,8 @@ from hp_dtensor import (
     RaggedTensor,
     Replicate,
     Shard,
+    TorchCollectives,
+    Work,
     explain,
     redistribute,
 )
@@ -128,3 +132,74 @@ def test_ragged_runs_can_be_waited_for_both_ways(ranks: Pools) -> None:
     for rank, (runs, back) in enumerate(ranks(4).run(ragged)):
         assert torch.equal(runs, full[starts[rank] : starts[rank + 1]])
         assert torch.equal(back, part(full, Layout((4,), (S0,)), rank))
+
+
+class Late:
+    """A call under way, that is over only once it is waited for."""
+
+    def __init__(self, door: "LateCollectives", work: Work) -> None:
+        self._door, self._work = door, work
+
+    def wait(self) -> list[Tensor]:
+        """Return the outputs."""
+        self._door.waited += 1
+        return self._work.wait()
+
+
+class LateCollectives(TorchCollectives):
+    """Collectives that count what was started and what was waited for."""
+
+    def __init__(self) -> None:
+        self.started = self.waited = 0
+
+
+def _late(name: str) -> Callable[..., Late]:
+    def call(self: LateCollectives, *args: Any, **options: Any) -> Late:
+        self.started += 1
+        return Late(self, getattr(super(LateCollectives, self), name)(*args, **options))
+
+    return call
+
+
+for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange"):
+    setattr(LateCollectives, _name, _late(_name))
+
+
+@pytest.fixture
+def nothing_moves() -> Iterator[None]:
+    """Make a world of four ranks of which this is one, whose calls are over at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kinds", WAYS, ids="+".join)
+@pytest.mark.usefixtures("nothing_moves")
+def test_a_call_returns_while_its_first_collective_is_under_way(kinds: tuple[str, ...]) -> None:
+    source, target, shape = WAYS[kinds]
+    meshes = {
+        layout.mesh_shape: init_device_mesh(
+            "cpu", layout.mesh_shape, mesh_dim_names=("a", "b")[: len(layout.mesh_shape)]
+        )
+        for layout in (source, target)
+    }
+    x = DTensor.from_local(
+        part(torch.zeros(shape), source, 1),
+        meshes[source.mesh_shape],
+        spelled(source),
+        shape=torch.Size(shape),
+        stride=(shape[1], 1),
+    )
+    door = LateCollectives()
+    calls = [kind for kind in kinds if kind != "slice"]
+    pending = redistribute(
+        x,
+        target.placements,
+        mesh=meshes[target.mesh_shape],
+        collectives=door,
+        async_op=True,
+    )
+    assert (door.started, door.waited) == (min(1, len(calls)), 0)
+    pending.wait()
+    pending.wait()
+    assert (door.started, door.waited) == (len(calls), len(calls))

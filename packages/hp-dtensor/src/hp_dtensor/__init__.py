@@ -23,6 +23,7 @@ from ._errors import PlacementCountError as PlacementCountError
 from ._errors import PlacementTypeError as PlacementTypeError
 from ._errors import RaggedSizesError as RaggedSizesError
 from ._errors import RankNotInMesh as RankNotInMesh
+from ._errors import RanksDisagree as RanksDisagree
 from ._errors import ShardDimError as ShardDimError
 from ._errors import ShardOrderError as ShardOrderError
 from ._explain import explain as explain
@@ -40,6 +41,7 @@ from ._transfer import plan_transfer as plan_transfer
 if TYPE_CHECKING:
     from ._absent import Absent as Absent
     from ._absent import AbsentError as AbsentError
+    from ._autograd import Pending as Pending
     from ._modules import MeshError as MeshError
     from ._modules import NonLeafError as NonLeafError
     from ._modules import SharedParameterError as SharedParameterError
@@ -47,13 +49,13 @@ if TYPE_CHECKING:
     from ._modules import distribute_module as distribute_module
     from ._modules import distribute_tensor as distribute_tensor
     from ._modules import reduce_partial as reduce_partial
+    from ._norms import CollectivesError as CollectivesError
     from ._norms import MaxNormError as MaxNormError
     from ._norms import NonFiniteNormError as NonFiniteNormError
     from ._norms import NormOrderError as NormOrderError
     from ._norms import clip_grad_norm_ as clip_grad_norm_
     from ._ragged import RaggedTensor as RaggedTensor
     from ._ragged_ops import RaggedOpError as RaggedOpError
-    from ._redistribute import Pending as Pending
     from ._redistribute import redistribute as redistribute
     from .collectives._differentiable import all_gather as all_gather
     from .collectives._differentiable import all_reduce as all_reduce
@@ -78,13 +80,14 @@ _NEED_TORCH = {
     "Axis": ".collectives._interface",
     "AxisMesh": ".collectives._interface",
     "Collectives": ".collectives._interface",
+    "CollectivesError": "._norms",
     "Group": ".collectives._interface",
     "MaxNormError": "._norms",
     "MeshError": "._modules",
     "NonFiniteNormError": "._norms",
     "NonLeafError": "._modules",
     "NormOrderError": "._norms",
-    "Pending": "._redistribute",
+    "Pending": "._autograd",
     "RaggedOpError": "._ragged_ops",
     "RaggedTensor": "._ragged",
     "RecordingCollectives": ".collectives._recording",
@@ -131,6 +134,7 @@ __all__ = [
     "RaggedShard",
     "RaggedSizesError",
     "RankNotInMesh",
+    "RanksDisagree",
     "Replicate",
     "Shard",
     "ShardDimError",

@@ -54,10 +54,17 @@ class Absent:
         """Take part in the backward pass of the ranks that hold the tensor.
 
         Called where these call ``backward`` of what they made of it: the gradient then comes back
-        through the redistributions that this rank took part in. Does nothing if there were none.
+        through the redistributions that this rank took part in, with what these communicate.
+        Raises `AbsentError` for one that comes from none, or that no gradient flows through.
         """
-        if self.graph is not None and self.graph.requires_grad:
-            self.graph.backward(torch.zeros(0))
+        if self.graph is None:
+            raise AbsentError(
+                f"no gradient flows through this Absent of shape {self.shape}: it is the result of "
+                "no redistribution, or of one whose tensor required none; call backward of the "
+                "result that redistribute returned on this rank, and give an Absent to "
+                "redistribute with requires_grad=True where the tensor has it"
+            )
+        self.graph.backward(torch.zeros(0))
 
     @classmethod
     def __torch_function__(

@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._autograd import Pending
 from ._convert import AnyPlacement
 from ._cost import CostModel
 from ._errors import CrossMeshError, LayoutError, PlacementTypeError
 from ._execute import prepare, start
+from ._groups import fold_between
 from ._origin import origin_of
 from ._placements import RaggedShard
-from ._redistribute import Pending
-from ._route import Order, Route, check_local, find_route, group_of, whole
+from ._route import Order, Route, check_local, find_route, whole
 from ._stages import Fold, Stage
 from ._steps import Step
 from ._torch import find_group, local_part, no_modes, opaque_op
@@ -76,7 +77,9 @@ def _redistribute_in_graph(
     with no_modes():
         route = find_route(origin, placements, mesh, shard_order, cost, max_bytes)
         _check_everywhere(route)
-        text = write_plan(route.plan, lambda step: group_of(step, route.plan, origin.mesh, mesh))
+        text = write_plan(
+            route.plan, lambda step: fold_between(step, route.plan, origin.mesh, mesh)
+        )
     if route.unchanged:
         return x
     if torch.is_grad_enabled() and x.requires_grad:

@@ -61,6 +61,10 @@ class PartialDtypeError(LayoutError):
     """Partial values would have to be reduced in a way that their dtype does not have."""
 
 
+class RanksDisagree(LayoutError):
+    """Ranks call for a change of mesh with different tensors, targets or limits."""
+
+
 class NoPlan(LayoutError):
     """Every way to the target needs more memory than allowed.
 

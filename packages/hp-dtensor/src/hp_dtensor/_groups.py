@@ -9,9 +9,13 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._errors import MissingGroup
 from ._intervals import ravel
+from ._plan import Plan
 from ._stages import Fold
+from ._steps import Step
 from ._torch import flattened_meshes
+from ._transfer import same_mesh
 from .collectives._interface import Axis
 
 
@@ -80,6 +84,32 @@ def world_fold() -> Fold:
     """Return the group of all ranks, which contains those of any two meshes."""
     size = dist.get_world_size()
     return Fold(_finder("world", lambda: dist.group.WORLD, tuple(range(size))), range(size), size)
+
+
+def fold_for(step: Step, mesh: DeviceMesh) -> Fold:
+    """Return the group of a step on one mesh; raises `MissingGroup`."""
+    found = find_fold(mesh, step.axes)
+    if found is None:
+        raise MissingGroup(
+            f"no process group spans the axes {step.axes} of {mesh}; build the mesh with groups, "
+            "or an alias over these axes with it"
+        )
+    return found
+
+
+def fold_between(
+    step: Step, plan: Plan, source: DeviceMesh | None, target: DeviceMesh | None
+) -> Fold:
+    """Return the group of a step of a plan between two meshes, None where this rank is not in one.
+
+    Raises `MissingGroup`.
+    """
+    if step.kind == "transfer":
+        return world_fold()
+    mesh = source if same_mesh(step.source, plan.source) else target
+    if mesh is None:  # a rank takes part in steps of its own meshes only
+        raise RuntimeError(f"this rank has no mesh for {step}")
+    return fold_for(step, mesh)
 
 
 _Groups: TypeAlias = list[tuple[Callable[[], Any], tuple[int, ...]]]

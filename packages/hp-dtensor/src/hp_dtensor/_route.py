@@ -5,24 +5,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._absent import Absent
+from ._agreement import Agreement, agreement
 from ._convert import AnyPlacement, to_layout, to_torch
 from ._cost import CostModel, check_cost
 from ._errors import (
     CrossMeshError,
     LayoutError,
     LocalShapeMismatch,
-    MissingGroup,
     NoPlan,
-    PartialDtypeError,
 )
 from ._execute import prepare
-from ._groups import exact_folds, find_fold, found_folds, world_fold
+from ._groups import exact_folds, fold_between, fold_for, found_folds, world_fold
 from ._intervals import ravel
 from ._layout import Layout, ShardOrder
 from ._links import with_placement
@@ -32,10 +30,9 @@ from ._placements import Partial, Replicate, in_tuple
 from ._plan import Plan, make_plan
 from ._ragged import RaggedTensor
 from ._ragged_spec import find_spec
-from ._stages import Fold, Stage
-from ._steps import Step
+from ._reducible import check_reducible
+from ._stages import Stage
 from ._torch import Spec, as_dtensor, flattened_count, spec_for, spec_of
-from ._transfer import same_mesh
 
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
 
@@ -52,7 +49,8 @@ class Route:
     where a rank that had no part gets one. ``unchanged`` says that the result is the input. A
     gradient goes ``back`` to this mesh, or this layout of other ranks; None is the mesh it is on.
     ``plan_back`` makes the plan of a gradient that lies as the result does; it and this one are
-    chosen under ``cost`` and ``max_bytes``.
+    chosen under ``cost`` and ``max_bytes``. Where there are two meshes, and this rank is in one,
+    ``agree`` is called before anything is sent.
     """
 
     origin: Origin
@@ -66,6 +64,7 @@ class Route:
     cost: CostModel | None
     max_bytes: int | None
     back: DeviceMesh | Layout | None = None
+    agree: Agreement | None = None
 
     def check_back(self) -> None:
         """Raise `NoPlan` unless a gradient can come back within ``max_bytes``."""
@@ -148,13 +147,15 @@ def _route(
     itemsize = origin.dtype.itemsize
     # A rank outside a mesh knows none of its groups, and all choose alike: one axis at a time.
     none: frozenset[tuple[int, ...]] = frozenset()
-    _check_reducible(src, dst, origin.dtype)
+    check_reducible(src, dst, origin.dtype)
     plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, none, max_bytes, none)
-    stages = None
+    known = mesh if isinstance(mesh, DeviceMesh) else origin.mesh
+    device = "cpu" if known is None else known.device_type
+    stages = agree = None
     if src.holds(rank) or dst.holds(rank):
+        agree = agreement(plan, origin.dtype, world_fold().find, device)
         here = None if isinstance(mesh, Layout) else mesh
-        stages = prepare(plan, lambda step: group_of(step, plan, origin.mesh, here))
-    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+        stages = prepare(plan, lambda step: fold_between(step, plan, origin.mesh, here))
     return Route(
         origin=replace(origin, layout=src),
         plan=plan,
@@ -169,6 +170,7 @@ def _route(
         cost=cost,
         max_bytes=max_bytes,
         back=origin.mesh or whole(src),
+        agree=agree,
     )
 
 
@@ -207,11 +209,11 @@ def _on_one_mesh(
         rank = ravel(coordinate, src.mesh_shape)
     itemsize = origin.dtype.itemsize
     folded, exact = (None, None) if mesh is None else (found_folds(mesh), exact_folds(mesh))
-    _check_reducible(src, dst, origin.dtype)
+    check_reducible(src, dst, origin.dtype)
     plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, exact)
     stages = None
     if mesh is not None and coordinate is not None:
-        stages = prepare(plan, lambda step: _group(step, mesh))
+        stages = prepare(plan, lambda step: fold_for(step, mesh))
     return Route(
         origin=origin,
         plan=plan,
@@ -226,26 +228,6 @@ def _on_one_mesh(
         cost=cost,
         max_bytes=max_bytes,
     )
-
-
-def _check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
-    """Raise `PartialDtypeError` where partial values are reduced as their dtype cannot be."""
-    one_mesh = same_mesh(src, dst)
-    for axis, placement in enumerate(src.placements):
-        if not isinstance(placement, Partial) or src.mesh_shape[axis] == 1:
-            continue
-        if one_mesh and dst.placements[axis] == placement:
-            continue
-        if placement.op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-            legal = "convert to a floating dtype first, or use Partial('sum')"
-        elif placement.op in ("max", "min", "prod") and dtype.is_complex:
-            legal = "use Partial('sum') or Partial('avg')"
-        else:
-            continue
-        raise PartialDtypeError(
-            f"{placement} on mesh axis {axis} of a tensor of {dtype}, which has no such "
-            f"reduction; {legal}"
-        )
 
 
 def _target(
@@ -275,25 +257,6 @@ def _wrap(
         return lambda local: RaggedTensor(local, ragged)
     spec = spec_for(mesh, to_torch(dst), origin.shape, origin.dtype)
     return lambda local: as_dtensor(local, spec)
-
-
-def _group(step: Step, mesh: DeviceMesh) -> Fold:
-    found = find_fold(mesh, step.axes)
-    if found is None:
-        raise MissingGroup(
-            f"no process group spans the axes {step.axes} of {mesh}; build the mesh with groups, "
-            "or an alias over these axes with it"
-        )
-    return found
-
-
-def group_of(step: Step, plan: Plan, source: DeviceMesh | None, target: DeviceMesh | None) -> Fold:
-    if step.kind == "transfer":
-        return world_fold()
-    mesh = source if same_mesh(step.source, plan.source) else target
-    if mesh is None:  # a rank takes part in steps of its own meshes only
-        raise RuntimeError(f"this rank has no mesh for {step}")
-    return _group(step, mesh)
 
 
 def _words(mesh: DeviceMesh, noun: str = "a mesh") -> str:

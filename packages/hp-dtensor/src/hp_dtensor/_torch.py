@@ -194,6 +194,28 @@ def wrapper_tensor(cls: type[T], shape: Sequence[int], like: Tensor) -> T:
     )
 
 
+def operator_name(op: Any) -> tuple[str, str]:
+    """Return an operator's namespace and its name without the overload.
+
+    ``OpOverload.overloadpacket`` and ``_qualified_op_name`` (2.11 to 2.13); the public ``name()``
+    has the overload behind a dot.
+    """
+    namespace, _, name = op.overloadpacket._qualified_op_name.partition("::")
+    return namespace, name
+
+
+def written_arguments(op: Any) -> tuple[int | str, ...]:
+    """Return which arguments an operator writes to, by place, or by name if they have no place.
+
+    ``OpOverload._schema`` (2.11 to 2.13); no public name.
+    """
+    return tuple(
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 # What torch.distributed.checkpoint calls on objects that it saves and loads in pieces (2.11 to
 # 2.13; DTensor has them too): which items to write, which chunks to read, the data of a chunk.
 # There is no public protocol for them.

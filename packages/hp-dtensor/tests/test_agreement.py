@@ -1,0 +1,212 @@
+"""Ranks that mean different transfers all hear of it before anything is sent."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from rank_pool import RankPool, cached
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import (
+    Absent,
+    AlphaBeta,
+    Axis,
+    Layout,
+    Partial,
+    RanksDisagree,
+    RecordingCollectives,
+    Replicate,
+    Shard,
+    plan_transfer,
+    redistribute,
+)
+
+from .test_between_meshes import cut, laid, mesh_of, spelled, whole
+
+_package = plan_transfer.__module__.rpartition(".")[0]
+_agreement: Any = import_module(f"{_package}._agreement")
+_plan: Any = import_module(f"{_package}._plan")
+
+Pools = Callable[[int], RankPool]
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+SHAPE = (6, 4)
+SOURCE, TARGET = Layout((2,), (S0,)), Layout((2,), (S1,), ranks=(2, 3))
+# Worth a gather on the other mesh, unless a call costs more than all bytes.
+ONE, THREE = Layout((1,), (R,)), Layout((3,), (R,), ranks=(1, 2, 3))
+WORLD = 4
+
+
+def in_the_end(claims: list[Any]) -> list[Any]:
+    """Return what each rank knows after each round sent what it knew twice as far."""
+    known = [(claim, _agreement._NONE) for claim in claims]
+    distance = 1
+    while distance < len(claims):
+        known = [
+            _agreement._merged(mine, known[place - distance]) for place, mine in enumerate(known)
+        ]
+        distance *= 2
+    return known
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.data())
+def test_all_know_the_lowest_rank_and_the_lowest_that_differs_from_it(
+    meanings: list[int], data: st.DataObject
+) -> None:
+    numbers = sorted(data.draw(st.sets(st.integers(0, 999), min_size=len(meanings)))) or [0]
+    claims = [
+        _agreement._Claim(rank, bytes([meaning + 1]) * 32, b"")
+        for rank, meaning in zip(numbers, meanings, strict=False)
+    ]
+    different = [claim for claim in claims if claim.digest != claims[0].digest]
+    other = different[0] if different else _agreement._NONE
+    assert in_the_end(claims) == [(claims[0], other)] * len(claims)
+
+
+def absent(rank: int, **other: Any) -> Any:
+    """Return the tensor, or what stands for it, where rank 2 may say something else of it."""
+    x = laid(whole(SHAPE), SOURCE, rank)
+    return replace(x, **other) if rank == 2 else x
+
+
+WRONG: dict[str, Callable[[int], Any]] = {
+    "dtype": lambda rank: redistribute(
+        absent(rank, dtype=torch.float32), (S1,), mesh=mesh_of(TARGET)
+    ),
+    "itemsize": lambda rank: redistribute(
+        absent(rank, dtype=torch.int64), (S1,), mesh=mesh_of(TARGET)
+    ),
+    "shape": lambda rank: redistribute(absent(rank, shape=(4, 6)), (S1,), mesh=mesh_of(TARGET)),
+    "gradient": lambda rank: redistribute(
+        absent(rank, requires_grad=True), (S1,), mesh=mesh_of(TARGET)
+    ),
+    "source": lambda rank: redistribute(
+        absent(rank, layout=replace(SOURCE, placements=(R,))), (S1,), mesh=mesh_of(TARGET)
+    ),
+    "order of the ranks": lambda rank: redistribute(
+        absent(rank, layout=replace(SOURCE, ranks=(1, 0))), (S1,), mesh=mesh_of(TARGET)
+    ),
+    "target": lambda rank: redistribute(
+        absent(rank), (R if rank == 2 else S1,), mesh=mesh_of(TARGET)
+    ),
+    "cost": lambda rank: redistribute(
+        laid(whole((6, 4)), ONE, rank),
+        (R,),
+        mesh=mesh_of(THREE),
+        cost=AlphaBeta(alpha=1.0 * (rank == 2)),
+    ),
+    "part": lambda rank: redistribute(misshapen(rank), (S1,), mesh=mesh_of(TARGET)),
+}
+
+
+def misshapen(rank: int) -> Any:
+    x = laid(whole(SHAPE), SOURCE, rank)
+    if rank != 1:
+        return x
+    return DTensor.from_local(
+        torch.zeros(2, 4).double(), mesh_of(SOURCE), spelled(SOURCE), shape=x.shape, stride=(4, 1)
+    )
+
+
+def refusal(rank: int, what: str) -> tuple[str, torch.Tensor | None]:
+    """Return why a call was refused, and what the next one that all mean alike gives."""
+    for layout in (SOURCE, TARGET, ONE, THREE):
+        mesh_of(layout)
+    try:
+        WRONG[what](rank)
+        text = ""
+    except RanksDisagree as error:
+        text = str(error)
+    y = redistribute(laid(whole(SHAPE), SOURCE, rank), (S1,), mesh=mesh_of(TARGET))
+    return text, None if isinstance(y, Absent) else y.to_local()
+
+
+SAID = {
+    "dtype": ("rank 0 means torch.float64 of shape [6, 4] from (S(0))", "2 means torch.float32"),
+    "itemsize": ("rank 0 means torch.float64", "rank 2 means torch.int64"),
+    "shape": ("rank 0 means torch.float64 of shape [6, 4]", "rank 2 means torch.float64 of shape"),
+    "gradient": ("by transfer, without a gradient; rank 2 ", "with a gradient to come back; call"),
+    "source": ("from (S(0)) on ranks [0, 1]", "from (R) on ranks [0, 1]"),
+    "order of the ranks": ("from (S(0)) on ranks [0, 1]", "from (S(0)) on ranks [1, 0]"),
+    "target": ("to (S(1)) on ranks [2, 3]", "to (R) on ranks [2, 3]"),
+    "cost": ("by transfer and all_gather", "by transfer, without a gradient; call on all"),
+    "part": ("rank 0 means torch.float64", "rank 1 means the local tensor has shape [2, 4] where"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_one_rank_that_means_something_else_is_named_on_all(ranks: Pools, what: str) -> None:
+    first, *others = (text for text, _ in ranks(WORLD).run(refusal, what, timeout=30))
+    assert others == [first] * 3
+    assert first.startswith("the ranks of both meshes do not mean the same transfer: rank 0 means ")
+    assert all(said in first for said in SAID[what]), first
+    assert "Absent that says the same of it" in first
+
+
+def test_after_a_refusal_ranks_are_in_step(ranks: Pools) -> None:
+    for rank, (_, local) in enumerate(ranks(WORLD).run(refusal, "dtype", timeout=30)):
+        assert (local is None) == (rank < 2)
+        if local is not None:
+            assert torch.equal(local, cut(whole(SHAPE), TARGET, rank))
+
+
+def not_sent(rank: int) -> int:
+    door = RecordingCollectives()
+    x = absent(rank, dtype=torch.float32)
+    with pytest.raises(RanksDisagree):
+        redistribute(x, (S1,), mesh=mesh_of(TARGET), collectives=door)
+    return sum(traffic.calls for traffic in door.by_axis.values())
+
+
+def test_nothing_of_the_tensor_is_sent_then(ranks: Pools) -> None:
+    assert ranks(WORLD).run(not_sent, timeout=30) == [0] * WORLD
+
+
+def with_other_ranks(rank: int) -> str:
+    """Rank 3 means a mesh of ranks 1 and 3; the others one of 2 and 3."""
+    group = cached("impatient", lambda: dist.new_group(range(WORLD), timeout=timedelta(seconds=2)))
+    axis = Axis("world", group, tuple(range(WORLD)))
+    target = replace(TARGET, ranks=(1, 3)) if rank == 3 else TARGET
+    plan = _plan.make_plan(SOURCE, target, SHAPE, rank, 8)
+    try:
+        _agreement.agreement(plan, torch.double, lambda: axis, "cpu")(False, "")
+    except RanksDisagree as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_mean_other_ranks_end_with_an_error_each(ranks: Pools) -> None:
+    answers = ranks(WORLD).run(with_other_ranks, timeout=60)
+    assert all(answers)
+    assert any("rank 3 means" in text and "on ranks [1, 3]" in text for text in answers), answers
+    late = [text for text in answers if "has not said in time" in text]
+    assert all("other ranks than [0, 1, " in text for text in late)
+
+
+def partial_gradient(rank: int) -> torch.Tensor | None:
+    """The gradient lies otherwise than the result; ranks that have none cannot know how."""
+    x = laid(whole(SHAPE, 1), SOURCE, rank, grad=True)
+    y = redistribute(x, (R,), mesh=mesh_of(TARGET))
+    if isinstance(y, Absent):
+        y.backward()
+    else:
+        mesh = mesh_of(TARGET)
+        partial = spelled(replace(TARGET, placements=(Partial(),)))
+        grad = DTensor.from_local(whole(SHAPE, rank), mesh, partial)
+        torch.autograd.backward(y, grad)
+    return x.grad.to_local() if rank < 2 else None
+
+
+def test_a_gradient_that_lies_otherwise_than_the_result_comes_back(ranks: Pools) -> None:
+    total = whole(SHAPE, 2) + whole(SHAPE, 3)
+    for rank, grad in enumerate(ranks(WORLD).run(partial_gradient, timeout=30)):
+        if rank < 2:
+            assert grad is not None
+            assert torch.equal(grad, cut(total, SOURCE, rank))

@@ -1,0 +1,123 @@
+"""What carrying out a plan holds is within ``max_bytes``, on one mesh and between any two."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hp_dtensor import Layout, MissingGroup, NoPlan, PlacementTypeError, Shard, plan_transfer
+
+from .strategies import Case, free_layouts
+from .test_memory import Allocating, Held
+
+_package = plan_transfer.__module__.rpartition(".")[0]
+_execute: Any = import_module(f"{_package}._execute")
+_origin: Any = import_module(f"{_package}._origin")
+_route: Any = import_module(f"{_package}._route")
+
+# Meshes of a world of 8: of all ranks, of some, overlapping and disjoint.
+GRIDS = [
+    ((8,), (0, 1, 2, 3, 4, 5, 6, 7)),
+    ((2, 4), (0, 1, 2, 3, 4, 5, 6, 7)),
+    ((2, 2, 2), (0, 1, 2, 3, 4, 5, 6, 7)),
+    ((4,), (0, 1, 2, 3)),
+    ((2, 2), (6, 5, 4, 3)),
+    ((3,), (1, 2, 3)),
+    ((1,), (3,)),
+]
+Meshes = dict[tuple[int, ...], DeviceMesh]
+
+
+@pytest.fixture(scope="module", params=[1, 3, 6])
+def meshes(request: pytest.FixtureRequest) -> Iterator[Meshes]:
+    """Give the meshes, by their ranks and shape, as one rank sees them; nothing moves."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=8)
+    names = ("a", "b", "c")
+    yield {
+        (*shape, *ranks): DeviceMesh(
+            "cpu", torch.tensor(ranks).view(shape), mesh_dim_names=names[: len(shape)]
+        )
+        for shape, ranks in GRIDS
+    }
+    dist.destroy_process_group()
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Case:
+    """Draw layouts of any kind, half of the time on one mesh."""
+    shape = draw(st.lists(st.integers(1, 24), min_size=1, max_size=3).map(tuple))
+    grids = [draw(st.sampled_from(GRIDS)) for _ in range(2)]
+    if draw(st.booleans()):
+        grids[1] = grids[0]
+    source, target = (draw(free_layouts(mesh, shape, ranks)) for mesh, ranks in grids)
+    return Case(source, target, shape)
+
+
+def mesh_of(layout: Layout, meshes: Meshes) -> DeviceMesh:
+    return meshes[(*layout.mesh_shape, *(layout.ranks or range(layout.size)))]
+
+
+def route_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
+    """Return the route of this rank, as from a tensor or, where it holds none, what says so."""
+    source, target, shape = case
+    here = source.holds(dist.get_rank())
+    x = _origin.Origin(
+        layout=Layout(source.mesh_shape, source.placements, source.shard_order) if here else source,
+        mesh=mesh_of(source, meshes) if here else None,
+        shape=shape,
+        dtype=torch.float32,
+    )
+    one_mesh = (source.mesh_shape, source.ranks) == (target.mesh_shape, target.ranks)
+    other = None if one_mesh else mesh_of(target, meshes)
+    try:
+        return _route.find_route(x, target.placements, other, target.shard_order, None, limit)
+    except (PlacementTypeError, MissingGroup):  # torch has no name for it, or no group
+        return assume(False)
+
+
+def measured(route: Any) -> int:
+    """Return the most bytes that were alive at once, what was given and the result at least."""
+    local = torch.ones(route.local_shape or (0,))
+    with Held(local) as mode:
+        result = _execute.start(route.stages, local, Allocating())()
+    most: int = mode.most
+    assert most >= local.nbytes + result.nbytes
+    return most
+
+
+@settings(deadline=None, max_examples=80)
+@given(case=drawn())
+def test_what_is_held_is_within_the_limit_and_what_the_plan_says(
+    meshes: Meshes, case: Case
+) -> None:
+    free = route_of(case, meshes, None)
+    assume(free.stages is not None and free.plan.steps)
+    assert measured(free) <= free.plan.peak_bytes
+    try:
+        route_of(case, meshes, 1)
+    except NoPlan as error:
+        least = error.best_peak
+    else:
+        return
+    tight = route_of(case, meshes, least)
+    assert measured(tight) <= tight.plan.peak_bytes <= least
+
+
+def test_a_transfer_holds_what_it_packs_and_what_arrives_beside_both_parts(meshes: Meshes) -> None:
+    """Of its columns and of its rows a rank keeps an eighth."""
+    rank = dist.get_rank()
+    source = Layout((8,), (Shard(1),))
+    target = Layout((2, 4), (Shard(0), Shard(0)))
+    plan = route_of(Case(source, target, (64, 64)), meshes, None).plan
+    assert [step.kind for step in plan.steps] == ["transfer"]
+    part = 64 * 64 * 4 // 8
+    route = route_of(Case(source, target, (64, 64)), meshes, plan.peak_bytes)
+    assert route.plan.rank == rank
+    assert 2 * part + 2 * part * 7 // 8 <= measured(route) <= plan.peak_bytes == 4 * part
