@@ -51,7 +51,9 @@ def saved(rank: int, path: str) -> list[Any]:
 
 def test_a_process_without_groups_loads_weights_only(ranks: Pools, tmp_path: Path) -> None:
     placements = ranks(4).run(saved, str(tmp_path / "rank"))
-    script = LOAD.format(package=RaggedTensor.__module__.rpartition(".")[0], name="RaggedTensor")
+    script = LOAD.format(
+        package=RaggedTensor.__module__.rpartition(".ragged")[0], name="RaggedTensor"
+    )
     files = [str(tmp_path / f"rank{rank}") for rank in range(4)]
     call = subprocess.run(
         [sys.executable, "-c", script, *files], capture_output=True, text=True, check=True

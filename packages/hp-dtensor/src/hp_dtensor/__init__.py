@@ -6,9 +6,6 @@ Names that need torch are loaded on first use: layouts and plans work without it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._boxes import Box as Box
-from ._cost import AlphaBeta as AlphaBeta
-from ._cost import CostModel as CostModel
 from ._errors import CostModelError as CostModelError
 from ._errors import CrossMeshError as CrossMeshError
 from ._errors import LayoutError as LayoutError
@@ -27,21 +24,23 @@ from ._errors import RanksDisagree as RanksDisagree
 from ._errors import ShardDimError as ShardDimError
 from ._errors import ShardOrderError as ShardOrderError
 from ._explain import explain as explain
-from ._layout import Layout as Layout
-from ._placements import Partial as Partial
-from ._placements import RaggedShard as RaggedShard
-from ._placements import Replicate as Replicate
-from ._placements import Shard as Shard
-from ._placements import StridedShard as StridedShard
-from ._plan import Plan as Plan
-from ._steps import Step as Step
-from ._transfer import Transfer as Transfer
-from ._transfer import plan_transfer as plan_transfer
+from .layouts._boxes import Box as Box
+from .layouts._layout import Layout as Layout
+from .layouts._placements import Partial as Partial
+from .layouts._placements import RaggedShard as RaggedShard
+from .layouts._placements import Replicate as Replicate
+from .layouts._placements import Shard as Shard
+from .layouts._placements import StridedShard as StridedShard
+from .plans._cost import AlphaBeta as AlphaBeta
+from .plans._cost import CostModel as CostModel
+from .plans._plan import Plan as Plan
+from .plans._steps import Step as Step
+from .plans._transfer import Transfer as Transfer
+from .plans._transfer import plan_transfer as plan_transfer
 
 if TYPE_CHECKING:
     from ._absent import Absent as Absent
     from ._absent import AbsentError as AbsentError
-    from ._autograd import Pending as Pending
     from ._modules import MeshError as MeshError
     from ._modules import NonLeafError as NonLeafError
     from ._modules import SharedParameterError as SharedParameterError
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
     from ._norms import NonFiniteNormError as NonFiniteNormError
     from ._norms import NormOrderError as NormOrderError
     from ._norms import clip_grad_norm_ as clip_grad_norm_
-    from ._ragged import RaggedTensor as RaggedTensor
-    from ._ragged_ops import RaggedOpError as RaggedOpError
     from ._redistribute import redistribute as redistribute
     from .collectives._differentiable import all_gather as all_gather
     from .collectives._differentiable import all_reduce as all_reduce
@@ -73,6 +70,9 @@ if TYPE_CHECKING:
     from .collectives._simulated import SimulatedCollectives as SimulatedCollectives
     from .collectives._simulated import SimulatedWorld as SimulatedWorld
     from .collectives._torch import TorchCollectives as TorchCollectives
+    from .executor._autograd import Pending as Pending
+    from .ragged._ops import RaggedOpError as RaggedOpError
+    from .ragged._tensor import RaggedTensor as RaggedTensor
 
 _NEED_TORCH = {
     "Absent": "._absent",
@@ -87,9 +87,9 @@ _NEED_TORCH = {
     "NonFiniteNormError": "._norms",
     "NonLeafError": "._modules",
     "NormOrderError": "._norms",
-    "Pending": "._autograd",
-    "RaggedOpError": "._ragged_ops",
-    "RaggedTensor": "._ragged",
+    "Pending": ".executor._autograd",
+    "RaggedOpError": ".ragged._ops",
+    "RaggedTensor": ".ragged._tensor",
     "RecordingCollectives": ".collectives._recording",
     "ReduceOp": ".collectives._interface",
     "SharedParameterError": "._modules",

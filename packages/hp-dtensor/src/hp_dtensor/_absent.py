@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ._layout import Box, Layout, check_sizes
-from ._ragged_checkpoint import checkpointed
+from .layouts._layout import Box, Layout, check_sizes
+from .ragged._checkpoint import checkpointed
 
 
 class AbsentError(TypeError, AttributeError):

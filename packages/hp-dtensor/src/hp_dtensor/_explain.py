@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ._cost import CostModel, check_cost
 from ._errors import CrossMeshError, PlacementCountError
-from ._layout import Layout, ShardOrder
-from ._placements import Placement, Replicate, in_tuple
-from ._plan import Plan, make_plan
+from .layouts._layout import Layout, ShardOrder
+from .layouts._placements import Placement, Replicate, in_tuple
+from .plans._cost import CostModel, check_cost
+from .plans._plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ._origin import Distributed
+    from .executor._origin import Distributed
 
 
 def explain(
@@ -39,8 +39,8 @@ def explain(
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
-        from ._origin import origin_of, ranks_of
         from ._redistribute import plan_for
+        from .executor._origin import origin_of, ranks_of
 
         origin = origin_of(x)
         if isinstance(placements, Layout):

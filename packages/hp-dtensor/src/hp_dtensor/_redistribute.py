@@ -7,14 +7,14 @@ from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._autograd import Pending, carry_out
-from ._convert import AnyPlacement, DensePlacement
-from ._cost import CostModel
 from ._errors import RankNotInMesh
-from ._origin import Distributed
-from ._plan import Plan
-from ._route import Order, find_route
 from .collectives._interface import Collectives
+from .executor._autograd import Pending, carry_out
+from .executor._origin import Distributed
+from .executor._route import Order, find_route
+from .layouts._convert import AnyPlacement, DensePlacement
+from .plans._cost import CostModel
+from .plans._plan import Plan
 
 
 @overload
@@ -121,7 +121,7 @@ def redistribute(
     where they mean different changes or one has a wrong local tensor, before any of it is sent.
     """
     if is_compiling():
-        from ._compile import trace  # it loads the compiler, which takes seconds
+        from .executor._compile import trace  # it loads the compiler, which takes seconds
 
         return trace(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)
     return carry_out(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)

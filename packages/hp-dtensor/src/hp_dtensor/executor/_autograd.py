@@ -1,0 +1,161 @@
+"""Carry out a redistribution on this rank, at once or in two parts, recorded by autograd."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .._absent import Absent
+from .._errors import LayoutError, LocalShapeMismatch
+from ..collectives._interface import Collectives
+from ..collectives._torch import TorchCollectives
+from ..layouts._convert import AnyPlacement
+from ..plans._cost import CostModel
+from ._execute import start
+from ._origin import Distributed, part_of
+from ._route import Order, Route, check_local, find_route, whole
+
+Result = TypeVar("Result", bound=Distributed)
+
+
+class Pending(Generic[Result]):
+    """A redistribution under way."""
+
+    def __init__(self, finish: Callable[[], Result]) -> None:
+        self._finish = finish
+        self._done = False
+
+    def wait(self) -> Result:
+        """Return the result, complete for use on the caller's stream; may be called again.
+
+        Until then what was given must stay untouched, and the result may share its memory.
+        """
+        if not self._done:
+            self._result = self._finish()
+            self._done = True
+            del self._finish  # it holds the buffers of the last collective
+        return self._result
+
+
+def carry_out(
+    x: Distributed,
+    placements: Sequence[AnyPlacement] | None,
+    mesh: Any,
+    shard_order: Order,
+    max_bytes: int | None,
+    cost: CostModel | None,
+    async_op: bool,
+    collectives: Collectives | None,
+) -> Distributed | Pending[Any]:
+    """Return what `redistribute` does where nothing is traced."""
+    route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
+    # Looking through a protocol takes longer than all else here.
+    if collectives is not None and not isinstance(collectives, Collectives):
+        raise LayoutError(
+            f"collectives={collectives!r} has not the methods of Collectives; give "
+            "TorchCollectives(), or leave it out"
+        )
+    if route.unchanged:
+        return Pending(lambda: x) if async_op else x
+    graded = torch.is_grad_enabled() and x.requires_grad
+    if graded:
+        route.check_back()
+    if route.agree is not None:
+        route.agree(graded, _fault(x, route))
+    door = TorchCollectives() if collectives is None else collectives
+    if async_op:
+        finish = _started(x, route, door)
+        return Pending(lambda: _waited(x, route, door, finish, graded))
+    return _apply(x, route, door, None, graded)
+
+
+def _fault(x: Distributed, route: Route) -> str:
+    """Return what is wrong with this rank's part, which its peers cannot see."""
+    local = part_of(x)
+    if local is not None:
+        try:
+            check_local(local, route)
+        except LocalShapeMismatch as error:
+            return str(error)
+    return ""
+
+
+def _started(x: Distributed, route: Route, door: Collectives) -> Callable[[], Tensor]:
+    local = part_of(x)
+    if local is None or (route.local_shape is None and route.stages is not None):
+        local = torch.empty(0, dtype=route.origin.dtype, device=route.device)
+    if route.stages is None:
+        return lambda: local
+    check_local(local, route)
+    return start(route.stages, local, door)
+
+
+def _finished(
+    x: Distributed, route: Route, door: Collectives, finish: Callable[[], Tensor] | None
+) -> Distributed:
+    if finish is None:
+        finish = _started(x, route, door)
+    return route.wrap(finish())
+
+
+def _waited(
+    x: Distributed, route: Route, door: Collectives, finish: Callable[[], Tensor], graded: bool
+) -> Distributed:
+    with torch.set_grad_enabled(graded):
+        return _apply(x, route, door, finish, graded)
+
+
+def _apply(
+    x: Distributed,
+    route: Route,
+    door: Collectives,
+    finish: Callable[[], Tensor] | None,
+    graded: bool,
+) -> Distributed:
+    if not graded:
+        return _finished(x, route, door, finish)
+    absent = x if isinstance(x, Absent) else None
+    tensor = x if absent is None else absent.anchor()
+    result: Tensor = _Redistribute.apply(tensor, absent, route, door, finish)  # type: ignore[no-untyped-call]
+    if isinstance(result, Distributed):
+        return result
+    return replace(cast(Absent, route.wrap(result)), requires_grad=True, graph=result)
+
+
+class _Redistribute(torch.autograd.Function):
+    """Its result is the redistributed tensor; where there is none, an empty one to come back by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Any,
+        absent: Absent | None,
+        route: Route,
+        door: Collectives,
+        finish: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        result = _finished(tensor if absent is None else absent, route, door, finish)
+        ctx.saved = (route, door, absent is None, isinstance(result, Absent))
+        return torch.zeros(0) if isinstance(result, Absent) else result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        route, door, was_here, is_gone = ctx.saved
+        grad, plan = grads[0], route.plan
+        most, cost = route.max_bytes, route.cost
+        if is_gone:
+            recorded = torch.is_grad_enabled()
+            grad = Absent(plan.target, plan.shape, route.origin.dtype, requires_grad=recorded)
+        elif route.agree is not None:
+            # Ranks without a gradient take it to lie as the result does.
+            lies = whole(plan.target)
+            order = lies.shard_order
+            grad = carry_out(grad, lies.placements, None, order, most, cost, False, door)
+        source = whole(route.origin.layout)
+        order = source.shard_order
+        back = carry_out(grad, source.placements, route.back, order, most, cost, False, door)
+        if not was_here:
+            return torch.zeros(0), None, None, None, None
+        return None if isinstance(back, Absent) else back, None, None, None, None

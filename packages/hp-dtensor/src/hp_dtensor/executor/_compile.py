@@ -1,0 +1,156 @@
+"""`redistribute` in a graph of ``torch.compile``: planned while traced, carried out by one op.
+
+Dynamo traces `trace` and puts `redistribute_in_graph` into its graph as it is. What traces the
+graph further runs that as ordinary Python on tensors without data, where it leaves one opaque op,
+and another in backward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._errors import CrossMeshError, LayoutError, PlacementTypeError
+from .._torch import find_group, local_part, no_modes, opaque_op
+from ..collectives._interface import Axis, Collectives
+from ..collectives._torch import TorchCollectives
+from ..layouts._convert import AnyPlacement
+from ..layouts._placements import RaggedShard
+from ..plans._cost import CostModel
+from ..plans._steps import Step
+from ._autograd import Pending
+from ._execute import prepare, start
+from ._groups import fold_between
+from ._origin import origin_of
+from ._route import Order, Route, check_local, find_route, whole
+from ._stages import Fold, Stage
+from ._written import read_plan, write_plan
+
+
+def trace(
+    x: object,
+    placements: Sequence[AnyPlacement] | None,
+    mesh: DeviceMesh | None,
+    shard_order: Order,
+    max_bytes: int | None,
+    cost: CostModel | None,
+    async_op: bool,
+    collectives: Collectives | None,
+) -> DTensor | Pending[DTensor]:
+    """Return what `redistribute` does; raises as it does, and for what a graph cannot hold."""
+    if not isinstance(x, DTensor):
+        raise PlacementTypeError(
+            f"in a compiled function a redistribution starts from a DTensor, got an object of type "
+            f"{type(x).__name__}; redistribute it outside of the function"
+        )
+    if isinstance(placements, tuple | list) and any(isinstance(p, RaggedShard) for p in placements):
+        raise PlacementTypeError(
+            "a compiled function cannot hold the RaggedTensor that a RaggedShard makes; "
+            "redistribute to it outside of the function, or to Shard or Replicate here"
+        )
+    if collectives is not None:
+        raise LayoutError(
+            f"collectives={collectives!r} cannot be part of a compiled function; leave it out, or "
+            "redistribute outside of the function"
+        )
+    result: DTensor = redistribute_in_graph(x, placements, mesh, shard_order, cost, max_bytes)
+    return Pending(lambda: result) if async_op else result
+
+
+def _redistribute_in_graph(
+    x: DTensor,
+    placements: Sequence[AnyPlacement] | None,
+    mesh: DeviceMesh | None,
+    shard_order: Order,
+    cost: CostModel | None,
+    max_bytes: int | None,
+) -> DTensor:
+    found = origin_of(x)
+    # A dynamic size becomes a number here, and a guard: there is a plan for each size.
+    origin = replace(found, shape=tuple(int(length) for length in found.shape))
+    with no_modes():
+        route = find_route(origin, placements, mesh, shard_order, cost, max_bytes)
+        _check_everywhere(route)
+        text = write_plan(
+            route.plan, lambda step: fold_between(step, route.plan, origin.mesh, mesh)
+        )
+    if route.unchanged:
+        return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        route.check_back()
+    result: DTensor = _InGraph.apply(x, route, text)  # type: ignore[no-untyped-call]
+    return result
+
+
+redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
+
+
+class _InGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, route: Route, text: str) -> Any:
+        ctx.route = route
+        local = local_part(x)
+        check_local(local, route)
+        return route.wrap(carry_out(local, text))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        route: Route = ctx.route
+        source, mesh = whole(route.origin.layout), route.origin.mesh
+        order = source.shard_order
+        back = _redistribute_in_graph(
+            grads[0], source.placements, mesh, order, route.cost, route.max_bytes
+        )
+        return back, None, None
+
+
+def _check_everywhere(route: Route) -> None:
+    plan = route.plan
+    source, target = (
+        set(layout.ranks or range(layout.size)) for layout in (plan.source, plan.target)
+    )
+    if source != target:
+        raise CrossMeshError(
+            f"ranks {sorted(source ^ target)} are in one of the two meshes only; a compiled "
+            "function needs a tensor on every rank: redistribute to a mesh of other ranks outside "
+            "of it"
+        )
+
+
+def _carry_out(local: Tensor, text: str) -> Tensor:
+    _, stages = _read(text)
+    result = start(stages, local, TorchCollectives())()
+    # An op gives memory of its own, laid out as the trace was told.
+    return result.contiguous() if stages else result.clone(memory_format=torch.contiguous_format)
+
+
+def _empty(local: Tensor, text: str) -> Tensor:
+    return local.new_empty(_read(text)[0])
+
+
+# Copies of the package under other roots have ops of their own.
+_package = __name__.rpartition(".")[0].replace(".", "_")
+carry_out = opaque_op(f"{_package}::carry_out", _carry_out, _empty)
+
+
+@lru_cache(maxsize=2048)
+def _read(text: str) -> tuple[tuple[int, ...], tuple[Stage, ...]]:
+    """Return the shape of the result and the stages; they hold names of groups, no groups."""
+    plan, folds = read_plan(text)
+
+    def fold(step: Step) -> Fold:
+        name, group, members, size = folds[step]
+
+        def find() -> Axis:
+            found = find_group(group)
+            return Axis(name, found, tuple(dist.get_process_group_ranks(found)))
+
+        return Fold(find, members, size)
+
+    return plan.target.local_shape(plan.shape, plan.rank), prepare(plan, fold)

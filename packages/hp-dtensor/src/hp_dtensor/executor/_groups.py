@@ -1,0 +1,183 @@
+"""Find the process group that spans given axes of a mesh; never makes one."""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._errors import MissingGroup
+from .._torch import flattened_meshes
+from ..collectives._interface import Axis
+from ..layouts._intervals import ravel
+from ..plans._plan import Plan
+from ..plans._steps import Step
+from ..plans._transfer import same_mesh
+from ._stages import Fold
+
+
+def find_fold(mesh: DeviceMesh, axes: tuple[int, ...]) -> Fold | None:
+    """Return the group over ``axes``: the axis's own, the world's, or that of a flattened mesh.
+
+    None if there is no such group. Communicates nothing.
+    """
+    name = _name(mesh, axes)
+    coordinate = tuple(mesh.get_coordinate() or ())
+    for group, ranks in _lines(mesh, axes[0]) if len(axes) == 1 else _candidates(mesh):
+        if (members := _members(mesh, axes, coordinate, ranks)) is not None:
+            return Fold(_finder(name, group, ranks), members, len(ranks))
+    return None
+
+
+def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the global ranks that differ from this one only on ``axes``, row-major."""
+    return _ranks_along(mesh, axes, tuple(mesh.get_coordinate() or ()))
+
+
+def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
+    """Return the sets of axes that one group spans; None if any set has one.
+
+    A rank outside the mesh has no groups to look at and answers None.
+    """
+    coordinate = mesh.get_coordinate()
+    if mesh.ndim == 1 or coordinate is None or mesh.size() == dist.get_world_size():
+        return None
+    coordinate = tuple(coordinate)
+    sets = (
+        tuple(axis for axis, taken in enumerate(choice) if taken)
+        for choice in product((False, True), repeat=mesh.ndim)
+        if sum(choice) > 1
+    )
+    groups = _candidates(mesh)
+    return frozenset(
+        axes
+        for axes in sets
+        if any(_members(mesh, axes, coordinate, ranks) is not None for _, ranks in groups)
+    )
+
+
+def exact_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
+    """Return the sets of several axes that a group spans and no more, as reductions need it.
+
+    A rank outside the mesh answers None.
+    """
+    coordinate = mesh.get_coordinate()
+    if mesh.ndim == 1 or coordinate is None:
+        return None
+    sizes = {len(ranks) for _, ranks in _candidates(mesh)}
+    sets = [
+        axes
+        for count in range(2, mesh.ndim + 1)
+        for axes in combinations(range(mesh.ndim), count)
+        if math.prod(mesh.shape[axis] for axis in axes) in sizes
+    ]
+    folds = {axes: find_fold(mesh, axes) for axes in sets}
+    return frozenset(
+        axes for axes, fold in folds.items() if fold and len(fold.members) == fold.size
+    )
+
+
+def world_fold() -> Fold:
+    """Return the group of all ranks, which contains those of any two meshes."""
+    size = dist.get_world_size()
+    return Fold(_finder("world", lambda: dist.group.WORLD, tuple(range(size))), range(size), size)
+
+
+def fold_for(step: Step, mesh: DeviceMesh) -> Fold:
+    """Return the group of a step on one mesh; raises `MissingGroup`."""
+    found = find_fold(mesh, step.axes)
+    if found is None:
+        raise MissingGroup(
+            f"no process group spans the axes {step.axes} of {mesh}; build the mesh with groups, "
+            "or an alias over these axes with it"
+        )
+    return found
+
+
+def fold_between(
+    step: Step, plan: Plan, source: DeviceMesh | None, target: DeviceMesh | None
+) -> Fold:
+    """Return the group of a step of a plan between two meshes, None where this rank is not in one.
+
+    Raises `MissingGroup`.
+    """
+    if step.kind == "transfer":
+        return world_fold()
+    mesh = source if same_mesh(step.source, plan.source) else target
+    if mesh is None:  # a rank takes part in steps of its own meshes only
+        raise RuntimeError(f"this rank has no mesh for {step}")
+    return fold_for(step, mesh)
+
+
+_Groups: TypeAlias = list[tuple[Callable[[], Any], tuple[int, ...]]]
+
+
+def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
+    """Return how to find the axis's own group, with its ranks, which it may hold in another order.
+
+    ``torch.distributed.new_group`` sorts them; a mesh may list its ranks in any order.
+    """
+    try:
+        group = mesh.get_group(axis)
+    except RuntimeError:  # a mesh that was built without groups
+        return _candidates(mesh)
+    return [(lambda: mesh.get_group(axis), tuple(dist.get_process_group_ranks(group)))]
+
+
+def _candidates(mesh: DeviceMesh) -> _Groups:
+    """Return how to find groups that may span several axes, with their ranks; smallest first."""
+    found: _Groups = []
+    for flattened in flattened_meshes(mesh):
+        ranks = dist.get_process_group_ranks(flattened.get_group())
+        found.append((flattened.get_group, tuple(ranks)))
+    found.sort(key=lambda pair: len(pair[1]))
+    if mesh.size() == dist.get_world_size():
+        found.append((lambda: dist.group.WORLD, tuple(range(dist.get_world_size()))))
+    return found
+
+
+def _finder(name: str, group: Callable[[], Any], ranks: tuple[int, ...]) -> Callable[[], Axis]:
+    return lambda: Axis(name, group(), ranks)
+
+
+# The two caches hold what follows from a mesh's ranks alone.
+@lru_cache(maxsize=256)
+def _ranks_along(
+    mesh: DeviceMesh, axes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
+    degrees = tuple(mesh.shape)
+    flat = mesh.mesh.flatten()
+    ranks = []
+    for index in product(*(range(degrees[axis]) for axis in axes)):
+        position = list(coordinate)
+        for axis, i in zip(axes, index, strict=True):
+            position[axis] = i
+        ranks.append(int(flat[ravel(position, degrees)]))
+    return tuple(ranks)
+
+
+@lru_cache(maxsize=256)
+def _members(
+    mesh: DeviceMesh,
+    axes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    group_ranks: tuple[int, ...],
+) -> tuple[int, ...] | None:
+    """Return the group index of each rank along the axes; None if the group lacks one.
+
+    Only a group that is a union of such sets may serve: all of its ranks must make the call.
+    """
+    index = {rank: i for i, rank in enumerate(group_ranks)}
+    ranks = _ranks_along(mesh, axes, coordinate)
+    inside = set(mesh.mesh.flatten().tolist())
+    if not all(rank in index for rank in ranks) or not inside.issuperset(group_ranks):
+        return None
+    return tuple(index[rank] for rank in ranks)
+
+
+def _name(mesh: DeviceMesh, axes: tuple[int, ...]) -> str:
+    names = mesh.mesh_dim_names or tuple(f"dim{axis}" for axis in range(mesh.ndim))
+    return "_".join(names[axis] for axis in axes)

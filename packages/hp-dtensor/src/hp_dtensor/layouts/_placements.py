@@ -1,0 +1,142 @@
+"""How a tensor lies along one mesh axis."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from .._errors import PlacementTypeError, RaggedSizesError, ShardDimError
+
+PartialOp = Literal["sum", "avg", "max", "min", "prod"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every coordinate of the axis holds the same values."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The coordinates of the axis hold consecutive chunks of tensor dim ``dim``.
+
+    Lengths are those of ``torch.chunk``: all ``ceil(length / degree)`` except the last ones, which
+    may be shorter or empty.
+    """
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """Dim ``dim`` is cut into ``split_factor`` blocks; a coordinate holds its chunk of each block.
+
+    Blocks and chunks have the lengths of ``torch.chunk``. Where the factor is the product of the
+    degrees of later mesh axes that shard the dim, this spells a shard order: those axes split the
+    dim first, as in torch's FSDP over tensor parallelism; `Layout` then keeps the order instead.
+    """
+
+    dim: int
+    split_factor: int
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+        factor: object = self.split_factor
+        if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
+            raise ShardDimError(
+                f"StridedShard cuts a dim into split_factor blocks, a number of 1 or more, got "
+                f"{factor!r}"
+            )
+
+    def __str__(self) -> str:
+        return f"S({self.dim}, {self.split_factor} blocks)"
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedShard:
+    """The coordinates of the axis hold consecutive runs of the flattened leading dims ``dims``.
+
+    Coordinate ``i`` holds the ``sizes[i]`` elements of the row-major flattened ``dims`` after those
+    of the coordinates before it; for ``dims=(0,)`` these are rows. Later dims stay as they are: the
+    local tensor is ``[sizes[i], ...]``. Where other axes shard some of ``dims``, evenly, the runs
+    are those of what each of their coordinates holds.
+    """
+
+    dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("dims", "sizes"):
+            given = getattr(self, name)
+            try:
+                object.__setattr__(self, name, tuple(given))
+            except TypeError:
+                raise RaggedSizesError(
+                    f"RaggedShard takes {name} as a sequence of numbers, got {given!r}"
+                ) from None
+        if not self.dims or self.dims != tuple(range(len(self.dims))):
+            raise ShardDimError(
+                f"RaggedShard flattens leading dims, got dims={self.dims}; use (0,), (0, 1) and so "
+                "on, without gaps"
+            )
+        sizes: tuple[object, ...] = self.sizes
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
+            raise RaggedSizesError(
+                f"RaggedShard sizes are element counts of 0 or more, got {_short(self.sizes)}"
+            )
+        object.__setattr__(self, "starts", (0, *accumulate(self.sizes)))
+
+    def __hash__(self) -> int:
+        # Many sizes would make each look-up in a cache slow; a few tell enough.
+        return hash((self.dims, self.sizes[:4], self.starts[-1], len(self.sizes)))
+
+    def __str__(self) -> str:
+        return f"Ragged({', '.join(map(str, self.dims))}: {_short(self.sizes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is the reduction with ``op`` of what the coordinates of the axis hold."""
+
+    op: PartialOp = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(PartialOp):
+            raise PlacementTypeError(
+                f"Partial({self.op!r}) is no reduction; use one of {', '.join(get_args(PartialOp))}"
+            )
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+Placement: TypeAlias = Replicate | Shard | StridedShard | RaggedShard | Partial
+
+
+def in_tuple(placements: object) -> tuple[Any, ...]:
+    """Return a sequence of placements as a tuple; raises `PlacementTypeError` for what is none."""
+    try:
+        return tuple(cast(Any, placements))
+    except TypeError:
+        raise PlacementTypeError(
+            f"placements are a sequence with one for each mesh axis, got {placements!r} alone; "
+            "on a mesh of one axis write (Shard(0),)"
+        ) from None
+
+
+def _check_dim(dim: object) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ShardDimError(f"Shard takes the number of a tensor dim, got {dim!r}")
+
+
+def _short(sizes: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, sizes[:8]))
+    return f"[{shown}]" if len(sizes) <= 8 else f"[{shown}, ... {len(sizes)} sizes]"

@@ -1,0 +1,215 @@
+"""The cheapest steps from one layout to another."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .._errors import NoPlan
+from ..layouts._layout import Layout
+from ..layouts._links import is_local, replicated
+from ._candidates import Way, ways, ways_between
+from ._cost import AlphaBeta, CostModel, check_length
+from ._least import least_seconds
+from ._pricing import seconds, step_seconds
+from ._search import cheapest_walk
+from ._steps import Step, most_held
+from ._transfer import check_pair, same_mesh
+from ._walk import merged
+
+Folded = frozenset[tuple[int, ...]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The steps that take one rank's part of a tensor from one layout to another.
+
+    ``bytes_received`` is payload from other ranks, an all-reduce counted as bandwidth-optimal, and
+    ``step_bytes`` that of each step; ``peak_bytes`` the most that the tensor given and the input,
+    output and buffers of a step occupy; ``time`` seconds by the cost model. ``why`` says what it
+    was chosen from, ``note`` what would make a cheaper plan possible, or is empty.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    rank: int
+    steps: tuple[Step, ...]
+    bytes_received: int
+    peak_bytes: int
+    time: float
+    note: str = ""
+    why: str = ""
+    step_bytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        mesh = f"mesh {list(self.target.mesh_shape)}"
+        if not same_mesh(self.source, self.target):
+            mesh = f"mesh {list(self.source.mesh_shape)} to another, {mesh}"
+        lines = [
+            f"{self.source} -> {self.target} for {list(self.shape)} on {mesh}: rank {self.rank} "
+            f"receives {self.bytes_received} bytes, holds at most {self.peak_bytes}, about "
+            f"{self.time * 1e6:.1f} us"
+        ]
+        received = zip(self.steps, self.step_bytes, strict=False)
+        lines += [f"  {n}. {step}, {count} bytes" for n, (step, count) in enumerate(received, 1)]
+        if not self.steps:
+            lines.append("  nothing to do")
+        lines += [f"  {text}" for text in (self.why, self.note) if text]
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=4096)
+def make_plan(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    rank: int,
+    itemsize: int = 4,
+    cost: CostModel | None = None,
+    folded: Folded = None,
+    max_bytes: int | None = None,
+    exact: Folded = None,
+) -> Plan:
+    """Return the cheapest plan for ``rank``; every rank finds the same steps.
+
+    ``folded`` are the sets of mesh axes that one process group spans, besides the single axes, and
+    ``exact`` those that a group spans and no more, as reductions need it; None means that any set
+    has one. No step holds more than ``max_bytes`` on any rank. Raises as `plan_transfer` does,
+    except for partial sources, which a plan reduces, and `NoPlan`.
+    """
+    check_pair(src, dst, shape)
+    model = AlphaBeta() if cost is None else cost
+    check_length(model, max(len(src.mesh_shape), len(dst.mesh_shape)))
+    steps, why, note = _choose(
+        replicated(src), replicated(dst), shape, itemsize, model, folded, max_bytes, exact
+    )
+    step_bytes = tuple([step.received(shape, rank, itemsize) for step in steps])
+    return Plan(
+        source=src,
+        target=dst,
+        shape=shape,
+        rank=rank,
+        steps=steps,
+        bytes_received=sum(step_bytes),
+        peak_bytes=_peak(steps, shape, rank) * itemsize,
+        time=seconds(steps, shape, itemsize, model),
+        note=note,
+        why=why,
+        step_bytes=step_bytes,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _choose(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    cost: CostModel,
+    folded: Folded,
+    max_bytes: int | None,
+    exact: Folded,
+) -> tuple[Way, str, str]:
+    """Return the cheapest way, why it is that, and what would be cheaper with other groups.
+
+    Among equals one of native collectives is chosen, then the shortest.
+    """
+    if src == dst:
+        return (), "", ""
+
+    def price(way: Way) -> tuple[float, int, int]:
+        direct = sum(step.kind == "direct" for step in way)
+        return seconds(way, shape, itemsize, cost), direct, len(way)
+
+    def has_group(step: Step) -> bool:
+        groups = folded if step.kind == "direct" else exact
+        return groups is None or len(step.axes) <= 1 or step.axes in groups
+
+    def most(step: Step) -> int:
+        # What the caller gave stays while later steps work on what earlier ones made of it.
+        return step.most(shape) + (0 if step.source == src else most_held(src, shape))
+
+    def fits(step: Step) -> bool:
+        return max_bytes is None or most(step) * itemsize <= max_bytes
+
+    one_mesh = same_mesh(src, dst)
+    every = list(dict.fromkeys((ways if one_mesh else ways_between)(src, dst, shape, cost)))
+    open_ways = [way for way in every if all(map(has_group, way))]
+    candidates = [way for way in open_ways if all(map(fits, way))]
+    best = min(candidates, key=price, default=None)
+    walkable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
+    groups = None if folded is None or exact is None else folded | exact
+    widest = len(src.mesh_shape) if groups is None else max([1, *map(len, groups)])
+    searched = walkable and not _is_least(best, src, dst, shape, itemsize, cost)
+    if searched:
+        walk = cheapest_walk(
+            src,
+            dst,
+            shape,
+            lambda step: step_seconds(step, shape, itemsize, cost),
+            lambda step: has_group(step) and fits(step),
+            least_seconds(dst, shape, itemsize, cost, widest),
+            math.inf if best is None else price(best)[0],
+        )
+        best = best if walk is None else merged(walk)
+    if best is None:
+        if walkable:
+            # Whatever a step does, it holds something else than its result, and as much at least.
+            end = 2 * most_held(dst, shape)
+            low = cheapest_walk(src, dst, shape, most, has_group, lambda here: end, join=max)
+            open_ways += [low] if low else []
+        least = min(max(map(most, way)) for way in open_ways) * itemsize
+        raise NoPlan(
+            f"no way from {src} to {dst} for {list(shape)} holds at most max_bytes={max_bytes} at "
+            f"once; the least found is {least}: allow that much",
+            max_bytes=max_bytes or 0,
+            best_peak=least,
+        )
+    why = f"the cheapest of {len(candidates)} ways" + (" and of all walks" if searched else "")
+    if len(open_ways) > len(candidates):
+        why += f"; {len(open_ways) - len(candidates)} more hold over {max_bytes} bytes"
+    better = [way for way in every if way not in open_ways and price(way)[0] < price(best)[0]]
+    if not better:
+        return best, why, ""
+    wanted = min(better, key=price)
+    axes = next(step.axes for step in wanted if not has_group(step))
+    now, then = price(best)[0], price(wanted)[0]
+    gain = f"about {now / then:.1f}x faster" if then > 0 else "at no cost"
+    note = (
+        f"{gain} with one process group over the mesh axes {axes}; build that alias with the mesh"
+    )
+    return best, why, note
+
+
+def _peak(steps: Sequence[Step], shape: tuple[int, ...], rank: int) -> int:
+    """Return how many elements are alive at once, what the steps began with always."""
+    given = 0
+    if steps and steps[0].source.holds(rank):
+        given = math.prod(steps[0].source.local_shape(shape, rank))
+    peaks = [step.peak(shape, rank) + given * (number > 0) for number, step in enumerate(steps)]
+    return max(peaks, default=0)
+
+
+def _is_least(
+    best: Way | None,
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    cost: CostModel,
+) -> bool:
+    """Return whether nothing can be cheaper: what every rank lacks, in one call at one price."""
+    if best is None:
+        return False
+    if src.has_partial or not isinstance(cost, AlphaBeta):
+        return is_local(src, dst, len(shape)) and not src.has_partial
+    if isinstance(cost.alpha, tuple) or isinstance(cost.beta, tuple):
+        return all(step.kind == "slice" for step in best)
+    calls = [step for step in best if step.kind != "slice"]
+    if not calls:
+        return True
+    straight = Step(kind="direct", axes=calls[0].axes, source=src, target=dst)
+    return len(calls) == 1 and seconds(best, shape, itemsize, cost) <= step_seconds(
+        straight, shape, itemsize, cost
+    )

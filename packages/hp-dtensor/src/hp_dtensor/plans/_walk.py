@@ -1,0 +1,151 @@
+"""Ways from one layout to another over one axis at a time, and single steps."""
+
+from collections.abc import Sequence
+
+from ..layouts._layout import Layout
+from ..layouts._links import (
+    common,
+    extended,
+    is_local,
+    links,
+    moving_axes,
+    same_runs,
+    shortened,
+    with_placement,
+    without,
+)
+from ..layouts._placements import Replicate, Shard, StridedShard
+from ._steps import Kind, Step
+
+
+def direct_step(src: Layout, dst: Layout, ndim: int) -> Step:
+    """Return the one step that moves every missing element straight to where it is needed."""
+    if is_local(src, dst, ndim):
+        return Step(kind="slice", axes=(), source=src, target=dst)
+    return Step(kind="direct", axes=moving_axes(src, dst, ndim), source=src, target=dst)
+
+
+def single_axis_steps(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Step]:
+    """Return steps over one axis each that end in ``dst``.
+
+    Slice as soon as possible, move an axis to its place where it is next in turn, gather it
+    otherwise; ragged runs are gathered first and cut last. Partial axes stay as they are.
+    """
+    steps: list[Step] = []
+    here = src
+    if src.ragged is not None and not same_runs(src, dst):
+        target = with_placement(src, src.ragged[0], Replicate())
+        steps.append(direct_step(src, target, len(shape)))
+        here = target
+    while True:
+        step = _slice(here, dst, shape) or _move(here, dst, shape) or _gather(here, dst, shape)
+        if step is None:
+            break
+        steps.append(step)
+        here = step.target
+    if dst.ragged is not None and here.ragged is None:
+        axis, placement = dst.ragged
+        target = with_placement(here, axis, placement)
+        steps.append(Step(kind="slice", axes=(), source=here, target=target))
+    return steps
+
+
+def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
+    """Return the step that reduces partial axes, onto shards of ``dim`` or onto every rank."""
+    target = src
+    for axis in axes:
+        target = with_placement(target, axis, Replicate())
+    if dim is None:
+        return Step(kind="all_reduce", axes=axes, source=src, target=target)
+    for axis in axes:
+        target = extended(target, dim, (axis, 1))
+    return Step(kind="reduce_scatter", axes=axes, source=src, target=target)
+
+
+def slice_step(src: Layout, dim: int, axis: int) -> Step:
+    """Return the step that keeps this coordinate's chunk of ``dim`` on a replicated axis."""
+    return Step(kind="slice", axes=(), source=src, target=extended(src, dim, (axis, 1)))
+
+
+def gather_step(src: Layout, dim: int, shape: Sequence[int]) -> Step:
+    """Return the step that gathers the last split of ``dim``."""
+    kind: Kind = "all_gather" if src.is_even(shape) else "direct"
+    return Step(kind=kind, axes=(src.chain(dim)[-1],), source=src, target=shortened(src, dim))
+
+
+def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int = 1) -> Step:
+    """Return the step that takes the last split of dim ``old`` to the end of dim ``new``."""
+    axis = src.chain(old)[-1]
+    target = extended(shortened(src, old), new, (axis, factor))
+    even = src.is_even(shape) and target.is_even(shape)
+    return Step(kind="all_to_all" if even else "direct", axes=(axis,), source=src, target=target)
+
+
+def gathers_in_turn(
+    src: Layout, dst: Layout, shape: Sequence[int], turn: Sequence[int]
+) -> list[Step] | None:
+    """Return one gather for each axis that ``dst`` replicates instead, in the order of ``turn``.
+
+    Whichever splits first: what remains is then cut into blocks. None unless ``dst`` is ``src``
+    with some axes gathered, and where lengths do not divide evenly.
+    """
+    if not src.is_even(shape):
+        return None
+    steps = []
+    here = src
+    for axis in turn:
+        old = here.placements[axis]
+        if isinstance(old, Shard | StridedShard) and isinstance(dst.placements[axis], Replicate):
+            place = here.chain(old.dim).index(axis)
+            target = without(here, old.dim, place)
+            last = place + 1 == len(here.chain(old.dim)) and here.is_plain
+            kind: Kind = "all_gather" if last else "direct"
+            steps.append(Step(kind=kind, axes=(axis,), source=here, target=target))
+            here = target
+    return steps if here == dst else None
+
+
+def merged(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return the steps with each run of slices made one."""
+    result: list[Step] = []
+    for step in steps:
+        if result and step.kind == "slice" == result[-1].kind:
+            step = Step(kind="slice", axes=(), source=result.pop().source, target=step.target)
+        result.append(step)
+    return tuple(result)
+
+
+def _slice(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
+    for dim in range(len(shape)):
+        have, want = links(here, dim), links(dst, dim)
+        if want[: len(have)] == have and len(want) > len(have):
+            link = want[len(have)]
+            if isinstance(here.placements[link[0]], Replicate):
+                target = extended(here, dim, link)
+                return Step(kind="slice", axes=(), source=here, target=target)
+    return None
+
+
+def _move(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
+    for dim in range(len(shape)):
+        have = links(here, dim)
+        if common(have, links(dst, dim)) == len(have):
+            continue
+        axis = have[-1][0]
+        new = dst.placements[axis]
+        if not isinstance(new, Shard | StridedShard) or new.dim == dim:
+            continue
+        want, there = links(dst, new.dim), links(here, new.dim)
+        if want[: len(there)] == there and want[len(there) : len(there) + 1]:
+            link = want[len(there)]
+            if link[0] == axis:
+                return move_step(here, dim, new.dim, shape, link[1])
+    return None
+
+
+def _gather(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
+    for dim in range(len(shape)):
+        have = links(here, dim)
+        if common(have, links(dst, dim)) < len(have):
+            return gather_step(here, dim, shape)
+    return None

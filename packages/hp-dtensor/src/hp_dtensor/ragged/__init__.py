@@ -1,0 +1,1 @@
+"""Tensors whose ranks hold contiguous runs of unequal lengths."""

@@ -1,0 +1,100 @@
+"""Which operators act on every element alone, so that ranks may run them on their own parts."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tag, Tensor
+
+from .._torch import operator_name, written_arguments
+
+
+class RaggedOpError(TypeError):
+    """An operator that ragged tensors do not have, or operands of it that lie differently."""
+
+
+_INFIX = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
+# What Python calls for operators between two values, with those that take the operands in turn.
+BINARY = tuple(
+    name
+    for name in (
+        *(f"__{prefix}{stem}__" for stem in _INFIX for prefix in ("", "r", "i")),
+        *(f"__{stem}__" for stem in _COMPARISONS),
+    )
+    if hasattr(Tensor, name)
+)
+# Elementwise, or filled with one value, but without the tag that would say so.
+_UNTAGGED = frozenset(
+    {
+        *("alias", "detach", "_to_copy", "copy_", "_foreach_copy_", "_foreach_clone"),
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("zero_", "fill_", "masked_fill", "masked_fill_", "_foreach_zero_"),
+        *("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_"),
+    }
+)
+# Tagged as pointwise, yet a rank's part of the result says nothing, or differs between replicas.
+_UNSUITABLE = {Tag.data_dependent_output, Tag.nondeterministic_seeded}
+_ROOM = {torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default}
+_PUT = {
+    torch.ops.aten.index_put.default: torch.ops.aten.masked_fill.Tensor,
+    torch.ops.aten.index_put_.default: torch.ops.aten.masked_fill_.Tensor,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trait:
+    """What there is to know about an elementwise operator.
+
+    ``writes`` are the arguments that it writes to, by place or by name; those are what it returns,
+    if anything. ``on_lists`` says that it works on the first tensors of some lists, then on the
+    second ones, and so on.
+    """
+
+    writes: tuple[int | str, ...]
+    on_lists: bool
+
+
+def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return an elementwise operator that does the same, and its arguments; else those given."""
+    if op in _ROOM and tuple(args[1]) == tuple(args[0].shape):
+        # How autograd makes room for a gradient where it may not keep the one that it got, and an
+        # asynchronous checkpoint for its copy.
+        return torch.ops.aten.empty_like.default, args[:1]
+    if op in _PUT and len(args) == 3:
+        # What x[mask] = value calls.
+        x, (mask, *more), value = args
+        if not more and mask is not None and mask.dtype is torch.bool and mask.shape == x.shape:
+            return _PUT[op], (x, mask, value)
+    return op, args
+
+
+@lru_cache(maxsize=1024)
+def trait_of(op: Any) -> Trait:
+    """Return what ``op`` does; raise `RaggedOpError` unless it computes every element alone."""
+    namespace, name = operator_name(op)
+    if namespace != "aten" or not _is_elementwise(op, name):
+        raise RaggedOpError(
+            f"{op} is not defined on ragged tensors, which have operators that act on each element "
+            "alone; redistribute the tensor to Replicate() or Shard(dim) first, or work on "
+            "to_local()"
+        )
+    on_lists = name.startswith(("_foreach_", "_fused_"))
+    return Trait(writes=written_arguments(op), on_lists=on_lists)
+
+
+def _is_elementwise(op: Any, name: str) -> bool:
+    if name in _UNTAGGED:
+        return True
+    if name.startswith("_foreach_"):
+        # No operator on lists has the tag. Those with a form in place keep shapes (a norm, a
+        # maximum or a product of matrices has none), and their form for one tensor has the tag.
+        single = getattr(torch.ops.aten, name.removeprefix("_foreach_").rstrip("_"), None)
+        in_place = getattr(torch.ops.aten, name.rstrip("_") + "_", None)
+        return single is not None and in_place is not None and _has_pointwise(single)
+    return Tag.pointwise in op.tags and not _UNSUITABLE.intersection(op.tags)
+
+
+def _has_pointwise(packet: Any) -> bool:
+    return any(Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())

@@ -1,0 +1,69 @@
+"""Run an elementwise operator on the parts that this rank holds of ragged tensors."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ._operands import common_spec, is_tensor_list, specs_of_rows
+from ._ops import elementwise_form, trait_of
+
+if TYPE_CHECKING:
+    from ._tensor import RaggedTensor
+
+
+def run(
+    kind: "type[RaggedTensor]", op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what ``op`` makes of the parts, as ragged tensors that lie as its operands do.
+
+    Raises `RaggedOpError` for an operator that is not elementwise, for operands that lie
+    differently, and for a plain tensor to write to; numbers and plain 0-dim tensors go with all.
+    """
+    op, args = elementwise_form(op, args)
+    trait = trait_of(op)
+    values = (*args, *kwargs.values()) if kwargs else args
+    written = [args[at] if isinstance(at, int) else kwargs[at] for at in trait.writes]
+    parts = [_part(kind, value) for value in args]
+    named = {name: _part(kind, value) for name, value in kwargs.items()}
+    if trait.on_lists:
+        specs = specs_of_rows(kind, op, values)
+        result = op(*parts, **named)
+        if not written:
+            pairs = zip(result, specs, strict=True)
+            return [x if spec is None else kind(x, spec) for x, spec in pairs]
+    else:
+        spec = common_spec(kind, op, values, written)
+        result = op(*parts, **named)
+        if not written:
+            if isinstance(result, Tensor):
+                return kind(result, spec)
+            return type(result)(kind(x, spec) for x in result)
+    increment_version(_uncounted(kind, written))
+    if result is None:
+        return None
+    return written[0] if isinstance(result, Tensor) else type(result)(written)
+
+
+def _part(kind: "type[RaggedTensor]", value: Any) -> Any:
+    if isinstance(value, kind):
+        return value._local
+    if is_tensor_list(value):
+        return [x._local if isinstance(x, kind) else x for x in value]
+    return value
+
+
+def _uncounted(kind: "type[RaggedTensor]", written: list[Any]) -> list[Tensor]:
+    """Return the tensors whose versions torch leaves, although a graph may have saved them.
+
+    It counts a write for the whole tensor, not for the part; for lists of tensors in neither.
+    """
+    found: list[Tensor] = []
+    for value in written:
+        if is_tensor_list(value):
+            found += value
+            found += [x._local for x in value if isinstance(x, kind)]
+        elif isinstance(value, kind):
+            found.append(value._local)
+    return found

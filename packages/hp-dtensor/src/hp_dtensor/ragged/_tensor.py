@@ -1,0 +1,223 @@
+"""Tensors whose ranks hold contiguous runs of unequal lengths."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from .._errors import LocalShapeMismatch
+from .._torch import disabled_torch_function, wrapper_tensor
+from ..collectives._interface import Collectives
+from ..layouts._convert import AnyPlacement
+from ..layouts._layout import Box
+from ..layouts._placements import RaggedShard
+from ._checkpoint import checkpointed
+from ._ops import RaggedOpError
+from ._run import run
+from ._spec import RaggedSpec, find_spec
+from ._speech import speak_up
+
+
+def _boxes(x: "RaggedTensor") -> tuple[Box, ...]:
+    if x.numel() == 0:
+        # Nobody holds a box, but the tensor has a name that a load looks for.
+        return (tuple((0, length) for length in x.shape),)
+    return x._spec.boxes()
+
+
+def _view(x: "RaggedTensor", corner: Sequence[int]) -> Tensor:
+    return x._local.new_empty(x.shape) if x.numel() == 0 else x._spec.view(x._local, corner)
+
+
+@speak_up
+@checkpointed(_boxes, _view)
+class RaggedTensor(Tensor):
+    """A tensor of which each coordinate of one mesh axis holds a run of its own length.
+
+    Its shape is global; a rank's part is ``[sizes[i], ...]``, the later dims as other axes shard
+    them, and may be empty. Operators that act on every element alone run on the parts and
+    communicate nothing; their operands lie alike, or are numbers and plain 0-dim tensors. All
+    others raise `RaggedOpError`. So optimizers that update elements alone work, as does
+    `clip_grad_norm_` of this package. Distributed checkpoints save and load it, also into other
+    layouts.
+    """
+
+    _local: Tensor
+    _spec: RaggedSpec
+    __torch_function__ = disabled_torch_function()
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: RaggedSpec) -> "RaggedTensor":
+        """Return ``local`` as the part of this rank, without autograd; see `from_local`."""
+        x = wrapper_tensor(cls, spec.shape, local)
+        x._local = local
+        x._spec = spec
+        return x
+
+    def __init__(self, local: Tensor, spec: RaggedSpec) -> None:
+        super().__init__()
+
+    @classmethod
+    def from_local(
+        cls,
+        local: Tensor,
+        mesh: DeviceMesh,
+        placements: Sequence[AnyPlacement],
+        *,
+        shape: Sequence[int],
+    ) -> "RaggedTensor":
+        """Return the tensor of global ``shape`` of which ``local`` is this rank's part, not copied.
+
+        ``placements`` (ours or torch's) have `RaggedShard` on one axis; others replicate or shard.
+        The gradient of ``local`` is this rank's part of the gradient. Communicates nothing.
+
+        Raises `PlacementTypeError`, `PlacementCountError`, `ShardDimError`, `RaggedSizesError` and
+        `RankNotInMesh`; on a rank whose part has another shape, `LocalShapeMismatch`.
+        """
+        spec = find_spec(mesh, placements, shape)
+        return _tensor_of(local, spec, spec.local_shape())
+
+    def like(self, local: Tensor) -> "RaggedTensor":
+        """Return the tensor that lies as this one does, of which ``local`` is this rank's part.
+
+        It is what `from_local` makes, ``local`` not copied and with its gradient, for a small part
+        of the time: the layout is not checked again. Its dtype is that of ``local``. Communicates
+        nothing. Raises `LocalShapeMismatch` on a rank whose part has another shape.
+        """
+        return _tensor_of(local, self._spec, self._local.shape)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Return the mesh."""
+        return self._spec.mesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement | RaggedShard, ...]:
+        """Return a placement for each mesh axis: torch's, and ours where the tensor is ragged."""
+        return self._spec.placements
+
+    @property
+    def data(self) -> Tensor:
+        """Return the tensor without autograd; setting it replaces this rank's part.
+
+        Raises `RaggedOpError` for a tensor that lies otherwise.
+        """
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, RaggedTensor) or value._spec != self._spec:
+            raise RaggedOpError(
+                f"data of {self!r} set to {value!r}; set it to a RaggedTensor that lies alike, or "
+                "use copy_"
+            )
+        # torch's setter replaces what it knows of, which is all but the part.
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local = value._local
+
+    def to_local(self) -> Tensor:
+        """Return this rank's part, not copied.
+
+        Its gradient is this rank's part of the tensor's, the same on ranks that hold the same part.
+        Communicates nothing.
+        """
+        if not torch.is_grad_enabled():
+            return self._local
+        if not self.requires_grad:
+            return self._local.detach()
+        local: Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
+        return local
+
+    def full_tensor(self, *, collectives: Collectives | None = None) -> Tensor:
+        """Return the whole tensor on every rank of the mesh.
+
+        Its gradient is the same on all ranks; each takes its part. Communicates what `redistribute`
+        to `Replicate()` on all axes does.
+        """
+        # It makes ragged tensors too, so that it is imported where it is needed.
+        from .._redistribute import redistribute
+
+        return redistribute(self, collectives=collectives).to_local()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an elementwise operator on this rank's parts."""
+        return run(RaggedTensor, func, tuple(args), kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RaggedTensor({self._local}, shape={list(self.shape)}, layout={self._spec.layout})"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        spec = self._spec
+        placements = [(p.dims, p.sizes) if p is spec.runs else p for p in spec.placements]
+        trained = self.requires_grad, isinstance(self, nn.Parameter)
+        return _rebuild, (self._local, spec.mesh, placements, spec.shape, *trained)
+
+
+def _tensor_of(local: Tensor, spec: RaggedSpec, shape: Sequence[int]) -> RaggedTensor:
+    if local.shape != shape:
+        raise LocalShapeMismatch(
+            f"the local tensor has shape {list(local.shape)} where {spec.layout} of "
+            f"{list(spec.shape)} on mesh {list(spec.mesh.shape)} gives rank {spec.position} of the "
+            f"mesh {list(shape)}"
+        )
+    if not local.requires_grad:
+        return RaggedTensor(local.detach(), spec)
+    x: RaggedTensor = _FromLocal.apply(local, spec)  # type: ignore[no-untyped-call]
+    return x
+
+
+def _rebuild(
+    local: Tensor,
+    mesh: DeviceMesh,
+    written: Sequence[Placement | tuple[tuple[int, ...], tuple[int, ...]]],
+    shape: Sequence[int],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> RaggedTensor:
+    placements = [RaggedShard(*p) if isinstance(p, tuple) else p for p in written]
+    x = RaggedTensor(local, find_spec(mesh, placements, shape))
+    if is_parameter:
+        return cast(RaggedTensor, nn.Parameter(x, requires_grad))
+    return cast(RaggedTensor, x.requires_grad_(requires_grad))
+
+
+# A file that is not trusted may call it: it is given torch's own values, and checks the layout.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: RaggedSpec) -> RaggedTensor:
+        return RaggedTensor(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: RaggedTensor) -> tuple[Tensor, None]:
+        return grads[0].to_local(), None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: RaggedTensor) -> Tensor:
+        ctx.spec = x._spec
+        # As a view it cannot be written to, which the graph of x would not see.
+        return x._local.view_as(x._local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> RaggedTensor:
+        grad: RaggedTensor = _FromLocal.apply(grads[0], ctx.spec)  # type: ignore[no-untyped-call]
+        return grad
