@@ -78,6 +78,7 @@ def main() -> None:
         "fused": ours(base, mesh, grads="fused"),
         "fused, Ring(2)": ours(base, mesh, Ring(2), grads="fused"),
         "ragged": ours(base, mesh, layout="ragged"),
+        "ragged, fused": ours(base, mesh, layout="ragged", grads="fused"),
         "torch": torchs(base, mesh, tuned=False),
     }
     rows: list[Row] = [

@@ -1,8 +1,9 @@
-"""Time one coalesced all-gather of several tensors against one flat all-gather, on gloo.
+"""Time gathering parameters straight into place against packing them, by their size, on gloo.
 
-The same bytes travel: as one tensor, or as parts of one size in one coalesced call. What the parts
-cost above the flat call, per part, is what gathering a parameter straight into place costs; packing
-it costs a copy of its bytes instead. Both are printed, interleaved, for several sizes of a part.
+The same bytes travel: packed, as one flat all-gather and a copy-out, or direct, as parts of one
+size in one coalesced call, which has a fixed cost for each part. Times are per part, interleaved,
+medians. The last line says from which size on direct was the cheaper one; `fully_shard` takes the
+``direct_bytes`` from which it gathers directly, 64 KiB per rank unless told otherwise.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hp_dtensor import Axis, TorchCollectives
 
 PARTS = 16
-KILOBYTES = (1, 4, 16, 64, 256)
+KILOBYTES = (1, 4, 16, 32, 64, 128, 256, 512)
 
 
 def timed_ms(axis: Axis, inputs: list[Tensor], outputs: list[Tensor]) -> float:
@@ -55,12 +56,32 @@ def rank_main(rank: int, world: int, store: str, out: str, quick: bool) -> None:
             torch.split_with_sizes_copy(packed, [numel] * PARTS, dim=1, out=places)
             times["copy"].append(1e3 * (time.perf_counter() - start))
             times["coalesced"].append(timed_ms(axis, inputs, outputs))
-        median = {name: statistics.median(each) for name, each in times.items()}
-        rows.append({"case": f"{world} ranks, {PARTS} parts of {kilobytes} KiB", **median})
+        part_us = {name: 1e3 * statistics.median(each) / PARTS for name, each in times.items()}
+        packed_us = part_us["flat"] + part_us["copy"]
+        rows.append(
+            {
+                "case": f"{world} ranks, {PARTS} parts",
+                "kilobytes_per_rank": kilobytes,
+                "flat_us": part_us["flat"],
+                "packed_us": packed_us,
+                "direct_us": part_us["coalesced"],
+                "direct_to_packed": part_us["coalesced"] / packed_us,
+            }
+        )
     dist.barrier()
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     os._exit(0)
+
+
+def cheaper_from(rows: list[Row], case: str) -> str:
+    """Return the smallest size from which direct beats packed at every larger one."""
+    found = "no size tried"
+    for row in reversed([row for row in rows if row["case"] == case]):
+        if row["direct_to_packed"] >= 1:
+            break
+        found = f"{row['kilobytes_per_rank']} KiB"
+    return found
 
 
 def main() -> None:
@@ -83,9 +104,12 @@ def main() -> None:
             rows += json.loads(Path(out).read_text())
     for row in rows:
         print(
-            f"{row['case']}: flat {row['flat']:.3f} ms + copy-out {row['copy']:.3f} ms, coalesced "
-            f"{row['coalesced']:.3f} ms"
+            f"{row['case']} of {row['kilobytes_per_rank']} KiB per rank: packed "
+            f"{row['packed_us']:.0f} us a part (flat all-gather {row['flat_us']:.0f}), direct "
+            f"{row['direct_us']:.0f} us, ratio {row['direct_to_packed']:.2f}"
         )
+    for case in dict.fromkeys(row["case"] for row in rows):
+        print(f"{case}: direct is cheaper from {cheaper_from(rows, case)} per rank on")
     if options.json:
         options.json.write_text(json.dumps({"name": "fsdp_gather", "rows": rows}, indent=1))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from hp_dtensor import RaggedTensor
 from hp_fsdp import _plan, fully_shard
 
 TOKENS, WIDTH = 6, 8
@@ -82,8 +83,9 @@ def shard(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
 
 def full(tensor: Tensor) -> Tensor:
     """Return the whole tensor, in memory of its own."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    found = tensor.detach()
+    whole: Any = found.full_tensor() if isinstance(found, DTensor | RaggedTensor) else found
+    return cast(Tensor, whole.clone())
 
 
 def gradients(model: nn.Module) -> Gradients:

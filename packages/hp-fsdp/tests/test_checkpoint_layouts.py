@@ -29,9 +29,10 @@ def built(kind: str, world: int, seed: int) -> tuple[Any, Any]:
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
     mesh = mesh_of((world,), ("fsdp",))
     wrap: Any = torch.distributed.fsdp.fully_shard if kind == "torch" else fully_shard
+    options: dict[str, Any] = {"layout": "ragged"} if kind == "ragged" else {}
     for block in model.blocks:
-        wrap(block, mesh=mesh)
-    wrap(model, mesh=mesh)
+        wrap(block, mesh=mesh, **options)
+    wrap(model, mesh=mesh, **options)
     if kind == "flat optimizer":
         return model, sharded_optimizer(torch.optim.AdamW, model, lr=0.1)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -83,6 +84,12 @@ CASES = [
     (("flat optimizer", 4), ("ours", 2)),
     (("flat optimizer", 2), ("one process", 1)),
     (("one process", 1), ("flat optimizer", 2)),
+    (("ragged", 4), ("ragged", 2)),
+    (("ragged", 2), ("ragged", 4)),
+    (("ragged", 4), ("torch", 2)),
+    (("torch", 2), ("ragged", 4)),
+    (("ragged", 2), ("one process", 1)),
+    (("one process", 1), ("ragged", 2)),
 ]
 
 

@@ -35,8 +35,10 @@ MODES = ["accumulate", "fused"]
 NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
 
 
-def microbatches(rank: int, shape: tuple[int, ...], mode: Any, how: str) -> list[Gradients]:
-    model: Any = shard(make(Net), mesh_of(shape, NAMES[len(shape)]), grads=mode)
+def microbatches(
+    rank: int, shape: tuple[int, ...], mode: Any, how: str, layout: Any
+) -> list[Gradients]:
+    model: Any = shard(make(Net), mesh_of(shape, NAMES[len(shape)]), grads=mode, layout=layout)
     seen = []
     for _ in range(2):
         for step in range(3):
@@ -53,22 +55,24 @@ def microbatches(rank: int, shape: tuple[int, ...], mode: Any, how: str) -> list
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("shape", "how"),
+    ("shape", "how", "layout"),
     [
-        ((2,), "sync"),
-        ((4,), "no sync"),
-        ((2, 2), "no sync"),
-        ((2, 2), "no all-reduce"),
-        ((1,), "no sync"),
-        ((2, 1), "no sync"),
+        ((2,), "sync", "exact"),
+        ((4,), "no sync", "exact"),
+        ((2, 2), "no sync", "exact"),
+        ((2, 2), "no all-reduce", "exact"),
+        ((1,), "no sync", "exact"),
+        ((2, 1), "no sync", "exact"),
+        ((4,), "no sync", "ragged"),
+        ((2, 2), "no all-reduce", "ragged"),
     ],
 )
 def test_gradients_of_microbatches_equal_one_process(
-    ranks: Ranks, shape: tuple[int, ...], mode: Any, how: str
+    ranks: Ranks, shape: tuple[int, ...], mode: Any, how: str, layout: Any
 ) -> None:
     world = torch.Size(shape).numel()
     expected = reference(world, steps=(0, 1, 2))
-    for steps in ranks(world).run(microbatches, shape, mode, how):
+    for steps in ranks(world).run(microbatches, shape, mode, how, layout):
         assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
 
 
@@ -88,10 +92,10 @@ def other_models(rank: int, kind: str, mode: Any) -> list[Gradients]:
     if kind in ("hidden", "silent", "twice"):
         for layer in (model.hidden.first, model.hidden.second):
             layer.bias = None  # nothing but fused weights announces the backward
-        fully_shard(model.hidden, mesh, grads=mode)
+        fully_shard(model.hidden, mesh, grads=mode, direct_bytes=0)
     if kind == "tied":
-        fully_shard(model.block, mesh, grads=mode)
-        fully_shard(model, mesh, grads=mode)
+        fully_shard(model.block, mesh, grads=mode, direct_bytes=0)
+        fully_shard(model, mesh, grads=mode, direct_bytes=0)
     else:
         shard(model, mesh, grads=mode)
     seen = []
@@ -120,17 +124,19 @@ def test_every_kind_of_model_gets_its_gradients(ranks: Ranks, kind: str, mode: A
         assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
 
 
-def odd(rank: int, mode: Any) -> Gradients:
-    model: Any = fully_shard(make(Odd), mesh_of((4,), ("fsdp",)), grads=mode)
+def odd(rank: int, mode: Any, layout: Any) -> Gradients:
+    model: Any = make(Odd)
+    fully_shard(model, mesh_of((4,), ("fsdp",)), grads=mode, direct_bytes=0, layout=layout)
     loss_of(model, tokens(rank)).backward()
     return {name: g for name, g in gradients(model).items() if g.numel()}
 
 
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
 @pytest.mark.parametrize("mode", MODES)
-def test_unused_frozen_tied_and_tiny_parameters(ranks: Ranks, mode: Any) -> None:
+def test_unused_frozen_tied_and_tiny_parameters(ranks: Ranks, mode: Any, layout: Any) -> None:
     expected = reference(4, Odd)
     del expected["frozen"], expected["empty"]
-    for found in ranks(4).run(odd, mode):
+    for found in ranks(4).run(odd, mode, layout):
         assert worst(found, expected) < 1e-12
 
 
@@ -186,7 +192,7 @@ def layers() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(4)))
 
 
-def copied(rank: int, mode: Any) -> tuple[int, int]:
+def copied(rank: int, mode: Any, layout: Any = "exact") -> tuple[int, int]:
     """Return the bytes that a second step copies above those of a local step, and P."""
     counts = []
     for sharded in (False, True):
@@ -195,6 +201,7 @@ def copied(rank: int, mode: Any) -> tuple[int, int]:
         carrier = Pausing()
         if sharded:
             options: dict[str, Any] = {"grads": mode, "direct_bytes": 256, "collectives": carrier}
+            options["layout"] = layout
             for block in model:
                 fully_shard(block, mesh_of((2,), ("fsdp",)), **options)
             fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
@@ -213,6 +220,8 @@ def test_copied_bytes_are_the_gradients_or_next_to_nothing(ranks: Ranks) -> None
         assert 1.0 <= bytes_copied / whole <= 1.08  # with the biases, which travel packed
     for bytes_copied, whole in ranks(2).run(copied, "fused"):
         assert bytes_copied / whole < 0.1  # the biases: 3% of these small layers, three times
+    for bytes_copied, whole in ranks(2).run(copied, "fused", "ragged"):
+        assert bytes_copied / whole < 0.04  # the biases once: they are gathered in place
 
 
 def ringed(rank: int, slots: int, mode: Any) -> dict[str, Any]:

@@ -81,17 +81,21 @@ def test_on_any_mesh_and_with_frozen_parameters(
         assert worst(my_moments, their_moments) < 1e-12
 
 
-def kernels(rank: int) -> tuple[int, bool, bool]:
+def kernels(rank: int, layout: str) -> tuple[int, bool, bool]:
     """Count the tensors that the inner optimizer steps on; look at where gradients lie."""
-    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]), layout=layout)
     optimizer: Any = sharded_optimizer(torch.optim.AdamW, model)
     loss_of(model, tokens(rank)).backward()
     flats = [p for group in optimizer._inner.param_groups for p in group["params"]]
-    segment = optimizer._segments[0]
-    segment.take_gradients()
-    inside = segment.flat.grad.untyped_storage().data_ptr() == (
-        segment.pieces[-1].gradient.untyped_storage().data_ptr()
-    )
+    inside = True
+    for segment in optimizer._segments:
+        segment.take_gradients()
+        memory = segment.flat.grad.untyped_storage().data_ptr()
+        for piece in segment.pieces:
+            part = piece.owner.part(piece.parameter.grad)
+            held = segment.flat.grad[piece.start : piece.start + part.numel()]
+            inside &= torch.equal(held, part.view(-1))
+            inside &= not part.numel() or part.untyped_storage().data_ptr() == memory
     model.unshard()
     optimizer.step()
     seen = model(tokens(rank))  # what was gathered before the step is stale
@@ -100,8 +104,11 @@ def kernels(rank: int) -> tuple[int, bool, bool]:
     return len(flats), inside, torch.allclose(seen, plain(tokens(rank)), rtol=1e-12)
 
 
-def test_there_is_one_tensor_for_each_group_and_no_copy_of_gradients(ranks: Ranks) -> None:
-    for count, inside, fresh in ranks(2).run(kernels):
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_there_is_one_tensor_for_each_group_and_no_copy_of_gradients(
+    ranks: Ranks, layout: str
+) -> None:
+    for count, inside, fresh in ranks(2).run(kernels, layout):
         assert count == 4  # units
         assert inside
         assert fresh

@@ -234,7 +234,6 @@ def refused(rank: int) -> list[str]:
         {"granularity": 2},
         {"layout": "ragged", "granularity": 0},
         {"layout": "ragged", "granularity": lambda _: 1.5},
-        {"layout": "ragged", "grads": "fused"},
         {"layout": "ragged", "shard_placement_fn": lambda _: Shard(1)},
     ]
     for options in cases:
@@ -251,5 +250,4 @@ def test_what_the_layout_cannot_do_is_refused(ranks: Ranks) -> None:
         assert said[1].startswith("granularity has a meaning in the ragged layout only")
         assert said[2].startswith("granularity gives 0 for weight")
         assert said[3].startswith("granularity gives 1.5 for weight")
-        assert said[4].startswith("grads is 'fused'")
-        assert said[5].startswith("shard_placement_fn has no meaning")
+        assert said[4].startswith("shard_placement_fn has no meaning")

@@ -1,5 +1,6 @@
 """Gradients written into packed rows one after another."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -7,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_fsdp._cut import Cut
-from hp_fsdp._plan import plan_group
-from hp_fsdp._sink import Sink
+from hp_fsdp._plan import plan_gradients, plan_group
+from hp_fsdp._sink import Sink, SinkPlan
 
 Case = tuple[list[Cut], int]
 
@@ -36,7 +37,10 @@ def dirty(numel: int) -> torch.Tensor:
 
 def sink_of(cuts: list[Cut], degree: int) -> tuple[Sink, Any]:
     plan = plan_group([cut.planned_shape for cut in cuts], degree, 8)
-    return Sink(plan.slots, cuts, degree, torch.float64, dirty), plan
+    width = plan_gradients(plan.slots, 8).shard_numel
+    ends = list(itertools.accumulate((slot.shard_numel for slot in plan.slots), initial=0))
+    laid = SinkPlan.of(plan.slots, cuts, ends[:-1], degree, width)
+    return Sink(laid, dirty(degree * width)), plan
 
 
 def expected(cut: Cut, gradient: torch.Tensor, rows: int) -> torch.Tensor:
@@ -61,7 +65,7 @@ def test_rows_are_the_sums_of_what_came_and_zero_elsewhere(
         gradient = torch.randint(-9, 9, cuts[index].shape).double()
         sums[index] += gradient
         sink.add(index, gradient)
-    rows = sink.finish()
+    rows = sink.finish().view(degree, -1)
     offset = 0
     for cut, slot, total in zip(cuts, plan.slots, sums, strict=True):
         width = slot.shard_numel

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from ._buffers import Resize as Resize
 from ._buffers import Ring as Ring
+from ._errors import DisagreementError as DisagreementError
 from ._errors import MeshError as MeshError
 from ._errors import ModuleError as ModuleError
 from ._errors import ParameterError as ParameterError
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DisagreementError",
     "FSDPModule",
     "GroupReport",
     "MeshError",

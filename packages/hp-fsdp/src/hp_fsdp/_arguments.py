@@ -86,19 +86,17 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
         name = type(module).__name__
         if unit_of(module) is not None:
             raise ModuleError(f"{name} is sharded already; a module can be sharded once")
-        if type(module).forward is nn.Module.forward:
+        if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"{name} has no forward, so it cannot gather its parameters; shard the modules in "
                 "it one by one"
             )
 
 
-def check_gradient_mode(mode: GradientMode, layout: LayoutName) -> GradientMode:
-    """Return the mode; raises `ShardingError` for one that is unknown or not for the layout."""
+def check_gradient_mode(mode: GradientMode) -> GradientMode:
+    """Return the mode; raises `ShardingError` for one that is unknown."""
     if mode not in get_args(GradientMode):
         raise ShardingError(f"grads is {shown(mode)}; legal are {list(get_args(GradientMode))}")
-    if mode != "copy" and layout == "ragged":
-        raise ShardingError(f"grads is {mode!r}; in the ragged layout only 'copy' is legal yet")
     return mode
 
 

@@ -1,6 +1,6 @@
 """Gradients that are packed as they come, instead of once at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -8,60 +8,63 @@ from torch import Tensor
 
 from hp_dtensor import Collectives
 
-from ._cut import Cut
 from ._errors import StateError
 from ._fused import can_fuse, fuse
+from ._fused_embedding import can_fuse_embedding, fuse_embedding
+from ._packing import Packing
 from ._parameters import ShardedParameter
-from ._plan import Slot
-from ._sink import Sink
+from ._sink import Sink, SinkPlan
 
 
 class Collector:
-    """Moves each gradient of a group into packed rows when autograd has it, and adds later ones.
+    """Moves each large gradient of a group into packed rows when autograd has it, and adds others.
 
-    With ``fused`` the weight gradients of linear layers are written there by the matrix product
-    itself. DTensors, whose gradients may have to be redistributed, come last.
+    With ``fused`` the weight gradients of linear layers and of embeddings are written there by the
+    matrix product, or row by row, itself. The small ones come last, as do those of DTensors, which
+    may have to be redistributed: watching each would cost more host time than it saves.
     """
 
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
-        cuts: Sequence[Cut],
+        large: Collection[int],
+        packing_of: Callable[[Sequence[int]], Packing],
         take: Callable[[int], Tensor],
         fused: bool,
     ) -> None:
-        """Nothing is watched before `watch`."""
+        """Nothing is watched before `watch`; ``large`` says which of ``parameters`` will be."""
         self._parameters = parameters
-        self._cuts = cuts
+        self._large = [i for i in large if parameters[i].is_plain]
+        self._packing_of = packing_of
         self._take = take
         self._sink: Sink | None = None
         self._chosen: list[int] = []
+        self._plan: SinkPlan | None = None
         self.announce: Callable[[], None] | None = None
-        for index, parameter in enumerate(parameters):
-            for owner in parameter.owners if fused and parameter.is_plain else ():
+        for i in self._large:
+            is_face = parameters[i].is_face
+            for owner in parameters[i].owners if fused else ():
                 if can_fuse(owner.module, owner.name):
-                    fuse(owner.module, parameter.is_face, partial(self._product, index))
+                    fuse(owner.module, is_face, partial(self._product, i))
+                elif can_fuse_embedding(owner.module, owner.name):
+                    fuse_embedding(owner.module, is_face, partial(self._rows, i))
 
-    def watch(self, slots: Sequence[Slot], order: Sequence[int], dtype: torch.dtype) -> None:
-        """Follow the parameters' unsharded faces, which were made anew."""
-        self._slots, self._order, self._dtype = slots, order, dtype
-        for index, parameter in enumerate(self._parameters):
-            if parameter.is_plain and parameter.unsharded.is_floating_point():
-                face = parameter.unsharded
+    def watch(self, order: Sequence[int]) -> None:
+        """Follow the parameters' unsharded faces, which were made anew, and packed in ``order``."""
+        self._order = order
+        self._plan = None
+        for i in self._large:
+            face = self._parameters[i].unsharded
+            if face.is_floating_point():
                 face.requires_grad_(True)  # hooks need it; it is set right with every gather
-                face.register_post_accumulate_grad_hook(partial(self._came, index))
+                face.register_post_accumulate_grad_hook(partial(self._came, i))
 
     def _begin(self) -> Sink:
         if self._sink is None:
-            trains = [parameter.sharded.requires_grad for parameter in self._parameters]
-            self._chosen = [i for i in self._order if trains[i]]
-            self._sink = Sink(
-                [self._slots[i] for i in self._chosen],
-                [self._cuts[i] for i in self._chosen],
-                self._cuts[0].degree,
-                self._dtype,
-                self._take,
-            )
+            chosen = [i for i in self._order if self._parameters[i].sharded.requires_grad]
+            if self._plan is None or chosen != self._chosen:
+                self._chosen, self._plan = chosen, self._packing_of(chosen).sink
+            self._sink = Sink(self._plan, self._take(self._plan.degree * self._plan.width))
         return self._sink
 
     def _place(self, index: int) -> int:
@@ -86,11 +89,25 @@ class Collector:
             sink.add_product(place, left, right)
         else:
             sink.add(place, left.t() @ right)
+        self._announce()
+
+    @torch.no_grad()
+    def _rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
+        sink = self._begin()
+        place = self._place(index)
+        if sink.takes_rows(place):
+            sink.add_rows(place, ids, rows)
+        else:
+            whole = torch.zeros_like(self._parameters[index].unsharded)
+            sink.add(place, whole.index_add_(0, ids, rows))
+        self._announce()
+
+    def _announce(self) -> None:
         if self.announce is not None:
             self.announce()
 
     def finish(self, chosen: Sequence[int], collectives: Collectives) -> Tensor:
-        """Return the packed rows of the parameters at ``chosen``, and begin anew."""
+        """Return the packed gradients of the parameters at ``chosen``, and begin anew."""
         sink = self._begin()
         if self._chosen != list(chosen):
             names = [self._parameters[i].name for i in self._chosen]

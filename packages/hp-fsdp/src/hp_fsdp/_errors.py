@@ -21,6 +21,10 @@ class StateError(ShardingError, RuntimeError):
     """A call came at a moment at which it has no meaning."""
 
 
+class DisagreementError(ShardingError, RuntimeError):
+    """Ranks are about to communicate for different units, or for units that are not alike."""
+
+
 class UnsupportedError(ShardingError, NotImplementedError):
     """A call of torch's surface that this package answers in another way, which it names."""
 

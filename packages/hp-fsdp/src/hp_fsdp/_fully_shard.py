@@ -145,7 +145,8 @@ def fully_shard(
             ``Resize()``, or a `Ring`, the same for units that run one after another.
         grads: how gradients are packed for the reduction: ``"copy"``, by one copy at the end of a
             unit's backward; ``"accumulate"``, each as it comes, later microbatches added in place;
-            ``"fused"``, like that, and weights of ``nn.Linear`` by the matrix product itself.
+            ``"fused"``, like that, and weights of ``nn.Linear`` by the matrix product itself, of
+            ``nn.Embedding`` row by row. Parameters of fewer than ``direct_bytes`` come last.
         collectives: what carries the communication; by default ``torch.distributed``.
 
     Raises:
@@ -170,9 +171,7 @@ def fully_shard(
     )
     device = device_of(mesh)
     storage = storage_of(mp_policy, offload_policy, device, direct_bytes)
-    storage = replace(
-        storage, buffers=buffers or Resize(), grads=check_gradient_mode(grads, layout)
-    )
+    storage = replace(storage, buffers=buffers or Resize(), grads=check_gradient_mode(grads))
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
     groups = _groups_of(
         free_parameters(modules, place, wanted),

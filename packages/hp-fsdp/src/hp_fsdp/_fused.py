@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ._torch import accumulates
+
 AddProduct = Callable[[Tensor, Tensor], None]
 
 
@@ -25,15 +27,22 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
         to_input = gradient @ weight if ctx.needs_input_grad[0] else None
         flat = gradient.reshape(-1, gradient.shape[-1])
         to_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        to_weight = None
         if ctx.needs_input_grad[1]:
-            ctx.add_product(flat, x.reshape(-1, x.shape[-1]))
-        return to_input, None, to_bias, None
+            rows = x.reshape(-1, x.shape[-1])
+            if accumulates(ctx, 1):
+                ctx.add_product(flat, rows)
+            else:  # a backward for other tensors than parameters, or one that returns gradients
+                to_weight = flat.t() @ rows
+        return to_input, to_weight, to_bias, None
 
 
 def can_fuse(module: nn.Module, name: str) -> bool:
@@ -45,12 +54,14 @@ def can_fuse(module: nn.Module, name: str) -> bool:
 def fuse(linear: nn.Module, is_own: Callable[[Tensor], bool], add_product: AddProduct) -> None:
     """Replace the forward of ``linear``: ``add_product`` gets the factors of weight gradients.
 
-    Where the weight that stands there is not ``is_own``, takes no gradient, or autocast is on, the
-    layer computes as it always did.
+    Where the weight that stands there is not ``is_own``, takes no gradient, or autocast is on, and
+    in compiled modules, the layer computes as it always did.
     """
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         weight = self.weight
+        if torch.compiler.is_compiling():
+            return functional.linear(x, weight, self.bias)
         fused = torch.is_grad_enabled() and weight.requires_grad and is_own(weight)
         if not fused or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype:
             return functional.linear(x, weight, self.bias)

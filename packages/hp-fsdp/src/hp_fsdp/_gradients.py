@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +10,10 @@ from hp_dtensor import Axis, Collectives, ReduceOp, Work
 
 from ._axes import DataAxes
 from ._buffers import Buffers
-from ._cut import Cut
 from ._errors import StateError
 from ._options import Options
-from ._plan import GradientPlan, Slot, plan_gradients
+from ._packing import Packing
+from ._parameters import ShardedParameter
 from ._torch import pack_rank_major
 
 
@@ -47,35 +46,19 @@ class PartialSum:
         self._flat, self._names = None, ()
 
 
-class Reduced(Protocol):
-    """What a part of a reduction is for: a parameter, or several that are reduced as one."""
-
-    @property
-    def name(self) -> str:
-        """Return the name, or the names."""
-        ...
-
-    def add_gradient(self, local: Tensor) -> None:
-        """Take this rank's part of the reduced gradient."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The parameters of one reduction: how they are cut, and in which dtype they are reduced.
+    """The parameters of a group's reductions: where they lie, in which dtype they are reduced.
 
-    ``rows`` are their gradients where they are packed already; packed ones are given back.
+    Good for many steps, as long as the same parameters train.
     """
 
-    parameters: Sequence[Reduced]
-    slots: Sequence[Slot]
-    cuts: Sequence[Cut]
-    held: Sequence[tuple[tuple[int, ...], int]]  # the shape of this rank's part, and its elements
+    parameters: Sequence[ShardedParameter]
+    packing: Packing
     dtype: torch.dtype
     shard: Tensor  # the flat shard, for its dtype and device
     partial: PartialSum
     buffers: Buffers
-    rows: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,6 +69,7 @@ class Batch:
 class Reduction:
     """One reduction under way: a reduce-scatter, then for HSDP an all-reduce of its result.
 
+    Of contiguous ``gradients``, or of ``rows`` where they are packed already; these are given back.
     Of ``options`` counts what they are now: the factor, the hook, whether replicas are summed.
     """
 
@@ -93,6 +77,7 @@ class Reduction:
         self,
         batch: Batch,
         gradients: list[Tensor],
+        rows: Tensor | None,
         axes: DataAxes,
         collectives: Collectives,
         options: Options,
@@ -108,42 +93,37 @@ class Reduction:
         self._scattering: Work | None = None
         self._summing: Work | None = None
         self._gradients = gradients  # released when they are packed
-        plan = plan_gradients(batch.slots, batch.dtype.itemsize)
-        self._plan: GradientPlan = plan
         self._flat: Tensor | None = None
         self._rows: Tensor | None = None
         if axes.shard.size > 1:
-            self._rows = self._pack().view(-1)
+            self._rows = self._pack(rows)
             self._scattering = collectives.reduce_scatter(axes.shard, [self._rows], op=self._op)
         elif self._sums or options.hook is not None:
-            self._begin_sum(self._pack().view(-1))
+            self._begin_sum(self._pack(rows))
 
-    def _pack(self) -> Tensor:
-        rows = self._batch.rows
-        out = self._packed() if rows is None else rows
+    def _pack(self, rows: Tensor | None) -> Tensor:
+        flat = self._packed() if rows is None else rows
         if self._before:
-            out.div_(self._before)
-        return out
+            flat.div_(self._before)
+        return flat
 
     def _packed(self) -> Tensor:
-        degree, plan, batch = self._axes.shard.size, self._plan, self._batch
-        device = self._gradients[0].device
-        flat = batch.buffers.take(degree * plan.shard_numel, batch.dtype, device)
-        out = flat.view(degree, plan.shard_numel)
-        pieces = [
-            cut.by_rank(g).contiguous()
-            for g, slot, cut in zip(self._gradients, batch.slots, batch.cuts, strict=True)
-            if slot.shard_numel
-        ]
-        self._gradients.clear()
+        batch, pieces = self._batch, self._gradients
+        packing, sink = batch.packing, batch.packing.sink
+        device = pieces[0].device
+        flat = batch.buffers.take(sink.degree * sink.width, batch.dtype, device)
+        for i, cut in packing.rearranged:
+            pieces[i] = cut.by_rank(pieces[i]).contiguous()
         if len({piece.dtype for piece in pieces}) > 1:
             pieces = [piece.to(batch.dtype) for piece in pieces]
-        if plan.padding:
-            dtype = pieces[0].dtype if pieces else batch.dtype
-            pieces.append(torch.zeros(degree, plan.padding, dtype=dtype, device=device))
+        for i, start, end in reversed(sink.gaps):
+            zeros = torch.zeros(sink.degree, end - start, dtype=pieces[0].dtype, device=device)
+            pieces.insert(i, zeros)
+        pieces = [piece for piece in pieces if piece.numel()]
+        self._gradients = []
         if pieces:
-            pack_rank_major(pieces, degree, out)
-        return out
+            pack_rank_major(pieces, sink.degree, flat.view(sink.degree, sink.width))
+        return flat
 
     def _begin_sum(self, flat: Tensor) -> None:
         self._flat = flat
@@ -196,11 +176,7 @@ class Reduction:
             return [self._finished(gradient) for gradient in self._gradients]
         if self._options.hook is not None:
             self._options.hook(self._flat)
-        batch = self._batch
-        widths = [slot.shard_numel for slot in batch.slots]
-        # One split instead of a slice each: it runs for every parameter in every step.
-        pieces = self._finished(self._flat).split([*widths, self._plan.padding])
-        return [_part(piece, *shape) for piece, shape in zip(pieces, batch.held, strict=False)]
+        return self._batch.packing.row.views(self._finished(self._flat))
 
     def _finished(self, reduced: Tensor) -> Tensor:
         if self._after and self._after != 1.0:
@@ -226,8 +202,3 @@ def _divisors(options: Options, size: int, dtype: torch.dtype) -> tuple[float | 
     while factor % before == 0 and factor / before > before:
         before *= 2
     return before, factor / before
-
-
-def _part(piece: Tensor, shape: tuple[int, ...], numel: int) -> Tensor:
-    held = piece if len(piece) == numel else piece[:numel]
-    return held if len(shape) == 1 else held.view(shape)

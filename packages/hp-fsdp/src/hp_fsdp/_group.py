@@ -12,14 +12,16 @@ from hp_dtensor import Axis, Collectives, Work
 from ._axes import DataAxes
 from ._collect import Collector
 from ._cut import Cut
-from ._errors import StateError
+from ._faces import Faces
 from ._gradients import Batch, PartialSum, Reduction
 from ._options import Options
-from ._parameters import ShardedParameter
+from ._packing import Packing
+from ._parameters import ShardedParameter, mixture, no_memory
+from ._plan import is_large
 from ._precision import choose_dtypes
 from ._states import Event, ParameterState, advance
 from ._storage import Storage
-from ._torch import local_of, writes_to
+from ._torch import are_parts, inside_backward, local_of, writes_to
 from .layouts._exact import ExactLayout
 from .layouts._ragged import RaggedLayout
 
@@ -52,10 +54,11 @@ class ParameterGroup:
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
         kept = self._own_parts(wholes)
         self.collector: Collector | None = None
+        self._batch: Batch | None = None
+        self._trained: list[int] = []  # what the batch has
         self.layout: Layout = self._lay_out(kept)
         if storage.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
-            fused = storage.grads == "fused"
-            self.collector = Collector(self.parameters, self._cuts, self._take, fused)
+            self._collect(fused=storage.grads == "fused")
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
             parameter.build_sharded(local)
         self._build_unsharded()
@@ -93,15 +96,30 @@ class ParameterGroup:
 
     def install_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
-        for parameter in self.parameters:
-            parameter.install_sharded()
+        self._faces.show_sharded()
 
     def _build_unsharded(self) -> None:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
             parameter.build_unsharded(full)
         self.layout.free()
+        self._faces = Faces(self.parameters)
+        self._batch = None
         if self.collector is not None:
-            self.collector.watch(self.layout.slots, self.order, self.dtypes.reduce)
+            self.collector.watch(self.order)
+
+    def _collect(self, fused: bool) -> None:
+        """Pack large gradients as they come; others cost less when they are packed together."""
+        itemsize, least = self.dtypes.reduce.itemsize, self.storage.direct_bytes
+        large = [
+            i
+            for i, slot in enumerate(self.layout.slots)
+            if is_large(slot.shard_numel, itemsize, least)
+        ]
+        if large:
+            self.collector = Collector(self.parameters, large, self._packing, self._take, fused)
+
+    def _packing(self, chosen: Sequence[int]) -> Packing:
+        return self.layout.packing(chosen, self.dtypes.reduce.itemsize)
 
     def _take(self, numel: int) -> Tensor:
         return self.storage.buffers.take(numel, self.dtypes.reduce, self.storage.device)
@@ -111,24 +129,14 @@ class ParameterGroup:
         kept = self.state is ParameterState.POST_FORWARD
         if not kept and self.state is not ParameterState.SHARDED:
             return
-        self._check_memory()
+        if self.layout.shard.is_meta:
+            raise no_memory(self.parameters)
         self.state = advance(self.state, Event.GATHER)
-        with torch.no_grad():
-            if kept and self.smaller is not None:
-                self._work = self.layout.gather_kept(self.smaller, self._collectives)
-            else:
-                self._work = self.layout.gather(self.axes.shard, self._collectives)
-                self._writes_noted = None
-
-    def _check_memory(self) -> None:
-        """Raise `StateError` with the names of parameters that have no memory yet."""
-        if not self.layout.shard.is_meta:
-            return
-        names = [parameter.name for parameter in self.parameters if parameter.local().is_meta]
-        raise StateError(
-            f"{names} are on the meta device; give them memory with to_empty() and values, or load "
-            "a state dict with assign=True, before the first forward"
-        )
+        if kept and self.smaller is not None:
+            self._work = self.layout.gather_kept(self.smaller, self._collectives)
+        else:
+            self._work = self.layout.gather(self.axes.shard, self._collectives)
+            self._writes_noted = None
 
     @property
     def incomplete(self) -> bool:
@@ -161,12 +169,10 @@ class ParameterGroup:
         """Wait for the all-gather, started here if need be, and register unsharded parameters."""
         self.gather()
         if self.state is ParameterState.GATHERING:
-            with torch.no_grad():
-                self.layout.finish_gather(self._work)
+            self.layout.finish_gather(self._work)
             self._work = None
             self.state = advance(self.state, Event.ARRIVE)
-            for parameter in self.parameters:
-                parameter.install_unsharded()
+            self._faces.show_unsharded()
 
     def reshard(self) -> None:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
@@ -199,7 +205,7 @@ class ParameterGroup:
         self.state = advance(self.state, Event.RESET)
         for parameter in self.parameters:
             parameter.drop_gradient()
-            parameter.install_sharded()
+        self.install_sharded()
         if self.collector is not None:
             self.collector.drop()
         self.partial.clear()
@@ -208,7 +214,7 @@ class ParameterGroup:
 
     def hold_gradients(self) -> None:
         """Put gradients that are not to be reduced yet aside, in the dtype of the reduction."""
-        if self.collector is None and self.dtypes.reduce != self.dtypes.compute:
+        if self.dtypes.reduce != self.dtypes.compute:
             for parameter in self.parameters:
                 parameter.hold_gradient(self.dtypes.reduce)
 
@@ -221,47 +227,48 @@ class ParameterGroup:
         chosen = [i for i in self.order if self.parameters[i].sharded.requires_grad]
         if not chosen:
             return None
-        collector = self.collector
-        parameters = [self.parameters[i] for i in chosen]
+        if self._batch is None or self._trained != chosen:
+            self._batch, self._trained = self._batch_of(chosen), chosen
+        collectives, parameters = self._collectives, self.parameters
         gradients: list[Tensor] = []
         rows: Tensor | None = None
-        if collector is None:
-            gradients = [parameter.take_gradient(self._collectives) for parameter in parameters]
+        if self.collector is None:
+            gradients = [parameters[i].take_gradient(collectives) for i in chosen]
         else:
-            rows = collector.finish(chosen, self._collectives)
-        batch = Batch(
-            parameters=parameters,
-            slots=[self.layout.slots[i] for i in chosen],
-            cuts=[self._cuts[i] for i in chosen],
-            held=[self.layout.held[i] for i in chosen],
+            rows = self.collector.finish(chosen, collectives)
+        return Reduction(self._batch, gradients, rows, self.reduce_axes, collectives, options)
+
+    def _batch_of(self, chosen: Sequence[int]) -> Batch:
+        return Batch(
+            parameters=[self.parameters[i] for i in chosen],
+            packing=self._packing(chosen),
             dtype=self.dtypes.reduce,
             shard=self.layout.shard,
             partial=self.partial,
             buffers=self.storage.buffers,
-            rows=rows,
         )
-        return Reduction(batch, gradients, self.reduce_axes, self._collectives, options)
 
     @property
     def in_place(self) -> bool:
         """Return whether modules hold the group's parameters, and those the flat shard's memory."""
         resting = self.state in (ParameterState.SHARDED, ParameterState.POST_FORWARD)
-        kind = type(self.parameters[0])  # a group has one kind of parameters
-        return not resting or all(map(kind.in_place, self.parameters, self.layout.shards))
+        if not resting:
+            return True
+        # A backward gathers what its forward did, wherever parameters were moved in between.
+        return self._faces.sharded_shown and (inside_backward() or self._in_place())
+
+    def _in_place(self) -> bool:
+        """Return whether the sharded parameters have the flat shard's memory."""
+        faces = cast("list[DTensor]", [parameter.sharded for parameter in self.parameters])
+        return are_parts(self.layout.shards, faces)
 
     def refusals(self) -> list[str]:
         """Return why `adopt` cannot take what is registered now: nothing if it can."""
         said = [said for parameter in self.parameters if (said := parameter.refusal()) is not None]
         if said or self.incomplete:
             return said  # the rest may be loaded later
-        kinds: dict[str, list[str]] = {}
-        for parameter in self.parameters:
-            local = parameter.local()
-            kinds.setdefault(f"{local.dtype} on {local.device}", []).append(parameter.name)
-        if len(kinds) == 1:
-            return []
-        listed = " and ".join(f"{names} of {kind}" for kind, names in kinds.items())
-        return [f"a group has parameters {listed}; convert all of them, or none"]
+        mixed = mixture(self.parameters)
+        return [] if mixed is None else [mixed]
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -286,3 +293,5 @@ class ParameterGroup:
             self._build_unsharded()
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
             parameter.put(view)
+        self._faces = Faces(self.parameters)
+        self.install_sharded()

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -18,14 +19,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, dict):
         items = {key: map_tensors(function, item) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
+        if all(map(is_, items.values(), value.values())):
             return value
         changed = copy.copy(value)
         changed.update(items)
         return changed
     if isinstance(value, (list, tuple)):
         parts = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
+        if all(map(is_, parts, value)):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*parts)

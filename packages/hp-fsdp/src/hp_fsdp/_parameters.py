@@ -1,9 +1,9 @@
 """One parameter's two faces: the sharded DTensor, and the tensor that modules compute with."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from hp_dtensor import Collectives, RaggedTensor, redistribute
 
+from ._errors import StateError
 from ._place import Place
-from ._torch import hooks_after_gradient, like, local_of, set_local
+from ._torch import hooks_after_gradient, local_of, set_local, wrapper_like
 
 SHARDED_ATTRIBUTE = "_fully_shard_became"
 
@@ -25,10 +26,6 @@ class Owner:
     module: nn.Module
     registry: dict[str, nn.Parameter | None]
     name: str
-
-    def set(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` here."""
-        self.registry[self.name] = parameter
 
     def get(self) -> nn.Parameter | None:
         """Return what is registered here now."""
@@ -64,6 +61,7 @@ class ShardedParameter:
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
         self.sharded: nn.Parameter
+        self.wrap: Callable[[Tensor], Tensor]  # makes what lies as the sharded face does
         self.unsharded: nn.Parameter
 
     def note_original(self) -> None:
@@ -86,6 +84,7 @@ class ShardedParameter:
         self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
         # from_local makes a view of the view; optimizers must write to the flat shard itself.
         set_local(cast(DTensor, self.sharded), local)
+        self.wrap = wrapper_like(cast(DTensor, self.sharded))
 
     @torch.no_grad()
     def build_unsharded(self, view: Tensor) -> None:
@@ -97,18 +96,6 @@ class ShardedParameter:
             )
         self.unsharded = nn.Parameter(view, requires_grad=self._requires_grad)
 
-    def install_sharded(self) -> None:
-        """Register the sharded face with the modules."""
-        for owner in self.owners:
-            owner.set(self.sharded)
-
-    def install_unsharded(self) -> None:
-        """Register the unsharded face with the modules."""
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
-        for owner in self.owners:
-            owner.set(self.unsharded)
-
     def _registered(self) -> nn.Parameter:
         """Return the sharded face, or what something else registered in its place."""
         for owner in self.owners:
@@ -117,17 +104,14 @@ class ShardedParameter:
                 return present
         return self.sharded
 
-    def wrap(self, local: Tensor) -> Tensor:
-        """Return a tensor of ``local`` that lies as the sharded face does."""
-        return like(cast(DTensor, self.sharded), local)
-
     def part(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor that lies as the sharded face does."""
         return local_of(cast(DTensor, tensor))
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded face."""
+        """Make ``view`` the memory of the sharded face, which may be another than before."""
         set_local(cast(DTensor, self.sharded), view)
+        self.wrap = wrapper_like(cast(DTensor, self.sharded))
 
     def fits(self, found: object) -> bool:
         """Return whether ``found`` lies as the sharded face does."""
@@ -137,14 +121,6 @@ class ShardedParameter:
             and found.device_mesh == self._mesh
             and tuple(found.placements) == self._placements
         )
-
-    def in_place(self, view: Tensor) -> bool:
-        """Return whether the sharded face is registered and its memory is ``view``."""
-        face: Any = self.sharded
-        for owner in self.owners:  # no generator: it runs for every parameter in every gather
-            if owner.registry[owner.name] is not face:
-                return False
-        return local_of(face) is view
 
     def refusal(self) -> str | None:
         """Return why what is registered cannot be the sharded face; None if it can."""
@@ -169,7 +145,6 @@ class ShardedParameter:
     def take_replacement(self) -> None:
         """Accept a parameter that something else registered in place of the sharded face."""
         self.sharded = self._registered()
-        self.install_sharded()
 
     def local(self) -> Tensor:
         """Return this rank's rows of what is registered, where nothing is refused."""
@@ -182,8 +157,8 @@ class ShardedParameter:
 
     @property
     def has_gradient(self) -> bool:
-        """Return whether the unsharded face has a gradient."""
-        return self.unsharded.grad is not None
+        """Return whether there is an unsharded gradient, also one that was put aside."""
+        return self.unsharded.grad is not None or self._held is not None
 
     def is_face(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is the unsharded face."""
@@ -225,17 +200,42 @@ class ShardedParameter:
 
     def add_gradient(self, local: Tensor) -> None:
         """Make ``local`` the sharded gradient, or add it to the one that is there."""
-        present = self.sharded.grad
+        face = self.sharded
+        present = face.grad
         if present is None:
-            self.sharded.grad = self.wrap(local)
+            face.grad = self.wrap(local)
         else:
             self.part(present).add_(local)
-        if (hooks := hooks_after_gradient(self.sharded)) is not None:
+        if (hooks := hooks_after_gradient(face)) is not None:
             for hook in list(hooks.values()):
-                hook(self.sharded)
+                hook(face)
 
 
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
     """Return what ``candidate`` became when a unit that still lives was made of it."""
     noted = vars(candidate).get(SHARDED_ATTRIBUTE)
     return None if noted is None else cast("ShardedParameter | None", noted())
+
+
+def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
+    """Return why what is registered cannot be one group's: two dtypes or devices; None if it can.
+
+    For parameters of which none is refused.
+    """
+    kinds: dict[str, list[str]] = {}
+    for parameter in parameters:
+        local = parameter.local()
+        kinds.setdefault(f"{local.dtype} on {local.device}", []).append(parameter.name)
+    if len(kinds) == 1:
+        return None
+    listed = " and ".join(f"{names} of {kind}" for kind, names in kinds.items())
+    return f"a group has parameters {listed}; convert all of them, or none"
+
+
+def no_memory(parameters: Sequence[ShardedParameter]) -> StateError:
+    """Return the error that names the parameters which have no memory yet."""
+    names = [parameter.name for parameter in parameters if parameter.local().is_meta]
+    return StateError(
+        f"{names} are on the meta device; give them memory with to_empty() and values, or load a "
+        "state dict with assign=True, before the first forward"
+    )

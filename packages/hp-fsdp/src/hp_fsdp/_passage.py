@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ._errors import StateError
+from ._errors import StateError, UnsupportedError
 from ._marks import Watch, mark_inputs
 from ._nested import tensors_with_gradient
 from ._precision import cast_floating, move_tensors
@@ -31,11 +31,17 @@ class Passage:
         self._running: set[nn.Module] = set()  # those that have begun and not ended
         self._expects_backward = False
         self._watch = Watch(self._gradient_came)
+        # A compiler that traced what communicates would break its graph there, and again whenever
+        # the step is in another state.
+        self.before_forward = torch.compiler.disable(self._before_forward)
+        self.after_forward = torch.compiler.disable(self._after_forward)
+        self.end_forward = torch.compiler.disable(self._end_forward)
         for module in unit.modules:
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward)
+            module.register_forward_hook(self.end_forward, always_call=True)
 
-    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def _before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Gather, and return the inputs, cast and marked."""
         unit = self._unit
         schedule = unit.attached(module)
@@ -53,21 +59,21 @@ class Passage:
                 schedule.begin_backward()
             return args, kwargs
         schedule.check_no_backward()
-        # A module that began and never ended raised: the unit starts over.
+        # A module that never ended, or that runs within itself, starts its unit over.
         first = module not in self._waiting or module in self._running
         if first:
             self.forget()
             self._waiting.update(unit.modules)
             self._expects_backward = False
-            if schedule.enter(unit) and schedule.device.type != "cpu":
-                args, kwargs = move_tensors((args, kwargs), schedule.device)
         self._running.add(module)
+        if first and schedule.enter(unit) and schedule.device.type != "cpu":
+            args, kwargs = move_tensors((args, kwargs), schedule.device)
         unit.unshard()
         if first and torch.is_grad_enabled():
             args, kwargs = mark_inputs(self._backward_left, args, kwargs)
         return args, kwargs
 
-    def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Expect the backward, reshard, and return the output, cast."""
         unit = self._unit
         cast = cast_floating(output, unit.options.precision.output_dtype)
@@ -81,6 +87,13 @@ class Passage:
         if not self._waiting:
             self.leave(schedule)
         return cast
+
+    def _end_forward(self, module: nn.Module, args: Args, output: Any) -> None:
+        """End a forward that raised: `after_forward` has ended all others."""
+        if module in self._running:
+            self.forget()
+            if self._unit.schedule is not None:
+                self._unit.schedule.abandon(self._unit)
 
     def _expect_backward(self, output: Any) -> None:
         tensors = tensors_with_gradient(output)
@@ -149,6 +162,11 @@ class Passage:
         unit = self._unit
         if unit.schedule is None:
             raise StateError("a backward reached a unit that has not run forward")
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a backward with create_graph=True through a sharded unit is not supported: its "
+                "parameters are given up after backward, and a second one would read them"
+            )
         unit.note(Event.BACKWARD)
         unit.schedule.backward_reached(unit)
         if unit.options.unshard_in_backward:

@@ -95,7 +95,6 @@ def plan_group(
     rank all are direct: shard and output are the same buffer. The parameters at the positions
     ``rearranged`` are never direct: what arrives is not in their order; they are packed last.
     """
-    threshold = DIRECT_BYTES if direct_bytes is None else direct_bytes
     unit = max(1, ALIGNMENT // itemsize)
     rows = [-(-shape[0] // degree) for shape in shapes]
     row_numel = [math.prod(shape[1:]) for shape in shapes]
@@ -106,7 +105,7 @@ def plan_group(
             return True
         if i in rearranged:
             return False
-        return held[i] % unit == 0 and held[i] * itemsize >= threshold
+        return held[i] % unit == 0 and is_large(held[i], itemsize, direct_bytes)
 
     direct = [i for i in range(len(shapes)) if is_direct(i)]
     packed = [i for i in range(len(shapes)) if not is_direct(i)]
@@ -150,6 +149,11 @@ def plan_group(
         packed_numel=packed_numel,
         full_numel=full_end,
     )
+
+
+def is_large(numel: int, itemsize: int, direct_bytes: float | None = None) -> bool:
+    """Return whether a rank's part has at least ``direct_bytes`` (64 KiB)."""
+    return numel * itemsize >= (DIRECT_BYTES if direct_bytes is None else direct_bytes)
 
 
 def plan_gradients(slots: Sequence[Slot], itemsize: int) -> GradientPlan:

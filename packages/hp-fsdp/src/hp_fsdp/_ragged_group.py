@@ -1,16 +1,15 @@
 """A group whose parameters are runs of one buffer."""
 
 from collections.abc import Sequence
+from operator import is_
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ._cut import Cut
-from ._gradients import Batch, Reduction
+from hp_dtensor import RaggedTensor
+
 from ._group import ParameterGroup
-from ._options import Options
-from ._plan import Slot
 from ._precision import choose_dtypes
 from ._ragged_parameter import RaggedParameter
 from ._ragged_plan import plan_ragged
@@ -55,59 +54,8 @@ class RaggedGroup(ParameterGroup):
             pinned=storage.pinned and not locals_[0].is_meta,
         )
 
-    def _reduction(self, options: Options) -> Reduction | None:
-        trains = [parameter.sharded.requires_grad for parameter in self.parameters]
-        if not any(trains):
-            return None
-        plan, layout = self._plan, self.layout
-        numel = plan.degree * plan.share
-        flat = self._take(numel)
-        end = 0
-        for position, whole in enumerate(layout.wholes(flat)):
-            start = plan.starts[position]
-            flat[end:start].zero_()
-            end = start + whole.numel()
-            if trains[position]:
-                whole.copy_(self.parameters[position].take_gradient(self._collectives))
-            else:
-                whole.zero_()
-        flat[end:].zero_()
-        slot = Slot(
-            shape=(numel,),
-            rows=plan.share,
-            row_numel=1,
-            shard_offset=0,
-            full_offset=0,
-            direct=True,
-        )
-        batch = Batch(
-            parameters=[_Share(self, trains)],
-            slots=[slot],
-            cuts=[Cut(shape=(numel,), dim=0, degree=plan.degree)],
-            held=layout.held,
-            dtype=self.dtypes.reduce,
-            shard=layout.shard,
-            partial=self.partial,
-            buffers=self.storage.buffers,
-            rows=flat.view(plan.degree, plan.share),
-        )
-        return Reduction(batch, [], self.reduce_axes, self._collectives, options)
-
-
-class _Share:
-    """The gradients of a whole group, as one."""
-
-    def __init__(self, group: RaggedGroup, trains: Sequence[bool]) -> None:
-        self._group = group
-        self._trains = trains
-        names = [p.name for p, each in zip(group.parameters, trains, strict=True) if each]
-        self.name = ", ".join(names)
-
-    def add_gradient(self, local: Tensor) -> None:
-        """Give each parameter its part of the reduced share."""
-        parts = self._group.layout.parts(local)
-        for parameter, part, trains in zip(
-            self._group.parameters, parts, self._trains, strict=True
-        ):
-            if trains:
-                parameter.add_gradient(part)
+    @torch.no_grad()
+    def _in_place(self) -> bool:
+        faces = cast("list[RaggedTensor]", [parameter.sharded for parameter in self.parameters])
+        placed = [cast(RaggedParameter, parameter).placed for parameter in self.parameters]
+        return all(map(is_, [face.to_local() for face in faces], placed))

@@ -23,7 +23,7 @@ class RaggedParameter(ShardedParameter):
         """Work out on which mesh the parameter will lie; the group's plan says how."""
         super().__init__(original, owners, name, place)
         self.atom = atom
-        self._placed: Tensor | None = None
+        self.placed: Tensor  # this rank's part as it was put into the sharded face
         if not self.is_plain:
             raise ParameterError(
                 f"{name} is a DTensor already; the ragged layout takes plain parameters, so shard "
@@ -35,30 +35,28 @@ class RaggedParameter(ShardedParameter):
         runs = RaggedShard(tuple(range(leading)), sizes)
         self._runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], runs)
 
-    def wrap(self, local: Tensor) -> Tensor:
-        """Return a ragged tensor of ``local`` that lies as the parameter does."""
-        with torch.no_grad():
-            return RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
-
     def part(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor that lies as the parameter does."""
+        if not torch.is_grad_enabled():
+            return cast(RaggedTensor, tensor).to_local()
         with torch.no_grad():
             return cast(RaggedTensor, tensor).to_local()
 
     def build_sharded(self, local: Tensor) -> None:
         """Create the sharded face over ``local``, this rank's part."""
-        self.sharded = nn.Parameter(self.wrap(local), requires_grad=self._requires_grad)
-        self._placed = self.part(self.sharded)
+        with torch.no_grad():
+            whole = RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
+        self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
+        self._face_is_new()
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded face."""
-        self.sharded.data = self.wrap(view)
-        self._placed = self.part(self.sharded)
+        """Make ``view`` the memory of the sharded face, which may be another than before."""
+        self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
+        self._face_is_new()
 
-    def in_place(self, view: Tensor) -> bool:
-        """Return whether the sharded face is registered and its memory is where it was put."""
-        registered = all(owner.get() is self.sharded for owner in self.owners)
-        return registered and self.part(self.sharded) is self._placed
+    def _face_is_new(self) -> None:
+        self.wrap = cast(RaggedTensor, self.sharded).like
+        self.placed = self.part(self.sharded)
 
     def fits(self, found: object) -> bool:
         """Return whether ``found`` lies as the sharded face does."""

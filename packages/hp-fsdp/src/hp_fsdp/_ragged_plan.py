@@ -5,7 +5,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ._cut import Cut
+from ._packing import Packing, RowPlan
 from ._plan import ALIGNMENT, Slot
+from ._sink import SinkPlan
 
 TRIES = 64  # shares of one step before the next step
 
@@ -65,6 +68,45 @@ class RaggedPlan:
         row = math.prod(self.shapes[position][self.leading(position) :]) or 1
         spans = [self.span(position, index) for index in range(self.degree)]
         return tuple((end - first) // row for first, end in spans)
+
+    def row(self, chosen: Sequence[int], index: int) -> RowPlan:
+        """Return how one rank's share of the buffer splits in its parts of ``chosen``."""
+        widths, positions, cursor = [], [], 0
+        for position in chosen:
+            first, end = self.span(position, index)
+            start = max(self.starts[position] + first - index * self.share, cursor)
+            if end > first and start > cursor:
+                widths.append(start - cursor)
+                cursor = start
+            positions.append(len(widths))
+            widths.append(end - first)
+            cursor += end - first
+        shapes = [(self.sizes(i)[index], *self.shapes[i][self.leading(i) :]) for i in chosen]
+        return RowPlan(
+            widths=(*widths, self.share - cursor),
+            positions=tuple(positions),
+            shapes=tuple(None if len(shape) == 1 else shape for shape in shapes),
+        )
+
+    def packing(self, chosen: Sequence[int], index: int) -> Packing:
+        """Return where gradients of ``chosen`` lie, as in the buffer, and in one rank's share."""
+        slots = [
+            Slot(
+                shape=self.shapes[i],
+                rows=self.shapes[i][0],
+                row_numel=math.prod(self.shapes[i][1:]),
+                shard_offset=self.starts[i],
+                full_offset=self.starts[i],
+                direct=True,
+            )
+            for i in chosen
+        ]
+        cuts = [Cut(shape=slot.shape, dim=0, degree=1) for slot in slots]
+        starts = [self.starts[i] for i in chosen]
+        return Packing(
+            sink=SinkPlan.of(slots, cuts, starts, 1, self.degree * self.share),
+            row=self.row(chosen, index),
+        )
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         """Return where the parameters lie, as the rank at ``index`` holds them."""

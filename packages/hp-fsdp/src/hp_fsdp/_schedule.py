@@ -27,6 +27,7 @@ class Schedule:
 
     def __init__(self, root: nn.Module) -> None:
         """Take over all units under ``root``, also from the schedules of its parts."""
+        self._root = root
         self.units: list[Unit] = []
         for module in root.modules():
             unit = unit_of(module)
@@ -48,6 +49,15 @@ class Schedule:
         self._cursor = 0
         self._reductions: list[Reduction] = []
         self._in_flight = 1
+
+    def paths(self) -> list[str]:
+        """Return where the units are, under the root."""
+        found: dict[Unit, str] = {}
+        for path, module in self._root.named_modules():
+            unit = unit_of(module)
+            if unit is not None:
+                found.setdefault(unit, path or "(root)")
+        return [found.get(unit, "(removed)") for unit in self.units]
 
     def _split_axes(self) -> None:
         """Make the process groups of units that reshard to fewer ranks, one per set of ranks."""
@@ -122,6 +132,12 @@ class Schedule:
         self._pass_root = None
         self._drop_unused_gathers()
 
+    def abandon(self, unit: Unit) -> None:
+        """Note that a unit's forward raised; the root's closes the pass without an order."""
+        if unit is self._pass_root:
+            self._pass_root = None
+            self._following = False
+
     def after_forward(self, unit: Unit) -> None:
         """Let a unit give up its parameters between forward and backward, or some, or none.
 
@@ -147,6 +163,8 @@ class Schedule:
     def backward_reached(self, unit: Unit) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
         self.begin_backward()
+        if any(group.collector is not None for group in unit.groups):
+            self._make_room()  # its gradients are packed from here on
         if unit.options.unshard_in_backward:
             unit.gather(in_pass=True)
         if unit.backward_prefetch is not None:
@@ -169,12 +187,16 @@ class Schedule:
 
     def reduce(self, group: ParameterGroup, options: Options) -> None:
         """Start a group's reduction; earlier ones are waited for so that few are in flight."""
-        scattering = [r for r in self._reductions if r.scattering]
-        for earlier in scattering[: max(0, len(scattering) - self._in_flight + 1)]:
-            earlier.finish_scatter()
+        self._make_room()
         begun = group.reduce(options)
         if begun is not None:
             self._reductions.append(begun)
+
+    def _make_room(self) -> None:
+        """Wait for reduce-scatters, so that with one more packed gradient few enough are alive."""
+        scattering = [r for r in self._reductions if r.scattering]
+        for earlier in scattering[: max(0, len(scattering) - self._in_flight + 1)]:
+            earlier.finish_scatter()
 
     def _finish_backward(self) -> None:
         last = all(unit.options.is_last_backward for unit in self.units)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ._errors import StateError
 from ._group import ParameterGroup
 from ._parameters import ShardedParameter
-from ._torch import base_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,6 @@ class Piece:
         held = flat[self.start : self.start + local.numel()]
         return self.owner.wrap(held.view(local.shape))
 
-    @property
-    def gradient(self) -> Tensor | None:
-        """Return this rank's part of the gradient."""
-        gradient = self.parameter.grad
-        return None if gradient is None else self.owner.part(gradient)
-
 
 class Segment:
     """Trainable neighbours in one flat shard. ``flat`` is their memory, as a parameter."""
@@ -50,8 +43,15 @@ class Segment:
             Piece(group.parameters[i], start - first)
             for i, (start, _) in zip(members, spans, strict=True)
         ]
+        # Where shards are uneven, many of a rank's parts may be empty.
+        self._filled = [
+            (position, piece)
+            for position, (piece, i) in enumerate(zip(self.pieces, members, strict=True))
+            if group.layout.shards[i].numel()
+        ]
         self.flat = nn.Parameter(self._shard[first:end])
 
+    @torch.no_grad()
     def take_gradients(self) -> None:
         """Give ``flat`` the gradients of the pieces, without a copy where they lie side by side.
 
@@ -62,37 +62,40 @@ class Segment:
             raise StateError(
                 "parameters were converted or moved after the optimizer was made; make it anew"
             )
-        found = [piece.gradient for piece in self.pieces]
-        if all(gradient is None for gradient in found):
+        found = [piece.owner.sharded.grad for piece in self.pieces]
+        gradients = [gradient for gradient in found if gradient is not None]
+        if not gradients:
             self.flat.grad = None
             return
-        missing = [p.owner.name for p, g in zip(self.pieces, found, strict=True) if g is None]
-        if missing:
+        if len(gradients) < len(found):
+            missing = [p.owner.name for p, g in zip(self.pieces, found, strict=True) if g is None]
             raise StateError(
                 f"{missing} have no gradient, and others that lie beside them have; step all of "
                 "them, or make the optimizer anew after freezing some"
             )
-        gradients = [gradient for gradient in found if gradient is not None]
-        side_by_side = self._side_by_side(gradients)
-        self.flat.grad = self._packed(gradients) if side_by_side is None else side_by_side
+        parts = [(p.start, p.owner.part(gradients[i])) for i, p in self._filled]
+        side_by_side = self._side_by_side(parts)
+        self.flat.grad = self._packed(parts) if side_by_side is None else side_by_side
 
-    def _side_by_side(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        base = base_of(gradients[0])
-        if base is None:
+    def _side_by_side(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
+        if not parts:
             return None
-        first = gradients[0].storage_offset()
-        for piece, gradient in zip(self.pieces, gradients, strict=True):
-            apart = gradient.storage_offset() - first != piece.start
-            if base_of(gradient) is not base or (apart and gradient.numel()):
+        start, first = parts[0]
+        storage, begin = first.untyped_storage(), first.storage_offset() - start
+        memory = storage.data_ptr()
+        for start, part in parts:
+            inside = part.untyped_storage().data_ptr() == memory and part.is_contiguous()
+            if not inside or part.storage_offset() - start != begin:
                 return None
-        if first + len(self.flat) > base.numel():
+        end = (begin + len(self.flat)) * first.element_size()
+        if begin < 0 or end > storage.nbytes():
             return None
-        return base[first : first + len(self.flat)]
+        return first.as_strided((len(self.flat),), (1,), begin)
 
-    def _packed(self, gradients: Sequence[Tensor]) -> Tensor:
+    def _packed(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         out = torch.zeros_like(self.flat)
-        for piece, gradient in zip(self.pieces, gradients, strict=True):
-            out[piece.start : piece.start + gradient.numel()].copy_(gradient.view(-1))
+        for start, part in parts:
+            out[start : start + part.numel()].copy_(part.reshape(-1))
         return out
 
 

@@ -1,123 +1,185 @@
 """The packed gradients of one group, written as they come, before they are reduced."""
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ._cut import Cut
-from ._plan import Slot, plan_gradients
+from ._plan import Slot
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one parameter's gradient lies in the rank-major rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one parameter's gradient lies in rows of ``width`` elements: from column ``start`` on.
 
-    ``blocks`` full ones ``[blocks, ...]``, then the rows of a block that is not full; ``rest`` is
-    what no gradient reaches. Cut along another dim than the first, all blocks are full.
+    ``blocks`` rows are full, with ``rows`` rows of the parameter each; of the next one the first
+    ``left`` are. Cut along another dim than the first, all are full.
     """
 
     cut: Cut
+    start: int
+    width: int
     rows: int
-    blocks: Tensor
-    tail: Tensor | None
-    rest: tuple[Tensor, ...]
+    row_numel: int
+    blocks: int
+    left: int
+    shape: tuple[int, ...]  # of the full blocks
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(slot: Slot, cut: Cut, start: int, width: int) -> "Place":
+        """Return the place of a parameter that is cut as ``cut`` says."""
+        if cut.dim:
+            before = math.prod(cut.shape[: cut.dim])
+            rest = math.prod(cut.shape[cut.dim :]) // cut.degree
+            rows, blocks, left = before, cut.degree, 0
+            held: tuple[int, ...] = (before, rest)
+        else:
+            rows = slot.rows
+            blocks = slot.shape[0] // rows if rows else 0
+            left = slot.shape[0] - blocks * rows
+            held = (rows, *slot.shape[1:])
+        lengths = itertools.accumulate(reversed(held[1:]), lambda a, b: a * b, initial=1)
+        return Place(
+            cut=cut,
+            start=start,
+            width=width,
+            rows=rows,
+            row_numel=slot.row_numel,
+            blocks=blocks,
+            left=left,
+            shape=(blocks, *held),
+            strides=(width, *reversed(list(lengths))),
+        )
+
+    def full(self, flat: Tensor, blocks: int | None = None) -> Tensor:
+        """Return the full blocks, or as many as are said, as ``[blocks, rows, ...]``."""
+        shape = self.shape if blocks is None else (blocks, *self.shape[1:])
+        return flat.as_strided(shape, self.strides, flat.storage_offset() + self.start)
+
+    def tail(self, flat: Tensor) -> Tensor:
+        """Return the rows of the block that is not full."""
+        start = self.blocks * self.width + self.start
+        return flat[start : start + self.left * self.row_numel].view(self.left, *self.shape[2:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkPlan:
+    """Places in ``degree`` rows of ``width`` elements.
+
+    ``gaps`` are columns that none has: ``(i, start, end)`` lies before place ``i``.
+    """
+
+    degree: int
+    width: int
+    places: tuple[Place, ...]
+    gaps: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(
+        slots: Sequence[Slot], cuts: Sequence[Cut], starts: Sequence[int], degree: int, width: int
+    ) -> "SinkPlan":
+        """Return the plan of parameters whose parts begin at the columns ``starts``, in order."""
+        ends = [start + s.shard_numel for start, s in zip(starts, slots, strict=True)]
+        spans = zip((0, *ends), (*starts, width), strict=True)
+        return SinkPlan(
+            degree=degree,
+            width=width,
+            places=tuple(
+                Place.of(slot, cut, start, width)
+                for slot, cut, start in zip(slots, cuts, starts, strict=True)
+            ),
+            gaps=tuple((i, end, start) for i, (end, start) in enumerate(spans) if start > end),
+        )
 
 
 class Sink:
-    """Rank-major rows ``[degree, shard]`` that gradients are added to one after another.
+    """Rows ``[degree, width]`` that gradients are added to one after another.
 
     The first of a parameter overwrites what was there; what no gradient reached becomes zero at
     the end.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        cuts: Sequence[Cut],
-        degree: int,
-        dtype: torch.dtype,
-        take: Callable[[int], Tensor],
-    ) -> None:
-        """Lay out rows for the gradients of ``slots`` in memory that ``take(numel)`` gives."""
-        self.plan = plan_gradients(slots, dtype.itemsize)
-        self.rows = take(degree * self.plan.shard_numel).view(degree, self.plan.shard_numel)
-        self._places = []
-        offset = 0
-        for slot, cut in zip(slots, cuts, strict=True):
-            part = self.rows[:, offset : offset + slot.shard_numel]
-            self._places.append(_place(part, slot, cut))
-            offset += slot.shard_numel
-        self._padding = self.rows[:, offset:]
-        self._written = [False] * len(slots)
+    def __init__(self, plan: SinkPlan, flat: Tensor) -> None:
+        """Write into ``flat``, whose contents are arbitrary."""
+        self._plan = plan
+        self._flat = flat
+        self._written = [False] * len(plan.places)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add the gradient of the parameter at ``index``: one copy or addition, or two."""
-        place = self._places[index]
-        if place.cut.dim:
-            sources = [place.cut.by_rank(gradient)]
-        else:
-            count = len(place.blocks) * place.rows
-            sources = [gradient[:count].view(place.blocks.shape), gradient[count:]]
-        targets = [place.blocks] if place.tail is None else [place.blocks, place.tail]
+        place = self._plan.places[index]
+        count = place.blocks * place.rows
         first = self._first(index)
-        for target, source in zip(targets, sources, strict=False):
-            if first:
-                target.copy_(source)
-            else:
-                target.add_(source)
+        if place.cut.dim or not place.left:
+            _write(place.full(self._flat), place.cut.by_rank(gradient).view(place.shape), first)
+            return
+        if count:
+            _write(place.full(self._flat), gradient[:count].view(place.shape), first)
+        _write(place.tail(self._flat), gradient[count:], first)
 
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add ``left.T @ right``, for ``[tokens, out]`` and ``[tokens, in]``, without a copy.
 
         One matrix product writes the full blocks, another the rows of a block that is not full.
         """
-        place = self._places[index]
-        blocks, rows = len(place.blocks), place.rows
+        place = self._plan.places[index]
+        blocks, count = place.blocks, place.blocks * place.rows
         beta = 0 if self._first(index) else 1
         if blocks:
-            cut = left[:, : blocks * rows].unflatten(1, (blocks, rows)).permute(1, 2, 0)
-            both = right.expand(blocks, *right.shape)
-            torch.baddbmm(place.blocks, cut, both, beta=beta, out=place.blocks)
-        if place.tail is not None:
-            rest = left[:, blocks * rows :].t()
-            torch.addmm(place.tail, rest, right, beta=beta, out=place.tail)
+            full = place.full(self._flat)
+            cut = left[:, :count].unflatten(1, (blocks, place.rows)).permute(1, 2, 0)
+            torch.baddbmm(full, cut, right.expand(blocks, *right.shape), beta=beta, out=full)
+        if place.left:
+            tail = place.tail(self._flat)
+            torch.addmm(tail, left[:, count:].t(), right, beta=beta, out=tail)
+
+    def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
+        """Add ``rows[i]`` of ``[tokens, ...]`` to row ``ids[i]`` of the gradient."""
+        place = self._plan.places[index]
+        whole = place.full(self._flat, self._plan.degree)  # rows of padding are in no id
+        if self._first(index):
+            whole.zero_()
+        where = (ids // place.rows, ids % place.rows)
+        whole.index_put_(where, rows.to(whole.dtype), accumulate=True)
 
     def takes_products(self, index: int, dtype: torch.dtype) -> bool:
         """Return whether `add_product` can write gradients of that dtype."""
-        place = self._places[index]
-        return not place.cut.dim and place.blocks.dtype == dtype and place.blocks.ndim == 3
+        place = self._plan.places[index]
+        return not place.cut.dim and self._flat.dtype == dtype and len(place.shape) == 3
+
+    def takes_rows(self, index: int) -> bool:
+        """Return whether `add_rows` can write the gradient."""
+        return not self._plan.places[index].cut.dim
 
     def _first(self, index: int) -> bool:
         first, self._written[index] = not self._written[index], True
         return first
 
     def finish(self) -> Tensor:
-        """Return the rows, zero where no gradient came."""
-        for place, written in zip(self._places, self._written, strict=True):
-            if not written:
-                place.blocks.zero_()
-                if place.tail is not None:
-                    place.tail.zero_()
-            for rest in place.rest:
-                rest.zero_()
-        if self._padding.numel():
-            self._padding.zero_()
-        return self.rows
+        """Return all rows, flat, zero where no gradient came."""
+        rows = self._flat.view(self._plan.degree, self._plan.width)
+        for place, written in zip(self._plan.places, self._written, strict=True):
+            end = place.start + place.rows * place.row_numel
+            if place.cut.dim:
+                end = place.start + math.prod(place.shape[1:])
+            first = place.blocks if written else 0
+            if written and place.left:
+                rows[first, place.start + place.left * place.row_numel : end].zero_()
+                first += 1
+            if first < self._plan.degree and end > place.start:
+                rows[first:, place.start : end].zero_()
+        for _, start, end in self._plan.gaps:
+            rows[:, start:end].zero_()
+        return self._flat
 
 
-def _place(part: Tensor, slot: Slot, cut: Cut) -> _Place:
-    if cut.dim:
-        parts = cut.by_rank(torch.empty(cut.shape, device="meta"))
-        return _Place(cut, 1, part.view(parts.shape), None, ())
-    degree, shape = len(part), slot.shape[1:]
-    blocks = slot.shape[0] // slot.rows if slot.rows else 0
-    left = slot.shape[0] - blocks * slot.rows
-    full = part[:blocks].view(blocks, slot.rows, *shape)
-    if not left:
-        rest = (part[blocks:],) if blocks < degree and slot.shard_numel else ()
-        return _Place(cut, slot.rows, full, None, rest)
-    end = left * slot.row_numel
-    tail = part[blocks, :end].view(left, *shape)
-    return _Place(cut, slot.rows, full, tail, (part[blocks, end:], part[blocks + 1 :]))
+def _write(target: Tensor, source: Tensor, first: bool) -> None:
+    if first:
+        target.copy_(source)
+    else:
+        target.add_(source)

@@ -7,13 +7,15 @@ EMPTY -> EXPECTED (a forward ran with gradients enabled) -> WRITING (its backwar
 """
 
 from enum import Enum, auto
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ._errors import StateError
 
 
 class ParameterState(Enum):
     """Where the parameters of a group are."""
+
+    __hash__ = object.__hash__  # Enum's own runs in Python, and states are looked up all the time
 
     SHARDED = auto()
     GATHERING = auto()
@@ -24,6 +26,8 @@ class ParameterState(Enum):
 class GradientState(Enum):
     """What a unit knows of the backward to come."""
 
+    __hash__ = object.__hash__
+
     EMPTY = auto()
     EXPECTED = auto()
     WRITING = auto()
@@ -31,6 +35,8 @@ class GradientState(Enum):
 
 class Event(Enum):
     """What moves a state."""
+
+    __hash__ = object.__hash__
 
     GATHER = auto()
     ARRIVE = auto()
@@ -72,4 +78,4 @@ def advance(state: S, event: Event) -> S:
             f"{event.name} is not legal in state {state.name}; legal are {legal} "
             "(reset() leads back from any state)"
         )
-    return type(state)[following.name]
+    return cast(S, following)  # the table leads from no kind of state to another

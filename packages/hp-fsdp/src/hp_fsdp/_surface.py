@@ -138,8 +138,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(own)
     def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = passage.before_forward(self, args, kwargs)
-        return passage.after_forward(self, args, own(*args, **kwargs))
+        try:
+            args, kwargs = passage.before_forward(self, args, kwargs)
+            return passage.after_forward(self, args, own(*args, **kwargs))
+        finally:
+            passage.end_forward(self, args, None)
 
     setattr(module, method_name, MethodType(gathered, module))
 

@@ -4,6 +4,8 @@ Tried with torch 2.13.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,14 +33,14 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def like(parameter: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor of ``local`` with the parameter's mesh, placements and global shape.
+def wrapper_like(parameter: DTensor) -> Callable[[Tensor], DTensor]:
+    """Return what makes DTensors with the parameter's mesh, placements and global shape.
 
     Same as the public ``DTensor.from_local`` with shape and stride, which takes several times the
     host time because it works the layout out again; this runs once per parameter and step.
     """
     # __new__ alone: __init__ adds nothing but a wrapper that costs more than all the rest.
-    return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
+    return partial(DTensor.__new__, DTensor, spec=parameter._spec, requires_grad=False)
 
 
 def set_local(parameter: DTensor, local: Tensor) -> None:
@@ -48,6 +50,11 @@ def set_local(parameter: DTensor, local: Tensor) -> None:
     local tensor.
     """
     parameter._local_tensor = local
+
+
+def are_parts(parts: Sequence[Tensor], tensors: Sequence[DTensor]) -> bool:
+    """Return whether ``parts`` are the local tensors of ``tensors``, the very same ones."""
+    return all(map(is_, parts, [tensor._local_tensor for tensor in tensors]))
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -75,6 +82,19 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def accumulates(ctx: Any, position: int) -> bool:
+    """Return whether the backward under way adds to the ``grad`` of an input, which is a leaf.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` may leave it out; ``needs_input_grad`` does
+    not tell. ``torch._C._will_engine_execute_node`` does, and has no public name; it raises for a
+    leaf whose gradient is to be returned.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[position][0]))
+    except RuntimeError:
+        return False
+
+
 def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], object]] | None:
     """Return what ``Tensor.register_post_accumulate_grad_hook`` registered; it has no getter."""
     return parameter._post_accumulate_grad_hooks
@@ -93,8 +113,3 @@ def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def is_extended(tensor: Tensor) -> bool:
     """Return whether a tensor gathers itself: torch's `fully_shard` looks for this name on it."""
     return hasattr(tensor, "fsdp_pre_all_gather")
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that ``tensor`` is a view of; there is no public question."""
-    return tensor._base

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ._agreement import Act, Agreement
 from ._errors import ParameterError
 from ._group import ParameterGroup
 from ._options import Options
 from ._passage import Passage
 from ._states import Event, GradientState, ParameterState, advance
+from ._torch import inside_backward
 
 if TYPE_CHECKING:
     from ._schedule import Schedule
@@ -45,6 +47,7 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self._unreduced = False  # gradients of earlier backwards wait for synchronisation
         self.passage = Passage(self)
+        self._agreement = Agreement(self)
         for module in self.modules:
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
@@ -54,10 +57,12 @@ class Unit:
         """Start the all-gathers of the groups that are sharded; a pass answers for what it does.
 
         Raises `ParameterError` for parameters that were replaced by what cannot take their place,
-        `StateError` for those without memory.
+        `StateError` for those without memory, `DisagreementError` where ranks gather other units.
         """
         if not all(group.in_place for group in self.groups):
             self.adopt(final=True)
+        if self.sharded:
+            self._agreement.before(Act.BACKWARD if inside_backward() else Act.FORWARD)
         self.in_pass |= in_pass
         for group in self.groups:
             group.gather()
@@ -137,6 +142,7 @@ class Unit:
 
     def _reduce(self, options: Options) -> None:
         if self.schedule is not None:
+            self._agreement.before(Act.REDUCTION)
             self._unreduced = False
             for group in reversed(self.groups):
                 self.schedule.reduce(group, options)

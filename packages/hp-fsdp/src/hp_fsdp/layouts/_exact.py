@@ -10,7 +10,9 @@ from hp_dtensor import Axis, Collectives, Work
 
 from .._buffers import Buffer, Buffers, Resize
 from .._cut import Cut
+from .._packing import Packing, pack_by_rank
 from .._plan import GroupPlan, Slot, plan_group
+from ._carried import carried
 
 
 class ExactLayout:
@@ -55,7 +57,6 @@ class ExactLayout:
             self.plan.shard_numel, dtype=first.dtype, device=first.device, pin_memory=pinned
         )
         shapes = [cut.local_shape(self._index) for cut in cuts]
-        self.held = [(shape, math.prod(shape)) for shape in shapes]
         self.shards = [
             _narrow(self.shard, slot.shard_offset, math.prod(shape)).view(shape)
             for slot, shape in zip(self.plan.slots, shapes, strict=True)
@@ -79,7 +80,7 @@ class ExactLayout:
         if not as_stored:
             self._sent = Resize().buffer(self.plan.shard_numel, dtype, device)
         source = self.shard if self._sent is None else self._sent.tensor
-        self._inputs = [_narrow(source, start, n) for start, n in self.plan.segments]
+        self._inputs = [carried(_narrow(source, start, n)) for start, n in self.plan.segments]
         self._outputs: list[Tensor] = []
         self._arrived: Tensor | None = None
         self._kept: list[Tensor] = []
@@ -90,7 +91,9 @@ class ExactLayout:
 
     def _wire(self, memory: Tensor) -> None:
         plan, degree = self.plan, self.plan.degree
-        self._outputs = [_narrow(memory, degree * start, degree * n) for start, n in plan.segments]
+        self._outputs = [
+            carried(_narrow(memory, degree * start, degree * n)) for start, n in plan.segments
+        ]
         if not plan.packed_numel:
             return
         arrived = _narrow(memory, degree * plan.packed_offset, degree * plan.packed_numel)
@@ -109,6 +112,15 @@ class ExactLayout:
                 start = slot.shard_offset - plan.packed_offset
                 part = arrived[:, start : start + slot.shard_numel]
                 self._rearranged.append((full, part.view(full.shape)))
+
+    def packing(self, chosen: Sequence[int], itemsize: int) -> Packing:
+        """Return where the gradients of the parameters at ``chosen`` lie, rank by rank."""
+        return pack_by_rank(
+            [self.slots[i] for i in chosen],
+            [self.cuts[i] for i in chosen],
+            [tuple(self.shards[i].shape) for i in chosen],
+            itemsize,
+        )
 
     @property
     def available(self) -> bool:

@@ -1,5 +1,6 @@
 """All parameters of a group in one buffer, cut in equal shares: one all-gather and no copies."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,9 @@ from hp_dtensor import Axis, Collectives, Work
 
 from .._buffers import Buffer, Buffers, Resize
 from .._cut import Cut
+from .._packing import Packing
 from .._ragged_plan import RaggedPlan
+from ._carried import carried
 
 
 class RaggedLayout:
@@ -35,7 +38,6 @@ class RaggedLayout:
         self.slots = plan.slots(axis.index)
         self.cuts = tuple(Cut(shape=shape, dim=0, degree=plan.degree) for shape in plan.shapes)
         self._index = axis.index
-        self.held = [((plan.share,), plan.share)]  # the share is reduced as one
         self.shard = torch.zeros(
             plan.share, dtype=first.dtype, device=first.device, pin_memory=pinned
         )
@@ -43,11 +45,15 @@ class RaggedLayout:
         for position, slot in enumerate(self.slots):
             start, end = plan.span(position, axis.index)
             self.spans.append((slot.shard_offset, slot.shard_offset + end - start))
-        self.shards = self.parts(self.shard)
+        self.shards = plan.row(range(len(plan.shapes)), axis.index).views(self.shard)
         for view, local in zip(self.shards, locals_, strict=True):
             view.copy_(local)
         self._output: Buffer = buffers.buffer(plan.degree * plan.share, dtype, device)
-        self.fulls = self.wholes(self._output.tensor)
+        whole = self._output.tensor
+        self.fulls = [
+            whole[start : start + math.prod(shape)].view(shape)
+            for start, shape in zip(plan.starts, plan.shapes, strict=True)
+        ]
         as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
         self._sent: Buffer | None = None
         if not as_stored:
@@ -55,23 +61,9 @@ class RaggedLayout:
             self._sent.free()
         self._kept: Tensor | None = None
 
-    def parts(self, share: Tensor) -> list[Tensor]:
-        """Return the views of this rank's parts in a tensor that is laid out like the share."""
-        return [
-            share[start:end].view(-1, *shape[self.plan.leading(position) :])
-            if end > start
-            else share[:0].view(0, *shape[self.plan.leading(position) :])
-            for position, ((start, end), shape) in enumerate(
-                zip(self.spans, self.plan.shapes, strict=True)
-            )
-        ]
-
-    def wholes(self, buffer: Tensor) -> list[Tensor]:
-        """Return the views of the parameters in a tensor that is laid out like the buffer."""
-        return [
-            buffer[start : start + torch.Size(shape).numel()].view(shape)
-            for start, shape in zip(self.plan.starts, self.plan.shapes, strict=True)
-        ]
+    def packing(self, chosen: Sequence[int], itemsize: int) -> Packing:
+        """Return where the gradients of the parameters at ``chosen`` lie: as they are gathered."""
+        return self.plan.packing(chosen, self._index)
 
     @property
     def available(self) -> bool:
@@ -85,7 +77,7 @@ class RaggedLayout:
         if self._sent is not None:
             self._sent.allocate()
             source = self._sent.writable.copy_(self.shard, non_blocking=True)
-        return collectives.all_gather(axis, [source], [self._output.writable])
+        return collectives.all_gather(axis, [carried(source)], [carried(self._output.writable)])
 
     def keep(self, size: int) -> None:
         """Copy what this rank is to hold between forward and backward among ``size`` neighbours."""
@@ -96,7 +88,7 @@ class RaggedLayout:
         if self._kept is None:
             return None
         self._output.allocate()
-        return collectives.all_gather(axis, [self._kept], [self._output.writable])
+        return collectives.all_gather(axis, [carried(self._kept)], [carried(self._output.writable)])
 
     def drop(self) -> None:
         """Release what `keep` copied."""

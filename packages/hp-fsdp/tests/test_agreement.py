@@ -1,0 +1,153 @@
+"""Ranks that would do different things learn of it before they communicate."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from hp_dtensor import RecordingCollectives
+from hp_fsdp import DisagreementError, fully_shard
+
+from .models import Gradients, Net, gradients, loss_of, make, mesh_of, reference, tokens, worst
+
+Ranks = Callable[[int], RankPool]
+NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
+
+
+class Chosen(Net):
+    """Runs the blocks that it is told to, and lets some of them take no part in the loss."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+    cut: int | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.embedding(tokens)
+        for position in self.order:
+            y = self.blocks[position](x)
+            x = y.detach() + 0 * x if position == self.cut else y
+        logits: Tensor = self.head(x)
+        return logits
+
+
+# What rank 1 does otherwise than the others, and what each message says of it.
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "another order": ({"order": (0, 2, 1)}, "rank 1 is to gather blocks.2 for forward"),
+    "one left out": ({"order": (0, 2)}, "rank 1 is to gather blocks.2 for forward"),
+    "the last left out": ({"order": (0, 1)}, "rank 1 is to gather (root) for backward"),
+    "one not in the loss": ({"cut": 1}, "rank 1 is to reduce the gradients of blocks.0"),
+}
+
+
+def disagree(rank: int, case: str, shape: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """Do otherwise on rank 1; return what was said, and the gradients of a step after a reset."""
+    model: Any = make(Chosen)
+    if case == "other shapes":
+        torch.manual_seed(0)
+        model.blocks[1].table = nn.Parameter(torch.randn(3 + rank % 2, 8).double())
+    if case == "frozen":
+        model.blocks[1].table.requires_grad_(rank % 2 == 0)
+    if case in CASES and rank == 1:
+        vars(model).update(CASES[case][0])
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh_of(shape, NAMES[len(shape)]), **options)
+    with pytest.raises(DisagreementError) as caught:
+        loss_of(model, tokens(rank)).backward()
+    model.reset()
+    if case not in CASES:
+        return str(caught.value), {}
+    model.order, model.cut = (0, 1, 2), None
+    model.zero_grad()
+    loss_of(model, tokens(rank)).backward()
+    return str(caught.value), gradients(model)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", list(CASES))
+def test_ranks_that_run_other_units_all_raise_and_can_start_again(
+    ranks: Ranks, case: str, world: int
+) -> None:
+    results = ranks(world).run(disagree, case, (world,), {"reshard_after_forward": True})
+    expected = reference(world, Chosen)
+    assert len({said for said, _ in results}) == 1
+    for said, found in results:
+        assert CASES[case][1] in said
+        assert "same units in the same order" in said
+        assert worst(found, expected) < 1e-12
+
+
+def test_units_with_parameters_that_stay_whole_are_compared_too(ranks: Ranks) -> None:
+    for said, found in ranks(2).run(disagree, "another order", (2,), {"min_shard_numel": 100}):
+        assert CASES["another order"][1] in said
+        assert worst(found, reference(2, Chosen)) < 1e-12
+
+
+def test_a_disagreement_that_only_reductions_show_is_found_on_all_replicas(ranks: Ranks) -> None:
+    options = {"reshard_after_forward": False}
+    results = ranks(4).run(disagree, "one not in the loss", (2, 2), options)
+    for said, found in results:
+        assert "rank 1 is to reduce the gradients of blocks.0" in said
+        assert "ranks [0, 2, 3] are to reduce the gradients of blocks.1" in said
+        assert worst(found, reference(4, Chosen)) < 1e-12
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize(
+    ("case", "act"), [("other shapes", "gather"), ("frozen", "reduce the gradients of")]
+)
+def test_units_that_differ_between_ranks_are_named(
+    ranks: Ranks, case: str, act: str, layout: str
+) -> None:
+    for said, _ in ranks(2).run(disagree, case, (2,), {"layout": layout}):
+        assert f"rank 0 is to {act} blocks.1" in said
+        assert f"rank 1 is to {act} blocks.1" in said
+        assert "its parameters there differ" in said
+
+
+def compared(rank: int, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return the calls of the collectives that two steps made, by the user and by c10d's record."""
+    record = RecordingCollectives()
+    model: Any = make(Net)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh_of(shape, NAMES[len(shape)]), collectives=record)
+    recorded, profiled = [], []
+    for step in range(2):
+        record.reset()
+        with torch.profiler.profile() as profile:
+            loss_of(model, tokens(rank, step)).backward()
+        recorded.append(sum(traffic.calls for traffic in record.by_axis.values()))
+        names = [event.name for event in profile.events() or ()]
+        profiled.append(sum(name.startswith("gloo:") for name in names))
+    return recorded, profiled
+
+
+def test_it_costs_one_small_gather_per_act_of_a_unit_and_axis_in_the_first_step(
+    ranks: Ranks,
+) -> None:
+    for recorded, profiled in ranks(4).run(compared, (2, 2)):
+        # 4 units: forward over one axis, reductions over two; 3 of them are gathered for backward
+        assert profiled[0] - recorded[0] == 4 + 3 + 2 * 4
+        assert profiled[1] == recorded[1]
+
+
+def never_alone(rank: int) -> Gradients:
+    """Run a unit on one rank alone where it needs nothing of others."""
+    model: Any = make(Net)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh_of((2,), NAMES[1]))
+    for module in (*model.blocks, model):
+        module.unshard()
+    if rank == 0:
+        with torch.no_grad():
+            model.blocks[0](torch.ones(1, 8, dtype=torch.float64))
+    model.reset()
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+def test_a_unit_that_is_gathered_already_may_run_on_one_rank(ranks: Ranks) -> None:
+    for found in ranks(2).run(never_alone):
+        assert worst(found, reference(2)) < 1e-12

@@ -1,0 +1,95 @@
+"""What stands in modules while parameters are gathered, frozen and moved."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+
+from .models import Gradients, Net, gradients, loss_of, make, mesh_of, reference, shard, tokens
+from .models import worst as worst_of
+
+Ranks = Callable[[int], RankPool]
+
+
+def refrozen(rank: int, layout: str) -> dict[str, Any]:
+    """Freeze between forward and backward, train frozen, thaw."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
+    frozen = model.blocks[1].up.weight
+    name = "blocks.1.up.weight"
+    seen: list[Gradients] = []
+    loss = loss_of(model, tokens(rank))
+    frozen.requires_grad_(False)
+    loss.backward()
+    seen.append(gradients(model))
+    model.zero_grad()
+    loss_of(model, tokens(rank)).backward()
+    seen.append(gradients(model))
+    model.zero_grad()
+    model.unshard()
+    trains = model.blocks[1].up.weight.requires_grad, model.blocks[0].up.weight.requires_grad
+    model.reshard()
+    frozen.requires_grad_(True)
+    loss_of(model, tokens(rank)).backward()
+    seen.append(gradients(model))
+    return {"seen": seen, "name": name, "trains": trains}
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_freezing_counts_from_the_next_forward_and_its_reduction(ranks: Ranks, layout: str) -> None:
+    expected = reference(2)
+    for result in ranks(2).run(refrozen, layout):
+        without = {n: g for n, g in expected.items() if n != result["name"]}
+        first, second, third = result["seen"]
+        for found in (first, second):
+            assert set(found) == set(without)
+            assert worst_of(found, without) < 1e-12
+        assert result["trains"] == (False, True)
+        assert worst_of(third, expected) < 1e-12
+
+
+def users(rank: int, layout: str) -> tuple[bool, bool]:
+    """Hold a gradient over the next step."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
+    loss_of(model, tokens(rank)).backward()
+    held = {name: p.grad for name, p in model.named_parameters()}
+    with torch.no_grad():
+        before = {name: g.to_local().clone() for name, g in held.items()}
+    model.zero_grad()
+    loss_of(model, tokens(rank, 1)).backward()
+    with torch.no_grad():
+        kept = all(torch.equal(g.to_local(), before[name]) for name, g in held.items())
+    fresh = all(p.grad is not held[name] for name, p in model.named_parameters())
+    return kept, fresh
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_a_gradient_that_a_user_holds_is_not_written_to(ranks: Ranks, layout: str) -> None:
+    assert ranks(2).run(users, layout) == [(True, True)] * 2
+
+
+def registered(rank: int) -> list[bool]:
+    """Look at what a module has while it computes, between, and in backward."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    linear = model.blocks[0].up
+    sharded = linear.weight
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.append(linear.weight is not sharded and type(linear.weight) is nn.Parameter)
+
+    linear.register_forward_hook(look)
+    linear.register_full_backward_hook(look)
+    loss = loss_of(model, tokens(rank))
+    seen.append(linear.weight is sharded)
+    loss.backward()
+    seen.append(linear.weight is sharded)
+    return seen
+
+
+def test_modules_have_whole_tensors_while_they_compute_and_the_same_shards_else(
+    ranks: Ranks,
+) -> None:
+    assert ranks(2).run(registered) == [[True] * 4] * 2

@@ -1,0 +1,135 @@
+"""Stages of torch's pipeline schedules whose modules are sharded over another axis."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+
+from hp_fsdp import fully_shard
+
+from .models import WIDTH, Gradients, gradients, make, mesh_of, worst
+
+Ranks = Callable[[int], RankPool]
+MICROBATCHES, REPLICAS, DEPTH = 4, 2, 2
+# How many stages a rank has, and whether backward is split in two.
+SCHEDULES: dict[str, tuple[int, bool]] = {
+    "ScheduleGPipe": (1, False),
+    "Schedule1F1B": (1, False),
+    "ScheduleInterleaved1F1B": (2, False),
+    "ScheduleInterleavedZeroBubble": (2, True),
+    "ScheduleZBVZeroBubble": (2, True),
+}
+
+
+class Layer(nn.Module):
+    """Two linear layers beside the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 36)
+        self.down = nn.Linear(36, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` and what the layer adds."""
+        return cast(Tensor, x + self.down(torch.tanh(self.up(x))))
+
+
+def stages_of(number: int) -> Any:
+    """Return the whole model: so many stages of two layers."""
+    return make(lambda: nn.Sequential(*(nn.Sequential(Layer(), Layer()) for _ in range(number))))
+
+
+def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    x, y = torch.randn(2, 2 * MICROBATCHES, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean()
+
+
+def run_stages(rank: int, name: str, options: dict[str, Any]) -> list[Gradients]:
+    """Return the gradients of this rank's stages in two steps of a schedule."""
+    per_rank, split = SCHEDULES[name]
+    mesh = mesh_of((DEPTH, REPLICAS), ("pp", "dp"))
+    at, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    number = DEPTH * per_rank
+    own = [at, number - 1 - at] if "ZBV" in name else list(range(at, number, DEPTH))
+    whole = stages_of(number)
+    for index in own:
+        for module in (*whole[index], whole[index]):
+            fully_shard(module, mesh["dp"], **options)
+        whole[index].set_requires_gradient_sync(False)
+        whole[index].set_gradient_divide_factor(REPLICAS * MICROBATCHES, recurse=True)
+        if split:  # the second half of a backward looks for the parameters of the first
+            whole[index].set_reshard_after_forward(False)
+            whole[index].set_reshard_after_backward(False)
+    stages = [
+        pipelining.PipelineStage(
+            whole[index], index, number, torch.device("cpu"), group=mesh.get_group("pp")
+        )
+        for index in own
+    ]
+    cls: Any = getattr(schedules, name)
+    given = stages if per_rank > 1 else stages[0]
+    schedule = cls(given, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    seen = []
+    for step in range(2):
+        x, target = batch_of(step, replica)
+        inputs = (x,) if 0 in own else ()
+        last = {"target": target, "losses": []} if number - 1 in own else {}
+        schedule.step(*inputs, **last)
+        found: Gradients = {}
+        for index in own:
+            whole[index].reduce_gradients()
+            for module in (*whole[index], whole[index]):
+                module.reshard()
+            found |= {f"{index}.{key}": g for key, g in gradients(whole[index]).items()}
+            whole[index].zero_grad()
+        seen.append(found)
+    return seen
+
+
+def expected_of(number: int, step: int) -> Gradients:
+    whole = stages_of(number)
+    for replica in range(REPLICAS):
+        x, target = batch_of(step, replica)
+        for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+            (loss_of(whole(part), wanted) / MICROBATCHES / REPLICAS).backward()
+    return gradients(whole)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "copy": {},
+    "accumulate": {"grads": "accumulate", "direct_bytes": 0},
+    "fused": {"grads": "fused", "direct_bytes": 0},
+    "ragged": {"layout": "ragged"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *itertools.product(SCHEDULES, ["copy", "fused"]),
+        ("Schedule1F1B", "ragged"),
+        ("ScheduleZBVZeroBubble", "ragged"),
+        ("ScheduleInterleavedZeroBubble", "accumulate"),
+    ],
+)
+def test_gradients_of_a_schedule_equal_one_process(ranks: Ranks, name: str, options: str) -> None:
+    number = DEPTH * SCHEDULES[name][0]
+    expected = [expected_of(number, step) for step in range(2)]
+    results = ranks(DEPTH * REPLICAS).run(run_stages, name, OPTIONS[options])
+    seen: set[str] = set()
+    for steps in results:
+        for found, wanted in zip(steps, expected, strict=True):
+            assert worst(found, {key: wanted[key] for key in found}) < 1e-12
+            seen |= found.keys()
+    assert seen == expected[0].keys()

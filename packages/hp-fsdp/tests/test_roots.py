@@ -1,0 +1,204 @@
+"""Which module is the root of a step, which units there are, and which meshes they may be on."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool, cached
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from hp_fsdp import FSDPModule, MeshError, UnshardHandle, fully_shard
+
+from .models import (
+    WIDTH,
+    Block,
+    Gradients,
+    Net,
+    full,
+    gradients,
+    loss_of,
+    make,
+    mesh_of,
+    reference,
+    shard,
+    tokens,
+    worst,
+)
+
+Ranks = Callable[[int], RankPool]
+
+
+def part_first(rank: int) -> tuple[Gradients, Gradients]:
+    """Train a block before its root has run, then the whole."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    block = model.blocks[1]
+    block(torch.full((2, WIDTH), rank + 1.0, dtype=torch.float64)).pow(2).sum().backward()
+    alone = gradients(block)
+    model.zero_grad()
+    loss_of(model, tokens(rank)).backward()
+    return alone, gradients(model)
+
+
+def test_a_part_may_run_before_its_root(ranks: Ranks) -> None:
+    plain = make(Net).blocks[1]
+    for rank in range(2):
+        x = torch.full((2, WIDTH), rank + 1.0, dtype=torch.float64)
+        (plain(x).pow(2).sum() / 2).backward()
+    for alone, found in ranks(2).run(part_first):
+        assert worst(alone, gradients(plain)) < 1e-12
+        assert worst(found, reference(2)) < 1e-12
+
+
+class Halves(nn.Module):
+    """Two halves with blocks of their own; nothing above them is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Block(), Block())
+        self.second = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run both."""
+        return cast(Tensor, self.second(self.first(x)))
+
+
+def input_of(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def list_root(rank: int) -> list[Gradients]:
+    model: Any = make(Halves)
+    mesh = mesh_of((2,), ("fsdp",))
+    for block in (*model.first, *model.second):
+        fully_shard(block, mesh)
+    fully_shard([model.first, model.second], mesh)
+    seen = []
+    for _ in range(2):
+        model(input_of(rank)).pow(2).mean().backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen
+
+
+def test_a_list_may_be_the_root(ranks: Ranks) -> None:
+    plain = make(Halves)
+    for rank in range(2):
+        (plain(input_of(rank)).pow(2).mean() / 2).backward()
+    for steps in ranks(2).run(list_root):
+        assert [worst(found, gradients(plain)) < 1e-12 for found in steps] == [True, True]
+
+
+class NoInput(nn.Module):
+    """Makes its own input, and has a part without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.act = nn.Tanh()
+
+    def forward(self) -> Tensor:
+        """Return what the block gives for ones."""
+        return cast(Tensor, self.act(self.block(torch.ones(2, WIDTH, dtype=torch.float64))))
+
+
+def no_input(rank: int) -> tuple[Gradients, bool]:
+    model: Any = make(NoInput)
+    mesh = mesh_of((2,), ("fsdp",))
+    for module in (model.block, model.act, model):
+        fully_shard(module, mesh)
+    handle = model.act.unshard(async_op=True)
+    handle.wait()
+    for _ in range(2):
+        model.zero_grad()
+        (model() * (rank + 1)).pow(2).mean().backward()
+    return gradients(model), isinstance(handle, UnshardHandle)
+
+
+def test_a_root_may_take_no_input_and_a_unit_have_no_parameters(ranks: Ranks) -> None:
+    plain = make(NoInput)
+    for rank in range(2):
+        ((plain() * (rank + 1)).pow(2).mean() / 2).backward()
+    for found, handled in ranks(2).run(no_input):
+        assert handled
+        assert worst(found, gradients(plain)) < 1e-12
+
+
+def on_mesh(rank: int, how: str) -> Gradients:
+    """Step on a mesh without names, or made of groups that are there already."""
+    if how == "unnamed":
+        mesh = cached(how, lambda: DeviceMesh("cpu", torch.arange(4).view(2, 2)))
+    elif how == "group":
+        mesh = cached(
+            how, lambda: DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), "cpu")
+        )
+    else:
+        own = mesh_of((2, 2), ("dp_replicate", "fsdp"))
+        mesh = cached(
+            how,
+            lambda: DeviceMesh.from_group(
+                own.get_all_groups(),
+                "cpu",
+                mesh=own.mesh,
+                mesh_dim_names=("dp_replicate", "fsdp"),
+            ),
+        )
+    model: Any = shard(make(Net), mesh)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("how", ["unnamed", "group", "two groups"])
+def test_a_mesh_needs_no_names_and_may_be_made_of_groups(ranks: Ranks, how: str) -> None:
+    for found in ranks(4).run(on_mesh, how):
+        assert worst(found, reference(4)) < 1e-12
+
+
+def elsewhere(rank: int) -> str:
+    """Shard what is a DTensor on a mesh of another type of device."""
+    other = DeviceMesh("meta", [rank], _init_backend=False, _rank=0)
+    linear = nn.Linear(4, 4)
+    whole = torch.empty(4, device="meta")
+    linear.bias = nn.Parameter(DTensor.from_local(whole, other, [Replicate()], run_check=False))
+    with pytest.raises(MeshError) as caught:
+        fully_shard(linear, mesh_of((2,), ("fsdp",)))
+    return str(caught.value)
+
+
+def test_meshes_of_two_types_of_device_are_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(elsewhere):
+        assert "bias is a DTensor on a meta mesh" in said
+        assert "a cpu mesh" in said
+
+
+def three_axes(rank: int) -> str:
+    with pytest.raises(MeshError) as caught:
+        fully_shard(nn.Linear(2, 2), mesh_of((2, 1, 1), ("a", "b", "c")))
+    return str(caught.value)
+
+
+def test_a_mesh_of_three_axes_is_refused_with_what_is_legal(ranks: Ranks) -> None:
+    for said in ranks(2).run(three_axes):
+        assert said.startswith("a mesh of 3 axes; give one axis to shard over, or two")
+
+
+def by_hand(rank: int) -> bool:
+    """Reshard after a forward that kept everything."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), reshard_after_forward=False)
+    before = {name: full(p) for name, p in make(Net).named_parameters()}
+    model(tokens(rank))
+    plain = not any(isinstance(p, DTensor) for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    sharded = all(isinstance(p, DTensor) for p in model.parameters())
+    same = all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+    return plain and sharded and same
+
+
+def test_resharding_by_hand_changes_no_value(ranks: Ranks) -> None:
+    assert all(ranks(2).run(by_hand))

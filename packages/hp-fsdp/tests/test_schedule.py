@@ -1,0 +1,196 @@
+"""Which collectives a step issues, and in which order."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from hp_dtensor import TorchCollectives
+from hp_fsdp import fully_shard
+
+from .models import WIDTH, Gradients, gradients, make, mesh_of, worst
+
+Ranks = Callable[[int], RankPool]
+BLOCKS = 3
+Log = list[tuple[str, int]]
+ROOT = BLOCKS  # how the log calls the root
+
+
+class Logging(TorchCollectives):
+    """Notes each collective, and of which unit it is; units differ in size."""
+
+    def __init__(self) -> None:
+        self.log: Log = []
+        self.units: dict[int, int] = {}
+
+    def _note(self, what: str, inputs: Any, ranks: int) -> None:
+        self.log.append((what, self.units[ranks * sum(each.numel() for each in inputs)]))
+
+    def all_gather(self, axis: Any, inputs: Any, outputs: Any = None) -> Any:
+        """Note and pass on."""
+        self._note("gather", inputs, axis.size)
+        return super().all_gather(axis, inputs, outputs)
+
+    def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, op: Any = "sum") -> Any:
+        """Note and pass on."""
+        self._note("reduce", inputs, 1)
+        return super().reduce_scatter(axis, inputs, outputs, op)
+
+    def all_reduce(self, axis: Any, tensors: Any, op: Any = "sum") -> Any:
+        """Note and pass on."""
+        self._note("sum", tensors, 1)
+        return super().all_reduce(axis, tensors, op)
+
+
+class Chain(nn.Module):
+    """Blocks of different sizes, and a layer of the root's own after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, WIDTH * (n + 1), bias=False),
+                nn.Linear(WIDTH * (n + 1), WIDTH, bias=False),
+            )
+            for n in range(BLOCKS)
+        )
+        self.last = nn.Linear(WIDTH, WIDTH * (2 * BLOCKS + 2), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the last layer gives."""
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return cast(Tensor, self.last(x))
+
+
+def chain(shape: tuple[int, ...], option: bool | None = None) -> tuple[Any, Logging]:
+    """Return a sharded chain and its log."""
+    carrier = Logging()
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    model = make(Chain)
+    modules = [*model.blocks, model]
+    for unit, module in enumerate(modules):
+        fully_shard(module, mesh, reshard_after_forward=option, collectives=carrier)
+        carrier.units[2 * WIDTH * WIDTH * (unit + 1)] = unit
+    return model, carrier
+
+
+def input_of(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(2, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def expected_of(world: int) -> Gradients:
+    plain = make(Chain)
+    for rank in range(world):
+        (plain(input_of(rank)).pow(2).mean() / world).backward()
+    return gradients(plain)
+
+
+def log_steps(rank: int, option: bool | None, what: str) -> list[tuple[Log, Log, Gradients]]:
+    """Return what forward and backward issued in two steps, and their gradients."""
+    model, carrier = chain((2,), option)
+    if what == "root reshards":
+        model.set_reshard_after_forward(True, recurse=False)
+    if what == "misprefetch":
+        model.set_modules_to_forward_prefetch([model.blocks[2]])
+        model.blocks[0].set_modules_to_backward_prefetch([model.blocks[2]])
+        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+    seen = []
+    for _ in range(2):
+        loss = model(input_of(rank)).pow(2).mean()
+        forward, carrier.log = carrier.log, []
+        if what == "resharded by hand":
+            for module in (*model.blocks, model):
+                module.reshard()
+        loss.backward()
+        backward, carrier.log = carrier.log, []
+        seen.append((forward, backward, gradients(model)))
+        model.zero_grad()
+    return seen
+
+
+def gathers(log: Log) -> list[int]:
+    return [unit for what, unit in log if what == "gather"]
+
+
+@pytest.mark.parametrize(
+    ("option", "what", "first", "second"),
+    [
+        # which units backward gathers, in the first step and once the order is known
+        (True, "as it is", [3, 2, 1, 0], [3, 2, 1, 0]),
+        (None, "as it is", [2, 1, 0], [1, 0]),
+        (False, "as it is", [], []),
+        (False, "resharded by hand", [3, 2, 1, 0], [3, 2, 1, 0]),
+        (None, "root reshards", [3, 2, 1, 0], [3, 1, 0]),
+    ],
+)
+def test_forward_gathers_every_unit_once_and_backward_those_that_were_given_up(
+    ranks: Ranks, option: bool | None, what: str, first: list[int], second: list[int]
+) -> None:
+    for steps in ranks(2).run(log_steps, option, what):
+        assert [log for log, _, _ in steps] == [[("gather", n) for n in (ROOT, 0, 1, 2)]] * 2
+        assert [gathers(log) for _, log, _ in steps] == [first, second]
+        for _, log, found in steps:
+            assert [unit for what, unit in log if what == "reduce"] == [2, 1, 0, ROOT]
+            assert worst(found, expected_of(2)) < 1e-12
+
+
+def test_backward_gathers_a_unit_before_the_one_after_it_is_reduced(ranks: Ranks) -> None:
+    for steps in ranks(2).run(log_steps, True, "as it is"):
+        for _, log, _ in steps:
+            for unit in range(BLOCKS - 1):
+                assert log.index(("gather", unit)) < log.index(("reduce", unit + 1))
+
+
+def test_prefetching_what_is_not_next_changes_no_gradient(ranks: Ranks) -> None:
+    for steps in ranks(2).run(log_steps, True, "misprefetch"):
+        for forward, _, found in steps:
+            assert gathers(forward) == [ROOT, 2, 0, 1]
+            assert worst(found, expected_of(2)) < 1e-12
+
+
+def interleaved(rank: int) -> tuple[Log, Gradients, Gradients]:
+    """Freeze the middle block, do a pass without gradient, step; then thaw and step."""
+    model, carrier = chain((2,), True)
+    model.blocks[1].requires_grad_(False)
+    with torch.no_grad():
+        model(input_of(rank))
+    loss = model(input_of(rank)).pow(2).mean()
+    carrier.log = []
+    loss.backward()
+    log, carrier.log = carrier.log, []
+    frozen = gradients(model)
+    model.zero_grad()
+    model.blocks[1].requires_grad_(True)
+    model(input_of(rank)).pow(2).mean().backward()
+    return log, frozen, gradients(model)
+
+
+def test_frozen_units_are_gathered_and_others_reduced_during_backward(ranks: Ranks) -> None:
+    expected = expected_of(2)
+    trained = {name: value for name, value in expected.items() if "blocks.1." not in name}
+    for log, frozen, thawed in ranks(2).run(interleaved):
+        assert gathers(log) == [ROOT, 2, 1, 0]
+        assert [unit for what, unit in log if what == "reduce"] == [2, 0, ROOT]
+        assert log.index(("reduce", 2)) < log.index(("gather", 0))
+        assert worst(frozen, trained) < 1e-12
+        assert worst(thawed, expected) < 1e-12
+
+
+def alone(rank: int, shape: tuple[int, ...]) -> tuple[Log, Gradients]:
+    model, carrier = chain(shape)
+    model(input_of(rank)).pow(2).mean().backward()
+    return carrier.log, gradients(model)
+
+
+def test_one_rank_communicates_nothing_and_replicas_only_sum(ranks: Ranks) -> None:
+    ((log, found),) = ranks(1).run(alone, (1,))
+    assert log == []
+    assert worst(found, expected_of(1)) < 1e-12
+    for log, found in ranks(2).run(alone, (2, 1)):
+        assert log == [("sum", 2), ("sum", 1), ("sum", 0), ("sum", ROOT)]
+        assert worst(found, expected_of(2)) < 1e-12
