@@ -126,7 +126,10 @@ def wheel(session: nox.Session, package: str) -> None:
 @nox.session
 @each_package
 def vendor(session: nox.Session, package: str) -> None:
-    """Copy one package into a foreign one and run its own tests there."""
+    """Copy one package into a foreign one and run a fourth of its own tests there, or as told.
+
+    What differs there are imports, and all test files are imported: ``-- --every 1`` runs all.
+    """
     session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *test_requirements(package))
     root = Path(session.create_tmp()).resolve()
     shutil.rmtree(root, ignore_errors=True)
@@ -139,7 +142,8 @@ def vendor(session: nox.Session, package: str) -> None:
     )
     session.run("python", "-P", "-c", nothing_installed, *map(import_name, PACKAGES))
     settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root))
-    session.run("pytest", *settings, str(tests), env={"PYTHONPATH": str(root)})
+    chosen = session.posargs or ("--every", "4")
+    session.run("pytest", *settings, str(tests), *chosen, env={"PYTHONPATH": str(root)})
 
 
 @nox.session

@@ -1,5 +1,8 @@
 """The repository's own tools."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import examples
@@ -72,3 +75,26 @@ def test_an_example_that_fails_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as error:
         examples.run(page)
     assert error.traceback[-1].lineno == 7
+
+
+@pytest.mark.parametrize(("every", "ran"), [(1, "0123456"), (3, "036"), (9, "0")])
+def test_every_nth_test_is_run_and_the_others_are_counted(
+    tmp_path: Path, every: int, ran: str
+) -> None:
+    tests = tmp_path / "test_numbers.py"
+    tests.write_text(
+        "import pytest\n\n@pytest.mark.parametrize('n', range(7))\ndef test_n(n):\n    print(n)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-s", f"--every={every}", str(tests)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert re.findall(r"^\.?(\d)$", result.stdout, re.MULTILINE) == list(ran)
+    if every > 1:
+        assert f"{7 - len(ran)} deselected" in result.stdout
+
+
+def test_no_test_at_all_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "--every=0", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--every 0 runs no test" in result.stderr

@@ -1,10 +1,32 @@
-"""The pytest fixture: ``ranks(n)`` is the session's pool of ``n`` ranks."""
+"""What pytest gets: the fixture ``ranks(n)``, a pool of ``n`` ranks, and the option ``--every``."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from ._pool import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--every N``."""
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="collect all tests and run every Nth: for code that other runs test whole",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep every Nth test, from the first on."""
+    every = config.getoption("every")
+    if every < 1:
+        raise pytest.UsageError(f"--every {every} runs no test; give 1 for all, 2 for every other")
+    left_out = [item for place, item in enumerate(items) if place % every]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = items[::every]
 
 
 @pytest.fixture(scope="session")
