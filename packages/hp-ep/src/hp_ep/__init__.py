@@ -1,39 +1,70 @@
-"""Expert parallel mixture-of-experts layers for PyTorch."""
+"""Expert parallel mixture-of-experts layers for PyTorch.
+
+Names that need torch are loaded on first use: placements and the choice of a dispatcher work
+without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ._errors import DispatchStateError as DispatchStateError
 from ._errors import ExpertConfigError as ExpertConfigError
 from ._errors import RoutingError as RoutingError
-from ._experts import GroupedExperts as GroupedExperts
-from ._moe import MoE as MoE
-from ._permutation import bag_sum as bag_sum
-from ._permutation import gather_rows as gather_rows
-from ._permutation import permute as permute
-from ._permutation import permute_indices as permute_indices
-from ._permutation import unpermute as unpermute
-from ._routing import TopKRouter as TopKRouter
-from ._styles import ExpertParallel as ExpertParallel
-from .dispatch._all_to_all import AllToAll as AllToAll
-from .dispatch._local import Local as Local
-from .dispatch._protocol import DispatchState as DispatchState
-from .dispatch._protocol import TokenDispatcher as TokenDispatcher
+from .balance._migration import Migration as Migration
+from .balance._migration import plan_migration as plan_migration
+from .balance._packing import plan_placement as plan_placement
+from .balance._placement import Placement as Placement
+from .balance._stats import LoadStats as LoadStats
+from .balance._stats import smooth_load as smooth_load
+
+if TYPE_CHECKING:
+    from ._experts import GroupedExperts as GroupedExperts
+    from ._moe import MoE as MoE
+    from ._permutation import bag_sum as bag_sum
+    from ._permutation import gather_rows as gather_rows
+    from ._permutation import permute as permute
+    from ._permutation import permute_indices as permute_indices
+    from ._permutation import unpermute as unpermute
+    from ._routing import TopKRouter as TopKRouter
+    from ._styles import ExpertParallel as ExpertParallel
+    from .dispatch._all_to_all import AllToAll as AllToAll
+    from .dispatch._local import Local as Local
+    from .dispatch._protocol import DispatchState as DispatchState
+    from .dispatch._protocol import TokenDispatcher as TokenDispatcher
+
+_NEED_TORCH = {
+    "AllToAll": ".dispatch._all_to_all",
+    "DispatchState": ".dispatch._protocol",
+    "ExpertParallel": "._styles",
+    "GroupedExperts": "._experts",
+    "Local": ".dispatch._local",
+    "MoE": "._moe",
+    "TokenDispatcher": ".dispatch._protocol",
+    "TopKRouter": "._routing",
+    "bag_sum": "._permutation",
+    "gather_rows": "._permutation",
+    "permute": "._permutation",
+    "permute_indices": "._permutation",
+    "unpermute": "._permutation",
+}
 
 __version__ = "0.1.0"
 __all__ = [
-    "AllToAll",
-    "DispatchState",
     "DispatchStateError",
     "ExpertConfigError",
-    "ExpertParallel",
-    "GroupedExperts",
-    "Local",
-    "MoE",
+    "LoadStats",
+    "Migration",
+    "Placement",
     "RoutingError",
-    "TokenDispatcher",
-    "TopKRouter",
     "__version__",
-    "bag_sum",
-    "gather_rows",
-    "permute",
-    "permute_indices",
-    "unpermute",
+    "plan_migration",
+    "plan_placement",
+    "smooth_load",
+    *_NEED_TORCH,
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _NEED_TORCH:
+        return getattr(import_module(_NEED_TORCH[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
