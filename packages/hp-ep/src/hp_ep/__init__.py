@@ -16,6 +16,8 @@ from .balance._packing import plan_placement as plan_placement
 from .balance._placement import Placement as Placement
 from .balance._stats import LoadStats as LoadStats
 from .balance._stats import smooth_load as smooth_load
+from .dispatch._cost import choose_dispatcher as choose_dispatcher
+from .dispatch._cost import expected_bytes as expected_bytes
 
 if TYPE_CHECKING:
     from ._experts import GroupedExperts as GroupedExperts
@@ -28,17 +30,29 @@ if TYPE_CHECKING:
     from ._routing import TopKRouter as TopKRouter
     from ._styles import ExpertParallel as ExpertParallel
     from .dispatch._all_to_all import AllToAll as AllToAll
+    from .dispatch._dedup import Dedup as Dedup
+    from .dispatch._hierarchical import Hierarchical as Hierarchical
     from .dispatch._local import Local as Local
+    from .dispatch._padded import Padded as Padded
+    from .dispatch._placed import Placed as Placed
     from .dispatch._protocol import DispatchState as DispatchState
+    from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
     from .dispatch._protocol import TokenDispatcher as TokenDispatcher
+    from .dispatch._tensor_parallel import Summed as Summed
 
 _NEED_TORCH = {
     "AllToAll": ".dispatch._all_to_all",
+    "Dedup": ".dispatch._dedup",
     "DispatchState": ".dispatch._protocol",
     "ExpertParallel": "._styles",
     "GroupedExperts": "._experts",
+    "Hierarchical": ".dispatch._hierarchical",
     "Local": ".dispatch._local",
     "MoE": "._moe",
+    "OverlappingDispatcher": ".dispatch._protocol",
+    "Padded": ".dispatch._padded",
+    "Placed": ".dispatch._placed",
+    "Summed": ".dispatch._tensor_parallel",
     "TokenDispatcher": ".dispatch._protocol",
     "TopKRouter": "._routing",
     "bag_sum": "._permutation",
@@ -57,6 +71,8 @@ __all__ = [
     "Placement",
     "RoutingError",
     "__version__",
+    "choose_dispatcher",
+    "expected_bytes",
     "plan_migration",
     "plan_placement",
     "smooth_load",

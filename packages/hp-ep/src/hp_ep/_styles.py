@@ -20,6 +20,7 @@ from .dispatch._exchange import RowExchange
 from .dispatch._faults import Fault, as_numbers, check_counts, check_rows
 from .dispatch._local import Local
 from .dispatch._protocol import TokenDispatcher
+from .dispatch._trip import arrive
 
 Forward = Callable[[GroupedExperts, Tensor, Tensor], Tensor]
 
@@ -151,7 +152,8 @@ def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
         else:  # take part without rows, so that all ranks raise
             rows, counts = rows.new_empty(0, 1), report.new_zeros(exchange.num_experts)
         plan = exchange.plan(exchange.announce(counts, report))
-        return exchange.combine(compute(self, exchange.dispatch(rows, plan), plan.counts), plan)
+        here = exchange.arrive(exchange.depart(rows, plan), plan)
+        return arrive(exchange.send_back(compute(self, here, plan.counts), plan))
 
     return forward
 

@@ -47,6 +47,12 @@ def run_function(function: type[torch.autograd.Function], *args: object) -> Tens
     return result
 
 
+def run_pair(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, Tensor]:
+    """Return ``function.apply(*args)`` of a function with two results."""
+    first, second = function.apply(*args)
+    return first, second
+
+
 class _DenseGradient(torch.autograd.Function):
     """Identity; the backward of the grouped product refuses expanded gradients, as of ``sum()``."""
 
