@@ -50,9 +50,9 @@ def test_expected_bytes_are_the_mean_over_all_choices(size: dict[str, int]) -> N
                 totals["hierarchical"][1] += 2 * row * (stop != target)
             for n in {o // node for o in owners}:
                 totals["hierarchical"][0] += 2 * row * (n != me // node)
-    for kind, (off, inside) in totals.items():
+    for kind, (outside, inside) in totals.items():
         found = expected_bytes(kind, **size)  # type: ignore[arg-type]
-        assert found.off_node == pytest.approx(off / ranks / len(chosen))
+        assert found.off_node == pytest.approx(outside / ranks / len(chosen))
         assert found.in_node == pytest.approx(inside / ranks / len(chosen))
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
-    from ._routing import TopKRouter as TopKRouter
-    from ._styles import ExpertParallel as ExpertParallel
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
     from .dispatch._hierarchical import Hierarchical as Hierarchical
@@ -39,12 +37,20 @@ if TYPE_CHECKING:
     from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
     from .dispatch._protocol import TokenDispatcher as TokenDispatcher
     from .dispatch._tensor_parallel import Summed as Summed
+    from .routing._router import TopKRouter as TopKRouter
+    from .styles._base import BaseExpertParallel as BaseExpertParallel
+    from .styles._model import parallelize_experts as parallelize_experts
+    from .styles._styles import ExpertParallel as ExpertParallel
+    from .styles._styles import ExpertTensorParallel as ExpertTensorParallel
+    from .styles._styles import TensorParallel as TensorParallel
 
 _NEED_TORCH = {
     "AllToAll": ".dispatch._all_to_all",
+    "BaseExpertParallel": ".styles._base",
     "Dedup": ".dispatch._dedup",
     "DispatchState": ".dispatch._protocol",
-    "ExpertParallel": "._styles",
+    "ExpertParallel": ".styles._styles",
+    "ExpertTensorParallel": ".styles._styles",
     "GroupedExperts": "._experts",
     "Hierarchical": ".dispatch._hierarchical",
     "Local": ".dispatch._local",
@@ -53,10 +59,12 @@ _NEED_TORCH = {
     "Padded": ".dispatch._padded",
     "Placed": ".dispatch._placed",
     "Summed": ".dispatch._tensor_parallel",
+    "TensorParallel": ".styles._styles",
     "TokenDispatcher": ".dispatch._protocol",
-    "TopKRouter": "._routing",
+    "TopKRouter": ".routing._router",
     "bag_sum": "._permutation",
     "gather_rows": "._permutation",
+    "parallelize_experts": ".styles._model",
     "permute": "._permutation",
     "permute_indices": "._permutation",
     "unpermute": "._permutation",

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hp_dtensor import Axis
+
 from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
-from ._routing import TopKRouter
 from ._sizes import check_shared
 from .dispatch._local import Local
 from .dispatch._protocol import TokenDispatcher
+from .routing._router import TopKRouter
 
 
 class MoE(nn.Module):
@@ -64,6 +66,7 @@ class MoE(nn.Module):
                 dtype=dtype,
             )
         self.dispatcher = Local(num_experts)
+        self.replicated_over: Axis | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's result for ``x [..., dim]``, in its shape and dtype.
@@ -76,7 +79,7 @@ class MoE(nn.Module):
         raised only on the rank whose input it is, before it communicates: other ranks wait for it.
         """
         if isinstance(x, DTensor):
-            _check_sharded(x)
+            _check_tokens(x, self.replicated_over)
             result = DTensor.from_local(
                 self._compute(x.to_local()),
                 x.device_mesh,
@@ -103,9 +106,18 @@ class MoE(nn.Module):
         return total.view(x.shape)
 
 
-def _check_sharded(x: DTensor) -> None:
-    if any(not p.is_shard() or p.is_shard(x.dim() - 1) for p in x.placements):
-        raise ExpertConfigError(
-            f"the input is a DTensor with placements {x.placements}; shard it over tokens (by "
-            "sequence or batch) or pass this rank's own tokens as a plain tensor"
-        )
+def _check_tokens(x: DTensor, replicated_over: Axis | None) -> None:
+    """Raise unless ``x`` is each token once, or once on each rank of ``replicated_over``."""
+    for index, placement in enumerate(x.placements):
+        ranks = Axis.of(x.device_mesh, index).ranks
+        alike = replicated_over is not None and ranks == replicated_over.ranks
+        if alike and not placement.is_replicate():
+            raise ExpertConfigError(
+                f"the input is a DTensor with placements {x.placements}; replicate it over the "
+                f"ranks {list(ranks)}, each of which has a part of every expert"
+            )
+        if not alike and (not placement.is_shard() or placement.is_shard(x.dim() - 1)):
+            raise ExpertConfigError(
+                f"the input is a DTensor with placements {x.placements}; shard it over tokens (by "
+                "sequence or batch) or pass this rank's own tokens as a plain tensor"
+            )

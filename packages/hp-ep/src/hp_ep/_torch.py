@@ -53,6 +53,12 @@ def run_pair(function: type[torch.autograd.Function], *args: object) -> tuple[Te
     return first, second
 
 
+def run_several(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, ...]:
+    """Return ``function.apply(*args)`` of a function with any number of results."""
+    results: tuple[Tensor, ...] = function.apply(*args)
+    return results
+
+
 class _DenseGradient(torch.autograd.Function):
     """Identity; the backward of the grouped product refuses expanded gradients, as of ``sum()``."""
 

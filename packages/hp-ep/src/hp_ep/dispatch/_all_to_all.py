@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_dtensor import AxisMesh, Collectives
+from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._permutation import bag_sum, gather_rows
-from ._exchange import RowExchange, RowPlan
+from ._exchange import RowExchange, RowPlan, expert_axis
 from ._payload import check_payload, narrow
 from ._prepare import prepare
 from ._protocol import DispatchState, consume
@@ -52,9 +52,9 @@ class AllToAll:
     """A `TokenDispatcher` over one mesh axis: every slot travels as one row, there and back.
 
     Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
-    its axis ``ep`` is taken. Forward makes three all-to-alls (counts, rows, results) and one
-    device-to-host synchronisation; backward makes two all-to-alls. Each rank receives from every
-    other ``8 * (experts per rank + 3)`` bytes of counts.
+    its axis ``ep`` is taken; an `Axis` will do. Forward makes three all-to-alls (counts, rows,
+    results) and one device-to-host synchronisation; backward makes two all-to-alls. Each rank
+    receives from every other ``8 * (experts per rank + 3)`` bytes of counts.
 
     ``validate`` says whether to check the values of expert ids: by default on the CPU only; shapes
     and dtypes are always checked. A rank that finds a fault tells all others in the exchange of
@@ -65,7 +65,7 @@ class AllToAll:
 
     def __init__(
         self,
-        ep_mesh: AxisMesh,
+        ep_mesh: AxisMesh | Axis,
         num_experts: int,
         collectives: Collectives | None = None,
         *,
@@ -73,7 +73,7 @@ class AllToAll:
         payload: torch.dtype | None = None,
     ) -> None:
         self.num_experts = num_experts
-        self._exchange = RowExchange(ep_mesh, num_experts, collectives)
+        self._exchange = RowExchange(expert_axis(ep_mesh), num_experts, collectives)
         self._validate = validate
         self._payload = check_payload(payload)
 

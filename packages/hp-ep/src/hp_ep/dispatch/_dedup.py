@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_dtensor import AxisMesh, Collectives, TorchCollectives
+from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 
 from .._bags import Bags, bags_of, collect, spread
 from ._exchange import check_divides, expert_axis
@@ -64,9 +64,10 @@ class Dedup:
     There it is copied to its experts, and the rank sends back their weighted sum (the idea of the
     node-limited dispatch of DeepSeek-V3, arXiv 2412.19437, section 3.2.2, with ranks for nodes).
     Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
-    its axis ``ep`` is taken. Forward makes four all-to-alls (counts, tokens, slots, results) and
-    one device-to-host synchronisation; backward makes three. A slot, that is a token's choice, is
-    sent as 8 bytes (12 where weights are float64).
+    its axis ``ep`` is taken, or an `Axis` will do. Forward makes four
+    all-to-alls (counts, tokens, slots, results) and one device-to-host synchronisation; backward
+    makes three. A slot, that is a token's choice, is sent as 8 bytes (12 where weights are
+    float64).
 
     ``validate``, ``payload`` and the errors are those of `AllToAll`; sums made at the expert's rank
     are rounded to ``payload`` once per rank.
@@ -74,7 +75,7 @@ class Dedup:
 
     def __init__(
         self,
-        ep_mesh: AxisMesh,
+        ep_mesh: AxisMesh | Axis,
         num_experts: int,
         collectives: Collectives | None = None,
         *,

@@ -13,8 +13,10 @@ from ._faults import REPORT_SIZE, raise_faults
 from ._trip import Trip, arrive, depart
 
 
-def expert_axis(mesh: AxisMesh) -> Axis:
+def expert_axis(mesh: AxisMesh | Axis) -> Axis:
     """Return the axis of a 1-D mesh, whatever its name, or the axis ``ep`` of a larger one."""
+    if isinstance(mesh, Axis):
+        return mesh
     if mesh.ndim == 1:
         return Axis.of(mesh, 0)
     names = mesh.mesh_dim_names or ()
@@ -74,9 +76,8 @@ class RowExchange:
     """
 
     def __init__(
-        self, mesh: AxisMesh, num_experts: int, collectives: Collectives | None = None
+        self, axis: Axis, num_experts: int, collectives: Collectives | None = None
     ) -> None:
-        axis = expert_axis(mesh)
         check_divides(axis, num_experts)
         self.axis = axis
         self.num_experts = num_experts

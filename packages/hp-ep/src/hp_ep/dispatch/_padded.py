@@ -72,7 +72,7 @@ class Padded:
 
     def __init__(
         self,
-        ep_mesh: AxisMesh,
+        ep_mesh: AxisMesh | Axis,
         num_experts: int,
         collectives: Collectives | None = None,
         *,

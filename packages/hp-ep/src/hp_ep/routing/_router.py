@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 
-from ._errors import ExpertConfigError
+from .._errors import ExpertConfigError
+from .._parameters import local_weight
+from .._sizes import check_choices, check_coefficient, check_sizes
+from ..dispatch._sorting import count_ids
 from ._losses import attach, load_balancing_share
-from ._parameters import local_weight
-from ._sizes import check_choices, check_coefficient, check_sizes
-from .dispatch._sorting import count_ids
 
 
 class TopKRouter(nn.Module):
@@ -61,6 +61,13 @@ class TopKRouter(nn.Module):
         self.token_axes: tuple[Axis, ...] | None = None
         self._collectives: Collectives = TorchCollectives()
         self.reset_parameters()
+
+    @property
+    def needs_whole_batch(self) -> str:
+        """Return why the load of all ranks is needed, '' where it is not."""
+        if self.load_balance_loss:
+            return f"load_balance_loss={self.load_balance_loss} is the loss of the whole batch"
+        return ""
 
     def extra_repr(self) -> str:
         """Return the sizes and the loss's coefficient, as ``print`` shows them."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._torch import run_function
+from .._torch import run_function
 
 
 def load_balancing_share(

@@ -1,0 +1,75 @@
+"""Replicas stay one expert: each gets the gradient of all."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hp_dtensor import Axis, Collectives, TorchCollectives
+
+from .._torch import run_several
+from ._placement import Placement
+
+
+class ReplicaSum:
+    """Sums the gradients of an expert's replicas, in the order of their ranks: all get one value.
+
+    Backward makes one all-to-all over ``axis`` where the placement has replicas; each holder sends
+    its gradient to each other one. Experts with a single slot are left alone.
+    """
+
+    def __init__(
+        self, axis: Axis, placement: Placement, collectives: Collectives | None = None
+    ) -> None:
+        self.axis = axis
+        self._door: Collectives = TorchCollectives() if collectives is None else collectives
+        holders = [
+            {slot // placement.slots_per_rank for slot in slots} for slots in placement.slots_of
+        ]
+        here = placement.on_rank(axis.index)
+        self._exist = any(len(h) > 1 for h in holders)
+        # What is sent to a rank and what comes from it: the experts that both hold, in one order.
+        self._shared = [
+            sorted(e for e in here if rank != axis.index and rank in holders[e])
+            for rank in range(axis.size)
+        ]
+        self._slot = {e: slot for slot, e in enumerate(here)}
+
+    def share(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return ``weights``, each ``[slots here, ...]``, whose gradients will be those of all."""
+        return run_several(_Share, self, *weights) if self._exist else weights
+
+    def add(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return the gradients ``[slots here, ...]``, those of replicas summed."""
+        flat = torch.cat([g.flatten(1) for g in grads], 1)
+        experts = [e for shared in self._shared for e in shared]
+        splits = [len(shared) for shared in self._shared]
+        sent = flat[[self._slot[e] for e in experts]]
+        (received,) = self._door.all_to_all(self.axis, sent, splits, splits).wait()
+        parts: dict[int, list[Tensor]] = {}
+        row = 0
+        for rank, shared in enumerate(self._shared):
+            if rank == self.axis.index:
+                for expert in set(experts):
+                    parts.setdefault(expert, []).append(flat[self._slot[expert]])
+            for expert in shared:
+                parts.setdefault(expert, []).append(received[row])
+                row += 1
+        total = flat.clone()
+        for expert, several in parts.items():
+            total[self._slot[expert]] = torch.stack(several).sum(0)
+        pieces = total.split([g[0].numel() for g in grads], 1)
+        return [piece.reshape(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, replicas: ReplicaSum, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.replicas = replicas
+        return tuple(w.view_as(w) for w in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.replicas.add(list(grads))
