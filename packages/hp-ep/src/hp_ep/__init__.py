@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
     from .dispatch._protocol import TokenDispatcher as TokenDispatcher
     from .dispatch._tensor_parallel import Summed as Summed
+    from .routing._balance import collect_loads as collect_loads
+    from .routing._balance import update_router_bias as update_router_bias
     from .routing._router import TopKRouter as TopKRouter
     from .styles._base import BaseExpertParallel as BaseExpertParallel
     from .styles._model import parallelize_experts as parallelize_experts
@@ -63,11 +65,13 @@ _NEED_TORCH = {
     "TokenDispatcher": ".dispatch._protocol",
     "TopKRouter": ".routing._router",
     "bag_sum": "._permutation",
+    "collect_loads": ".routing._balance",
     "gather_rows": "._permutation",
     "parallelize_experts": ".styles._model",
     "permute": "._permutation",
     "permute_indices": "._permutation",
     "unpermute": "._permutation",
+    "update_router_bias": ".routing._balance",
 }
 
 __version__ = "0.1.0"

@@ -39,20 +39,34 @@ class MoE(nn.Module):
         num_shared_experts: int = 0,
         activation: Activation = "swiglu",
         load_balance_loss: float = 0.0,
+        router: TopKRouter | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_shared(num_shared_experts)
         self.dim = dim
-        self.router = TopKRouter(
-            dim,
-            num_experts,
-            top_k,
-            load_balance_loss=load_balance_loss,
-            device=device,
-            dtype=dtype,
-        )
+        if router is None:
+            router = TopKRouter(
+                dim,
+                num_experts,
+                top_k,
+                load_balance_loss=load_balance_loss,
+                device=device,
+                dtype=dtype,
+            )
+        elif (router.dim, router.num_experts, router.top_k) != (dim, num_experts, top_k):
+            raise ExpertConfigError(
+                f"a router with dim={router.dim}, num_experts={router.num_experts}, "
+                f"top_k={router.top_k} in a layer with dim={dim}, num_experts={num_experts}, "
+                f"top_k={top_k}; they must agree"
+            )
+        elif load_balance_loss:
+            raise ExpertConfigError(
+                f"load_balance_loss={load_balance_loss} beside a router of its own; give it to the "
+                "router"
+            )
+        self.router = router
         self.experts = GroupedExperts(
             dim, hidden_dim, num_experts, activation=activation, device=device, dtype=dtype
         )
