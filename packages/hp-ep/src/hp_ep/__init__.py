@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
+    from .balance._migrate import migrate_experts as migrate_experts
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
     from .dispatch._hierarchical import Hierarchical as Hierarchical
@@ -67,6 +68,7 @@ _NEED_TORCH = {
     "bag_sum": "._permutation",
     "collect_loads": ".routing._balance",
     "gather_rows": "._permutation",
+    "migrate_experts": ".balance._migrate",
     "parallelize_experts": ".styles._model",
     "permute": "._permutation",
     "permute_indices": "._permutation",

@@ -23,7 +23,8 @@ class ReplicaSum:
         self, axis: Axis, placement: Placement, collectives: Collectives | None = None
     ) -> None:
         self.axis = axis
-        self._door: Collectives = TorchCollectives() if collectives is None else collectives
+        self.placement = placement
+        self.collectives: Collectives = TorchCollectives() if collectives is None else collectives
         holders = [
             {slot // placement.slots_per_rank for slot in slots} for slots in placement.slots_of
         ]
@@ -46,7 +47,7 @@ class ReplicaSum:
         experts = [e for shared in self._shared for e in shared]
         splits = [len(shared) for shared in self._shared]
         sent = flat[[self._slot[e] for e in experts]]
-        (received,) = self._door.all_to_all(self.axis, sent, splits, splits).wait()
+        (received,) = self.collectives.all_to_all(self.axis, sent, splits, splits).wait()
         parts: dict[int, list[Tensor]] = {}
         row = 0
         for rank, shared in enumerate(self._shared):

@@ -37,6 +37,10 @@ class Summed:
         self.axis = axis
         self._door: Collectives = TorchCollectives() if collectives is None else collectives
 
+    def around(self, inner: TokenDispatcher) -> "Summed":
+        """Return the same around another dispatcher."""
+        return Summed(inner, self.axis, self._door)
+
     def dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor
     ) -> tuple[Tensor, Tensor, DispatchState]:

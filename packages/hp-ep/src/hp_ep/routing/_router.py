@@ -42,7 +42,8 @@ class TopKRouter(nn.Module):
     balancing, Wang et al., arXiv 2408.15664, section 3).
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
-    that this rank chose each expert. ``token_axes`` are the axes given to `split_tokens_over`, None
+    that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
+    counted. ``token_axes`` are the axes given to `split_tokens_over`, None
     before. `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
     experts or than the kept groups have, groups that do not divide, negative factors.
     """
