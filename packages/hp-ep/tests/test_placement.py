@@ -85,6 +85,30 @@ def test_a_migration_brings_every_slot_its_expert(problem: dict[str, Any], rando
         assert moves.bytes(10) == 10 * arrivals
 
 
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.randoms(use_true_random=False))
+def test_a_plan_near_today_s_is_about_as_even_as_a_fresh_one(
+    problem: dict[str, Any], random: Any
+) -> None:
+    old = plan_placement(**problem)
+    load = list(problem["load"])
+    random.shuffle(load)
+    problem = {**problem, "load": load}
+    fresh, near = plan_placement(**problem), plan_placement(**problem, near=old)
+    assert near.imbalance(load) <= 1.05 * fresh.imbalance(load) + 1e-9
+
+
+def test_a_drift_of_a_zipf_load_moves_few_experts() -> None:
+    load = [1 / (1 + (i * 37) % 256) for i in range(256)]
+    old = plan_placement(load, 32, num_replicas=32, node_size=8)
+    load = [x * (1 + 0.02 * (i * 53 % 21 - 10)) for i, x in enumerate(load)]  # by up to a fifth
+    options: dict[str, Any] = dict(num_replicas=32, node_size=8)
+    fresh = plan_placement(load, 32, **options)
+    near = plan_placement(load, 32, **options, near=old)
+    assert 0 < 4 * plan_migration(old, near).moved < plan_migration(old, fresh).moved
+    assert near.imbalance(load) <= 1.05 * fresh.imbalance(load) < old.imbalance(load)
+
+
 @settings(deadline=None, max_examples=60)
 @given(problems())
 def test_an_equal_load_near_today_s_placement_moves_nothing(problem: dict[str, Any]) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from .._errors import ExpertConfigError
 from ._nearness import near_placement
 from ._placement import Placement
+from ._rebalance import rebalance
+
+NEAR = 1.05  # this much less even is worth not moving everything
 
 
 def plan_placement(
@@ -22,8 +25,11 @@ def plan_placement(
     ``num_replicas`` slots beyond one per expert go, one after the other, to the expert with the
     most load per replica. Then the heaviest first, each goes to the least loaded rank with room
     (longest processing time first, Graham 1969, section 5); with ``node_size`` ranks per node,
-    first to nodes and then inside them. Ranks are numbered so that many experts stay where
-    ``near``, the placement of today, has them.
+    first to nodes and then inside them.
+
+    ``near`` is the placement of today: then only as many experts change places with others as it
+    takes to be within `NEAR` of that plan, or if that does not get there, ranks of that plan are
+    numbered so that many experts stay.
 
     `ExpertConfigError` where slots do not divide by ranks, ranks by nodes, for more replicas than
     ranks can hold, and for loads that are negative or not finite.
@@ -41,10 +47,22 @@ def plan_placement(
         for node in _pack(items, weight, nodes, node_size)
         for rank in _pack(sorted(node, key=lambda e: (-weight[e], e)), weight, node_size, 1)
     ]
-    if near is not None:
-        ranks = near_placement(ranks, near, node_size)
+    if near is None:
+        return _placed(ranks, len(load))
+    fresh = _placed(near_placement(ranks, near, node_size), len(load))
+    today = near.num_experts, len(near.experts), near.num_ranks
+    if today != (len(load), len(fresh.experts), num_ranks):
+        return fresh
+    enough = NEAR * fresh.imbalance(load)
+    if near.imbalance(load) <= enough:
+        return near
+    changed = _placed(rebalance(load, copies, near), len(load))
+    return changed if changed.imbalance(load) <= enough else fresh
+
+
+def _placed(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
     experts = tuple(e for rank in ranks for e in rank)
-    return Placement(num_ranks=num_ranks, num_experts=len(load), experts=experts)
+    return Placement(num_ranks=len(ranks), num_experts=num_experts, experts=experts)
 
 
 def _check(load: Sequence[float], num_ranks: int, num_replicas: int, node_size: int | None) -> None:
