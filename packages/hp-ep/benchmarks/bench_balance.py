@@ -132,7 +132,7 @@ def draw(path: Path, setting: Setting, loads: Any, series: dict[str, list[float]
     import matplotlib
 
     matplotlib.use("Agg")  # files only: no display is needed
-    matplotlib.rcParams["svg.hashsalt"] = "hp-ep"  # the same file every time
+    matplotlib.rcParams.update({"svg.hashsalt": "hp-ep", "svg.fonttype": "none"})  # one file ever
     from matplotlib import pyplot
 
     colors = dict(zip(series, ("#b5482f", "#c9952b", "#2f6f8f"), strict=True))
