@@ -107,7 +107,15 @@ def _both(rank: int, size: int, etp: int, replicas: int, efsdp: int) -> list[Any
 
 @pytest.mark.parametrize(
     ("size", "etp", "replicas", "efsdp"),
-    [(2, 1, 0, 1), (4, 1, 0, 1), (4, 2, 0, 1), (4, 1, 4, 1), (4, 2, 2, 1), (4, 1, 0, 2)],
+    [
+        (2, 1, 0, 1),
+        (4, 1, 0, 1),
+        (4, 2, 0, 1),
+        (4, 1, 4, 1),
+        (4, 2, 2, 1),
+        (4, 1, 0, 2),
+        (4, 1, 2, 2),
+    ],
 )
 def test_training_with_migration_equals_training_without(
     ranks: Any, size: int, etp: int, replicas: int, efsdp: int

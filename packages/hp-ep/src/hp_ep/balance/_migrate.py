@@ -45,7 +45,7 @@ def migrate_experts(
     for tensor in tensors:
         _move(tensor, migration, replicas.axis, replicas.collectives)
     layer.dispatcher = dispatcher
-    layer.experts.replicas = ReplicaSum(replicas.axis, placement, replicas.collectives)
+    layer.experts.replicas = replicas.moved_to(placement)
     return migration
 
 

@@ -20,7 +20,12 @@ class ReplicaSum:
     """
 
     def __init__(
-        self, axis: Axis, placement: Placement, collectives: Collectives | None = None
+        self,
+        axis: Axis,
+        placement: Placement,
+        collectives: Collectives | None = None,
+        *,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.axis = axis
         self.placement = placement
@@ -36,6 +41,13 @@ class ReplicaSum:
             for rank in range(axis.size)
         ]
         self._slot = {e: slot for slot, e in enumerate(here)}
+        sent = [self._slot[e] for shared in self._shared for e in shared]
+        # On the device from the start: backward must not wait for a copy.
+        self._sent = torch.tensor(sent, dtype=torch.int64, device=device)
+
+    def moved_to(self, placement: Placement) -> "ReplicaSum":
+        """Return the same for another placement on the same ranks."""
+        return ReplicaSum(self.axis, placement, self.collectives, device=self._sent.device)
 
     def share(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``weights``, each ``[slots here, ...]``, whose gradients will be those of all."""
@@ -46,7 +58,7 @@ class ReplicaSum:
         flat = torch.cat([g.flatten(1) for g in grads], 1)
         experts = [e for shared in self._shared for e in shared]
         splits = [len(shared) for shared in self._shared]
-        sent = flat[[self._slot[e] for e in experts]]
+        sent = flat.index_select(0, self._sent)
         (received,) = self.collectives.all_to_all(self.axis, sent, splits, splits).wait()
         parts: dict[int, list[Tensor]] = {}
         row = 0
