@@ -55,25 +55,26 @@ class ReplicaSum:
 
     def add(self, grads: list[Tensor]) -> list[Tensor]:
         """Return the gradients ``[slots here, ...]``, those of replicas summed."""
-        flat = torch.cat([g.flatten(1) for g in grads], 1)
-        experts = [e for shared in self._shared for e in shared]
+        sent = torch.cat([g.index_select(0, self._sent).flatten(1) for g in grads], 1)
         splits = [len(shared) for shared in self._shared]
-        sent = flat.index_select(0, self._sent)
         (received,) = self.collectives.all_to_all(self.axis, sent, splits, splits).wait()
         parts: dict[int, list[Tensor]] = {}
         row = 0
         for rank, shared in enumerate(self._shared):
             if rank == self.axis.index:
-                for expert in set(experts):
-                    parts.setdefault(expert, []).append(flat[self._slot[expert]])
+                for expert in {e for held in self._shared for e in held}:
+                    own = [g[self._slot[expert]].flatten() for g in grads]
+                    parts.setdefault(expert, []).append(torch.cat(own))
             for expert in shared:
                 parts.setdefault(expert, []).append(received[row])
                 row += 1
-        total = flat.clone()
+        totals = [g.clone() for g in grads]  # a gradient may be another's memory
         for expert, several in parts.items():
-            total[self._slot[expert]] = torch.stack(several).sum(0)
-        pieces = total.split([g[0].numel() for g in grads], 1)
-        return [piece.reshape(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+            pieces = torch.stack(several).sum(0).split([g[0].numel() for g in grads])
+            for total, piece in zip(totals, pieces, strict=True):
+                place = total[self._slot[expert]]
+                place.copy_(piece.view(place.shape))
+        return totals
 
 
 class _Share(torch.autograd.Function):
