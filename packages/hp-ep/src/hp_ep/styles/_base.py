@@ -120,7 +120,7 @@ class BaseExpertParallel(ParallelStyle):
             if token_axes is not None:
                 layer.router.split_tokens_over(token_axes, self._collectives)
             layer.dispatcher = dispatcher
-            layer.replicated_over = split.tensor_axis
+            layer.replicated_over = split.summed_over
 
         return change
 
@@ -133,8 +133,8 @@ class BaseExpertParallel(ParallelStyle):
                 f"sequence_mesh has axes {self._sequence_mesh.mesh_dim_names}; pass the 1-D mesh "
                 "of the axis that shards the sequence"
             )
-        tensor = split.tensor_axis
-        if tensor is not None and tensor.size > 1:
+        tensor = split.summed_over
+        if tensor is not None:
             raise ExpertConfigError(
                 f"sequence_mesh is for whole experts, but {tensor.name}={tensor.size} cuts them; "
                 "its ranks must hold the same tokens: leave sequence_mesh out"

@@ -36,8 +36,8 @@ def make_dispatcher(
         index = 0 if split.expert_axis is None else split.expert_axis.index
         device = layer.experts.w1.device
         dispatcher = Placed(dispatcher, placement, index, device=device)
-    if split.tensor_axis is not None:
-        dispatcher = Summed(dispatcher, split.tensor_axis, collectives)
+    if split.summed_over is not None:
+        dispatcher = Summed(dispatcher, split.summed_over, collectives)
     return dispatcher
 
 

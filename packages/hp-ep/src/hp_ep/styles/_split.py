@@ -30,6 +30,12 @@ class Split:
         """Return how many ranks have different experts."""
         return 1 if self.expert_axis is None else self.expert_axis.size
 
+    @property
+    def summed_over(self) -> Axis | None:
+        """Return the axis whose ranks each have a part of every output, None where one has all."""
+        axis = self.tensor_axis
+        return None if axis is None or axis.size == 1 else axis
+
     def placements(self, name: str) -> tuple[TensorPlacement, ...]:
         """Return how the weight ``name`` lies over the mesh.
 

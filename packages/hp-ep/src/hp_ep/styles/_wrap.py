@@ -22,8 +22,8 @@ def wrap_forward(experts: GroupedExperts, split: Split, collectives: Collectives
     if split.expert_axis is not None:
         exchange = RowExchange(split.expert_axis, experts.num_experts, collectives)
         compute = _over_ranks(compute, exchange)
-    if split.tensor_axis is not None:
-        compute = _summed(compute, split.tensor_axis, collectives)
+    if split.summed_over is not None:
+        compute = _summed(compute, split.summed_over, collectives)
     # Bound to the module it is called on, so that a deep copy computes with its own weights.
     experts.forward = MethodType(compute, experts)  # type: ignore[method-assign]
 
