@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import Axis
 from hp_ep import (
@@ -88,9 +90,10 @@ def _style(case: Case, mesh: DeviceMesh) -> tuple[BaseExpertParallel, DeviceMesh
     return ExpertTensorParallel(dispatcher, token_axes=axes), mesh["ep", "etp"]
 
 
-def _step(rank: int, case: Case) -> dict[str, Tensor]:
+def _step(rank: int, case: Case, chunks: int) -> dict[str, Tensor]:
     mesh = _mesh((case.efsdp, case.ep, case.etp), ("efsdp", "ep", "etp"))
     layer = build_moe(9, **OPTIONS)
+    layer.num_chunks = chunks
     style, over = _style(case, mesh)
     style.apply(layer, over)
     if case.efsdp > 1:
@@ -108,13 +111,14 @@ def _step(rank: int, case: Case) -> dict[str, Tensor]:
     return found
 
 
-def _steps(rank: int, size: int) -> list[dict[str, Tensor]]:
-    return [_step(rank, case) for case in _cases(size)]
+def _steps(rank: int, size: int, chunks: int) -> list[dict[str, Tensor]]:
+    return [_step(rank, case, chunks) for case in _cases(size)]
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_dispatcher_and_split_equals_one_process(ranks: Any, size: int) -> None:
-    results = ranks(size).run(_steps, size, timeout=120)
+def test_every_dispatcher_and_split_equals_one_process(ranks: Any, size: int, chunks: int) -> None:
+    results = ranks(size).run(_steps, size, chunks, timeout=120)
     for i, case in enumerate(_cases(size)):
         parts = case.efsdp * case.ep
         layer, x = build_moe(9, **OPTIONS), torch.cat(_tokens(parts)).requires_grad_()
@@ -138,6 +142,40 @@ def test_every_dispatcher_and_split_equals_one_process(ranks: Any, size: int) ->
                 assert_close(whole[0], p.grad)
             else:
                 assert_close(torch.stack([r[name] for r in firsts]).sum(0), p.grad)
+
+
+def _interleaved(rank: int, recompute: bool) -> list[list[Tensor]]:
+    found = []
+    for name in ("AllToAll", "Dedup", "Padded", "Hierarchical"):
+        case = Case(1, 2, 1, name)
+        mesh = _mesh((1, 2, 1), ("efsdp", "ep", "etp"))
+        layer = build_moe(9, **OPTIONS)
+        style, over = _style(case, mesh)
+        style.apply(layer, over)
+        leaves = [(_tokens(2)[rank] * sign).requires_grad_() for sign in (1, -2)]
+        run: Callable[[Tensor], Tensor] = layer
+        if recompute:
+            run = partial(checkpoint, layer, use_reentrant=False)
+        first, second = map(run, leaves)
+        # The first to go is the first to come back, as in a pipeline, not the last as in a stack.
+        (first**2).sum().backward()
+        (second**2).sum().backward()
+        found.append([first.detach(), second.detach(), *grads(leaves)])
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_microbatches_in_flight_do_not_see_each_other(ranks: Any, recompute: bool) -> None:
+    results = ranks(2).run(_interleaved, recompute)
+    for micro, sign in enumerate((1, -2)):
+        layer = build_moe(9, **OPTIONS)
+        x = (torch.cat(_tokens(2)) * sign).requires_grad_()
+        y = dense_moe(layer, x)
+        ((y**2).sum() + dense_balance_loss(layer, x)).backward()
+        for dispatcher in range(4):
+            parts = [r[dispatcher] for r in results]
+            assert_close(torch.cat([p[micro] for p in parts]), y)
+            assert_close(torch.cat([p[micro + 2] for p in parts]), x.grad)
 
 
 def _experts_step(rank: int, tp: bool) -> list[Tensor]:

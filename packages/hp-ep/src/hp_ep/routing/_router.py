@@ -113,10 +113,18 @@ class TopKRouter(nn.Module):
         """Return the sizes and the options that are set, as ``print`` shows them."""
         text = f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
         text += f", load_balance_loss={self.load_balance_loss}"
-        defaults = {"score": "softmax", "normalise": True, "scale": 1.0, "num_groups": 1}
-        defaults |= {"top_groups": self.num_groups, "noise": 0.0, "z_loss": 0.0, "bias_rate": 0.0}
-        set_here = [name for name, value in defaults.items() if getattr(self, name) != value]
-        return text + "".join(f", {name}={getattr(self, name)!r}" for name in set_here)
+        options: dict[str, tuple[object, object]] = {
+            "score": (self.score, "softmax"),
+            "normalise": (self.normalise, True),
+            "scale": (self.scale, 1.0),
+            "num_groups": (self.num_groups, 1),
+            "top_groups": (self.top_groups, self.num_groups),
+            "noise": (self.noise, 0.0),
+            "z_loss": (self.z_loss, 0.0),
+            "bias_rate": (self.bias_rate, 0.0),
+        }
+        said = [f"{k}={value!r}" for k, (value, default) in options.items() if value != default]
+        return ", ".join([text, *said])
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, uniform within ``1 / sqrt(dim)``; set load and bias to zero."""
