@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 
 import pytest
 import torch
@@ -62,6 +63,24 @@ def test_two_ranks_train_as_one_process(ranks: Ranks, degrees: dict[str, int]) -
 @pytest.mark.parametrize("degrees", combinations(4), ids=name)
 def test_four_ranks_train_as_one_process(ranks: Ranks, degrees: dict[str, int]) -> None:
     outcomes = ranks(4).run(on_rank, degrees, torch.float64)
+    assert_same(outcomes, reference(torch.float64), 1e-12)
+
+
+CUT_EXPERTS = [
+    {"tp": 2, "etp": 2},
+    {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
+    {"dp_shard": 2, "tp": 2, "ep": 1, "etp": 2},
+    {"cp": 2, "tp": 2, "ep": 2, "etp": 2},
+    {"tp": 4, "etp": 4},
+]
+
+
+@pytest.mark.parametrize("degrees", CUT_EXPERTS, ids=name)
+def test_experts_cut_like_the_layers_train_as_one_process(
+    ranks: Ranks, degrees: dict[str, int]
+) -> None:
+    size = prod(degrees[axis] for axis in ("dp_shard", "cp", "tp") if axis in degrees)
+    outcomes = ranks(size).run(on_rank, degrees, torch.float64)
     assert_same(outcomes, reference(torch.float64), 1e-12)
 
 

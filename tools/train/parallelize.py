@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_cp import ContextParallel, Contiguous, Zigzag
 from hp_dtensor import Collectives, TorchCollectives
-from hp_ep import ExpertParallel, MoE
+from hp_ep import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, MoE
 from hp_fsdp import fully_shard
 from hp_mesh import ParallelDims, ParallelMesh
 
@@ -40,7 +41,7 @@ def parallelize(
     """
     door = TorchCollectives() if collectives is None else collectives
     if dims.tp > 1:
-        apply_tensor_parallel(model, mesh)
+        apply_tensor_parallel(model, mesh, dims)
     apply_expert_parallel(model, mesh, dims, door)
     if dims.cp > 1:
         apply_context_parallel(model, mesh, dims, door)
@@ -50,11 +51,12 @@ def parallelize(
     return model
 
 
-def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh) -> None:
+def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims) -> None:
     """Cut matrices over ``tp`` with torch's styles; between them the sequence is cut.
 
     The residual stream is each rank's part of the sequence (Korthikanti et al., arXiv 2205.05198,
-    section 4.2), and so are a mixture of experts' tokens: its experts stay whole.
+    section 4.2), and so are the tokens of a mixture of experts where its experts stay whole; where
+    they are cut too, every rank gets all tokens.
     """
     tp = mesh["tp"]
     norm = SequenceParallel(use_local_output=True)
@@ -74,8 +76,16 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh) -> None:
         "blocks.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "blocks.*.mlp_norm": norm,
     }
+    whole = PrepareModuleInputOutput(
+        input_layouts=(Shard(1),),
+        desired_input_layouts=(Replicate(),),
+        output_layouts=(Replicate(),),
+        desired_output_layouts=(Shard(1),),
+    )
     for index, block in enumerate(model.blocks):
-        if not isinstance(block.mlp, MoE):
+        if isinstance(block.mlp, MoE):
+            plan |= {f"blocks.{index}.mlp": whole} if dims.etp > 1 else {}
+        else:
             plan |= {
                 f"blocks.{index}.mlp": gather,
                 f"blocks.{index}.mlp.w1": ColwiseParallel(),
@@ -90,14 +100,19 @@ def apply_expert_parallel(
     model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims, collectives: Collectives
 ) -> None:
     """Put each rank's experts on it; the loads are balanced over all tokens of the batch."""
-    style = ExpertParallel(
-        token_axes=mesh["loss", "tp"],
-        sequence_mesh=mesh["tp"] if dims.tp > 1 else None,
-        collectives=collectives,
-    )
+    style: BaseExpertParallel
+    if dims.etp > 1:
+        style = ExpertTensorParallel(token_axes=mesh["loss"], collectives=collectives)
+    else:
+        style = ExpertParallel(
+            token_axes=mesh["loss", "tp"],
+            sequence_mesh=mesh["tp"] if dims.tp > 1 else None,
+            collectives=collectives,
+        )
+    over = mesh["ep", "etp"] if dims.etp > 1 else mesh["ep"]
     for block in model.blocks:
         if isinstance(block.mlp, MoE):
-            parallelize_module(block.mlp, mesh["ep"], style)
+            parallelize_module(block.mlp, over, style)
 
 
 def apply_context_parallel(

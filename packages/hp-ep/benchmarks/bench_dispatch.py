@@ -1,8 +1,11 @@
 """Dispatch and combine, forward and backward, against torchtitan's all-to-all dispatcher.
 
+Bytes are counted by the same instrument for all sides: what rank 0 receives from other ranks in one
+step, forward and backward, by all collectives that torch runs.
+
     python bench_dispatch.py [--quick] [--json FILE] [--deadline SECONDS]
 
-Both sides run in the same gloo ranks (one thread each) in random order within each round, on the
+All sides run in the same gloo ranks (one thread each) in random order within each round, on the
 same tokens, weights and expert ids, and their outputs and gradients are compared first. The other
 side gets its counts per expert for free (its router has them), runs its plain-tensor path, and in
 the rows with experts computes with this package's experts: only the dispatch differs. Times on
@@ -31,8 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_ep import AllToAll, GroupedExperts
+from hp_ep import AllToAll, Dedup, GroupedExperts, TokenDispatcher
 
 PEER = "torchtitan.models.common.token_dispatcher"
 Times = dict[str, list[list[float]]]
@@ -59,6 +63,7 @@ CASES = [
     Case(2, 2048, 512, 0, 64, 8, 6.0, 15),
     Case(2, 1024, 512, 1024, 64, 8, 0.0, 15),
     Case(4, 2048, 512, 0, 64, 8, 0.0, 15),
+    Case(4, 1024, 512, 1024, 64, 8, 0.0, 15),
 ]
 QUICK = [Case(2, 64, 16, 0, 8, 2, 0.0, 2), Case(2, 64, 16, 32, 8, 2, 0.0, 2)]
 
@@ -87,33 +92,35 @@ def main() -> int:
         for case, times in zip(cases, _run_ranks(cases, deadline), strict=True):
             row = _row(case, times)
             rows.append(row)
-            print(
-                f"{case}\n"
-                f"  wall ms: ours {row['ours_ms']:.1f}  theirs {row['theirs_ms']:.1f}  "
-                f"ratio {row['ratio']:.3f} ({row['ratio_low']:.3f} .. {row['ratio_high']:.3f})\n"
-                f"  CPU s, all ranks: ours {row['ours_cpu_s']:.3f}  "
-                f"theirs {row['theirs_cpu_s']:.3f}  ratio {row['cpu_ratio']:.3f}",
-                flush=True,
-            )
+            print(case)
+            for name, arm in row["arms"].items():
+                print(
+                    f"  {name:9s} wall {arm['ms']:8.1f} ms  ratio {arm['ratio']:.3f} "
+                    f"({arm['ratio_low']:.3f} .. {arm['ratio_high']:.3f})  CPU, all ranks "
+                    f"{arm['cpu_s']:.3f} s  ratio {arm['cpu_ratio']:.3f}  "
+                    f"received {arm['bytes'] / 2**20:.1f} MiB",
+                    flush=True,
+                )
     if options.json:
         options.json.write_text(json.dumps({"name": "ep_dispatch", "rows": rows}, indent=2))
     return 0
 
 
 def _row(case: Case, times: Times) -> dict[str, Any]:
-    ours, theirs = times["ours"], times["theirs"]
-    wall = sorted(a[0] / b[0] for a, b in zip(ours, theirs, strict=True))
-    cpu = [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)]
-    return asdict(case) | {
-        "ours_ms": 1e3 * statistics.median(t[0] for t in ours),
-        "theirs_ms": 1e3 * statistics.median(t[0] for t in theirs),
-        "ratio": statistics.median(wall),
-        "ratio_low": wall[len(wall) // 10],
-        "ratio_high": wall[-1 - len(wall) // 10],
-        "ours_cpu_s": statistics.median(t[1] for t in ours),
-        "theirs_cpu_s": statistics.median(t[1] for t in theirs),
-        "cpu_ratio": statistics.median(cpu),
-    }
+    theirs = times["theirs"]
+    arms = {}
+    for name, ours in times.items():
+        wall = sorted(a[0] / b[0] for a, b in zip(ours, theirs, strict=True))
+        arms[name] = {
+            "ms": 1e3 * statistics.median(t[0] for t in ours),
+            "ratio": statistics.median(wall),
+            "ratio_low": wall[len(wall) // 10],
+            "ratio_high": wall[-1 - len(wall) // 10],
+            "cpu_s": statistics.median(t[1] for t in ours),
+            "cpu_ratio": statistics.median(a[1] / b[1] for a, b in zip(ours, theirs, strict=True)),
+            "bytes": ours[0][2],
+        }
+    return asdict(case) | {"arms": arms}
 
 
 def _run_ranks(cases: list[Case], deadline: float) -> list[Times]:
@@ -163,13 +170,18 @@ def _case_times(rank: int, case: Case, mesh: DeviceMesh) -> Times:
     x = torch.randn(case.tokens, case.dim, requires_grad=True)
     grad = torch.randn(case.tokens, case.dim)
     compute = _experts(case)
-    arms = {"ours": _ours(case, mesh, ids, compute), "theirs": _theirs(case, mesh, ids, compute)}
+    arms = {
+        "theirs": _theirs(case, mesh, ids, compute),
+        "AllToAll": _ours(AllToAll(mesh, case.experts), ids, compute),
+        "Dedup": _ours(Dedup(mesh, case.experts), ids, compute),
+    }
     _compare(arms, x, weights, grad)
+    received = {name: _received(step, x, weights, grad) for name, step in arms.items()}
     times: Times = {name: [] for name in arms}
     shuffle = random.Random(case.tokens)  # the same on every rank
     for _ in range(case.rounds + 1):
         for name in shuffle.sample(sorted(arms), len(arms)):
-            times[name].append(_timed(arms[name], x, weights, grad))
+            times[name].append([*_timed(arms[name], x, weights, grad), received[name]])
     return {name: values[1:] for name, values in times.items()}  # the first round warms up
 
 
@@ -180,9 +192,7 @@ def _experts(case: Case) -> Compute:
     return lambda rows, counts: experts(rows, counts)
 
 
-def _ours(case: Case, mesh: DeviceMesh, ids: Tensor, compute: Compute) -> Step:
-    dispatcher = AllToAll(mesh, case.experts)
-
+def _ours(dispatcher: TokenDispatcher, ids: Tensor, compute: Compute) -> Step:
     def step(x: Tensor, weights: Tensor) -> Tensor:
         rows, counts, state = dispatcher.dispatch(x, weights, ids)
         return dispatcher.combine(compute(rows, counts), state)
@@ -207,13 +217,45 @@ def _theirs(case: Case, mesh: DeviceMesh, ids: Tensor, compute: Compute) -> Step
 
 
 def _compare(arms: dict[str, Step], x: Tensor, weights: Tensor, grad: Tensor) -> None:
-    ours, theirs = (
-        (y, *torch.autograd.grad(y, (x, weights), grad))
-        for y in (arms[name](x, weights) for name in ("ours", "theirs"))
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        if (a - b).abs().max() > 1e-5 * b.abs().max():
-            raise RuntimeError("the two sides do not compute the same")
+    results = {
+        name: (y, *torch.autograd.grad(y, (x, weights), grad))
+        for name, y in ((name, step(x, weights)) for name, step in arms.items())
+    }
+    for name, ours in results.items():
+        for a, b in zip(ours, results["theirs"], strict=True):
+            if (a - b).abs().max() > 1e-5 * b.abs().max():
+                raise RuntimeError(f"{name} does not compute the same as the other side")
+
+
+class _Received(TorchDispatchMode):
+    """Counts what all-to-alls bring from other ranks, whichever of torch's ways they go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if "alltoall_base_" in name:  # output, input, group, splits of both
+            self._add(args[0], args[3])
+        elif "all_to_all_single" in name:  # input, splits of output and input, group
+            self._add(result, args[1])
+        elif any(word in name for word in ("all_reduce", "all_gather", "reduce_scatter")):
+            raise RuntimeError(f"{name} is not counted")
+        return result
+
+    def _add(self, output: Tensor, splits: list[int]) -> None:
+        size = dist.get_world_size()
+        mine = splits[dist.get_rank()] if splits else output.shape[0] // size
+        row = output[:1].numel() * output.element_size() if len(output) else 0
+        self.bytes += (len(output) - mine) * row
+
+
+def _received(step: Step, x: Tensor, weights: Tensor, grad: Tensor) -> float:
+    with _Received() as counted:
+        step(x, weights).backward(grad)
+    return float(counted.bytes)
 
 
 def _timed(step: Step, x: Tensor, weights: Tensor, grad: Tensor) -> list[float]:

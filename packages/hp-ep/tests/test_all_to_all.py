@@ -10,51 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
-from hp_ep import AllToAll, DispatchStateError, ExpertConfigError, GroupedExperts, RoutingError
+from hp_ep import AllToAll, DispatchStateError, ExpertConfigError, RoutingError
 
-from .reference import assert_close, dense_combine, grads
+from .dispatching import ROUTINGS, Result, check, rank_result
+from .reference import assert_close
 from .strategies import MISFITS, Routing, routings
-
-Result = dict[str, Tensor]
-
-
-def _weights(num_experts: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(num_experts)
-    shapes = (num_experts, 5, 3), (num_experts, 3, 5), (num_experts, 5, 3)
-    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-
-
-def _rank_result(rank: int, dispatcher: AllToAll, routing: Routing) -> Result:
-    local = routing.num_experts // routing.num_ranks
-    experts = GroupedExperts(3, 5, local, dtype=torch.float64)
-    with torch.no_grad():
-        for p, whole in zip(experts.parameters(), _weights(routing.num_experts), strict=True):
-            p.copy_(whole[rank * local : (rank + 1) * local])
-    x = routing.x[rank].clone().requires_grad_()
-    w = routing.weights[rank].clone().requires_grad_()
-    rows, counts, state = dispatcher.dispatch(x, w, routing.expert_ids[rank])
-    y = dispatcher.combine(experts(rows, counts), state)
-    (y * torch.arange(1.0, 4.0)).sum().backward()
-    gx, gw, g1, g2, g3 = grads([x, w, *experts.parameters()])
-    sums = rows.detach().sum(0)
-    return dict(y=y.detach(), x=gx, w=gw, w1=g1, w2=g2, w3=g3, counts=counts, sums=sums)
-
-
-def _check(routing: Routing, results: list[Result]) -> None:
-    """Compare what the ranks return, put together, with one process that has all tokens."""
-    x = torch.cat(routing.x).requires_grad_()
-    w = torch.cat(routing.weights).requires_grad_()
-    ids = torch.cat(routing.expert_ids)
-    w1, w2, w3 = (p.requires_grad_() for p in _weights(routing.num_experts))
-    y = dense_combine(x, w, ids, w1, w2, w3)
-    (y * torch.arange(1.0, 4.0)).sum().backward()
-    assert_close(torch.cat([r["y"] for r in results]), y)
-    for name, leaf in dict(x=x, w=w, w1=w1, w2=w2, w3=w3).items():
-        assert_close(torch.cat([r[name] for r in results]), leaf.grad)
-    counts = torch.cat([r["counts"] for r in results])
-    assert counts.tolist() == [int((ids == e).sum()) for e in range(routing.num_experts)]
-    total = x.detach().sum(0) * routing.top_k  # every token arrives once per choice, unchanged
-    assert_close(torch.stack([r["sums"] for r in results]).sum(0), total)
 
 
 def _dispatcher(collectives: SimulatedCollectives, ranks: int, experts: int) -> AllToAll:
@@ -66,41 +26,14 @@ def _dispatcher(collectives: SimulatedCollectives, ranks: int, experts: int) -> 
 def test_outputs_and_all_gradients_equal_the_dense_layer(routing: Routing) -> None:
     def rank(me: int, collectives: SimulatedCollectives) -> Result:
         dispatcher = _dispatcher(collectives, routing.num_ranks, routing.num_experts)
-        return _rank_result(me, dispatcher, routing)
+        return rank_result(me, dispatcher, routing)
 
-    _check(routing, SimulatedWorld(routing.num_ranks).run(rank))
-
-
-def _fixed_routing(tokens: list[int], experts: int, top_k: int, load: float = 0.0) -> Routing:
-    generator = torch.Generator().manual_seed(sum(tokens))
-    logits = torch.randn(sum(tokens), experts, generator=generator, dtype=torch.float64)
-    ids = (logits - load * torch.arange(experts)).topk(top_k).indices
-    weights = torch.rand(ids.shape, generator=generator, dtype=torch.float64)
-    x = torch.randn(sum(tokens), 3, generator=generator, dtype=torch.float64)
-    return Routing(
-        num_ranks=len(tokens),
-        num_experts=experts,
-        top_k=top_k,
-        x=list(x.split(tokens)),
-        weights=list(weights.split(tokens)),
-        expert_ids=list(ids.split(tokens)),
-    )
-
-
-ROUTINGS = {
-    "uneven": _fixed_routing([5, 2], 4, 2),
-    "no token on rank 1": _fixed_routing([4, 0], 4, 2),
-    "no tokens": _fixed_routing([0, 0], 4, 2),
-    "one expert for all": _fixed_routing([3, 4], 4, 1, load=100.0),
-    "all experts for each": _fixed_routing([2, 3], 4, 4),
-    "four ranks": _fixed_routing([3, 0, 5, 1], 8, 3),
-    "one expert per rank": _fixed_routing([1, 2, 3, 4], 4, 2),
-}
+    check(routing, SimulatedWorld(routing.num_ranks).run(rank))
 
 
 def _on_gloo(rank: int, routing: Routing) -> Result:
     mesh = cached("ep mesh", lambda: _mesh(routing.num_ranks))
-    return _rank_result(rank, AllToAll(mesh, routing.num_experts), routing)
+    return rank_result(rank, AllToAll(mesh, routing.num_experts), routing)
 
 
 def _mesh(size: int) -> DeviceMesh:
@@ -110,7 +43,7 @@ def _mesh(size: int) -> DeviceMesh:
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_real_ranks_equal_the_dense_layer(ranks: Any, name: str) -> None:
     routing = ROUTINGS[name]
-    _check(routing, ranks(routing.num_ranks).run(_on_gloo, routing))
+    check(routing, ranks(routing.num_ranks).run(_on_gloo, routing))
 
 
 @settings(deadline=None, max_examples=25)
@@ -136,7 +69,7 @@ def test_calls_and_bytes_are_those_of_the_formula(routing: Routing) -> None:
     def rank(me: int, collectives: SimulatedCollectives) -> dict[tuple[str, str], Any]:
         recording = RecordingCollectives(collectives)
         mesh = collectives.mesh((routing.num_ranks,), ("ep",))
-        _rank_result(me, AllToAll(mesh, routing.num_experts, recording), routing)
+        rank_result(me, AllToAll(mesh, routing.num_experts, recording), routing)
         return recording.by_call
 
     local = routing.num_experts // routing.num_ranks

@@ -96,6 +96,17 @@ def test_uninitialised_memory_never_reaches_a_result_or_a_gradient(
         assert all(t.isfinite().all() for t in (y, *grads([x, *layer.parameters()])))
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_copies_of_one_network_as_experts_are_that_network(top_k: int) -> None:
+    layer, x = build_moe(4, top_k=top_k), torch.randn(5, 4, dtype=torch.float64)
+    with torch.no_grad():  # what upcycling a dense model does
+        for parameter in layer.experts.parameters():
+            parameter.copy_(parameter[:1].expand_as(parameter).clone())
+    w1, w2, w3 = (p[0] for p in (layer.experts.w1, layer.experts.w2, layer.experts.w3))
+    dense = (nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t()
+    assert_close(layer(x), dense)
+
+
 def test_experts_are_called_as_a_module() -> None:
     layer = build_moe(1)
     calls: list[str] = []

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, TopKRouter
-from hp_ep._losses import load_balancing_share
+from hp_ep.routing._losses import load_balancing_share
 
 from .reference import assert_close, grads
 
@@ -233,5 +233,7 @@ def test_axes_that_are_only_names_are_refused() -> None:
 
 
 def test_an_unknown_score_is_refused() -> None:
-    with pytest.raises(ExpertConfigError, match=r"score='sigmoid' is not one of \['softmax'\]"):
-        TopKRouter(4, 3, 1, score="sigmoid")  # type: ignore[arg-type]
+    with pytest.raises(
+        ExpertConfigError, match=r"score='tanh' is not one of \['softmax', 'sigmoid'\]"
+    ):
+        TopKRouter(4, 3, 1, score="tanh")  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def _layer_step(rank: int, counts: list[int], recompute: bool) -> dict[str, Tens
     assert isinstance(layer.dispatcher, AllToAll)
     if recompute:
         compute = layer.forward
-        layer.forward = lambda x: checkpoint(  # type: ignore[method-assign]
+        layer.forward = lambda x: checkpoint(  # type: ignore[assignment, method-assign, misc]
             compute, x, use_reentrant=False
         )
     return _result(layer, _tokens(counts)[rank])

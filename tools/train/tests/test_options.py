@@ -67,6 +67,7 @@ def test_a_cluster_gives_the_world_size() -> None:
         ("--dp-shard 0", "dp_shard='0' is not a degree; use a positive integer"),
         ("--procs 3", "dp_shard=3 does not divide global_batch=8; use 1, 2, 4 or 8"),
         ("--tp 8 --procs 8", "tp=8 does not divide num_key_value_heads=4; use 1, 2 or 4"),
+        ("--etp 2", "etp=2 is neither 1 nor tp=1; use 1"),
         ("--ulysses-degree 3", "ulysses_degree=3 does not divide cp=2; use 1 or 2"),
     ],
 )
@@ -79,7 +80,6 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
     ("words", "text"),
     [
         ("--pp 2", "pp=2: this trainer has no pipeline parallelism; use 1"),
-        ("--etp 2", "etp=2: this trainer has no tensor parallelism inside experts; use 1"),
         ("--cp 4 --ulysses-degree 2", "use 1 or 4"),
         ("--procs 0", "procs=0"),
         ("--steps 0", "use 1 or more"),

@@ -1,39 +1,100 @@
-"""Expert parallel mixture-of-experts layers for PyTorch."""
+"""Expert parallel mixture-of-experts layers for PyTorch.
+
+Names that need torch are loaded on first use: placements and the choice of a dispatcher work
+without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ._errors import DispatchStateError as DispatchStateError
 from ._errors import ExpertConfigError as ExpertConfigError
 from ._errors import RoutingError as RoutingError
-from ._experts import GroupedExperts as GroupedExperts
-from ._moe import MoE as MoE
-from ._permutation import bag_sum as bag_sum
-from ._permutation import gather_rows as gather_rows
-from ._permutation import permute as permute
-from ._permutation import permute_indices as permute_indices
-from ._permutation import unpermute as unpermute
-from ._routing import TopKRouter as TopKRouter
-from ._styles import ExpertParallel as ExpertParallel
-from .dispatch._all_to_all import AllToAll as AllToAll
-from .dispatch._local import Local as Local
-from .dispatch._protocol import DispatchState as DispatchState
-from .dispatch._protocol import TokenDispatcher as TokenDispatcher
+from .balance._migration import Migration as Migration
+from .balance._migration import plan_migration as plan_migration
+from .balance._packing import plan_placement as plan_placement
+from .balance._placement import Placement as Placement
+from .balance._stats import LoadStats as LoadStats
+from .balance._stats import smooth_load as smooth_load
+from .dispatch._cost import choose_dispatcher as choose_dispatcher
+from .dispatch._cost import expected_bytes as expected_bytes
+
+if TYPE_CHECKING:
+    from ._experts import GroupedExperts as GroupedExperts
+    from ._moe import MoE as MoE
+    from ._permutation import bag_sum as bag_sum
+    from ._permutation import gather_rows as gather_rows
+    from ._permutation import permute as permute
+    from ._permutation import permute_indices as permute_indices
+    from ._permutation import unpermute as unpermute
+    from .balance._migrate import migrate_experts as migrate_experts
+    from .dispatch._all_to_all import AllToAll as AllToAll
+    from .dispatch._dedup import Dedup as Dedup
+    from .dispatch._hierarchical import Hierarchical as Hierarchical
+    from .dispatch._local import Local as Local
+    from .dispatch._padded import Padded as Padded
+    from .dispatch._placed import Placed as Placed
+    from .dispatch._protocol import DispatchState as DispatchState
+    from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
+    from .dispatch._protocol import TokenDispatcher as TokenDispatcher
+    from .dispatch._tensor_parallel import Summed as Summed
+    from .routing._balance import collect_loads as collect_loads
+    from .routing._balance import update_router_bias as update_router_bias
+    from .routing._router import TopKRouter as TopKRouter
+    from .styles._base import BaseExpertParallel as BaseExpertParallel
+    from .styles._model import parallelize_experts as parallelize_experts
+    from .styles._styles import ExpertParallel as ExpertParallel
+    from .styles._styles import ExpertTensorParallel as ExpertTensorParallel
+    from .styles._styles import TensorParallel as TensorParallel
+
+_NEED_TORCH = {
+    "AllToAll": ".dispatch._all_to_all",
+    "BaseExpertParallel": ".styles._base",
+    "Dedup": ".dispatch._dedup",
+    "DispatchState": ".dispatch._protocol",
+    "ExpertParallel": ".styles._styles",
+    "ExpertTensorParallel": ".styles._styles",
+    "GroupedExperts": "._experts",
+    "Hierarchical": ".dispatch._hierarchical",
+    "Local": ".dispatch._local",
+    "MoE": "._moe",
+    "OverlappingDispatcher": ".dispatch._protocol",
+    "Padded": ".dispatch._padded",
+    "Placed": ".dispatch._placed",
+    "Summed": ".dispatch._tensor_parallel",
+    "TensorParallel": ".styles._styles",
+    "TokenDispatcher": ".dispatch._protocol",
+    "TopKRouter": ".routing._router",
+    "bag_sum": "._permutation",
+    "collect_loads": ".routing._balance",
+    "gather_rows": "._permutation",
+    "migrate_experts": ".balance._migrate",
+    "parallelize_experts": ".styles._model",
+    "permute": "._permutation",
+    "permute_indices": "._permutation",
+    "unpermute": "._permutation",
+    "update_router_bias": ".routing._balance",
+}
 
 __version__ = "0.1.0"
 __all__ = [
-    "AllToAll",
-    "DispatchState",
     "DispatchStateError",
     "ExpertConfigError",
-    "ExpertParallel",
-    "GroupedExperts",
-    "Local",
-    "MoE",
+    "LoadStats",
+    "Migration",
+    "Placement",
     "RoutingError",
-    "TokenDispatcher",
-    "TopKRouter",
     "__version__",
-    "bag_sum",
-    "gather_rows",
-    "permute",
-    "permute_indices",
-    "unpermute",
+    "choose_dispatcher",
+    "expected_bytes",
+    "plan_migration",
+    "plan_placement",
+    "smooth_load",
+    *_NEED_TORCH,
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _NEED_TORCH:
+        return getattr(import_module(_NEED_TORCH[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

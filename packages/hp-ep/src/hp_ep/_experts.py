@@ -12,6 +12,7 @@ from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._sizes import check_sizes
 from ._torch import can_group, grouped_linear
+from .balance._replicas import ReplicaSum
 
 Activation = Literal["swiglu", "geglu"]
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
@@ -47,6 +48,7 @@ class GroupedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
+        self.replicas: ReplicaSum | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -68,7 +70,8 @@ class GroupedExperts(nn.Module):
         which copies the counts to the host. `RoutingError` where ``counts`` on the CPU are
         negative or do not sum to the rows; on other devices that is not looked at.
         """
-        w1, w2, w3 = map(local_weight, (self.w1, self.w2, self.w3))
+        weights = tuple(map(local_weight, (self.w1, self.w2, self.w3)))
+        w1, w2, w3 = weights if self.replicas is None else self.replicas.share(weights)
         if counts.shape != w1.shape[:1]:
             raise ExpertConfigError(
                 f"counts {tuple(counts.shape)} must have one number per expert here: "

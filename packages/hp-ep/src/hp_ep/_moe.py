@@ -4,12 +4,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hp_dtensor import Axis
+
 from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
-from ._routing import TopKRouter
-from ._sizes import check_shared
+from ._overlap import run_chunks
+from ._sizes import check_shared, check_sizes
 from .dispatch._local import Local
 from .dispatch._protocol import TokenDispatcher
+from .routing._router import TopKRouter
 
 
 class MoE(nn.Module):
@@ -20,9 +23,11 @@ class MoE(nn.Module):
     sees every token (Dai et al., arXiv 2401.06066, section 3.2). Needs no process group as it is;
     `ExpertParallel` spreads the experts over ranks.
 
-    ``router`` is a `TopKRouter` with ``load_balance_loss``, ``experts`` a `GroupedExperts`,
-    ``shared_experts`` a network or None, ``dispatcher`` a `TokenDispatcher` (`Local` by default)
-    that may be replaced between calls. `ExpertConfigError` for numbers that make no layer.
+    ``router`` is the `TopKRouter` given, or a plain one with ``load_balance_loss``; ``experts`` a
+    `GroupedExperts`, ``shared_experts`` a network or None, ``dispatcher`` a `TokenDispatcher`
+    (`Local` by default) that may be replaced between calls. Shared experts run while tokens travel.
+    ``num_chunks`` cuts the tokens in as many parts, so that one travels while the experts compute
+    another: they are called once for each. `ExpertConfigError` for numbers that make no layer.
     """
 
     dispatcher: TokenDispatcher
@@ -37,20 +42,37 @@ class MoE(nn.Module):
         num_shared_experts: int = 0,
         activation: Activation = "swiglu",
         load_balance_loss: float = 0.0,
+        router: TopKRouter | None = None,
+        num_chunks: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_shared(num_shared_experts)
+        check_sizes({"num_chunks": num_chunks})
+        self.num_chunks = num_chunks
         self.dim = dim
-        self.router = TopKRouter(
-            dim,
-            num_experts,
-            top_k,
-            load_balance_loss=load_balance_loss,
-            device=device,
-            dtype=dtype,
-        )
+        if router is None:
+            router = TopKRouter(
+                dim,
+                num_experts,
+                top_k,
+                load_balance_loss=load_balance_loss,
+                device=device,
+                dtype=dtype,
+            )
+        elif (router.dim, router.num_experts, router.top_k) != (dim, num_experts, top_k):
+            raise ExpertConfigError(
+                f"a router with dim={router.dim}, num_experts={router.num_experts}, "
+                f"top_k={router.top_k} in a layer with dim={dim}, num_experts={num_experts}, "
+                f"top_k={top_k}; they must agree"
+            )
+        elif load_balance_loss:
+            raise ExpertConfigError(
+                f"load_balance_loss={load_balance_loss} beside a router of its own; give it to the "
+                "router"
+            )
+        self.router = router
         self.experts = GroupedExperts(
             dim, hidden_dim, num_experts, activation=activation, device=device, dtype=dtype
         )
@@ -64,21 +86,26 @@ class MoE(nn.Module):
                 dtype=dtype,
             )
         self.dispatcher = Local(num_experts)
+        self.replicated_over: Axis | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the layer's result for ``x [..., dim]``, in its shape and dtype.
 
-        Communicates what the dispatcher and the router's loss do; no token is dropped. ``x`` are
+        Communicates what the dispatcher and the router's losses do; no token is dropped. ``x`` are
         this rank's own tokens: a DTensor must be sharded, not over ``dim``, since the tokens of a
-        replicated one would be computed by every rank.
+        replicated one would be computed by every rank; where a style cut the experts inside, it
+        must be replicated over the ranks that share them.
+
+        Tokens where ``valid [...]``, a bool for each of this rank's, is False are left out of
+        everything, and their result is 0; that reads the mask on the host.
 
         `ExpertConfigError` for such a DTensor and for an input whose last dimension is not ``dim``,
         raised only on the rank whose input it is, before it communicates: other ranks wait for it.
         """
         if isinstance(x, DTensor):
-            _check_sharded(x)
+            _check_tokens(x, self.replicated_over)
             result = DTensor.from_local(
-                self._compute(x.to_local()),
+                self._compute(x.to_local(), valid),
                 x.device_mesh,
                 x.placements,
                 run_check=False,
@@ -86,26 +113,51 @@ class MoE(nn.Module):
                 stride=torch.empty(x.shape, device="meta").stride(),
             )
             return result
-        return self._compute(x)
+        return self._compute(x, valid)
 
-    def _compute(self, x: Tensor) -> Tensor:
+    def _compute(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return the result for this rank's own tokens, contiguous."""
         if x.shape[-1:] != (self.dim,):
             raise ExpertConfigError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be dim={self.dim}"
             )
         tokens = x.reshape(-1, x.shape[-1])
+        if valid is None:
+            return self._routed(tokens).view(x.shape)
+        if valid.shape != x.shape[:-1] or valid.dtype != torch.bool:
+            raise ExpertConfigError(
+                f"valid is {valid.dtype} of shape {tuple(valid.shape)}; it must be torch.bool of "
+                f"shape {tuple(x.shape[:-1])}, one for each token"
+            )
+        places = valid.reshape(-1).nonzero()[:, 0]
+        routed = self._routed(tokens.index_select(0, places))
+        return torch.zeros_like(tokens).index_copy(0, places, routed).view(x.shape)
+
+    def _routed(self, tokens: Tensor) -> Tensor:
         weights, expert_ids = self.router(tokens)
-        rows, counts, state = self.dispatcher.dispatch(tokens, weights, expert_ids)
-        total = self.dispatcher.combine(self.experts(rows, counts), state)
-        if self.shared_experts is not None:
-            total = total + self.shared_experts(tokens)
-        return total.view(x.shape)
-
-
-def _check_sharded(x: DTensor) -> None:
-    if any(not p.is_shard() or p.is_shard(x.dim() - 1) for p in x.placements):
-        raise ExpertConfigError(
-            f"the input is a DTensor with placements {x.placements}; shard it over tokens (by "
-            "sequence or batch) or pass this rank's own tokens as a plain tensor"
+        parts = (t.tensor_split(self.num_chunks) for t in (tokens, weights, expert_ids))
+        shared = self.shared_experts
+        total, aside = run_chunks(
+            self.dispatcher,
+            self.experts,
+            list(zip(*parts, strict=True)),
+            lambda: None if shared is None else shared(tokens),
         )
+        return total if aside is None else total + aside
+
+
+def _check_tokens(x: DTensor, replicated_over: Axis | None) -> None:
+    """Raise unless ``x`` is each token once, or once on each rank of ``replicated_over``."""
+    for index, placement in enumerate(x.placements):
+        ranks = Axis.of(x.device_mesh, index).ranks
+        alike = replicated_over is not None and ranks == replicated_over.ranks
+        if alike and not placement.is_replicate():
+            raise ExpertConfigError(
+                f"the input is a DTensor with placements {x.placements}; replicate it over the "
+                f"ranks {list(ranks)}, each of which has a part of every expert"
+            )
+        if not alike and (not placement.is_shard() or placement.is_shard(x.dim() - 1)):
+            raise ExpertConfigError(
+                f"the input is a DTensor with placements {x.placements}; shard it over tokens (by "
+                "sequence or batch) or pass this rank's own tokens as a plain tensor"
+            )

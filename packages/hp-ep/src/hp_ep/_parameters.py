@@ -1,11 +1,14 @@
 """Weights that may be DTensors: what a forward computes with, and how a style lays them out."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ._errors import ExpertConfigError
+from .balance._placement import Placement as ExpertPlacement
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -32,26 +35,42 @@ def check_plain(module: nn.Module) -> None:
             )
 
 
-def shard_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each parameter ``[experts, ...]`` of ``module`` by a DTensor, Shard(0) over ``mesh``.
+def split_experts(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Callable[[str], Sequence[Placement]],
+    held: ExpertPlacement | None,
+) -> None:
+    """Replace each parameter ``[experts, ...]`` of ``module`` by a DTensor over ``mesh``.
 
-    Every rank keeps its own block of the values it has and communicates nothing.
+    ``placements`` of a name are all Shard, and dimension 0 is cut by the first axis or not at all.
+    Every rank keeps its part of the values it has: a block of the experts, or those that ``held``
+    puts there. Communicates nothing.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        blocks = parameter.detach().chunk(mesh.size())
-        local = blocks[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
-        _replace(module, name, local, mesh, Shard(0))
+        local = parameter.detach()
+        layout = placements(name)
+        for axis, placement in enumerate(layout):
+            dim = placement.dim if isinstance(placement, Shard) else 0
+            index = mesh.get_local_rank(axis)
+            if dim == 0 and held is not None:
+                local = local[list(held.on_rank(index))]
+            else:
+                local = local.chunk(mesh.size(axis), dim)[index]
+        # A copy of its own: a part of the whole would keep the whole alive.
+        local = local.clone(memory_format=torch.contiguous_format)
+        _replace(module, name, local, mesh, layout)
 
 
 def replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter of ``module`` by a DTensor replicated over ``mesh``, as it is here."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        _replace(module, name, parameter.detach(), mesh, Replicate())
+        _replace(module, name, parameter.detach(), mesh, [Replicate()])
 
 
 def _replace(
-    module: nn.Module, name: str, local: Tensor, mesh: DeviceMesh, placement: Placement
+    module: nn.Module, name: str, local: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]
 ) -> None:
     requires_grad = module.get_parameter(name).requires_grad
-    value = DTensor.from_local(local, mesh, [placement], run_check=False)
+    value = DTensor.from_local(local, mesh, layout, run_check=False)
     module.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))

@@ -114,7 +114,7 @@ def _check_slots(order: Tensor, places: Tensor, tokens: int) -> None:
         )
 
 
-def _row_products(a: Tensor, b: Tensor) -> Tensor:
+def row_products(a: Tensor, b: Tensor) -> Tensor:
     """Return each row's inner product; torch's own makes a temporary as large as ``a``."""
     if not a.is_cpu:  # there a kernel launch costs more than the temporary
         whole: Tensor = torch.linalg.vecdot(a, b)
@@ -169,7 +169,7 @@ class _BagSum(torch.autograd.Function):
             return grad, None, None, None
         grad_weights = None
         if rows is not None:
-            products = _row_products(rows, grad).to(weights.dtype)
+            products = row_products(rows, grad).to(weights.dtype)
             grad_weights = products.index_select(0, places.view(-1)).view(places.shape)
         grad *= weights.reshape(-1).index_select(0, order).to(grad.dtype)[:, None]
         return grad, None, None, grad_weights

@@ -33,13 +33,32 @@ def check_shared(num_shared_experts: object) -> None:
         )
 
 
-def check_coefficient(load_balance_loss: Any) -> None:
-    """Raise an `ExpertConfigError` if the loss's factor is no finite number of at least 0."""
-    real = isinstance(load_balance_loss, Real) and not isinstance(load_balance_loss, bool)
-    if not (real and 0 <= load_balance_loss < math.inf):
+def check_factors(factors: Mapping[str, Any]) -> None:
+    """Raise an `ExpertConfigError` for the first factor that is no finite number of at least 0."""
+    for name, value in factors.items():
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        if not (real and 0 <= value < math.inf):
+            raise ExpertConfigError(
+                f"{name}={value!r} must be a finite number of at least 0; 0 is none"
+            )
+
+
+def check_groups(num_groups: Any, top_groups: object, num_experts: int, top_k: int) -> None:
+    """Raise an `ExpertConfigError` for groups that do not divide or are too few for ``top_k``."""
+    legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+    if num_groups not in legal or isinstance(num_groups, bool):
         raise ExpertConfigError(
-            f"load_balance_loss={load_balance_loss!r} must be a finite number of at least 0; "
-            "0 is no loss"
+            f"num_groups={num_groups!r} does not divide num_experts={num_experts}; "
+            f"use one of {legal}"
+        )
+    if top_groups is None:
+        return
+    groups = operator.index(num_groups)
+    least = -(-top_k * groups // num_experts)
+    if not is_count(top_groups, least, groups):
+        raise ExpertConfigError(
+            f"top_groups={top_groups!r} of num_groups={groups} must hold top_k={top_k} of "
+            f"num_experts={num_experts} experts; use an integer from {least} to {groups}"
         )
 
 

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_dtensor import AxisMesh, Collectives
+from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._permutation import bag_sum, gather_rows
-from ._exchange import RowExchange, RowPlan
-from ._faults import Fault, as_numbers, check_ids, check_routing, checks_data
+from ._exchange import RowExchange, RowPlan, expert_axis
+from ._payload import check_payload, narrow
+from ._prepare import prepare
 from ._protocol import DispatchState, consume
 from ._sorting import SortedSlots, sort_slots
+from ._trip import Trip, arrive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,56 +21,93 @@ class _AllToAllState(DispatchState):
     slots: SortedSlots
     weights: Tensor
     plan: RowPlan
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Dispatching:
+    exchange: RowExchange
+    trip: Trip
+    state: _AllToAllState
+
+    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows for this rank's experts, once they are here."""
+        rows = self.exchange.arrive(self.trip, self.state.plan)
+        return rows.to(self.state.dtype), self.state.plan.counts, self.state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Combining:
+    trip: Trip
+    state: _AllToAllState
+
+    def finish(self) -> Tensor:
+        """Return each token's weighted sum, once its results are here."""
+        slots = self.state.slots
+        back = arrive(self.trip).to(self.state.dtype)
+        return bag_sum(back, slots.order, slots.places, self.state.weights)
 
 
 class AllToAll:
     """A `TokenDispatcher` over one mesh axis: every slot travels as one row, there and back.
 
     Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
-    its axis ``ep`` is taken. Forward makes three all-to-alls (counts, rows, results) and one
-    device-to-host synchronisation; backward makes two all-to-alls. Each rank receives from every
-    other ``8 * (experts per rank + 3)`` bytes of counts.
+    its axis ``ep`` is taken; an `Axis` will do. Forward makes three all-to-alls (counts, rows,
+    results) and one device-to-host synchronisation; backward makes two all-to-alls. Each rank
+    receives from every other ``8 * (experts per rank + 3)`` bytes of counts.
 
     ``validate`` says whether to check the values of expert ids: by default on the CPU only; shapes
     and dtypes are always checked. A rank that finds a fault tells all others in the exchange of
-    counts, and all raise the same `RoutingError`.
+    counts, and all raise the same `RoutingError`. ``payload`` is a narrower floating dtype for the
+    rows, results and gradients while they travel; sums are made in the dtype of ``x``.
     `ExpertConfigError` where the axis does not divide ``num_experts``.
     """
 
     def __init__(
         self,
-        ep_mesh: AxisMesh,
+        ep_mesh: AxisMesh | Axis,
         num_experts: int,
         collectives: Collectives | None = None,
         *,
         validate: bool | None = None,
+        payload: torch.dtype | None = None,
     ) -> None:
         self.num_experts = num_experts
-        self._exchange = RowExchange(ep_mesh, num_experts, collectives)
+        self._exchange = RowExchange(expert_axis(ep_mesh), num_experts, collectives)
         self._validate = validate
+        self._payload = check_payload(payload)
 
     def dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor
     ) -> tuple[Tensor, Tensor, DispatchState]:
         """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
-        found = check_routing(x, weights, expert_ids, self.num_experts)
-        if found[0] != Fault.NONE:  # take part without tokens, so that all ranks raise
-            x, expert_ids = x.new_empty(0, 1), x.new_empty((0, 1), dtype=torch.int64)
-        report = as_numbers(found, expert_ids.device)
-        if checks_data(expert_ids, self._validate):
-            expert_ids, report = check_ids(expert_ids, self.num_experts, report)
-        slots = sort_slots(expert_ids, self.num_experts)
-        announcement = self._exchange.announce(slots.counts, report)
-        sorted_rows = gather_rows(x, slots.order, slots.places)  # while the counts travel
-        plan = self._exchange.plan(announcement)
-        rows = self._exchange.dispatch(sorted_rows, plan)
-        state = _AllToAllState(
-            owner=self, num_rows=plan.num_rows, slots=slots, weights=weights, plan=plan
-        )
-        return rows, plan.counts, state
+        return self.begin_dispatch(x, weights, expert_ids).finish()
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        return self.begin_combine(rows, state).finish()
+
+    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
+        """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
+        ready = prepare(x, weights, expert_ids, self.num_experts, self._validate)
+        slots = sort_slots(ready.expert_ids, self.num_experts)
+        announcement = self._exchange.announce(slots.counts, ready.report)
+        # While the counts travel:
+        sorted_rows = gather_rows(narrow(ready.x, self._payload), slots.order, slots.places)
+        plan = self._exchange.plan(announcement)
+        state = _AllToAllState(
+            owner=self,
+            num_rows=plan.num_rows,
+            slots=slots,
+            weights=weights,
+            plan=plan,
+            dtype=x.dtype,
+        )
+        trip = self._exchange.depart(sorted_rows, plan)
+        return _Dispatching(exchange=self._exchange, trip=trip, state=state)
+
+    def begin_combine(self, rows: Tensor, state: DispatchState) -> _Combining:
+        """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
         own = consume(state, self, _AllToAllState, rows)
-        back = self._exchange.combine(rows, own.plan)
-        return bag_sum(back, own.slots.order, own.slots.places, own.weights)
+        trip = self._exchange.send_back(narrow(rows, self._payload), own.plan)
+        return _Combining(trip=trip, state=own)

@@ -5,15 +5,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives, Work, all_to_all
+from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives, Work
 
 from .._errors import ExpertConfigError
 from .._permutation import invert, permute_indices, reorder
 from ._faults import REPORT_SIZE, raise_faults
+from ._trip import Trip, arrive, depart
 
 
-def expert_axis(mesh: AxisMesh) -> Axis:
+def expert_axis(mesh: AxisMesh | Axis) -> Axis:
     """Return the axis of a 1-D mesh, whatever its name, or the axis ``ep`` of a larger one."""
+    if isinstance(mesh, Axis):
+        return mesh
     if mesh.ndim == 1:
         return Axis.of(mesh, 0)
     names = mesh.mesh_dim_names or ()
@@ -23,6 +26,21 @@ def expert_axis(mesh: AxisMesh) -> Axis:
             "splits the experts"
         )
     return Axis.of(mesh, "ep")
+
+
+def check_divides(axis: Axis, num_experts: int) -> None:
+    """Raise an `ExpertConfigError` if the experts do not split evenly over ``axis``."""
+    check_number_of_ranks(axis.name, axis.size, num_experts)
+
+
+def check_number_of_ranks(name: str, size: int, num_experts: int) -> None:
+    """Raise an `ExpertConfigError` if ``size`` ranks do not share the experts evenly."""
+    if num_experts % size:
+        legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise ExpertConfigError(
+            f"{name}={size} does not divide num_experts={num_experts}; use one of {legal} ranks, "
+            "or a placement with replicas that fill the ranks evenly"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +76,9 @@ class RowExchange:
     """
 
     def __init__(
-        self, mesh: AxisMesh, num_experts: int, collectives: Collectives | None = None
+        self, axis: Axis, num_experts: int, collectives: Collectives | None = None
     ) -> None:
-        axis = expert_axis(mesh)
-        if num_experts % axis.size:
-            legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise ExpertConfigError(
-                f"{axis.name}={axis.size} does not divide num_experts={num_experts}; "
-                f"use one of {legal} ranks"
-            )
+        check_divides(axis, num_experts)
         self.axis = axis
         self.num_experts = num_experts
         self.experts_per_rank = num_experts // axis.size
@@ -111,19 +123,19 @@ class RowExchange:
             inverse=invert(indices),
         )
 
-    def dispatch(self, rows: Tensor, plan: RowPlan) -> Tensor:
-        """Return the rows for the local experts, by expert; one all-to-all, one in backward."""
-        here = all_to_all(
-            rows, self.axis, plan.send_splits, plan.receive_splits, collectives=self._collectives
-        )
+    def depart(self, rows: Tensor, plan: RowPlan) -> Trip:
+        """Start bringing rows to their experts; one all-to-all, and one in backward."""
+        return depart(rows, self.axis, plan.send_splits, plan.receive_splits, self._collectives)
+
+    def arrive(self, trip: Trip, plan: RowPlan) -> Tensor:
+        """Return the rows for the local experts, by expert, once they are here."""
+        here = arrive(trip)
         if plan.indices is None or plan.inverse is None:
             return here
         return reorder(here, plan.indices, plan.inverse)
 
-    def combine(self, rows: Tensor, plan: RowPlan) -> Tensor:
-        """Return the rows to where `dispatch` took them from; one all-to-all, one in backward."""
+    def send_back(self, rows: Tensor, plan: RowPlan) -> Trip:
+        """Start returning the rows to where they came from; `arrive` of the trip gives them."""
         if plan.indices is not None and plan.inverse is not None:
             rows = reorder(rows, plan.inverse, plan.indices)
-        return all_to_all(
-            rows, self.axis, plan.receive_splits, plan.send_splits, collectives=self._collectives
-        )
+        return depart(rows, self.axis, plan.receive_splits, plan.send_splits, self._collectives)

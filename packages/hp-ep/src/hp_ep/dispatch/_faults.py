@@ -35,9 +35,10 @@ class Fault(IntEnum):
     ID_DTYPE = 13
     COUNT_SHAPE = 14
     COUNT_DTYPE = 15
+    OVERFLOW = 16
 
 
-_TEXTS = {
+_TEXTS: dict[int, str] = {
     Fault.ID_OUT_OF_RANGE: "expert id {given} is not one of 0 .. {expected}",
     Fault.DUPLICATE_ID: "a token names expert {given} twice; its choices must be distinct",
     Fault.WRONG_SUM: "counts sum to {given}, but {expected} rows were given; they must be equal",
@@ -53,6 +54,8 @@ _TEXTS = {
     Fault.ID_DTYPE: "expert_ids are {dtype}; they must be torch.int64",
     Fault.COUNT_SHAPE: "counts are not a vector with one number for each of the {expected} experts "
     "of all ranks, but {given} numbers",
+    Fault.OVERFLOW: "an expert was chosen {given} times by this rank's tokens, but has room for "
+    "{expected}; raise the capacity or drop what does not fit",
     Fault.COUNT_DTYPE: "counts are {dtype}; they must be torch.int64 or torch.int32",
 }
 
@@ -129,6 +132,21 @@ def check_counts(counts: Tensor, num_rows: int, report: Tensor) -> Tensor:
     total, least = counts.sum(), counts.min()
     report = _where(total != num_rows, Fault.WRONG_SUM, total, report, expected=num_rows)
     return _where(least < 0, Fault.NEGATIVE_COUNT, least, report)
+
+
+def check_overflow(counts: Tensor, capacity: int, report: Tensor) -> Tensor:
+    """Return the report ``[3]`` on ``counts [experts]`` of which none should exceed ``capacity``.
+
+    A fault that was found before stays.
+    """
+    most = counts.max()
+    crowded = (most > capacity) & (report[0] == Fault.NONE)
+    return _where(crowded, Fault.OVERFLOW, most, report, expected=capacity)
+
+
+def agree(reports: Sequence[Sequence[int]]) -> bool:
+    """Return whether `raise_faults` would find nothing to complain about."""
+    return len({tuple(r) for r in reports}) <= 1 and all(r[0] == Fault.NONE for r in reports)
 
 
 def raise_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | None) -> None:

@@ -1,7 +1,7 @@
 """What a dispatcher is, and the state that one dispatch hands to its combine."""
 
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -68,6 +68,49 @@ class TokenDispatcher(Protocol):
         rank alone, before it communicates: `DispatchStateError` for a state of another dispatcher
         or one that was combined before, `ExpertConfigError` for another number of rows.
         """
+        ...
+
+
+class PendingDispatch(Protocol):
+    """Tokens on their way to their experts."""
+
+    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return what ``dispatch`` returns, once the tokens are here; called once."""
+        ...
+
+
+class PendingCombine(Protocol):
+    """Results on their way back."""
+
+    def finish(self) -> Tensor:
+        """Return what ``combine`` returns, once the results are here; called once."""
+        ...
+
+
+@runtime_checkable
+class OverlappingDispatcher(Protocol):
+    """A `TokenDispatcher` whose two halves can each be begun and finished apart.
+
+    What runs between the two overlaps with the rows' travel, and in backward with that of their
+    gradients. Ranks begin and finish in the same order.
+    """
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Begin and finish; see `TokenDispatcher.dispatch`."""
+        ...
+
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        """Begin and finish; see `TokenDispatcher.combine`."""
+        ...
+
+    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
+        """Return while the rows travel; raises what ``dispatch`` does."""
+        ...
+
+    def begin_combine(self, rows: Tensor, state: DispatchState) -> PendingCombine:
+        """Return while the results travel; raises what ``combine`` does."""
         ...
 
 

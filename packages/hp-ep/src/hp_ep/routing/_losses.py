@@ -1,4 +1,4 @@
-"""The load-balancing loss, and how it reaches the gradient without being returned."""
+"""The losses of routing, and how they reach the gradient without being returned."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._torch import run_function
+from .._torch import run_function
 
 
 def load_balancing_share(
@@ -23,6 +23,15 @@ def load_balancing_share(
     tokens = num_tokens.to(probabilities.dtype).clamp(min=1)
     fractions = counts.to(probabilities.dtype) / (tokens * top_k)
     return probabilities.shape[1] * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
+    """Return this rank's share of the z loss of the whole batch, a scalar.
+
+    The loss is the mean over all tokens of ``logsumexp(logits) ** 2`` (Zoph et al., arXiv
+    2202.08906, section 3.2); ``num_tokens`` is that of all ranks. Communicates nothing.
+    """
+    return logits.logsumexp(-1).square().sum() / num_tokens.to(logits.dtype).clamp(min=1)
 
 
 def attach(x: Tensor, loss: Tensor, load: Tensor, counts: Tensor) -> Tensor:

@@ -1,0 +1,36 @@
+"""Tokens in chunks: one travels while the experts work on another."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .dispatch._begin import begin_combine, begin_dispatch
+from .dispatch._protocol import TokenDispatcher
+
+Chunk = tuple[Tensor, Tensor, Tensor]
+
+
+def run_chunks(
+    dispatcher: TokenDispatcher,
+    experts: Callable[[Tensor, Tensor], Tensor],
+    chunks: Sequence[Chunk],
+    beside: Callable[[], Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens' results ``[tokens, dim]`` and what ``beside`` returns.
+
+    ``chunks`` are tokens, weights and expert ids, in the same number on every rank. While the first
+    travels ``beside`` runs; while the experts compute one chunk the next is on its way to them and
+    the one before on its way back. In backward the same happens in the opposite order. A dispatcher
+    that cannot be begun and finished apart does one thing after the other.
+    """
+    pending = begin_dispatch(dispatcher, *chunks[0])
+    aside = beside()
+    returning = []
+    for following in (*chunks[1:], None):
+        rows, counts, state = pending.finish()
+        if following is not None:
+            pending = begin_dispatch(dispatcher, *following)
+        returning.append(begin_combine(dispatcher, experts(rows, counts), state))
+    results = [each.finish() for each in returning]
+    return results[0] if len(results) == 1 else torch.cat(results), aside

@@ -1,0 +1,105 @@
+"""Experts move to where a new placement wants them, and their optimizer's state with them."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from hp_dtensor import Axis, Collectives
+
+from .._errors import ExpertConfigError
+from .._experts import GroupedExperts
+from .._moe import MoE
+from ..dispatch._placed import Placed
+from ..dispatch._protocol import TokenDispatcher
+from ..dispatch._tensor_parallel import Summed
+from ._migration import Migration, plan_migration
+from ._placement import Placement
+from ._replicas import ReplicaSum
+
+
+@torch.no_grad()
+def migrate_experts(
+    layer: MoE, placement: Placement, optimizer: Optimizer | None = None
+) -> Migration:
+    """Move ``layer``'s experts to ``placement`` in place and return who went where.
+
+    Parameters, their gradients if there are any, and all of the optimizer's state that has a row
+    per slot keep their identity and get the values of the slots' new experts; training goes on as
+    if nothing had happened. Call it between steps, with the same placement on all ranks. One
+    all-to-all over the experts' axis for each of these tensors, of the slots that change rank.
+
+    `ExpertConfigError`, before any communication, for a layer that no style gave a placement, for
+    another number of slots, and for tensors that another axis cuts along their experts: shard those
+    along another dimension.
+    """
+    replicas = layer.experts.replicas
+    if replicas is None:
+        raise ExpertConfigError(
+            "the experts have no placement; give the style one, Placement.contiguous(...) if "
+            "nothing is known of the load yet"
+        )
+    migration = plan_migration(replicas.placement, placement)
+    dispatcher = _moved(layer.dispatcher, placement)
+    tensors = _tensors(layer.experts, optimizer, replicas)
+    for tensor in tensors:
+        _move(tensor, migration, replicas.axis, replicas.collectives)
+    layer.dispatcher = dispatcher
+    layer.experts.replicas = replicas.moved_to(placement)
+    return migration
+
+
+def _moved(dispatcher: TokenDispatcher, placement: Placement) -> TokenDispatcher:
+    if isinstance(dispatcher, Placed):
+        return dispatcher.moved_to(placement)
+    if isinstance(dispatcher, Summed):
+        return dispatcher.around(_moved(dispatcher.inner, placement))
+    raise ExpertConfigError(
+        f"the layer's dispatcher, a {type(dispatcher).__name__}, knows no placement; leave the one "
+        "that the style gave"
+    )
+
+
+def _tensors(
+    experts: GroupedExperts, optimizer: Optimizer | None, replicas: ReplicaSum
+) -> list[Tensor]:
+    """Return the local part of everything that has a row per slot, checked, in one order."""
+    found: list[Tensor] = []
+    for name, parameter in experts.named_parameters(recurse=False):
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        several = {name: parameter, f"gradient of {name}": parameter.grad}
+        several |= {f"{key} of {name}": value for key, value in sorted(state.items())}
+        for what, tensor in several.items():
+            if isinstance(tensor, Tensor) and tensor.dim():
+                found.append(_local(what, tensor, parameter, replicas))
+    return found
+
+
+def _local(what: str, tensor: Tensor, parameter: nn.Parameter, replicas: ReplicaSum) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        raise ExpertConfigError(f"{what} is no DTensor; move experts that a style has spread")
+    cuts = [
+        p
+        for p in tensor.placements
+        if not isinstance(p, Replicate) and not (isinstance(p, Shard) and p.dim != 0)
+    ]
+    if tensor.shape[0] != parameter.shape[0] or cuts != [Shard(0)]:
+        raise ExpertConfigError(
+            f"{what} has shape {tuple(tensor.shape)} and placements {tensor.placements}; experts "
+            f"move as whole rows of {len(replicas.placement.experts)} slots, so only "
+            f"{replicas.axis.name} may cut dimension 0"
+        )
+    return tensor.to_local()
+
+
+def _move(local: Tensor, migration: Migration, axis: Axis, collectives: Collectives) -> None:
+    rows = local.flatten(1)
+    sent, received = migration.sent(axis.index), migration.received(axis.index)
+    leaving = rows[[slot for part in sent for slot in part]]
+    work = collectives.all_to_all(axis, leaving, list(map(len, sent)), list(map(len, received)))
+    new = torch.empty_like(rows)
+    for slot, source in migration.kept(axis.index):
+        new[slot] = rows[source]
+    (arrived,) = work.wait()
+    new[[slot for part in received for slot in part]] = arrived
+    local.copy_(new.view(local.shape))

@@ -1,0 +1,160 @@
+"""A fixed number of rows per rank and expert: nothing for the host to wait for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
+
+from .._bags import Bags, bags_of, collect, spread
+from .._errors import ExpertConfigError
+from .._sizes import check_sizes
+from ._exchange import check_divides, expert_axis
+from ._faults import check_overflow, check_routing, checks_data, raise_faults
+from ._payload import check_payload, narrow
+from ._prepare import Prepared, prepare
+from ._protocol import DispatchState, consume
+from ._sorting import SortedSlots, sort_slots
+from ._trip import Trip, arrive, depart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PaddedState(DispatchState):
+    bags: Bags
+    """Tokens of the sent rows; one token beyond the last stands for rows that nobody uses."""
+    weights: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Dispatching:
+    trip: Trip
+    state: _PaddedState
+    blocks: tuple[int, int, int]
+
+    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows for this rank's experts, once they are here."""
+        ranks, experts, capacity = self.blocks
+        came = arrive(self.trip).to(self.state.dtype).unflatten(0, (ranks, experts, capacity))
+        rows = came.transpose(0, 1).flatten(0, 2)
+        counts = torch.full((experts,), ranks * capacity, dtype=torch.int64, device=rows.device)
+        return rows, counts, self.state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Combining:
+    trip: Trip
+    state: _PaddedState
+
+    def finish(self) -> Tensor:
+        """Return each token's weighted sum, once its results are here."""
+        back = arrive(self.trip).to(self.state.dtype)
+        return collect(back, self.state.bags, self.state.weights)[:-1]
+
+
+class Padded:
+    """A `TokenDispatcher` with room for ``capacity`` rows from each rank for each expert.
+
+    Every rank sends every expert as many rows, zeros where it has fewer tokens, so the host knows
+    all sizes beforehand: forward makes two all-to-alls of equal parts and no device-to-host
+    synchronisation, backward two. An expert gets ``capacity`` rows from each rank, used or not
+    (GShard, arXiv 2006.16668, section 3.2).
+
+    Of tokens beyond the capacity the last ones lose that expert, whose share of the result is then
+    missing; with ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
+    synchronisation. Faults of one rank are told to all only where reading is free or asked for: on
+    the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. ``payload``
+    and other errors are those of `AllToAll`.
+    """
+
+    def __init__(
+        self,
+        ep_mesh: AxisMesh | Axis,
+        num_experts: int,
+        collectives: Collectives | None = None,
+        *,
+        capacity: int,
+        overflow: Literal["drop", "error"] = "drop",
+        validate: bool | None = None,
+        payload: torch.dtype | None = None,
+    ) -> None:
+        self._axis: Axis = expert_axis(ep_mesh)
+        check_divides(self._axis, num_experts)
+        check_sizes({"capacity": capacity})
+        if overflow not in ("drop", "error"):
+            raise ExpertConfigError(f"overflow={overflow!r} is not 'drop' or 'error'")
+        self.num_experts = num_experts
+        self.capacity = capacity
+        self._refuses = overflow == "error"
+        self._door: Collectives = TorchCollectives() if collectives is None else collectives
+        self._validate = validate
+        self._payload = check_payload(payload)
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
+        return self.begin_dispatch(x, weights, expert_ids).finish()
+
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        return self.begin_combine(rows, state).finish()
+
+    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
+        """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
+        reads = self._refuses or checks_data(x, self._validate)
+        if not reads:  # a peer would never hear of it
+            raise_faults([check_routing(x, weights, expert_ids, self.num_experts)], None)
+        ready = prepare(x, weights, expert_ids, self.num_experts, self._validate)
+        slots = sort_slots(ready.expert_ids, self.num_experts)
+        if reads:
+            self._compare(ready, slots)
+        bags, scale = self._layout(ready, slots)
+        # One more token, of zeros, for the rows that nobody uses.
+        rows = spread(F.pad(narrow(x, self._payload), (0, 0, 0, 1)), bags)
+        ranks = self._axis.size
+        state = _PaddedState(
+            owner=self, num_rows=rows.shape[0], bags=bags, weights=scale, dtype=x.dtype
+        )
+        return _Dispatching(
+            trip=depart(rows, self._axis, None, None, self._door),
+            state=state,
+            blocks=(ranks, self.num_experts // ranks, self.capacity),
+        )
+
+    def begin_combine(self, rows: Tensor, state: DispatchState) -> _Combining:
+        """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
+        own = consume(state, self, _PaddedState, rows)
+        ranks = self._axis.size
+        by_expert = rows.unflatten(0, (self.num_experts // ranks, ranks, self.capacity))
+        results = narrow(by_expert.transpose(0, 1).flatten(0, 2), self._payload)
+        return _Combining(trip=depart(results, self._axis, None, None, self._door), state=own)
+
+    def _compare(self, ready: Prepared, slots: SortedSlots) -> None:
+        """Raise on all ranks what one of them found."""
+        report = ready.report
+        if self._refuses:
+            report = check_overflow(slots.counts, self.capacity, report)
+        if self._axis.size == 1:
+            raise_faults([report.tolist()], self._axis.ranks)
+            return
+        sent = report.expand(self._axis.size, -1).contiguous()
+        (received,) = self._door.all_to_all(self._axis, sent).wait()
+        raise_faults(received.tolist(), self._axis.ranks)
+
+    def _layout(self, ready: Prepared, slots: SortedSlots) -> tuple[Bags, Tensor]:
+        """Return which token each row of the buffer is of, and its weight."""
+        tokens, choices = ready.expert_ids.shape
+        size = self.num_experts * self.capacity
+        starts = slots.counts.cumsum(0) - slots.counts
+        nth = slots.places - starts[ready.expert_ids]
+        place = ready.expert_ids * self.capacity + nth
+        place = torch.where(nth < self.capacity, place, size).reshape(-1)
+        none = tokens * choices
+        slot = torch.full((size + 1,), none, device=place.device)
+        slot = slot.scatter_(0, place, torch.arange(none, device=place.device))[:size]
+        weights = F.pad(ready.weights.reshape(-1), (0, 1)).index_select(0, slot)
+        return bags_of(slot // choices, tokens + 1), weights

@@ -1,0 +1,74 @@
+"""Experts wherever a placement puts them, hot ones more than once."""
+
+import torch
+from torch import Tensor
+
+from .._errors import ExpertConfigError
+from ..balance._placement import Placement
+from ._begin import begin_combine, begin_dispatch
+from ._protocol import DispatchState, PendingCombine, PendingDispatch, TokenDispatcher
+
+
+class Placed:
+    """A `TokenDispatcher` that sends tokens to the slots of a placement.
+
+    ``inner`` dispatches to slots: it was made for ``len(placement.experts)`` experts. Tokens take
+    turns at an expert's replicas, by their own index plus ``rank``, so that ranks do not all start
+    with the same one; the tables for that live on ``device``. Communicates nothing itself. A fault
+    in an expert id is told by ``inner``, in numbers of slots.
+    """
+
+    def __init__(
+        self,
+        inner: TokenDispatcher,
+        placement: Placement,
+        rank: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.inner = inner
+        self.placement = placement
+        self.rank = rank
+        copies = [len(slots) for slots in placement.slots_of]
+        table = [slots + slots[:1] * (max(copies) - len(slots)) for slots in placement.slots_of]
+        # Copied to the device here: once, not in every call.
+        self._copies = torch.tensor(copies, device=device)
+        self._table = torch.tensor(table, device=device)
+
+    def moved_to(self, placement: Placement) -> "Placed":
+        """Return a dispatcher for another placement of the same experts on the same slots."""
+        if len(placement.experts) != len(self.placement.experts):
+            raise ExpertConfigError(
+                f"a placement on {len(placement.experts)} slots cannot take the place of one on "
+                f"{len(self.placement.experts)}; use as many replicas"
+            )
+        return Placed(self.inner, placement, self.rank, device=self._table.device)
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows for this rank's slots; see `TokenDispatcher.dispatch`."""
+        return self.begin_dispatch(x, weights, expert_ids).finish()
+
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        return self.begin_combine(rows, state).finish()
+
+    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
+        """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
+        return begin_dispatch(self.inner, x, weights, self.slots(expert_ids))
+
+    def begin_combine(self, rows: Tensor, state: DispatchState) -> PendingCombine:
+        """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
+        return begin_combine(self.inner, rows, state)
+
+    def slots(self, expert_ids: Tensor) -> Tensor:
+        """Return the slot that each choice ``[tokens, k]`` goes to; other shapes come as given."""
+        if expert_ids.dim() != 2 or expert_ids.dtype != torch.int64:
+            return expert_ids  # a fault, which inner tells to all ranks
+        known = expert_ids.clamp(0, self.placement.num_experts - 1)
+        turns = torch.arange(expert_ids.shape[0], device=expert_ids.device)[:, None] + self.rank
+        chosen = self._table[known, turns % self._copies[known]]
+        beyond = expert_ids - self.placement.num_experts + len(self.placement.experts)
+        strange = torch.where(expert_ids < 0, expert_ids, beyond)
+        return torch.where(known == expert_ids, chosen, strange)

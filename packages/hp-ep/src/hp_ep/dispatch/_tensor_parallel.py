@@ -1,0 +1,62 @@
+"""Tokens that several ranks hold alike, each of which computes a part of every expert."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hp_dtensor import Axis, Collectives, TorchCollectives, all_reduce, replicate
+
+from ._begin import begin_combine, begin_dispatch
+from ._protocol import DispatchState, PendingCombine, PendingDispatch, TokenDispatcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Combining:
+    inner: PendingCombine
+    axis: Axis
+    collectives: Collectives
+
+    def finish(self) -> Tensor:
+        """Return each token's sum over the ranks' parts."""
+        return all_reduce(self.inner.finish(), self.axis, collectives=self.collectives)
+
+
+class Summed:
+    """A `TokenDispatcher` for experts that are cut inside: their outputs are parts of a sum.
+
+    The ranks of ``axis`` hold the same tokens, weights and ids. Parts are added once per token,
+    after ``inner`` has weighted and combined them: one all-reduce of ``[tokens, dim]`` over
+    ``axis`` in forward, and in backward one each for the gradients of tokens and weights, which
+    then are the same on all these ranks.
+    """
+
+    def __init__(
+        self, inner: TokenDispatcher, axis: Axis, collectives: Collectives | None = None
+    ) -> None:
+        self.inner = inner
+        self.axis = axis
+        self._door: Collectives = TorchCollectives() if collectives is None else collectives
+
+    def around(self, inner: TokenDispatcher) -> "Summed":
+        """Return the same around another dispatcher."""
+        return Summed(inner, self.axis, self._door)
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
+        return self.begin_dispatch(x, weights, expert_ids).finish()
+
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        return self.begin_combine(rows, state).finish()
+
+    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
+        """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
+        shared = (replicate(t, self.axis, collectives=self._door) for t in (x, weights))
+        return begin_dispatch(self.inner, next(shared), next(shared), expert_ids)
+
+    def begin_combine(self, rows: Tensor, state: DispatchState) -> PendingCombine:
+        """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
+        pending = begin_combine(self.inner, rows, state)
+        return _Combining(inner=pending, axis=self.axis, collectives=self._door)

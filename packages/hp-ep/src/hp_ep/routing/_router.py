@@ -1,0 +1,203 @@
+"""Which experts a token goes to."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
+
+from .._errors import ExpertConfigError
+from .._parameters import local_weight
+from .._sizes import check_choices, check_factors, check_groups, check_sizes
+from ..dispatch._sorting import count_ids
+from ._choice import choose_experts
+from ._losses import attach, load_balancing_share, z_share
+
+_TINY = torch.finfo(torch.float32).tiny
+
+Score = Literal["softmax", "sigmoid"]
+
+
+class TopKRouter(nn.Module):
+    """Chooses ``top_k`` of ``num_experts`` for each token, with weights.
+
+    Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
+    ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
+    are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
+    times ``scale``. All is computed and returned in float32, or in the input's dtype where that is
+    wider. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says; ``noise`` is
+    the deviation of a normal added to the logits while training (the idea of Shazeer et al., arXiv
+    1701.06538, section 4, which recomputation repeats where it restores the random state).
+
+    Three things keep loads even while training. ``load_balance_loss`` times the load-balancing loss
+    of the whole batch (see `split_tokens_over`) and ``z_loss`` times the mean squared logarithm of
+    the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient through the
+    weights; they are added to a loss that is summed over ranks, whatever its scale, and are not
+    returned. With ``bias_rate``, the buffer ``bias [num_experts]`` (float32, saved) is added to
+    scores where experts are chosen, not to weights, and `update_router_bias` moves it (loss-free
+    balancing, Wang et al., arXiv 2408.15664, section 3).
+
+    The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
+    that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
+    counted. ``token_axes`` are the axes given to `split_tokens_over`, None
+    before. `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
+    experts or than the kept groups have, groups that do not divide, negative factors.
+    """
+
+    load: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: Score = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int | None = None,
+        noise: float = 0.0,
+        load_balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes({"dim": dim, "num_experts": num_experts})
+        check_choices(top_k, num_experts)
+        check_groups(num_groups, top_groups, num_experts, top_k)
+        factors = {"load_balance_loss": load_balance_loss, "z_loss": z_loss}
+        check_factors({**factors, "bias_rate": bias_rate, "noise": noise, "scale": scale})
+        if score not in ("softmax", "sigmoid"):
+            raise ExpertConfigError(f"score={score!r} is not one of ['softmax', 'sigmoid']")
+        self.dim = dim
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score = score
+        self.normalise = normalise
+        self.scale = float(scale)
+        self.num_groups = num_groups
+        self.top_groups = num_groups if top_groups is None else top_groups
+        self.noise = float(noise)
+        self.load_balance_loss = float(load_balance_loss)
+        self.z_loss = float(z_loss)
+        self.bias_rate = float(bias_rate)
+        self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        load = torch.empty(num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("load", load, persistent=False)
+        bias = torch.empty(num_experts, dtype=torch.float32, device=device) if bias_rate else None
+        self.register_buffer("bias", bias)
+        self.token_axes: tuple[Axis, ...] | None = None
+        self.collectives: Collectives = TorchCollectives()
+        self.reset_parameters()
+
+    @property
+    def needs_whole_batch(self) -> str:
+        """Return why the load of all ranks is needed, '' where it is not."""
+        if self.load_balance_loss:
+            return f"load_balance_loss={self.load_balance_loss} is the loss of the whole batch"
+        if self.z_loss:
+            return f"z_loss={self.z_loss} is the mean over the whole batch"
+        if self.bias_rate:
+            return f"bias_rate={self.bias_rate} follows the load of the whole batch"
+        return ""
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the options that are set, as ``print`` shows them."""
+        text = f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
+        text += f", load_balance_loss={self.load_balance_loss}"
+        options: dict[str, tuple[object, object]] = {
+            "score": (self.score, "softmax"),
+            "normalise": (self.normalise, True),
+            "scale": (self.scale, 1.0),
+            "num_groups": (self.num_groups, 1),
+            "top_groups": (self.top_groups, self.num_groups),
+            "noise": (self.noise, 0.0),
+            "z_loss": (self.z_loss, 0.0),
+            "bias_rate": (self.bias_rate, 0.0),
+        }
+        said = [f"{k}={value!r}" for k, (value, default) in options.items() if value != default]
+        return ", ".join([text, *said])
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, uniform within ``1 / sqrt(dim)``; set load and bias to zero."""
+        bound = 1.0 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        self.load.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def split_tokens_over(
+        self, axes: AxisMesh | Sequence[Axis], collectives: Collectives | None = None
+    ) -> None:
+        """Say which axes split the batch's tokens, so that losses are those of the whole batch.
+
+        ``axes`` are all axes of a mesh, or `Axis` objects, on which ranks hold *different* tokens:
+        data and context parallel, and tensor parallel where the input is sharded by sequence. With
+        a loss each training forward then makes one small all-reduce per axis.
+        """
+        self.token_axes = as_axes(axes)
+        if collectives is not None:
+            self.collectives = collectives
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and expert ids, both ``[tokens, top_k]``, for ``x [tokens, dim]``.
+
+        Equal inputs give equal ids, so recomputed activations meet the same experts.
+        """
+        logits = F.linear(x, local_weight(self.weight))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.noise and self.training:
+            logits = logits + self.noise * torch.randn_like(logits)
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        expert_ids = choose_experts(
+            scores,
+            self.top_k,
+            bias=self.bias,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+        )
+        weights = scores.gather(1, expert_ids)
+        if self.normalise:
+            # Sigmoids can all be zero; a softmax's largest never are.
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=_TINY)
+        if self.scale != 1:
+            weights = weights * self.scale
+        if self.training and torch.is_grad_enabled():
+            counts = count_ids(expert_ids, self.num_experts)
+            weights = attach(weights, self._loss(logits, scores, counts), self.load, counts)
+        return weights, expert_ids
+
+    def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+        total = scores.new_zeros(())
+        if not (self.load_balance_loss or self.z_loss):
+            return total
+        tokens = counts.new_full((1,), scores.shape[0])
+        totals = torch.cat([counts, tokens])
+        for axis in self.token_axes or ():
+            (totals,) = self.collectives.all_reduce(axis, [totals]).wait()
+        if self.load_balance_loss:
+            shares = scores
+            if self.score == "sigmoid":
+                shares = scores / scores.sum(-1, keepdim=True).clamp(min=_TINY)
+            balance = load_balancing_share(shares, totals[:-1], totals[-1], self.top_k)
+            total = total + self.load_balance_loss * balance
+        if self.z_loss:
+            total = total + self.z_loss * z_share(logits, totals[-1])
+        return total
+
+
+def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
+    """Return ``axes``, or all axes of a mesh; communicates nothing."""
+    if isinstance(axes, Sequence):
+        if not all(isinstance(axis, Axis) for axis in axes):
+            raise ExpertConfigError(f"token axes {axes!r} are not a mesh or a sequence of Axis")
+        return tuple(axes)
+    return tuple(Axis.of(axes, i) for i in range(axes.ndim))

@@ -1,0 +1,177 @@
+"""What all styles share: split the weights, and give the layer its dispatcher."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hp_dtensor import Axis, AxisMesh, Collectives
+
+from .._errors import ExpertConfigError
+from .._experts import GroupedExperts
+from .._moe import MoE
+from .._parameters import check_plain, replicate_parameters, split_experts
+from ..balance._placement import Placement
+from ..balance._replicas import ReplicaSum
+from ..dispatch._protocol import TokenDispatcher
+from ..routing._router import TopKRouter, as_axes
+from ._choose import make_dispatcher
+from ._split import Split
+from ._wrap import wrap_forward
+
+
+class BaseExpertParallel(ParallelStyle):
+    """A style that is told by a `Split` alone: subclasses say which axes of a mesh it has.
+
+    Applied to a `MoE`, the layer takes and gives this rank's own tokens through its dispatcher:
+    ``dispatcher``, or the one that `choose_dispatcher` expects to be best. ``node_mesh``, the same
+    ranks as a mesh of nodes and the ranks inside one, lets it choose `Hierarchical`. Applied to a
+    `GroupedExperts`, the module takes rows sorted by *global* expert with *global* counts
+    ``[num_experts]`` and returns as many rows in that order: its ``forward`` is wrapped.
+
+    Where experts are cut inside, the ranks of that axis hold the same tokens (or rows), and their
+    parts are summed; gradients of everything before are the same on all of them.
+
+    Parameters become DTensors of the values that this rank has; nothing is communicated, so
+    initialise them alike on all ranks. Apply before FSDP.
+
+    ``token_axes`` go to `TopKRouter.split_tokens_over`; a `MoE` whose router needs the load of the
+    whole batch needs them, ``()`` where no axis splits the tokens. ``placement`` says which experts
+    live where; replicas' gradients are summed in backward, by one all-to-all over the experts'
+    axis. ``sequence_mesh`` is for tensor parallelism with whole experts: the 1-D mesh over which
+    the `MoE`'s input is sharded by sequence. Parameters of the router and of the shared experts
+    become DTensors replicated over it, whose gradients are Partial: sums over its ranks are due.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Literal["auto"] | TokenDispatcher = "auto",
+        *,
+        token_axes: AxisMesh | Sequence[Axis] | None = None,
+        sequence_mesh: DeviceMesh | None = None,
+        placement: Placement | None = None,
+        node_mesh: AxisMesh | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        if isinstance(dispatcher, str) and dispatcher != "auto":
+            raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
+        self._dispatcher = dispatcher
+        self._token_axes = token_axes
+        self._sequence_mesh = sequence_mesh
+        self._placement = placement
+        self._node_mesh = node_mesh
+        self._collectives = collectives
+
+    def split(self, mesh: DeviceMesh) -> Split:
+        """Return the axes of ``mesh`` that split experts, none of them by default."""
+        return Split(mesh=mesh)
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Return ``module``, changed in place.
+
+        `ExpertConfigError` where an axis does not divide what it splits, on another kind of module,
+        on a module that has been distributed before, and for options that do not suit it; the
+        module is then as it was.
+        """
+        self.prepare(module, mesh)()
+        return module
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.apply(module, device_mesh)
+
+    def prepare(self, module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+        """Return what changes ``module``, once nothing about it is wrong; raises as `apply`."""
+        split = self.split(mesh)
+        if isinstance(module, MoE):
+            return self._prepare_layer(module, split)
+        if isinstance(module, GroupedExperts):
+            return self._prepare_experts(module, split)
+        raise ExpertConfigError(
+            f"expert parallelism takes a MoE or a GroupedExperts, not {type(module).__name__}"
+        )
+
+    def _prepare_layer(self, layer: MoE, split: Split) -> Callable[[], None]:
+        split.check(layer.experts, self._placement)
+        check_plain(layer.experts)
+        replicated = self._replicated(layer, split)
+        for module in replicated:
+            check_plain(module)
+        token_axes = None if self._token_axes is None else as_axes(self._token_axes)
+        _check_balance(layer.router, token_axes)
+        given = None if isinstance(self._dispatcher, str) else self._dispatcher
+        dispatcher = make_dispatcher(
+            layer, split, given, self._placement, self._node_mesh, self._collectives
+        )
+
+        def change() -> None:
+            split_experts(layer.experts, split.mesh, split.placements, self._placement)
+            if self._placement is not None and split.expert_axis is not None:
+                layer.experts.replicas = ReplicaSum(
+                    split.expert_axis,
+                    self._placement,
+                    self._collectives,
+                    device=layer.experts.w1.device,
+                )
+            if self._sequence_mesh is not None:
+                for module in replicated:
+                    replicate_parameters(module, self._sequence_mesh)
+            if token_axes is not None:
+                layer.router.split_tokens_over(token_axes, self._collectives)
+            layer.dispatcher = dispatcher
+            layer.replicated_over = split.summed_over
+
+        return change
+
+    def _replicated(self, layer: MoE, split: Split) -> list[nn.Module]:
+        """Return the modules whose weights all ranks of ``sequence_mesh`` share."""
+        if self._sequence_mesh is None:
+            return []
+        if self._sequence_mesh.ndim != 1:
+            raise ExpertConfigError(
+                f"sequence_mesh has axes {self._sequence_mesh.mesh_dim_names}; pass the 1-D mesh "
+                "of the axis that shards the sequence"
+            )
+        tensor = split.summed_over
+        if tensor is not None:
+            raise ExpertConfigError(
+                f"sequence_mesh is for whole experts, but {tensor.name}={tensor.size} cuts them; "
+                "its ranks must hold the same tokens: leave sequence_mesh out"
+            )
+        modules = [layer.router, layer.shared_experts]
+        return [module for module in modules if module is not None]
+
+    def _prepare_experts(self, experts: GroupedExperts, split: Split) -> Callable[[], None]:
+        if self._dispatcher != "auto":
+            raise ExpertConfigError(
+                "a dispatcher moves tokens of a whole MoE; apply the style to the MoE, or use "
+                "dispatcher='auto' for a GroupedExperts"
+            )
+        options = (self._token_axes, self._sequence_mesh, self._placement, self._node_mesh)
+        if any(option is not None for option in options):
+            raise ExpertConfigError(
+                "token_axes and sequence_mesh are for the router and the shared experts of a whole "
+                "MoE, placement and node_mesh for its dispatcher; apply the style to the MoE, or "
+                "leave them out for a GroupedExperts"
+            )
+        split.check(experts, None)
+        check_plain(experts)
+        if "forward" in vars(experts):
+            raise ExpertConfigError(
+                "forward of this GroupedExperts was replaced; apply the style first, then wrap it"
+            )
+
+        def change() -> None:
+            split_experts(experts, split.mesh, split.placements, None)
+            wrap_forward(experts, split, self._collectives)
+
+        return change
+
+
+def _check_balance(router: TopKRouter, token_axes: tuple[Axis, ...] | None) -> None:
+    if router.needs_whole_batch and token_axes is None and router.token_axes is None:
+        raise ExpertConfigError(
+            f"{router.needs_whole_batch}; say which axes split its tokens: token_axes=mesh for "
+            "all of a mesh, or token_axes=() for none"
+        )

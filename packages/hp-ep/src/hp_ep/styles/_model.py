@@ -1,0 +1,30 @@
+"""One style for all layers of a model: all of them, or none."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._errors import ExpertConfigError
+from .._moe import MoE
+from ._base import BaseExpertParallel
+
+
+def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertParallel) -> list[str]:
+    """Apply ``style`` to every `MoE` in ``model`` and return their names; communicates nothing.
+
+    `ExpertConfigError` that names the first layer for which the style is not legal, before any
+    layer was changed, and for a model without any.
+    """
+    changes = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            try:
+                changes[name] = style.prepare(module, mesh)
+            except ExpertConfigError as error:
+                raise ExpertConfigError(f"layer {name!r}: {error}") from error
+    if not changes:
+        raise ExpertConfigError(
+            f"{type(model).__name__} has no MoE; apply the style to the experts of your own layer"
+        )
+    for change in changes.values():
+        change()
+    return list(changes)

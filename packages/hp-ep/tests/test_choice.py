@@ -1,0 +1,102 @@
+"""Expected bytes are those of counting every routing, and the choice follows them."""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_ep import ExpertConfigError, choose_dispatcher, expected_bytes
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict[str, int]:
+    """Draw sizes small enough to list every choice of experts."""
+    nodes, node_size, local = (draw(st.integers(1, 3)) for _ in range(3))
+    experts = nodes * node_size * local
+    return dict(
+        num_ranks=nodes * node_size,
+        node_size=node_size,
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(4, experts))),
+        row_bytes=draw(st.integers(1, 4096)),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes())
+def test_expected_bytes_are_the_mean_over_all_choices(size: dict[str, int]) -> None:
+    ranks, node, row = size["num_ranks"], size["node_size"], size["row_bytes"]
+    local = size["num_experts"] // ranks
+    totals = {k: [0.0, 0.0] for k in ("all_to_all", "dedup", "hierarchical")}
+    chosen = list(combinations(range(size["num_experts"]), size["top_k"]))
+    for me in range(ranks):
+        for choice in chosen:
+            owners = [e // local for e in choice]
+            for owner in owners:
+                off = owner // node != me // node
+                if owner != me:
+                    totals["all_to_all"][not off] += 2 * row
+                    totals["dedup"][not off] += 8
+                totals["hierarchical"][0] += 8 * off
+                stop = owner // node * node + me % node  # where the first hop puts the token
+                totals["hierarchical"][1] += 8 * (stop != owner)
+            for target in sorted(set(owners)):
+                away = target // node != me // node
+                if target != me:
+                    totals["dedup"][not away] += 2 * row
+                stop = target // node * node + me % node
+                totals["hierarchical"][1] += 2 * row * (stop != target)
+            for n in {o // node for o in owners}:
+                totals["hierarchical"][0] += 2 * row * (n != me // node)
+    for kind, (outside, inside) in totals.items():
+        found = expected_bytes(kind, **size)  # type: ignore[arg-type]
+        assert found.off_node == pytest.approx(outside / ranks / len(chosen))
+        assert found.in_node == pytest.approx(inside / ranks / len(chosen))
+
+
+def test_published_sizes_save_what_they_should() -> None:
+    def rows(kind: Any, ranks: int, experts: int, node_size: int | None = None) -> float:
+        found = expected_bytes(
+            kind,
+            num_ranks=ranks,
+            num_experts=experts,
+            top_k=8,
+            row_bytes=10**9,
+            node_size=node_size,
+        )
+        return (found.off_node if node_size else found.total) / 2e9
+
+    assert rows("all_to_all", 2, 64) / rows("dedup", 2, 64) == pytest.approx(4.0, abs=0.05)
+    assert rows("all_to_all", 4, 64) / rows("dedup", 4, 64) == pytest.approx(2.2, abs=0.05)
+    assert rows("all_to_all", 64, 256, 8) == pytest.approx(7.0)
+    assert rows("hierarchical", 64, 256, 8) == pytest.approx(4.6, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "top_k", "row", "node", "best"),
+    [
+        (1, 8, 2, 1024, None, "local"),
+        (2, 64, 8, 1024, None, "dedup"),
+        (4, 64, 8, 1024, None, "dedup"),
+        (32, 64, 2, 1024, None, "all_to_all"),
+        (2, 64, 1, 1024, None, "all_to_all"),
+        (2, 64, 8, 4, None, "all_to_all"),  # a row is no larger than a choice's own bytes
+        (64, 256, 8, 14336, 8, "hierarchical"),
+        (64, 256, 8, 14336, 64, "all_to_all"),
+        (64, 256, 1, 14336, 8, "all_to_all"),
+    ],
+)
+def test_the_choice_is_the_simplest_that_is_not_much_worse(
+    ranks: int, experts: int, top_k: int, row: int, node: int | None, best: str
+) -> None:
+    found = choose_dispatcher(
+        num_ranks=ranks, num_experts=experts, top_k=top_k, row_bytes=row, node_size=node
+    )
+    assert found == best
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ExpertConfigError, match="num_ranks=3 must divide num_experts=8"):
+        expected_bytes("dedup", num_ranks=3, num_experts=8, top_k=2, row_bytes=4)

@@ -1,0 +1,185 @@
+"""Experts that move while they are trained learn what they would have learnt at home."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from hp_dtensor import RecordingCollectives
+from hp_ep import (
+    AllToAll,
+    BaseExpertParallel,
+    ExpertConfigError,
+    ExpertParallel,
+    ExpertTensorParallel,
+    MoE,
+    Placement,
+    collect_loads,
+    migrate_experts,
+    plan_placement,
+)
+
+from .reference import assert_close, build_moe
+
+STEPS = 6
+TOKENS = [5, 3]
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return cached((shape, names), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def _batch(step: int, parts: list[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(sum(parts), 4, generator=generator, dtype=torch.float64)
+    x[:, step % 4] += 2.0  # another direction, and so other experts, every step
+    return list(x.split(parts))
+
+
+def _adam(layer: MoE) -> torch.optim.Optimizer:
+    # Small steps: Adam divides by a root that would blow up what the last bit of a sum differs.
+    return torch.optim.AdamW(layer.parameters(), lr=1e-2, eps=1e-3)
+
+
+def _learn(layer: MoE, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    (layer(x.clone().requires_grad_()) ** 2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _logical(layer: MoE, placement: Placement) -> dict[str, Tensor]:
+    """Return the weights of all experts in order; replicas must have one value."""
+    found = {}
+    for name, p in layer.experts.named_parameters():
+        assert isinstance(p, DTensor)
+        slots = p.full_tensor().detach()
+        first = [s[0] for s in placement.slots_of]
+        found[name] = slots[first]
+        assert torch.equal(slots, found[name][list(placement.experts)])
+    return found
+
+
+def _train(
+    rank: int, size: int, etp: int, replicas: int, moves: bool, efsdp: int = 1
+) -> tuple[dict[str, Tensor], int]:
+    ep = size // etp // efsdp
+    mesh = _mesh((efsdp, ep, etp), ("efsdp", "ep", "etp"))
+    layer = build_moe(3, hidden=8, experts=8)
+    load = [1.0] * 8
+    placement = plan_placement(load, ep, num_replicas=replicas)
+    if not replicas:
+        placement = Placement.contiguous(8, ep)
+    inner = AllToAll(mesh, len(placement.experts))  # keeps the order of an expert's rows
+    options: dict[str, Any] = dict(placement=placement, token_axes=mesh["efsdp", "ep"])
+    style: BaseExpertParallel = ExpertParallel(inner, **options)
+    if etp > 1:
+        style = ExpertTensorParallel(inner, **options)
+    style.apply(layer, mesh["ep"] if etp == 1 else mesh["ep", "etp"])
+    if efsdp > 1:
+        unit = fully_shard(layer.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(1))
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    optimizer = _adam(layer)
+    moved = 0
+    parts = TOKENS * (efsdp * ep // 2)
+    place = mesh.get_local_rank("efsdp") * ep + mesh.get_local_rank("ep")
+    for step in range(STEPS):
+        # The router learns from all tokens too, of which this rank sees its own: keep it still.
+        layer.router.weight.requires_grad_(False)
+        _learn(layer, optimizer, _batch(step, parts)[place])
+        loads = collect_loads(layer)["router"].tolist()
+        if moves:
+            near = placement if step % 2 else None
+            placement = plan_placement(loads, ep, num_replicas=replicas, near=near)
+            moved += migrate_experts(layer, placement, optimizer).moved
+    return _logical(layer, placement), moved
+
+
+def _both(rank: int, size: int, etp: int, replicas: int, efsdp: int) -> list[Any]:
+    return [_train(rank, size, etp, replicas, moves, efsdp) for moves in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("size", "etp", "replicas", "efsdp"),
+    [
+        (2, 1, 0, 1),
+        (4, 1, 0, 1),
+        (4, 2, 0, 1),
+        (4, 1, 4, 1),
+        (4, 2, 2, 1),
+        (4, 1, 0, 2),
+        (4, 1, 2, 2),
+    ],
+)
+def test_training_with_migration_equals_training_without(
+    ranks: Any, size: int, etp: int, replicas: int, efsdp: int
+) -> None:
+    alone = build_moe(3, hidden=8, experts=8)
+    alone.router.weight.requires_grad_(False)
+    optimizer = _adam(alone)
+    for step in range(STEPS):
+        _learn(alone, optimizer, torch.cat(_batch(step, TOKENS * (size // etp // 2))))
+    for (still, none), (moving, moved) in ranks(size).run(_both, size, etp, replicas, efsdp):
+        assert none == 0
+        assert moved > 0
+        for name, p in alone.experts.named_parameters():
+            if replicas:  # the parts of an expert's gradient are added in another order
+                assert_close(moving[name], still[name])
+            else:
+                assert torch.equal(moving[name], still[name])
+            assert_close(moving[name], p.detach(), 1e-10)
+
+
+def _recorded(rank: int) -> list[Any]:
+    mesh, record = _mesh((2,), ("ep",)), RecordingCollectives()
+    layer = build_moe(3, experts=4)
+    old = Placement.contiguous(4, 2)
+    ExpertParallel(placement=old, collectives=record).apply(layer, mesh)
+    optimizer = _adam(layer)
+    _learn(layer, optimizer, _batch(0, TOKENS)[rank])
+    record.reset()
+    same = [id(p) for p in layer.experts.parameters()]
+    new = Placement(num_ranks=2, num_experts=4, experts=(0, 3, 2, 1))
+    moves = migrate_experts(layer, new, optimizer)
+    assert same == [id(p) for p in layer.experts.parameters()]
+    traffic = record.by_call[("ep", "all_to_all")]
+    texts = []
+    wide = Placement(num_ranks=2, num_experts=4, experts=(0, 1, 2, 3, 0, 1))
+    plain = build_moe(3)
+    sharded = build_moe(3, experts=4)
+    grid = _mesh((2, 1), ("dp", "ep"))
+    one = Placement.contiguous(4, 1)
+    ExpertParallel(placement=one).apply(sharded, grid["ep"])
+    fully_shard(sharded.experts, mesh=grid["dp"])
+    cases: list[Callable[[], object]] = [
+        lambda: migrate_experts(layer, wide),
+        lambda: migrate_experts(plain, old),
+        lambda: migrate_experts(sharded, one),
+        lambda: ExpertParallel(placement=wide).apply(build_moe(3), grid["ep"]),
+    ]
+    for case in cases:
+        with pytest.raises(ExpertConfigError) as error:
+            case()
+        texts.append(str(error.value))
+    return [moves.moved, moves.bytes(3 * 24 * 8 * 3), traffic.calls, traffic.bytes, texts]
+
+
+def test_bytes_are_those_of_the_plan_and_wrong_moves_are_refused(ranks: Any) -> None:
+    for moved, planned, calls, received, texts in ranks(2).run(_recorded):
+        assert moved == 2  # experts 3 and 1 change places
+        assert calls == 9  # three weights, and the two moments of each
+        assert 2 * received == planned
+        starts = [
+            "experts cannot move from a placement with",
+            "the experts have no placement",
+            "w1 has shape (4, 6, 4) and placements (Shard(dim=0), Shard(dim=0)); experts move as",
+            "a placement of 4 experts on 2 ranks does not fit 4 experts on 1 ranks",
+        ]
+        for text, start in zip(texts, starts, strict=True):
+            assert text.startswith(start), text

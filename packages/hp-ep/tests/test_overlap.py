@@ -1,0 +1,217 @@
+"""Chunks and calls that overlap: the same results, begun earlier and awaited later."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hp_dtensor import Axis, Collectives, ReduceOp, SimulatedCollectives, SimulatedWorld, Work
+from hp_ep import (
+    AllToAll,
+    Dedup,
+    ExpertConfigError,
+    GroupedExperts,
+    Hierarchical,
+    MoE,
+    Padded,
+    TokenDispatcher,
+)
+
+from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads
+
+NAMES = ["AllToAll", "Dedup", "Hierarchical", "Padded"]
+
+
+def _dispatcher(name: str, door: SimulatedCollectives, through: Collectives) -> TokenDispatcher:
+    if name == "Hierarchical":
+        return Hierarchical(door.mesh((2, 1), ("node", "inside")), 4, through)
+    mesh = door.mesh((2,), ("ep",))
+    if name == "Padded":
+        return Padded(mesh, 4, through, capacity=6)
+    return Dedup(mesh, 4, through) if name == "Dedup" else AllToAll(mesh, 4, through)
+
+
+def _layer(
+    name: str, me: int, door: SimulatedCollectives, through: Collectives, chunks: int
+) -> MoE:
+    layer = build_moe(7, shared=1, balance=0.2)
+    local = GroupedExperts(4, 6, 2, dtype=torch.float64)
+    with torch.no_grad():
+        for mine, every in zip(local.parameters(), layer.experts.parameters(), strict=True):
+            mine.copy_(every.chunk(2)[me])
+    layer.experts = local
+    layer.dispatcher = _dispatcher(name, door, through)
+    layer.router.split_tokens_over(door.mesh((2,), ("ep",)), through)
+    layer.num_chunks = chunks
+    return layer
+
+
+def _tokens(counts: list[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(counts))
+    return list(torch.randn(sum(counts), 4, generator=generator, dtype=torch.float64).split(counts))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=12)
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=2), st.integers(1, 4))
+def test_chunks_change_nothing(name: str, counts: list[int], chunks: int) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
+        layer = _layer(name, me, door, door, chunks)
+        x = _tokens(counts)[me].clone().requires_grad_()
+        y = layer(x)
+        (y**2).sum().backward()
+        return [y.detach(), *grads([x, *layer.parameters()])]
+
+    results = SimulatedWorld(2).run(rank)
+    layer, x = build_moe(7, shared=1, balance=0.2), torch.cat(_tokens(counts)).requires_grad_()
+    y = dense_moe(layer, x)
+    ((y**2).sum() + dense_balance_loss(layer, x)).backward()
+    whole = [y.detach(), *grads([x, *layer.parameters()])]
+    for i, expected in enumerate(whole):
+        parts = [r[i] for r in results]
+        shared = i == 2 or i > 5  # the router's and the shared experts': each rank has a part
+        assert_close(torch.stack(parts).sum(0) if shared else torch.cat(parts), expected)
+
+
+class _Logged:
+    """`Collectives` that note when a call starts and when it is awaited."""
+
+    def __init__(self, inner: Collectives, log: list[str]) -> None:
+        self._inner = inner
+        self._log = log
+
+    def all_to_all(
+        self,
+        axis: Axis,
+        input: Tensor,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Work:
+        work = self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
+        if not input.is_floating_point():
+            return work
+        number = sum(entry.startswith("start") for entry in self._log)
+        self._log.append(f"start {number}")
+        return _LoggedWork(work, self._log, number)
+
+    def all_gather(self, axis: Axis, inputs: Any, outputs: Any = None) -> Work:
+        return self._inner.all_gather(axis, inputs, outputs)
+
+    def reduce_scatter(
+        self, axis: Axis, inputs: Any, outputs: Any = None, op: ReduceOp = "sum"
+    ) -> Work:
+        return self._inner.reduce_scatter(axis, inputs, outputs, op)
+
+    def all_reduce(self, axis: Axis, tensors: Any, op: ReduceOp = "sum") -> Work:
+        return self._inner.all_reduce(axis, tensors, op)
+
+    def exchange(
+        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Work:
+        return self._inner.exchange(axis, sends, receives)
+
+    def broadcast(self, axis: Axis, tensors: Any, source: int = 0) -> Work:
+        return self._inner.broadcast(axis, tensors, source)
+
+
+class _LoggedWork:
+    def __init__(self, work: Work, log: list[str], number: int) -> None:
+        self._work, self._log, self._number = work, log, number
+
+    def wait(self) -> list[Tensor]:
+        self._log.append(f"wait {self._number}")
+        return self._work.wait()
+
+
+def _log_computing(module: torch.nn.Module, what: str, log: list[str]) -> None:
+    module.register_forward_hook(lambda *_: log.append(what))
+    module.register_full_backward_hook(lambda *_: log.append(what + " back"))
+
+
+def test_the_next_chunk_travels_while_the_experts_compute() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[list[str]]:
+        log: list[str] = []
+        layer = _layer("AllToAll", me, door, _Logged(door, log), 2)
+        _log_computing(layer.experts, "experts", log)
+        assert layer.shared_experts is not None
+        _log_computing(layer.shared_experts, "shared", log)
+        x = _tokens([4, 4])[me].requires_grad_()
+        y = layer(x)
+        forward, log[:] = list(log), []
+        y.sum().backward()
+        return [forward, log]
+
+    for forward, backward in SimulatedWorld(2).run(rank):
+        # 0 and 1 bring the two chunks, 2 and 3 return them.
+        assert forward == [
+            *("start 0", "shared", "wait 0", "start 1", "experts", "start 2", "wait 1"),
+            *("experts", "start 3", "wait 2", "wait 3"),
+        ]
+        at = {entry: i for i, entry in enumerate(backward)}
+        first = backward.index("experts back")
+        # Both results' gradients have started before the first experts' backward, and the first
+        # rows' gradients travel during the second's.
+        assert at["start 0"] < at["start 1"] < first < at["start 2"]
+        assert at["start 2"] < backward.index("experts back", first + 1) < at["wait 2"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_microbatches_recomputed_and_interleaved_do_not_see_each_other(name: str) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
+        layer = _layer(name, me, door, door, 2)
+        first, second = (x[me].clone().requires_grad_() for x in (_tokens([3, 5]), _tokens([2, 0])))
+        # As a pipeline does: forward, forward, backward of the first, forward, backwards.
+        y1: Tensor = checkpoint(layer, first, use_reentrant=False)
+        y2: Tensor = checkpoint(layer, second, use_reentrant=False)
+        (y1**2).sum().backward()
+        third = first.detach().clone().requires_grad_()
+        y3: Tensor = layer(third)
+        (y3**2).sum().backward()
+        (y2**2).sum().backward()
+        return [y1.detach(), y2.detach(), y3.detach(), *grads([first, second, third])]
+
+    results = SimulatedWorld(2).run(rank)
+    for i, counts in enumerate(([3, 5], [2, 0], [3, 5])):
+        layer, x = build_moe(7, shared=1, balance=0.2), torch.cat(_tokens(counts)).requires_grad_()
+        y = dense_moe(layer, x)
+        ((y**2).sum() + dense_balance_loss(layer, x)).backward()
+        assert_close(torch.cat([r[i] for r in results]), y)
+        assert_close(torch.cat([r[i + 3] for r in results]), x.grad)
+
+
+def test_tokens_that_are_not_valid_are_left_out_of_everything() -> None:
+    padded, plain = build_moe(1, shared=1, balance=0.2), build_moe(1, shared=1, balance=0.2)
+    x = _tokens([6])[0].view(2, 3, 4)
+    valid = torch.tensor([[True, False, True], [False, False, True]])
+    filled = torch.where(valid[..., None], x, torch.nan).requires_grad_()
+    leaf = x[valid].clone().requires_grad_()
+    y, expected = padded(filled, valid), plain(leaf)
+    assert torch.equal(y[valid], expected)
+    assert not y[~valid].any()
+    (y**2).sum().backward()
+    (expected**2).sum().backward()
+    assert filled.grad is not None
+    assert leaf.grad is not None
+    assert torch.equal(filled.grad[valid], leaf.grad)
+    assert not filled.grad[~valid].any()
+    for a, b in zip(grads([*padded.parameters()]), grads([*plain.parameters()]), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(padded.router.load, plain.router.load)
+
+
+@pytest.mark.parametrize("valid", [torch.ones(2, 3), torch.ones(3, dtype=torch.bool)])
+def test_a_mask_of_another_kind_is_refused(valid: Tensor) -> None:
+    with pytest.raises(ExpertConfigError, match=r"must be torch.bool of shape \(2, 3\)"):
+        build_moe(1)(torch.zeros(2, 3, 4, dtype=torch.float64), valid)
+
+
+@pytest.mark.parametrize("chunks", [0, 1.5, True])
+def test_chunks_are_a_positive_integer(chunks: Any) -> None:
+    with pytest.raises(ExpertConfigError, match=f"num_chunks={chunks!r} must be"):
+        MoE(4, 6, 4, 2, num_chunks=chunks)
