@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hp_cp import AttentionBackend, BackendError, MaskSpec, Zigzag, context_parallel_attention
-from hp_cp._plan import Kind
+from hp_cp._bands import Kernel
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
 from .strategies import dense_attention, inputs, leaves, with_gradients
@@ -18,11 +18,11 @@ class PlainBackend:
 
     name = "plain"
 
-    def __init__(self, kinds: tuple[Kind, ...] = ("full", "causal")) -> None:
+    def __init__(self, kinds: tuple[Kernel, ...] = ("full", "causal")) -> None:
         self.kinds = kinds
         self.calls = 0
 
-    def supports(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(self, kind: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
         """Refuse kinds that are not in the list."""
         return None if kind in self.kinds else f"it computes {self.kinds} only"
 
@@ -89,7 +89,7 @@ def test_a_backend_of_ones_own_computes_the_blocks() -> None:
 
 @pytest.mark.parametrize(("kinds", "lacking"), [(("full",), "causal"), (("causal",), "full")])
 def test_a_backend_that_lacks_a_kind_of_block_is_refused(
-    kinds: tuple[Kind, ...], lacking: str
+    kinds: tuple[Kernel, ...], lacking: str
 ) -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     q, k, v, _ = inputs(2, 2, 12)
