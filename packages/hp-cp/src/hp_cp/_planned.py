@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ._heads import Exchange, heads_to_rows, rows_to_heads
 from ._seats import Seats
-from ._swap import swap_second_half
+from ._swap import swap_halves
 from .backends._interface import AttentionBackend
 from .plans._plan import AttentionPlan
 from .schedules._attend import attend
@@ -23,7 +23,7 @@ def planned_attention(
     """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned."""
     run = run_of(plan, seats.inside.index, seats.across, backend, scale)
     if plan.load_balance:
-        return swap_second_half(attend(swap_second_half(q, run.peers), k, v, run), run.peers)
+        return swap_halves(attend(swap_halves(q, run.peers), k, v, run), run.peers, back=True)
     if plan.ulysses_degree == 1:
         return attend(q, k, v, run)
     exchange = exchange_of(plan, seats)
