@@ -11,12 +11,14 @@ from .._merge import accumulator
 from ..plans._routes import Ring
 from ._calls import Calls
 from ._run import Run, room_for, whole
-
-Pair = tuple[Tensor, Tensor]
+from ._sums import KeySum, Pair
 
 
 class Returns(Protocol):
-    """What takes a rank's shares of the others' gradients; calls come in the schedule's order."""
+    """What takes a rank's shares of the others' gradients; calls come in the schedule's order.
+
+    What the others computed is added to this rank's own sum, always in the same order.
+    """
 
     def add(self, source: int, share: Pair | None) -> None:
         """Take the gradients of the rows of ``source`` that were fetched; None where nothing was
@@ -24,26 +26,30 @@ class Returns(Protocol):
         """
         ...
 
-    def finish(self, own: Pair) -> None:
-        """Add what the others computed to this rank's own share, always in the same order."""
+    def finish(self) -> None:
+        """Wait for what has not arrived."""
         ...
 
 
-def returns_of(run: Run, like: Tensor, calls: Calls) -> Returns:
-    """Return the way home that fits the schedule."""
+def returns_of(run: Run, own: KeySum, like: Tensor, calls: Calls) -> Returns:
+    """Return the way home that fits the schedule; it adds to ``own``."""
     if run.ring is not None and run.peers.size > 1:
-        return _Around(run, run.ring, like, calls)
-    return _Straight(run, like, calls)
+        return _Around(run, run.ring, own, like, calls)
+    return _Straight(run, own, like, calls)
 
 
 class _Straight:
-    """To the owner at once, in the dtype of the keys; added there in rank order."""
+    """To the owner at once, in the dtype of the keys; added there from the next rank on.
 
-    def __init__(self, run: Run, like: Tensor, calls: Calls) -> None:
+    What comes is taken one step later, so that few parts are held at a time.
+    """
+
+    def __init__(self, run: Run, own: KeySum, like: Tensor, calls: Calls) -> None:
         self._run = run
-        self._calls = calls
+        self._own = own
         self._like = like
-        self._coming: dict[int, tuple[Tensor, Work]] = {}
+        self._calls = calls
+        self._coming: tuple[int, Tensor, Work] | None = None
 
     def add(self, source: int, share: Pair | None) -> None:
         run, n = self._run, self._run.peers.size
@@ -56,28 +62,32 @@ class _Straight:
         part = room_for(run.given[peer], self._like)
         if run.given[peer]:
             receives[peer] = part
-        self._coming[peer] = part, self._calls.exchange(sends, receives)
+        work = self._calls.exchange(sends, receives)
+        self.finish()
+        self._coming = peer, part, work
 
-    def finish(self, own: Pair) -> None:
-        for peer in sorted(self._coming):
-            part, work = self._coming.pop(peer)
-            work.wait()
-            start = 0
-            for rows in self._run.given[peer]:
-                stop = start + len(rows)
-                for total, share in zip(own, part, strict=True):
-                    total[:, :, rows.start : rows.stop] += share[:, :, start:stop]
-                start = stop
+    def finish(self) -> None:
+        if self._coming is None:
+            return
+        peer, part, work = self._coming
+        self._coming = None
+        work.wait()
+        start = 0
+        for rows in self._run.given[peer]:
+            stop = start + len(rows)
+            self._own.add(rows, part[0, :, :, start:stop], part[1, :, :, start:stop])
+            start = stop
 
 
 class _Around:
     """Around the ring behind the keys: each rank adds to a sum, which the last one sends home."""
 
-    def __init__(self, run: Run, ring: Ring, like: Tensor, calls: Calls) -> None:
+    def __init__(self, run: Run, ring: Ring, own: KeySum, like: Tensor, calls: Calls) -> None:
         self._run = run
-        self._calls = calls
         self._ring = ring
+        self._own = own
         self._like = like
+        self._calls = calls
         self._wide = accumulator(like.dtype)
         self._step = 0
         self._coming: tuple[Tensor, Work] | None = None
@@ -86,9 +96,11 @@ class _Around:
         run, ring = self._run, self._ring
         self._step += 1
         total = self._arrived()
-        if total is None:
+        if total is None and share is not None:
+            total = torch.stack(share)
+        elif total is None:
             total = room_for(whole(run.lengths[source]), self._like, self._wide).zero_()
-        if share is not None:
+        elif share is not None:
             total[0] += share[0]
             total[1] += share[1]
         home = self._step + 1 == ring.n
@@ -96,13 +108,13 @@ class _Around:
         part = room_for(whole(run.lengths[next_source]), self._like, self._wide)
         sends = {ring.next_gradient(run.rank, self._step): total} if total.shape[3] else {}
         origin = ring.next_gradient(run.rank, self._step, -1)
-        self._coming = part, self._calls.exchange(sends, {origin: part} if part.shape[3] else {})
+        receives = {origin: part} if part.shape[3] else {}
+        self._coming = part, self._calls.exchange(sends, receives)
 
-    def finish(self, own: Pair) -> None:
+    def finish(self) -> None:
         total = self._arrived()
-        if total is not None:
-            own[0].add_(total[0])
-            own[1].add_(total[1])
+        if total is not None and total.shape[3]:
+            self._own.add(range(total.shape[3]), total[0], total[1])
 
     def _arrived(self) -> Tensor | None:
         if self._coming is None:
