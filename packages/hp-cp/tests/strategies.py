@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from rank_pool import cached
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_cp import Auto, Contiguous, Greedy, Layout, MaskSpec, PerDocument, Zigzag
 
@@ -109,3 +111,8 @@ def single(
 def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
     """Return the largest difference of each result."""
     return [(a.double() - b).abs().max().item() for a, b in zip(results, exact, strict=True)]
+
+
+def cp_mesh(n: int) -> DeviceMesh:
+    """Return the mesh of all ``n`` real ranks, one axis."""
+    return cached("cp", lambda: init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)))

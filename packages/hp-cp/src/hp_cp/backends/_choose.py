@@ -10,7 +10,8 @@ from ._flex import FlexBackend
 from ._interface import AttentionBackend
 from ._sdpa import SdpaBackend
 
-_BY_NAME: dict[str, AttentionBackend] = {b.name: b for b in (SdpaBackend(), FlexBackend())}
+_BUILT_IN: tuple[AttentionBackend, ...] = (SdpaBackend(), FlexBackend())
+_BY_NAME = {backend.name: backend for backend in _BUILT_IN}
 
 
 def register_backend(backend: AttentionBackend) -> None:
@@ -36,7 +37,7 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the backend of that name, or the one given, if it can compute blocks of all kinds.
 
-    ``auto`` is the first that can, of ``sdpa``, ``flex`` and those registered, in that order.
+    ``auto`` is ``sdpa`` where that can, else ``flex``; what is registered is taken by name only.
     """
     if not isinstance(backend, str):
         _check(backend)
@@ -63,9 +64,8 @@ def choose_backend(
 def _able(
     kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend | None:
-    """Return the first backend with a name that can compute all."""
-    backends = _BY_NAME.values()
-    return next((b for b in backends if _lack(b, kernels, device, dtype) is None), None)
+    """Return the first of this package's backends that can compute all."""
+    return next((b for b in _BUILT_IN if _lack(b, kernels, device, dtype) is None), None)
 
 
 def _lack(
