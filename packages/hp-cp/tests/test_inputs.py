@@ -1,4 +1,4 @@
-"""Any order of dims, any scale, autocast."""
+"""Any order of dims, any scale, autocast, compiled callers."""
 
 from typing import Any
 
@@ -68,3 +68,25 @@ def test_autocast_casts_as_it_casts_sdpa(ranks: Any, dtype: torch.dtype, degree:
     atol = 1e-13 if dtype == torch.float64 else 4 * torch.finfo(torch.bfloat16).eps
     for part, right in zip(parts, expected, strict=True):
         torch.testing.assert_close(torch.cat(part, 2), right, rtol=0, atol=atol)
+
+
+def compiled(rank: int, degree: int, tensors: tuple[Tensor, ...]) -> list[list[Tensor]]:
+    """Return the results of a caller as it is and compiled."""
+    q, k, v, grad = (x.chunk(2, 2)[rank] for x in tensors)
+    mesh = cp_mesh(2)
+
+    def caller(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = context_parallel_attention(2 * q, k, v, mesh, mask=CAUSAL, ulysses_degree=degree)
+        return out * 3
+
+    results = []
+    for call in (caller, torch.compile(caller, backend="eager")):
+        local = leaves(q, k, v)
+        results.append(with_gradients(call(*local), local, grad))
+    return results
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_compiled_caller_gets_the_same_bits(ranks: Any, degree: int) -> None:
+    for plain, traced in ranks(2).run(compiled, degree, inputs(4, 2, 16)):
+        assert all(map(torch.equal, plain, traced))

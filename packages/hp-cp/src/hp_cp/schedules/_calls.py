@@ -37,7 +37,7 @@ class Calls:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if isinstance(error, Exception):  # an interrupt does not wait
             for call in list(self._under_way):
                 call.wait()
 
