@@ -1,11 +1,12 @@
-"""Causal attention over gloo ranks, forward and backward: gather and Ulysses against two limits.
+"""Causal attention over gloo ranks, forward and backward: all schedules against two limits.
 
-Every round runs each arm once, in turn, on the same inputs: this package's gather schedule
-(zigzag) and Ulysses (contiguous); torch's ring algorithm (``_templated_ring_attention``, zigzag,
-both ways to rotate) with the CPU kernel passed in, since its public entry raises on CPU; and one
-process alone with one thread, whose time over two cores is the limit. Peak memory is what the arm
-adds to the resident set of the fullest rank. Bytes are what the loopback device carried per rank,
-so nothing else should use it. Needs Linux.
+Every round runs each arm once, in turn, on the same inputs: this package's ring, direct and gather
+schedules (zigzag) and Ulysses (contiguous); torch's ring algorithm (zigzag, both ways to rotate;
+``_templated_ring_attention``) with the CPU kernel passed in, since its public entry raises on CPU;
+and one process alone with one thread, whose time over two cores is the limit. Peak memory is what
+the arm adds to the resident set of the fullest rank, in a run of its own without the times, whose
+allocator returns what is freed, so that no arm starts with another's memory. Bytes are what the
+loopback device carried per rank, so nothing else should use it. Needs Linux.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch.multiprocessing.spawn import spawn
 
 from hp_cp import Contiguous, Layout, MaskSpec, Zigzag, context_parallel_attention
 
+ScheduleName = Literal["gather", "direct", "ring"]
 Arm = Callable[[Tensor, Tensor, Tensor], Tensor]
 CORES = 2
 SINGLE = "one process"
@@ -73,12 +75,19 @@ def torch_ring(mesh: DeviceMesh, rotate: str) -> Arm:
     return attend
 
 
-def ours(mesh: DeviceMesh, layout: Layout, degree: int) -> Arm:
+def ours(mesh: DeviceMesh, layout: Layout, schedule: ScheduleName, degree: int = 1) -> Arm:
     """Return this package's attention."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return context_parallel_attention(
-            q, k, v, mesh, mask=MaskSpec(causal=True), layout=layout, ulysses_degree=degree
+            q,
+            k,
+            v,
+            mesh,
+            mask=MaskSpec(causal=True),
+            layout=layout,
+            schedule=schedule,
+            ulysses_degree=degree,
         )
 
     return attend
@@ -96,14 +105,18 @@ def peak_kib() -> int:
     return int(next(x for x in lines if x.startswith("VmHWM")).split()[1])
 
 
-def measure(rank: int, n: int, store: str, args: argparse.Namespace, report: str) -> None:
+def measure(
+    rank: int, n: int, store: str, args: argparse.Namespace, rounds: int, report: str
+) -> None:
     """Run all arms on one rank; rank 0 writes the report."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=FileStore(store, n), rank=rank, world_size=n)
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     arms: dict[str, tuple[Layout, Arm]] = {
-        "gather zigzag": (Zigzag(), ours(mesh, Zigzag(), 1)),
-        "ulysses": (Contiguous(), ours(mesh, Contiguous(), n)),
+        "ring zigzag": (Zigzag(), ours(mesh, Zigzag(), "ring")),
+        "direct zigzag": (Zigzag(), ours(mesh, Zigzag(), "direct")),
+        "gather zigzag": (Zigzag(), ours(mesh, Zigzag(), "gather")),
+        "ulysses": (Contiguous(), ours(mesh, Contiguous(), "direct", n)),
         "torch ring, all-to-all": (Zigzag(), torch_ring(mesh, "ALL_TO_ALL")),
         "torch ring, all-gather": (Zigzag(), torch_ring(mesh, "ALL_GATHER")),
     }
@@ -115,7 +128,7 @@ def measure(rank: int, n: int, store: str, args: argparse.Namespace, report: str
     seconds: dict[str, list[float]] = {name: [] for name in [SINGLE, *arms]}
     memory: dict[str, int] = {}
     received: dict[str, float] = {}
-    for round_ in range(args.rounds + 1):
+    for round_ in range(rounds + 1):
         for name, (layout, attend) in arms.items():
             mine = list(layout.indices(n, args.seq_len)[rank])
             local = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
@@ -176,6 +189,15 @@ def summarize(n: int, seconds: dict[str, list[float]], peaks: Any, received: Any
     return rows
 
 
+def run(n: int, args: argparse.Namespace, rounds: int) -> list[Any]:
+    """Return what `measure` reports of ``n`` processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report")
+        spawn(measure, (n, f"{folder}/store", args, rounds, str(report)), nprocs=n)
+        answer: list[Any] = json.loads(report.read_text())
+    return answer
+
+
 def main() -> None:
     """Run on 2 and 4 ranks, print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -193,10 +215,11 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rows = []
     for n in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            report = f"{folder}/report"
-            spawn(measure, (n, f"{folder}/store", args, report), nprocs=n)
-            rows += summarize(n, *json.loads(Path(report).read_text()))
+        seconds, _, received = run(n, args, args.rounds)
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # freed tensors leave the process
+        _, peaks, _ = run(n, args, 1)
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        rows += summarize(n, seconds, peaks, received)
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key != "json"}
         answer = {"name": "attention", "settings": settings, "rows": rows}

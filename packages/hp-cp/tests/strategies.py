@@ -1,12 +1,18 @@
 """What the tests draw, and the dense attention that they compare with."""
 
-import torch
-from hypothesis import strategies as st
-from torch import Tensor
+from collections.abc import Callable
 
-from hp_cp import Contiguous, Layout, MaskSpec, Zigzag
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from rank_pool import cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hp_cp import Auto, Contiguous, Greedy, Layout, MaskSpec, PerDocument, Zigzag
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), Zigzag())
+ALL_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS, PerDocument(), Greedy(2), Greedy(4), Auto())
 MASKS = (MaskSpec(causal=True), MaskSpec(causal=False))
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -15,6 +21,33 @@ worlds = st.integers(1, 9)
 seq_lens = st.integers(0, 200)
 layouts = st.sampled_from(LAYOUTS)
 masks = st.sampled_from(MASKS)
+all_layouts = st.sampled_from(ALL_LAYOUTS)
+
+
+@st.composite
+def masked(draw: st.DrawFn, longest: int = 60, shortest: int = 0) -> tuple[MaskSpec, int]:
+    """Draw a mask of any kind and the length of its sequence; documents may be empty."""
+    seq_len = draw(st.integers(shortest, longest))
+    window = draw(st.none() | st.integers(1, seq_len + 2))
+    ends = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=5).map(sorted))
+    documents = None if ends is None else (0, *ends, seq_len)
+    return MaskSpec(causal=draw(st.booleans()), window=window, cu_seqlens=documents), seq_len
+
+
+def visible(mask: MaskSpec, seq_len: int) -> Tensor:
+    """Return which key each query sees, ``bool [seq, seq]``, by the definition of `MaskSpec`."""
+    i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None, :]
+    seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    if mask.causal:
+        seen &= j <= i
+    if mask.window is not None:
+        seen &= (i - j < mask.window) & (j - i < mask.window)
+    if mask.cu_seqlens is not None:
+        document = torch.zeros(seq_len, dtype=torch.int64)
+        for end in mask.cu_seqlens[1:-1]:
+            document[end:] += 1
+        seen &= document[:, None] == document[None, :]
+    return seen
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
@@ -22,9 +55,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if mask.causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
+    scores = scores.masked_fill(~visible(mask, q.shape[2]), -torch.inf)
     out: Tensor = scores.softmax(-1) @ v
     return out
 
@@ -57,3 +88,31 @@ def leaves(*tensors: Tensor) -> Three:
     """Return copies of q, k and v that require gradients."""
     q, k, v = (x.detach().clone().requires_grad_() for x in tensors)
     return q, k, v
+
+
+def single(
+    tensors: tuple[Tensor, ...],
+    mask: MaskSpec,
+    attention: Callable[[Tensor, Tensor, Tensor, MaskSpec], Tensor] | None = None,
+) -> list[Tensor]:
+    """Return output and gradients in one process, by torch's own attention if none is given."""
+    q, k, v, grad = tensors
+    whole = leaves(q, k, v)
+    if attention is not None:
+        return with_gradients(attention(*whole, mask), whole, grad)
+    plain = mask.window is None and mask.cu_seqlens is None
+    seen = None if plain else visible(mask, q.shape[2])
+    out = F.scaled_dot_product_attention(
+        *whole, attn_mask=seen, is_causal=plain and mask.causal, enable_gqa=True
+    )
+    return with_gradients(out, whole, grad)
+
+
+def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Return the largest difference of each result."""
+    return [(a.double() - b).abs().max().item() for a, b in zip(results, exact, strict=True)]
+
+
+def cp_mesh(n: int) -> DeviceMesh:
+    """Return the mesh of all ``n`` real ranks, one axis."""
+    return cached("cp", lambda: init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)))

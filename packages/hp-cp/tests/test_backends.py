@@ -1,14 +1,38 @@
 """A backend is an object that a caller can bring along."""
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp import AttentionBackend, BackendError, MaskSpec, Zigzag, context_parallel_attention
-from hp_cp._plan import Kind
+from hp_cp import (
+    AttentionBackend,
+    BackendError,
+    Layout,
+    MaskSpec,
+    Zigzag,
+    context_parallel_attention,
+    register_backend,
+)
+from hp_cp._bands import Kernel
+from hp_cp.backends._choose import choose_backend
+from hp_cp.backends._flex import FlexBackend, recomputed_gradients
+from hp_cp.backends._sdpa import SdpaBackend
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
-from .strategies import dense_attention, inputs, leaves, with_gradients
+from .strategies import (
+    all_layouts,
+    dense_attention,
+    inputs,
+    leaves,
+    masked,
+    single,
+    with_gradients,
+)
 
 CAUSAL = MaskSpec(causal=True)
 
@@ -18,11 +42,11 @@ class PlainBackend:
 
     name = "plain"
 
-    def __init__(self, kinds: tuple[Kind, ...] = ("full", "causal")) -> None:
+    def __init__(self, kinds: tuple[Kernel, ...] = ("full", "causal")) -> None:
         self.kinds = kinds
         self.calls = 0
 
-    def supports(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(self, kind: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
         """Refuse kinds that are not in the list."""
         return None if kind in self.kinds else f"it computes {self.kinds} only"
 
@@ -89,7 +113,7 @@ def test_a_backend_of_ones_own_computes_the_blocks() -> None:
 
 @pytest.mark.parametrize(("kinds", "lacking"), [(("full",), "causal"), (("causal",), "full")])
 def test_a_backend_that_lacks_a_kind_of_block_is_refused(
-    kinds: tuple[Kind, ...], lacking: str
+    kinds: tuple[Kernel, ...], lacking: str
 ) -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     q, k, v, _ = inputs(2, 2, 12)
@@ -103,3 +127,125 @@ def test_a_backend_that_lacks_a_kind_of_block_is_refused(
             backend=PlainBackend(kinds),
             collectives=door,
         )
+
+
+class RecomputingBackend(PlainBackend):
+    """The plain backend with gradients as `FlexBackend` has them: from autograd, run again."""
+
+    name = "recomputing"
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv."""
+
+        def attention(
+            q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+        ) -> tuple[Tensor, Tensor]:
+            return self.forward(q, k, v, causal=causal, scale=scale)
+
+        return recomputed_gradients(attention, grad, q, k, v, out, lse, causal, scale)
+
+
+@settings(deadline=None, max_examples=30)
+@given(masked(20, 1), all_layouts, st.sampled_from([1, 2, 3]))
+def test_gradients_by_running_again_are_those_of_all_keys(
+    case: tuple[MaskSpec, int], layout: Layout, n: int
+) -> None:
+    mask, seq_len = case
+    q, k, v, grad = inputs(2, 2, seq_len)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        mine = list(layout.indices(n, seq_len, mask)[rank])
+        local = leaves(*(x[:, :, mine] for x in (q, k, v)))
+        out = context_parallel_attention(
+            *local,
+            door.mesh((n,), ("cp",)),
+            mask=mask,
+            layout=layout,
+            seq_len=seq_len,
+            backend=RecomputingBackend(),
+            collectives=door,
+        )
+        return with_gradients(out, local, grad[:, :, mine])
+
+    expected = single((q, k, v, grad), mask, dense_attention)
+    indices = layout.indices(n, seq_len, mask)
+    for held, results in zip(indices, SimulatedWorld(n).run(rank), strict=True):
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, :, list(held)], rtol=0, atol=1e-13)
+
+
+def test_flex_attention_gives_the_output_and_log_sum_exp_of_a_block() -> None:
+    q, k, v, _ = inputs(4, 2, 16, dtype=torch.float32)
+    for causal in (True, False):
+        expected = SdpaBackend().forward(q, k, v, causal=causal, scale=0.3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns where it is not compiled
+            result = FlexBackend().forward(q, k, v, causal=causal, scale=0.3)
+        for mine, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "said"),
+    [
+        ("flex", "cpu", torch.float32, "it has no backward on cpu; use 'sdpa'"),
+        ("sdpa", "cuda", torch.float32, "take torch.bfloat16, torch.float16, not .* use 'flex'"),
+        ("sdpa", "mps", torch.float32, "for cpu and cuda, not for mps; pass backend= an Attention"),
+        ("auto", "mps", torch.float32, "'sdpa' cannot compute causal attention"),
+        ("flex", "cuda", torch.complex64, "it takes floating dtypes, not torch.complex64"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_said_with_the_one_that_can(
+    backend: str, device: str, dtype: torch.dtype, said: str
+) -> None:
+    with pytest.raises(BackendError, match=said):
+        choose_backend(backend, ("causal", "full"), torch.device(device), dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name"),
+    [
+        ("cpu", torch.float64, "sdpa"),
+        ("cuda", torch.bfloat16, "sdpa"),
+        ("cuda", torch.float32, "flex"),
+    ],
+)
+def test_auto_is_the_first_backend_that_can(device: str, dtype: torch.dtype, name: str) -> None:
+    assert choose_backend("auto", ("full",), torch.device(device), dtype).name == name
+
+
+def test_a_registered_backend_is_found_by_its_name() -> None:
+    backend = PlainBackend()
+    backend.name = "plain for this test"
+    with pytest.raises(BackendError, match=r"no backend .*; use one of \['auto', 'sdpa', 'flex'"):
+        choose_backend(backend.name, ("full",), torch.device("cpu"), torch.float32)
+    register_backend(backend)
+    register_backend(backend)
+    found = choose_backend(backend.name, ("full",), torch.device("cpu"), torch.float32)
+    assert found is backend
+    assert choose_backend("auto", ("full",), torch.device("cpu"), torch.float32).name == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "flex"])
+def test_names_that_are_taken_are_refused(name: str) -> None:
+    backend = PlainBackend()
+    backend.name = name
+    with pytest.raises(BackendError, match=f"the name '{name}' is taken"):
+        register_backend(backend)
+
+
+@pytest.mark.parametrize("backend", [PlainBackend, 3, None])
+def test_what_is_no_backend_is_refused(backend: Any) -> None:
+    with pytest.raises(BackendError, match="a backend is a name or an AttentionBackend object"):
+        register_backend(backend)

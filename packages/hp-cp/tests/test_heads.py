@@ -6,52 +6,91 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import Layout
-from hp_cp._heads import heads_to_rows, rows_to_heads
+from hp_cp._heads import Exchange, heads_to_rows, rows_to_heads
+from hp_cp.plans._heads import HeadShare, split_heads
+from hp_cp.schedules._peers import Peers
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
 from .strategies import inputs, layouts
 
-SHARES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+worlds = st.integers(1, 4)
+kv_heads_and_groups = st.tuples(st.integers(1, 4), st.integers(1, 4))
+
+
+def exchange_of(
+    door: SimulatedCollectives, layout: Layout, seq_len: int, shares: tuple[HeadShare, ...]
+) -> Exchange:
+    chunks = layout.chunks(len(shares), seq_len)
+    return Exchange(peers=Peers.on(door.axis(), door), chunks=chunks, shares=shares)
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 4), SHARES, st.integers(1, 13), layouts)
+@given(worlds, kv_heads_and_groups, st.integers(1, 13), layouts)
 def test_each_rank_gets_its_heads_of_the_whole_sequence_and_gives_them_back(
-    n: int, shares: list[int], seq_len: int, layout: Layout
+    n: int, heads: tuple[int, int], seq_len: int, layout: Layout
 ) -> None:
-    whole = [inputs(n * s, 1, seq_len, seed=i)[0] for i, s in enumerate(shares)]
+    kv_heads, q_heads = heads[0], heads[0] * heads[1] * n
+    q, k, v, _ = inputs(q_heads, kv_heads, seq_len)
+    shares = split_heads(q_heads, kv_heads, n)
+    indices = layout.indices(n, seq_len)
 
-    def rank(rank: int, door: SimulatedCollectives) -> tuple[list[Tensor], list[Tensor]]:
-        axis, chunks = door.axis(), layout.chunks(n, seq_len)
-        mine = [x[:, :, list(layout.indices(n, seq_len)[rank])] for x in whole]
-        heads = rows_to_heads(mine, axis, chunks, door)
-        return heads, [heads_to_rows(x, axis, chunks, door) for x in heads]
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        exchange = exchange_of(door, layout, seq_len, shares)
+        mine = list(indices[rank])
+        held = rows_to_heads(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)
+        return [*held, heads_to_rows(held[0], exchange)]
 
-    for i, (heads, rows) in enumerate(SimulatedWorld(n).run(rank)):
-        mine = list(layout.indices(n, seq_len)[i])
-        for share, x, held, back in zip(shares, whole, heads, rows, strict=True):
-            assert torch.equal(held, x[:, i * share : (i + 1) * share])
-            assert torch.equal(back, x[:, :, mine])
+    results = SimulatedWorld(n).run(rank)
+    for share, mine, (held_q, held_k, held_v, back) in zip(shares, indices, results, strict=True):
+        assert torch.equal(held_q, q[:, list(share.q)])
+        assert torch.equal(held_k, k[:, list(share.kv)])
+        assert torch.equal(held_v, v[:, list(share.kv)])
+        assert torch.equal(back, q[:, :, list(mine)])
+
+
+@settings(deadline=None, max_examples=30)
+@given(worlds, kv_heads_and_groups, st.integers(1, 9), layouts)
+def test_the_gradient_of_a_head_sums_those_of_all_ranks_that_read_it(
+    n: int, heads: tuple[int, int], seq_len: int, layout: Layout
+) -> None:
+    kv_heads, q_heads = heads[0], heads[0] * heads[1] * n
+    tensors = inputs(q_heads, kv_heads, seq_len)[:3]
+    shares = split_heads(q_heads, kv_heads, n)
+
+    def rank(rank: int, door: SimulatedCollectives) -> tuple[Tensor, ...]:
+        mine = list(layout.indices(n, seq_len)[rank])
+        q, k, v = (x[:, :, mine].requires_grad_() for x in tensors)
+        held = rows_to_heads(q, k, v, exchange_of(door, layout, seq_len, shares))
+        grads = [torch.full_like(x, rank + 1.0) for x in held]
+        return torch.autograd.grad(held, (q, k, v), grads)
+
+    for dq, dk, dv in SimulatedWorld(n).run(rank):
+        for head in range(q_heads):
+            (owner,) = (rank for rank in range(n) if head in shares[rank].q)
+            assert (dq[:, head] == owner + 1.0).all()
+        for head in range(kv_heads):
+            total = sum(rank + 1.0 for rank in range(n) if head in shares[rank].kv)
+            assert (dk[:, head] == total).all()
+            assert (dv[:, head] == total).all()
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.sampled_from([(2, 1), (4, 1), (4, 2), (3, 1)]), st.integers(1, 9), layouts)
-def test_a_kv_head_goes_to_every_rank_whose_queries_share_it(
-    world: tuple[int, int], seq_len: int, layout: Layout
+@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 9))
+def test_some_ranks_of_an_axis_exchange_among_themselves(
+    groups: int, degree: int, seq_len: int
 ) -> None:
-    n, kv_heads = world
-    _, k, _, _ = inputs(n, kv_heads, seq_len)
+    q, _, _, _ = inputs(3, 1, seq_len)
+    shares = split_heads(3, 3, degree)
 
-    def rank(rank: int, door: SimulatedCollectives) -> tuple[Tensor, Tensor]:
-        mine = k[:, :, list(layout.indices(n, seq_len)[rank])].requires_grad_()
-        (held,) = rows_to_heads([mine], door.axis(), layout.chunks(n, seq_len), door)
-        (grad,) = torch.autograd.grad(held, mine, torch.full_like(held, rank + 1.0))
-        return held.detach(), grad
+    def rank(rank: int, door: SimulatedCollectives) -> Tensor:
+        first = rank - rank % degree
+        members = tuple(range(first, first + degree))
+        peers = Peers(axis=door.axis(), members=members, collectives=door)
+        chunks = tuple((range(i * seq_len, (i + 1) * seq_len),) for i in range(degree))
+        exchange = Exchange(peers=peers, chunks=chunks, shares=shares)
+        return rows_to_heads(q + rank, q + rank, q + rank, exchange)[0]
 
-    results = SimulatedWorld(n).run(rank)
-    sharers = n // kv_heads
-    for i, (held, grad) in enumerate(results):
-        assert torch.equal(held, k[:, i // sharers : i // sharers + 1])
-        for head in range(kv_heads):
-            ranks = range(head * sharers, (head + 1) * sharers)
-            assert (grad[:, head] == sum(r + 1.0 for r in ranks)).all()
+    for i, held in enumerate(SimulatedWorld(groups * degree).run(rank)):
+        first = i - i % degree
+        whole = torch.cat([q + r for r in range(first, first + degree)], 2)
+        assert torch.equal(held, whole[:, list(shares[i % degree].q)])

@@ -1,12 +1,21 @@
 """Labels and losses do not depend on how tokens lie over ranks."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp import Layout, cp_loss, position_ids, shard_sequence, shift_labels
+from hp_cp import (
+    Layout,
+    LayoutError,
+    MaskSpec,
+    cp_loss,
+    position_ids,
+    shard_sequence,
+    shift_labels,
+)
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
 from .strategies import LAYOUTS, layouts
@@ -19,6 +28,14 @@ def test_each_position_gets_the_next_label_and_the_end_is_ignored() -> None:
     assert shift_labels(labels).tolist() == [[2, 3, -100], [5, 6, -100]]
     assert shift_labels(labels, seq_dim=0, ignored=-1).tolist() == [[4, 5, 6], [-1, -1, -1]]
     assert labels.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_the_last_label_of_each_document_is_ignored() -> None:
+    labels = torch.arange(1, 9).view(1, 8)
+    mask = MaskSpec(causal=True, cu_seqlens=(0, 1, 4, 4, 8))
+    assert shift_labels(labels, mask).tolist() == [[-100, 3, 4, -100, 6, 7, 8, -100]]
+    with pytest.raises(LayoutError, match="cu_seqlens end at 8 but the sequence has 4"):
+        shift_labels(labels[:, :4], mask)
 
 
 def test_no_labels_shift_to_no_labels() -> None:

@@ -1,5 +1,6 @@
 """Sharding the sequence and putting it together again."""
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from hp_cp import (
     InputError,
     Layout,
     LayoutError,
+    MaskSpec,
+    PerDocument,
     Zigzag,
     position_ids,
     shard_sequence,
@@ -23,24 +26,33 @@ from hp_cp import (
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
-from .strategies import LAYOUTS, layouts
+from .strategies import LAYOUTS, all_layouts, layouts, masked
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 5), st.integers(0, 25), layouts, st.sampled_from([0, 1, -1, -2]))
-def test_unshard_inverts_shard(n: int, seq_len: int, layout: Layout, dim: int) -> None:
+@given(
+    st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (1, 3), (3, 2)]),
+    masked(25),
+    all_layouts,
+    st.sampled_from([0, 1, -1, -2]),
+)
+def test_unshard_inverts_shard(
+    world: tuple[int, ...], case: tuple[MaskSpec, int], layout: Layout, dim: int
+) -> None:
+    (mask, seq_len), n = case, math.prod(world)
     shape = [2, 3]
     shape.insert(dim % 3, seq_len)
     x = torch.arange(6 * seq_len, dtype=torch.float64).view(shape)
 
     def rank(_: int, door: SimulatedCollectives) -> tuple[int, Tensor]:
-        mesh = door.mesh((n,), ("cp",))
-        mine = shard_sequence(x, mesh, layout, dim)
-        whole = unshard_sequence(mine, mesh, layout, dim, seq_len=seq_len, collectives=door)
+        mesh = door.mesh(world, ("outer", "ulysses")[-len(world) :])
+        mine = shard_sequence(x, mesh, layout, dim, mask)
+        given = seq_len if mask.cu_seqlens is None else None
+        whole = unshard_sequence(mine, mesh, layout, dim, mask, seq_len=given, collectives=door)
         return mine.shape[dim], whole
 
     results = SimulatedWorld(n).run(rank)
-    assert [r[0] for r in results] == [len(held) for held in layout.indices(n, seq_len)]
+    assert [r[0] for r in results] == [len(held) for held in layout.indices(n, seq_len, mask)]
     assert all(torch.equal(r[1], x) for r in results)
 
 
@@ -123,6 +135,28 @@ def test_a_layout_that_is_none_is_refused_even_without_tensors(layout: Any) -> N
         position_ids(mesh, layout, 8)
 
 
+def test_positions_count_from_the_start_of_the_sequence_or_of_the_document() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    documents = MaskSpec(causal=True, cu_seqlens=(0, 6, 8))
+    assert position_ids(mesh, Zigzag(), 8).tolist() == [0, 1, 6, 7]
+    assert position_ids(mesh, Zigzag(), 8, documents).tolist() == [0, 1, 0, 1]
+    held = PerDocument().indices(2, 8, documents)[0]
+    expected = [i if i < 6 else i - 6 for i in held]
+    assert position_ids(mesh, PerDocument(), 8, documents).tolist() == expected
+
+
+def test_layouts_that_follow_the_mask_want_it() -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    x, layout = torch.zeros(4), PerDocument()
+    with pytest.raises(LayoutError, match="give the mask"):
+        shard_sequence(x, mesh, layout, 0)
+    with pytest.raises(LayoutError, match="give the mask"):
+        unshard_sequence(x, mesh, layout, 0, collectives=door)
+    with pytest.raises(LayoutError, match="give the mask"):
+        position_ids(mesh, layout, 8)
+
+
 def test_a_length_that_the_layout_does_not_give_is_refused() -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     mesh = door.mesh((2,), ("cp",))
@@ -130,7 +164,7 @@ def test_a_length_that_the_layout_does_not_give_is_refused() -> None:
         unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0, seq_len=9, collectives=door)
 
 
-def test_a_mesh_of_two_axes_is_refused() -> None:
-    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((2, 2), ("dp", "cp"))
-    with pytest.raises(DegreeError, match=r"one axis, got axes \['dp', 'cp'\]"):
+def test_a_mesh_of_three_axes_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((1, 2, 2), ("dp", "cp", "u"))
+    with pytest.raises(DegreeError, match=r"or of two, .*, got axes \['dp', 'cp', 'u'\]"):
         position_ids(mesh, Contiguous(), 8)

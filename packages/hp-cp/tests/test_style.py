@@ -435,16 +435,23 @@ def test_a_forward_that_returns_nothing_shaped_like_q_is_refused(
     simulated(2, lambda door: ContextParallel(collectives=door), call, Other)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 8])
-def test_a_degree_between_or_beyond_is_refused_when_applied(degree: int) -> None:
+@pytest.mark.parametrize("degree", [3, 8, 0])
+def test_a_degree_that_does_not_divide_is_refused_when_applied(degree: int) -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((4,), ("cp",))
-    with pytest.raises(DegreeError, match=rf"ulysses_degree={degree} .* 1 \(.*\) or 4 "):
+    with pytest.raises(DegreeError, match=rf"ulysses_degree={degree} .* use 1, 2 or 4"):
         ContextParallel(ulysses_degree=degree).apply(Core(), mesh)
 
 
-def test_a_mesh_of_two_axes_is_refused_when_applied() -> None:
-    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((2, 2), ("outer", "ulysses"))
-    with pytest.raises(DegreeError, match="one axis"):
+def test_another_degree_than_that_of_the_meshs_last_axis_is_refused_when_applied() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(6), 0).mesh((2, 3), ("outer", "ulysses"))
+    said = r"ulysses_degree=2 on a mesh of outer \(2 ranks\) and ulysses \(3\).*ulysses_degree=3"
+    with pytest.raises(DegreeError, match=said):
+        ContextParallel(ulysses_degree=2).apply(Core(), mesh)
+
+
+def test_a_mesh_of_three_axes_is_refused_when_applied() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((1, 2, 2), ("dp", "outer", "ulysses"))
+    with pytest.raises(DegreeError, match="one axis, or of two"):
         ContextParallel().apply(Core(), mesh)
 
 

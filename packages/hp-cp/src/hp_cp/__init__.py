@@ -1,47 +1,75 @@
-"""Attention over a sequence that no single rank holds."""
+"""Attention over a sequence that no single rank holds.
 
-from ._attention import context_parallel_attention as context_parallel_attention
+Names that need torch are loaded on first use: masks, layouts and plans work without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ._errors import BackendError as BackendError
 from ._errors import ContextParallelError as ContextParallelError
 from ._errors import DegreeError as DegreeError
 from ._errors import InputError as InputError
 from ._errors import LayoutError as LayoutError
-from ._layouts import Contiguous as Contiguous
-from ._layouts import Layout as Layout
-from ._layouts import Zigzag as Zigzag
-from ._loss import cp_loss as cp_loss
-from ._loss import shift_labels as shift_labels
 from ._masks import MaskSpec as MaskSpec
-from ._plan import AttentionPlan as AttentionPlan
-from ._plan import Block as Block
-from ._plan import plan_attention as plan_attention
-from ._sequence import position_ids as position_ids
-from ._sequence import shard_sequence as shard_sequence
-from ._sequence import unshard_sequence as unshard_sequence
-from ._style import ContextParallel as ContextParallel
-from .backends._interface import AttentionBackend as AttentionBackend
+from .layouts._auto import Auto as Auto
+from .layouts._documents import Greedy as Greedy
+from .layouts._documents import PerDocument as PerDocument
+from .layouts._fixed import Contiguous as Contiguous
+from .layouts._fixed import Zigzag as Zigzag
+from .layouts._interface import Layout as Layout
+from .plans._blocks import Block as Block
+from .plans._plan import AttentionPlan as AttentionPlan
+from .plans._plan import plan_attention as plan_attention
+from .plans._routes import DoubleRing as DoubleRing
+
+if TYPE_CHECKING:
+    from ._attention import context_parallel_attention as context_parallel_attention
+    from ._loss import cp_loss as cp_loss
+    from ._loss import shift_labels as shift_labels
+    from ._sequence import position_ids as position_ids
+    from ._sequence import shard_sequence as shard_sequence
+    from ._sequence import unshard_sequence as unshard_sequence
+    from ._style import ContextParallel as ContextParallel
+    from .backends._choose import register_backend as register_backend
+    from .backends._interface import AttentionBackend as AttentionBackend
+
+_NEED_TORCH = {
+    "AttentionBackend": ".backends._interface",
+    "ContextParallel": "._style",
+    "context_parallel_attention": "._attention",
+    "cp_loss": "._loss",
+    "position_ids": "._sequence",
+    "register_backend": ".backends._choose",
+    "shard_sequence": "._sequence",
+    "shift_labels": "._loss",
+    "unshard_sequence": "._sequence",
+}
 
 __version__ = "0.1.0"
 __all__ = [
-    "AttentionBackend",
     "AttentionPlan",
+    "Auto",
     "BackendError",
     "Block",
-    "ContextParallel",
     "ContextParallelError",
     "Contiguous",
     "DegreeError",
+    "DoubleRing",
+    "Greedy",
     "InputError",
     "Layout",
     "LayoutError",
     "MaskSpec",
+    "PerDocument",
     "Zigzag",
     "__version__",
-    "context_parallel_attention",
-    "cp_loss",
     "plan_attention",
-    "position_ids",
-    "shard_sequence",
-    "shift_labels",
-    "unshard_sequence",
+    *_NEED_TORCH,
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _NEED_TORCH:
+        return getattr(import_module(_NEED_TORCH[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,15 +11,19 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh, Collectives
 
-from ._attention import context_parallel_attention
 from ._call import Call, Key
 from ._errors import InputError
 from ._heads import heads_to_rows, rows_to_heads
-from ._inputs import from_batch_first, one_axis, plan_inputs, to_batch_first
-from ._layouts import Contiguous, Layout
+from ._inputs import as_autocast, from_batch_first, plan_inputs, to_batch_first
 from ._masks import MaskSpec
-from ._plan import Schedule
+from ._planned import exchange_of, planned_attention
+from ._seats import Seats, seats_of
+from .backends._choose import choose_backend
 from .backends._interface import AttentionBackend
+from .layouts._fixed import Contiguous
+from .layouts._interface import Layout
+from .plans._plan import AttentionPlan
+from .plans._routes import Schedule
 
 _HONOURED = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -32,6 +36,7 @@ class Settings:
     head_dim: int
     qkv_indices: tuple[int, int, int]
     qkv_kwarg_names: tuple[str, ...]
+    load_balance: bool
     schedule: Schedule
     layout: Layout
     mask: MaskSpec | None
@@ -63,61 +68,55 @@ class ContextParallelForward:
         seq_len = self._whole_length(q)
         q, k, v = (self._local(x) for x in (q, k, v))
         _check_options(call)
-        whole_in_order = self._ulysses_degree > 1 and isinstance(settings.layout, Contiguous)
-        if whole_in_order and settings.mask is None:
-            return self._exchange_around_inner(call, keys, q, k, v, seq_len)
-        return self._replace_inner(call, keys, q, k, v, seq_len)
-
-    def _replace_inner(
-        self, call: Call, keys: list[Key], q: Tensor, k: Tensor, v: Tensor, seq_len: int | None
-    ) -> Tensor:
-        settings = self._settings
-        if others := call.names_beside(keys, _HONOURED):
-            raise InputError(
-                f"arguments {others} have no meaning for the attention that replaces this module's "
-                f"forward; leave them out, or use ulysses_degree=None with Contiguous and no mask, "
-                f"which run the forward itself"
-            )
+        seats = seats_of(self._mesh, self._ulysses_degree, settings.collectives)
+        in_order = self._ulysses_degree == seats.n and isinstance(settings.layout, Contiguous)
+        runs_inner = in_order and settings.mask is None
+        if not runs_inner:
+            _check_others(call, keys)
+            q, k, v = (as_autocast(x) for x in (q, k, v))
         mask = settings.mask or MaskSpec(causal=bool(call.option("is_causal")))
-        return context_parallel_attention(
+        plan = self._planned(q, k, v, seats, mask, seq_len)
+        if runs_inner:
+            return self._exchange_around_inner(call, keys, [q, k, v], plan, seats)
+        kernel = choose_backend(settings.backend, plan.kernels, q.device, q.dtype)
+        dims = (settings.seq_dim, settings.head_dim)
+        q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
+        out = planned_attention(q, k, v, plan, seats, kernel, call.option("scale"))
+        return from_batch_first(out, *dims)
+
+    def _planned(
+        self, q: Tensor, k: Tensor, v: Tensor, seats: Seats, mask: MaskSpec, seq_len: int | None
+    ) -> AttentionPlan:
+        settings = self._settings
+        return plan_inputs(
             q,
             k,
             v,
-            self._mesh,
+            seats.n,
+            seats.rank,
             mask=mask,
             layout=settings.layout,
             ulysses_degree=self._ulysses_degree,
             schedule=settings.schedule,
-            backend=settings.backend,
-            scale=call.option("scale"),
             seq_dim=settings.seq_dim,
             head_dim=settings.head_dim,
             seq_len=seq_len,
-            collectives=settings.collectives,
+            keep_kv=None,
+            load_balance=settings.load_balance,
         )
 
     def _exchange_around_inner(
-        self, call: Call, keys: list[Key], q: Tensor, k: Tensor, v: Tensor, seq_len: int | None
+        self, call: Call, keys: list[Key], qkv: list[Tensor], plan: AttentionPlan, seats: Seats
     ) -> Any:
         settings = self._settings
-        axis = one_axis(self._mesh)
         dims = (settings.seq_dim, settings.head_dim)
-        plan = plan_inputs(
-            q,
-            k,
-            v,
-            axis,
-            mask=MaskSpec(causal=bool(call.option("is_causal"))),
-            layout=settings.layout,
-            ulysses_degree=self._ulysses_degree,
-            schedule=settings.schedule,
-            seq_dim=settings.seq_dim,
-            head_dim=settings.head_dim,
-            seq_len=seq_len,
-        )
-        rows = [to_batch_first(x, *dims) for x in (q, k, v)]
-        heads = rows_to_heads(rows, axis, plan.chunks, settings.collectives)
-        whole = [from_batch_first(x, *dims) for x in heads]
+        exchange = exchange_of(plan, seats)
+        q, k, v = (to_batch_first(x, *dims) for x in qkv)
+        q, k, v = rows_to_heads(q, k, v, exchange)
+        repeats = exchange.shares[seats.inside.index].repeats
+        if repeats is not None:  # the module groups heads evenly, which these do not
+            k, v = (x[:, list(repeats)] for x in (k, v))
+        whole = [from_batch_first(x, *dims) for x in (q, k, v)]
         args, kwargs = call.rebuild(dict(zip(keys, whole, strict=True)))
         result = self._inner(*args, **kwargs)
 
@@ -135,9 +134,7 @@ class ContextParallelForward:
             if not has_rows(value):
                 return value
             x = to_batch_first(value, *dims)
-            return from_batch_first(
-                heads_to_rows(x, axis, plan.chunks, settings.collectives), *dims
-            )
+            return from_batch_first(heads_to_rows(x, exchange), *dims)
 
         if isinstance(result, tuple) and hasattr(result, "_fields"):
             return type(result)(*map(back, result))
@@ -162,13 +159,11 @@ class ContextParallelForward:
         """Return whether ``x`` is a DTensor whose sequence lies over this mesh."""
         if not isinstance(x, DTensor) or x.device_mesh != self._mesh:
             return False
-        (placement,) = x.placements
-        if not placement.is_shard(self._settings.seq_dim) or not isinstance(
-            self._settings.layout, Contiguous
-        ):
+        sharded = all(placement.is_shard(self._settings.seq_dim) for placement in x.placements)
+        if not sharded or not isinstance(self._settings.layout, Contiguous):
             raise InputError(
                 f"a DTensor over the context parallel mesh is sharded on dim "
-                f"{self._settings.seq_dim} and lies Contiguous, got {placement} with "
+                f"{self._settings.seq_dim} and lies Contiguous, got {x.placements} with "
                 f"{self._settings.layout!r}; redistribute it, or pass local rows"
             )
         return True
@@ -185,6 +180,15 @@ def _describe(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of [{', '.join(map(_describe, result))}]"
     return f"a {type(result).__name__}"
+
+
+def _check_others(call: Call, keys: list[Key]) -> None:
+    if others := call.names_beside(keys, _HONOURED):
+        raise InputError(
+            f"arguments {others} have no meaning for the attention that replaces this module's "
+            f"forward; leave them out, or use ulysses_degree=None with Contiguous and no mask, "
+            f"which run the forward itself"
+        )
 
 
 def _check_options(call: Call) -> None:

@@ -4,57 +4,156 @@ Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3. Rows travel seque
 received rows are already in rank order and only layouts that interleave ranks need another copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from hp_dtensor import Axis, Collectives, all_to_all
+from ._merge import accumulator
+from .layouts._interface import Chunks, in_global_order, lengths_of
+from .plans._heads import HeadShare
+from .schedules._peers import Peers
 
-from ._layouts import Chunks, in_global_order, lengths_of
+HeadRanges = Sequence[Sequence[range]]
 
 
-def rows_to_heads(
-    tensors: Sequence[Tensor], axis: Axis, chunks: Chunks, collectives: Collectives
-) -> list[Tensor]:
-    """Return each ``[batch, heads, rows, size]`` as ``[batch, heads / n, seq_len, size]``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Who trades rows for heads: ``chunks`` and ``shares`` of each of ``peers``, in their order."""
 
-    Rank ``r`` gets the ``r``-th share of the heads of every tensor, in global order of positions.
-    A tensor with fewer heads than ranks has each head sent to the ranks that share it. One
-    all-to-all over ``axis``; backward one more, and copies of a head sum their gradients.
+    peers: Peers
+    chunks: Chunks
+    shares: tuple[HeadShare, ...]
+
+
+def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
+    """Return ``[batch, heads, rows, size]`` as this rank's heads of the rows of all peers.
+
+    Rows are in global order of positions. A kv head goes to every rank that reads it. One
+    all-to-all; backward one more, in which the copies of a head sum in rank order.
     """
-    n, lengths = axis.size, lengths_of(chunks)
-    shared = [_repeated(x, n) for x in tensors]
-    heads = [x.shape[1] // n for x in shared]
-    by_rank = [x.unflatten(1, (n, x.shape[1] // n)).permute(1, 3, 0, 2, 4) for x in shared]
-    send = torch.cat(by_rank, dim=3).flatten(0, 1)
-    sent = (lengths[axis.index],) * n
-    rows = all_to_all(send, axis, sent, lengths, collectives=collectives)
-    pieces = rows.split([len(chunk) for rank in chunks for chunk in rank])
-    whole = _join([pieces[i] for i in in_global_order(chunks)], rows)
-    return list(whole.permute(1, 2, 0, 3).split(heads, dim=1))
+    heads = [[h.q for h in exchange.shares], *[[h.kv for h in exchange.shares]] * 2]
+    out: tuple[Tensor, ...] = _ToHeads.apply(exchange, heads, q, k, v)  # type: ignore[no-untyped-call]
+    return out
 
 
-def heads_to_rows(x: Tensor, axis: Axis, chunks: Chunks, collectives: Collectives) -> Tensor:
-    """Return ``[batch, heads / n, seq_len, size]`` as ``[batch, heads, rows, size]``.
+def heads_to_rows(x: Tensor, exchange: Exchange) -> Tensor:
+    """Return this rank's query heads of all peers' rows as all heads of its own rows.
 
-    The inverse of `rows_to_heads`. One all-to-all over ``axis``; backward one more.
+    The inverse of `rows_to_heads` for q. One all-to-all; backward one more.
     """
-    n, lengths = axis.size, lengths_of(chunks)
-    rows = x.permute(2, 0, 1, 3)
-    order = in_global_order(chunks)
-    sizes = [len(chunk) for rank in chunks for chunk in rank]
-    pieces = dict(zip(order, rows.split([sizes[i] for i in order]), strict=True))
-    send = _join([pieces[i] for i in range(len(sizes))], rows)
-    mine = lengths[axis.index]
-    received = all_to_all(send, axis, lengths, (mine,) * n, collectives=collectives)
-    by_source = received.view(n, mine, *received.shape[1:])
-    return by_source.permute(2, 0, 3, 1, 4).flatten(1, 2)
+    heads = [[h.q for h in exchange.shares]]
+    (out,) = _ToRows.apply(exchange, heads, x)  # type: ignore[no-untyped-call]
+    result: Tensor = out
+    return result
 
 
-def _repeated(x: Tensor, n: int) -> Tensor:
-    heads = x.shape[1]
-    return x if heads % n == 0 else x.repeat_interleave(n // heads, dim=1)
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, heads: HeadRanges, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.saved = exchange, heads
+        return tuple(_to_heads(tensors, heads, exchange))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        exchange, heads = ctx.saved
+        return None, None, *_to_rows(grads, heads, exchange)
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, heads: HeadRanges, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.saved = exchange, heads
+        return tuple(_to_rows(tensors, heads, exchange))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        exchange, heads = ctx.saved
+        return None, None, *_to_heads(grads, heads, exchange)
+
+
+def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
+    """Send every peer its heads of this rank's rows; return this rank's heads of all rows."""
+    batch, _, rows, width = tensors[0].shape
+    counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
+    send = tensors[0].new_empty(rows * batch * sum(counts) * width)
+    blocks = _blocks(send, counts, rows, batch, width)
+    for block, of_rank in zip(blocks, zip(*heads, strict=True), strict=True):
+        at = 0
+        for x, held in zip(tensors, of_rank, strict=True):
+            block[:, :, at : at + len(held)] = x[:, held.start : held.stop].permute(2, 0, 1, 3)
+            at += len(held)
+    mine = counts[exchange.peers.index]
+    per_row = batch * width
+    received = exchange.peers.all_to_all(
+        send,
+        [rows * per_row * count for count in counts],
+        [length * per_row * mine for length in lengths_of(exchange.chunks)],
+    ).view(-1, batch, mine, width)
+    pieces = received.split([len(chunk) for held in exchange.chunks for chunk in held])
+    whole = _join([pieces[i] for i in in_global_order(exchange.chunks)], received)
+    sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
+    return list(whole.permute(1, 2, 0, 3).split(sizes, dim=1))
+
+
+def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
+    """Send every peer its rows of this rank's heads; return all heads of this rank's rows.
+
+    Heads that come from several ranks are summed, in rank order.
+    """
+    batch, _, _, width = tensors[0].shape
+    index, lengths = exchange.peers.index, lengths_of(exchange.chunks)
+    counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
+    whole = torch.cat([x.permute(2, 0, 1, 3) for x in tensors], 2)
+    order = in_global_order(exchange.chunks)
+    sizes = [len(chunk) for held in exchange.chunks for chunk in held]
+    pieces = dict(zip(order, whole.split([sizes[i] for i in order]), strict=True))
+    send = _join([pieces[i] for i in range(len(sizes))], whole)
+    rows, per_row = lengths[index], batch * width
+    received = exchange.peers.all_to_all(
+        send.flatten(),
+        [length * per_row * counts[index] for length in lengths],
+        [rows * per_row * count for count in counts],
+    )
+    blocks = list(_blocks(received, counts, rows, batch, width))
+    return [_assembled(blocks, heads, i) for i in range(len(tensors))]
+
+
+def _assembled(blocks: Sequence[Tensor], heads: HeadRanges, i: int) -> Tensor:
+    """Return all heads of tensor ``i`` out of what each rank sent."""
+    starts = [sum(len(h[rank]) for h in heads[:i]) for rank in range(len(blocks))]
+    rows, batch, _, width = blocks[0].shape
+    disjoint = all(a.stop <= b.start for a, b in zip(heads[i], heads[i][1:], strict=False))
+    shape = (batch, max(held.stop for held in heads[i]), rows, width)
+    dtype = blocks[0].dtype
+    out = blocks[0].new_empty(shape)
+    if not disjoint:
+        out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
+    for block, start, held in zip(blocks, starts, heads[i], strict=True):
+        part = block[:, :, start : start + len(held)].permute(1, 2, 0, 3)
+        if disjoint:
+            out[:, held.start : held.stop] = part
+        else:
+            out[:, held.start : held.stop] += part
+    return out.to(dtype)
+
+
+def _blocks(
+    flat: Tensor, counts: Sequence[int], rows: int, batch: int, width: int
+) -> Iterator[Tensor]:
+    """Yield each rank's ``[rows, batch, heads, size]`` of a flat buffer."""
+    parts = flat.split([rows * batch * count * width for count in counts])
+    for part, count in zip(parts, counts, strict=True):
+        yield part.view(rows, batch, count, width)
 
 
 def _join(pieces: Sequence[Tensor], empty: Tensor) -> Tensor:

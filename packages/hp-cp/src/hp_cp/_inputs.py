@@ -3,29 +3,19 @@
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh
-
-from ._errors import DegreeError, InputError
-from ._layouts import Layout
+from ._errors import InputError
 from ._masks import MaskSpec
-from ._plan import AttentionPlan, Schedule, plan_attention
-
-
-def one_axis(mesh: AxisMesh) -> Axis:
-    """Return the context parallel axis, the only one of ``mesh``."""
-    if mesh.ndim != 1:
-        raise DegreeError(
-            f"context parallelism runs over a mesh of one axis, got axes "
-            f"{list(mesh.mesh_dim_names or range(mesh.ndim))}; pass one axis, as mesh['cp']"
-        )
-    return Axis.of(mesh, 0)
+from .layouts._interface import Layout
+from .plans._plan import AttentionPlan, plan_attention
+from .plans._routes import Schedule
 
 
 def plan_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: Axis,
+    n: int,
+    rank: int,
     *,
     mask: MaskSpec,
     layout: Layout | None,
@@ -34,6 +24,8 @@ def plan_inputs(
     seq_dim: int,
     head_dim: int,
     seq_len: int | None,
+    keep_kv: bool | None,
+    load_balance: bool,
 ) -> AttentionPlan:
     """Return the plan for these local tensors, or raise for what does not fit.
 
@@ -60,20 +52,22 @@ def plan_inputs(
     plan = plan_attention(
         mask,
         layout,
-        axis.size,
-        rows * axis.size if seq_len is None else seq_len,
+        n,
+        rows * n if seq_len is None else seq_len,
         schedule=schedule,
         ulysses_degree=ulysses_degree,
+        keep_kv=keep_kv,
+        load_balance=load_balance,
         batch=q.shape[3 - seq_dim - head_dim],
         q_heads=q.shape[head_dim],
         kv_heads=k.shape[head_dim],
         head_size=q.shape[3],
         itemsize=q.element_size(),
     )
-    if rows != plan.lengths[axis.index]:
+    if rows != plan.lengths[rank]:
         raise InputError(
             f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
-            f"S={plan.seq_len}) gives rank {axis.index} {plan.lengths[axis.index]}; shard with "
+            f"S={plan.seq_len}) gives rank {rank} {plan.lengths[rank]}; shard with "
             f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
         )
     return plan

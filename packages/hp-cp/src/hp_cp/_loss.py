@@ -5,17 +5,24 @@ from torch import Tensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 
+from ._masks import MaskSpec
+
 IGNORED = -100  # what torch.nn.functional.cross_entropy leaves out by default
 
 
-def shift_labels(labels: Tensor, *, seq_dim: int = -1, ignored: int = IGNORED) -> Tensor:
+def shift_labels(
+    labels: Tensor, mask: MaskSpec | None = None, *, seq_dim: int = -1, ignored: int = IGNORED
+) -> Tensor:
     """Return a copy that holds at each position the label of the next, ``ignored`` at the end.
 
-    For whole sequences, before `shard_sequence`: a rank's last label belongs to another rank.
+    With a mask of packed documents each document's last label is ignored. For whole sequences,
+    before `shard_sequence`: a rank's last label belongs to another rank. Raises `LayoutError` where
+    the mask's documents are those of another length.
     """
     shifted = labels.roll(-1, seq_dim)
-    if labels.shape[seq_dim]:
-        shifted.select(seq_dim, -1).fill_(ignored)
+    whole = MaskSpec(causal=True) if mask is None else mask
+    for document in whole.documents(labels.shape[seq_dim]):
+        shifted.select(seq_dim, document.stop - 1).fill_(ignored)
     return shifted
 
 

@@ -1,18 +1,58 @@
 """Which keys a query sees."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 from ._errors import LayoutError, described
+from ._intervals import Ranges
+
+Band = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
     """The attention mask as a rule on global positions, the same for every batch row and head.
 
-    Causal: query ``i`` sees key ``j`` where ``j <= i``. Otherwise every query sees every key.
+    ``causal``: query ``i`` sees key ``j`` where ``j <= i``. ``window`` of ``w``: where
+    ``i - w < j <= i`` if causal, else where ``|i - j| < w``. ``cu_seqlens``: packed documents end
+    at these positions, from 0 to the length of the sequence, and see only themselves. Every query
+    sees at least its own position. Raises `LayoutError` for other values.
     """
 
     causal: bool
+    window: int | None = None
+    cu_seqlens: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.causal) is not bool:
+            raise LayoutError(f"causal is {described(self.causal)}; use True or False")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise LayoutError(
+                f"window={described(self.window)} shows a query no key; use an int of at least 1, "
+                f"or None"
+            )
+        if self.cu_seqlens is not None:
+            _check_documents(self.cu_seqlens)
+
+    @property
+    def band(self) -> Band:
+        """Return the least and the greatest ``j - i`` that is seen, None where there is none."""
+        reach = None if self.window is None else self.window - 1
+        return (None if reach is None else -reach), (0 if self.causal else reach)
+
+    def documents(self, seq_len: int) -> Ranges:
+        """Return the documents' positions, in order, without empty ones.
+
+        Raises `LayoutError` where ``cu_seqlens`` are those of another length.
+        """
+        ends = (0, seq_len) if self.cu_seqlens is None else self.cu_seqlens
+        if ends[-1] != seq_len:
+            raise LayoutError(
+                f"cu_seqlens end at {ends[-1]} but the sequence has {seq_len} positions; give the "
+                f"ends of the documents of the whole sequence, from 0 to {seq_len}"
+            )
+        return _between(ends)
 
 
 def check_mask(mask: object) -> None:
@@ -22,3 +62,25 @@ def check_mask(mask: object) -> None:
             f"mask must be a MaskSpec, got {described(mask)}; use MaskSpec(causal=True) or "
             f"MaskSpec(causal=False)"
         )
+
+
+@lru_cache(maxsize=64)
+def _between(ends: tuple[int, ...]) -> Ranges:
+    return tuple(range(*pair) for pair in pairwise(ends) if pair[0] < pair[1])
+
+
+def _check_documents(ends: object) -> None:
+    if not isinstance(ends, tuple) or not all(type(end) is int for end in ends):
+        raise LayoutError(
+            f"cu_seqlens must be a tuple of ints, got {described(ends)}; of a tensor use "
+            f"tuple(cu_seqlens.tolist())"
+        )
+    if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
+        raise LayoutError(
+            f"cu_seqlens must ascend from 0 to the length of the sequence, got {_short(ends)}"
+        )
+
+
+def _short(ends: tuple[object, ...]) -> str:
+    shown = ", ".join(map(str, ends[:8]))
+    return f"({shown}, ... {len(ends)} numbers)" if len(ends) > 8 else f"({shown})"

@@ -5,24 +5,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives, all_gather
+from hp_dtensor import AxisMesh, Collectives, all_gather
 
 from ._errors import InputError
-from ._inputs import one_axis
-from ._layouts import Layout, check_layout, in_global_order, lengths_of
+from ._masks import MaskSpec
+from ._seats import axes_of, place_of
 from ._torch import map_tensors
+from .layouts._interface import Chunks, Layout, check_layout, in_global_order, lengths_of
 
 
-def shard_sequence(tree: Any, mesh: AxisMesh, layout: Layout, seq_dim: int) -> Any:
+def shard_sequence(
+    tree: Any, mesh: AxisMesh, layout: Layout, seq_dim: int, mask: MaskSpec | None = None
+) -> Any:
     """Return ``tree`` with every tensor cut to this rank's positions along ``seq_dim``.
 
     Tensors hold the whole sequence, the same on every rank; containers keep their type, other
     leaves pass. Results are new tensors or views; communicates nothing. Raises `InputError` for a
-    tensor without that dim, and `LayoutError` for a layout that is no `Layout`.
+    tensor without that dim, and `LayoutError` for a layout that is no `Layout` or needs the mask.
     """
-    axis = one_axis(mesh)
+    n, rank = place_of(mesh)
     check_layout(layout)
-    return map_tensors(lambda x: _cut(x, axis, layout, _dim(x, seq_dim)), tree)
+
+    def held(x: Tensor) -> Tensor:
+        dim = _dim(x, seq_dim)
+        return _cut(x, layout.chunks(n, x.shape[dim], mask)[rank], dim)
+
+    return map_tensors(held, tree)
 
 
 def unshard_sequence(
@@ -30,65 +38,85 @@ def unshard_sequence(
     mesh: AxisMesh,
     layout: Layout,
     seq_dim: int,
+    mask: MaskSpec | None = None,
     *,
     seq_len: int | None = None,
     collectives: Collectives | None = None,
 ) -> Any:
     """Return ``tree`` with every tensor whole along ``seq_dim``, in global order, on every rank.
 
-    ``seq_len`` is the whole length; None means the local length times the axis size, so ranks that
-    hold unequal lengths must be given it. Differentiable: backward sums the ranks' gradients of the
-    whole tensor and keeps this rank's positions. Per tensor: where lengths are equal one
-    all-gather, and backward one reduce-scatter; where they differ sends from each rank to each, and
-    backward one all-to-all. Raises `InputError`, before it communicates this tensor, for one
-    without that dim, or with another length than the layout gives, which is seen on that rank only.
+    ``seq_len`` is the whole length; None means that at which the mask's documents end, else the
+    local length times the number of ranks, so ranks that hold unequal lengths must be given one.
+    Differentiable: backward sums the ranks' gradients of the whole tensor and keeps this rank's
+    positions. Per tensor and axis: where lengths are equal one all-gather, and backward one
+    reduce-scatter; where they differ sends from each rank to each, and backward one all-to-all.
+    Raises `InputError`, before it communicates this tensor, for one without that dim, or with
+    another length than the layout gives, which is seen on that rank only.
     """
-    axis = one_axis(mesh)
+    n, rank = place_of(mesh)
     check_layout(layout)
-    return map_tensors(
-        lambda x: _whole(x, axis, layout, _dim(x, seq_dim), seq_len, collectives), tree
-    )
+    ends = None if mask is None else mask.cu_seqlens
+    given = ends[-1] if ends is not None and seq_len is None else seq_len
+
+    def whole(x: Tensor) -> Tensor:
+        dim = _dim(x, seq_dim)
+        length = x.shape[dim] * n if given is None else given
+        chunks = layout.chunks(n, length, mask)
+        if x.shape[dim] != lengths_of(chunks)[rank]:
+            raise InputError(
+                f"dim {dim} of {tuple(x.shape)} is not what {type(layout).__name__}(n={n}, "
+                f"S={length}) gives rank {rank}, {lengths_of(chunks)[rank]}; give seq_len where "
+                f"ranks hold unequal lengths"
+            )
+        return _in_order(_gathered(x, mesh, lengths_of(chunks), dim, collectives), chunks, dim)
+
+    return map_tensors(whole, tree)
 
 
 def position_ids(
-    mesh: AxisMesh, layout: Layout, seq_len: int, *, device: torch.device | str | None = None
+    mesh: AxisMesh,
+    layout: Layout,
+    seq_len: int,
+    mask: MaskSpec | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return the global positions of this rank's rows, ``int64 [rows]``; communicates nothing."""
-    axis = one_axis(mesh)
+    """Return the positions of this rank's rows, ``int64 [rows]``; communicates nothing.
+
+    They count from the start of the sequence, or of each document where the mask has some.
+    """
+    n, rank = place_of(mesh)
     check_layout(layout)
-    return _cut(torch.arange(seq_len, device=device), axis, layout, 0)
+    positions = torch.arange(seq_len, device=device)
+    for document in () if mask is None else mask.documents(seq_len):
+        positions[document.start : document.stop] -= document.start
+    return _cut(positions, layout.chunks(n, seq_len, mask)[rank], 0)
 
 
-def _cut(x: Tensor, axis: Axis, layout: Layout, dim: int) -> Tensor:
-    chunks = layout.chunks(axis.size, x.shape[dim])[axis.index]
+def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:
     parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
 
-def _whole(
-    x: Tensor,
-    axis: Axis,
-    layout: Layout,
-    dim: int,
-    seq_len: int | None,
-    collectives: Collectives | None,
+def _gathered(
+    x: Tensor, mesh: AxisMesh, lengths: tuple[int, ...], dim: int, collectives: Collectives | None
 ) -> Tensor:
-    seq_len = x.shape[dim] * axis.size if seq_len is None else seq_len
-    chunks = layout.chunks(axis.size, seq_len)
-    lengths = lengths_of(chunks)
-    if x.shape[dim] != lengths[axis.index]:
-        raise InputError(
-            f"dim {dim} of {tuple(x.shape)} is not what {type(layout).__name__}(n={axis.size}, "
-            f"S={seq_len}) gives rank {axis.index}, {lengths[axis.index]}; give seq_len where "
-            f"ranks hold unequal lengths"
-        )
-    rows = all_gather(x, axis, dim, sizes=lengths, collectives=collectives)
+    """Return the rows of all ranks in rank order, gathered over the last axis first."""
+    *outer, inner = axes_of(mesh)
+    if not outer:
+        return all_gather(x, inner, dim, sizes=lengths, collectives=collectives)
+    groups = [lengths[i : i + inner.size] for i in range(0, len(lengths), inner.size)]
+    x = all_gather(x, inner, dim, sizes=groups[outer[0].index], collectives=collectives)
+    return all_gather(x, outer[0], dim, sizes=list(map(sum, groups)), collectives=collectives)
+
+
+def _in_order(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
     order = in_global_order(chunks)
     if order == sorted(order):
         return rows
-    parts = rows.split([len(chunk) for rank in chunks for chunk in rank], dim)
+    parts = rows.split([len(chunk) for held in chunks for chunk in held], dim)
     return torch.cat([parts[i] for i in order], dim)
 
 

@@ -8,11 +8,13 @@ from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
 from ._errors import InputError
 from ._forward import ContextParallelForward, Settings
-from ._inputs import one_axis
-from ._layouts import Contiguous, Layout, check_layout
 from ._masks import MaskSpec, check_mask
-from ._plan import Schedule, check_degree
+from ._seats import default_degree, seats_of
 from .backends._interface import AttentionBackend
+from .layouts._fixed import Contiguous
+from .layouts._interface import Layout, check_layout
+from .plans._checks import check_balance
+from .plans._routes import Schedule, check_schedule, ring_of
 
 
 class ContextParallel(ParallelStyle):
@@ -24,15 +26,19 @@ class ContextParallel(ParallelStyle):
     parameters there). DTensors are taken as their local shards; outputs are plain tensors.
     ``seq_dim`` and ``head_dim`` are 1 and 2 for ``[batch, rows, heads, size]``.
 
-    ``ulysses_degree``: None or the axis size exchanges sequence for heads, 1 gathers keys and
-    values. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``.
+    ``ulysses_degree``: None exchanges sequence for heads over all ranks of a mesh of one axis, or
+    the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
+    heads and the ``schedule`` brings keys and values across the ``n / k`` groups.
+    ``load_balance``, for rows that lie `Contiguous` under ``ulysses_degree=1``, swaps the second
+    half of each rank's queries with rank ``n - 1 - r`` and the result back, so that causal work is
+    equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``.
     ``seq_len`` is the length of the whole sequence; None means that of DTensors over the mesh, else
     the local length times the axis size, so give it where ranks call with unequal lengths of plain
     tensors.
 
-    The module's own forward runs only where Ulysses, `Contiguous` and ``mask=None`` meet: it then
-    gets the whole sequence of its heads and every other argument untouched, and outputs that are
-    shaped like its q, alone or in a tuple or list, are exchanged back. Elsewhere
+    The module's own forward runs only where Ulysses over all ranks, `Contiguous` and ``mask=None``
+    meet: it then gets the whole sequence of its heads and every other argument untouched, and
+    outputs that are shaped like its q, alone or in a tuple or list, are exchanged back. Elsewhere
     `context_parallel_attention`, with the call's ``scale``, replaces it.
 
     Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
@@ -50,6 +56,7 @@ class ContextParallel(ParallelStyle):
         ulysses_degree: int | None = None,
         qkv_indices: tuple[int, int, int] = (0, 1, 2),
         qkv_kwarg_names: tuple[str, ...] = (),
+        load_balance: bool = False,
         *,
         schedule: Schedule = "gather",
         layout: Layout | None = None,
@@ -65,6 +72,7 @@ class ContextParallel(ParallelStyle):
             )
         layout = Contiguous() if layout is None else layout
         check_layout(layout)
+        check_schedule(schedule)
         if mask is not None:
             check_mask(mask)
         self.ulysses_degree = ulysses_degree
@@ -73,6 +81,7 @@ class ContextParallel(ParallelStyle):
             head_dim=head_dim,
             qkv_indices=qkv_indices,
             qkv_kwarg_names=qkv_kwarg_names,
+            load_balance=load_balance,
             schedule=schedule,
             layout=layout,
             mask=mask,
@@ -84,16 +93,18 @@ class ContextParallel(ParallelStyle):
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
         """Replace ``module.forward`` and return ``module``; on one rank, leave it as it is.
 
-        Raises `DegreeError` for a mesh of several axes or a degree that its size does not allow,
-        and `InputError` for a module that is context parallel already, which one that the style
-        left as it is on one rank is not.
+        Raises `DegreeError` for a mesh of more than two axes or a degree that its size does not
+        allow, and `InputError` for a module that is context parallel already, which one that the
+        style left as it is on one rank is not.
         """
-        axis = one_axis(mesh)
-        degree = axis.size if self.ulysses_degree is None else self.ulysses_degree
-        check_degree(degree, axis.size)
+        degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
+        n = seats_of(mesh, degree, self.settings.collectives).n
+        ring_of(self.settings.schedule, n // degree)
+        if self.settings.load_balance:
+            check_balance(self.settings.layout, n, 0, degree, self.settings.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
-        if axis.size > 1:
+        if n > 1:
             forward = ContextParallelForward(module.forward, mesh, degree, self.settings)
             module.forward = forward
         return module

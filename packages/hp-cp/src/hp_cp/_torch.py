@@ -39,6 +39,37 @@ def flash_cpu_backward(
     return dq, dk, dv
 
 
+# The flash kernels on CUDA (2.11 to 2.13), which torch's own context parallelism calls too. Their
+# numbers of the random state are for dropout, which is never asked for here.
+_forward_cuda: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
+_backward_cuda: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+def flash_cuda(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention and its log-sum-exp, of 16-bit dtypes; heads are dim 1."""
+    out, lse, *_ = _forward_cuda(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_cuda_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    state = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
+    dq, dk, dv = _backward_cuda(grad, q, k, v, out, lse.contiguous(), *state, scale=scale)
+    return dq, dk, dv
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to every tensor in it."""
     return _tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)

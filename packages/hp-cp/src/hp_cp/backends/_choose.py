@@ -4,29 +4,83 @@ from collections.abc import Sequence
 
 import torch
 
-from .._errors import BackendError
-from .._plan import Kind
+from .._bands import Kernel
+from .._errors import BackendError, described
+from ._flex import FlexBackend
 from ._interface import AttentionBackend
 from ._sdpa import SdpaBackend
+
+_BUILT_IN: tuple[AttentionBackend, ...] = (SdpaBackend(), FlexBackend())
+_BY_NAME = {backend.name: backend for backend in _BUILT_IN}
+
+
+def register_backend(backend: AttentionBackend) -> None:
+    """Make ``backend`` known by its ``name`` in this process, for configurations that are text.
+
+    An object can be passed to every function without being registered. Raises `BackendError` for
+    what is no `AttentionBackend` and for a name that another backend has, or that means something.
+    """
+    _check(backend)
+    if backend.name == "auto" or _BY_NAME.get(backend.name, backend) is not backend:
+        raise BackendError(
+            f"the name {backend.name!r} is taken; give the backend another than "
+            f"{['auto', *_BY_NAME]}"
+        )
+    _BY_NAME[backend.name] = backend
 
 
 def choose_backend(
     backend: str | AttentionBackend,
-    kinds: Sequence[Kind],
+    kernels: Sequence[Kernel],
     device: torch.device,
     dtype: torch.dtype,
 ) -> AttentionBackend:
-    """Return the backend of that name, or the one given, if it can compute blocks of all kinds."""
-    if isinstance(backend, str):
-        if backend not in ("auto", "sdpa"):
-            raise BackendError(
-                f"no backend {backend!r}; use 'auto', 'sdpa' or an AttentionBackend object"
-            )
-        backend = SdpaBackend()
-    for kind in kinds:
-        if reason := backend.supports(kind, device, dtype):
-            raise BackendError(
-                f"backend {backend.name!r} cannot compute {kind} attention of {dtype} on "
-                f"{device.type}: {reason}; pass backend= an AttentionBackend that can"
-            )
-    return backend
+    """Return the backend of that name, or the one given, if it can compute blocks of all kinds.
+
+    ``auto`` is ``sdpa`` where that can, else ``flex``; what is registered is taken by name only.
+    """
+    if not isinstance(backend, str):
+        _check(backend)
+        chosen = backend
+    elif backend == "auto":
+        chosen = _able(kernels, device, dtype) or _BY_NAME["sdpa"]
+    elif backend in _BY_NAME:
+        chosen = _BY_NAME[backend]
+    else:
+        raise BackendError(
+            f"no backend {backend!r}; use one of {['auto', *_BY_NAME]} or an AttentionBackend "
+            f"object"
+        )
+    if lack := _lack(chosen, kernels, device, dtype):
+        other = _able(kernels, device, dtype)
+        remedy = f"use {other.name!r}" if other else "pass backend= an AttentionBackend that can"
+        raise BackendError(
+            f"backend {chosen.name!r} cannot compute {lack[0]} attention of {dtype} on "
+            f"{device.type}: {lack[1]}; {remedy}"
+        )
+    return chosen
+
+
+def _able(
+    kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype
+) -> AttentionBackend | None:
+    """Return the first of this package's backends that can compute all."""
+    return next((b for b in _BUILT_IN if _lack(b, kernels, device, dtype) is None), None)
+
+
+def _lack(
+    backend: AttentionBackend, kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype
+) -> tuple[Kernel, str] | None:
+    """Return the first kind of block that the backend cannot compute, and why."""
+    for kernel in kernels:
+        if reason := backend.supports(kernel, device, dtype):
+            return kernel, reason
+    return None
+
+
+def _check(backend: object) -> None:
+    if isinstance(backend, type) or not isinstance(backend, AttentionBackend):
+        raise BackendError(
+            f"a backend is a name or an AttentionBackend object, got {described(backend)}; use "
+            f"'auto'"
+        )

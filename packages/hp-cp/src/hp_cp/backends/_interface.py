@@ -1,15 +1,16 @@
 """What a plan asks of a kernel."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .._plan import Kind
+from .._bands import Kernel
 
 
+@runtime_checkable
 class AttentionBackend(Protocol):
-    """One block of attention, forward and backward.
+    """One block of attention, forward and backward: ``full``, or a ``causal`` square.
 
     Shapes: q ``[batch, q_heads, rows, head_size]``, k and v ``[batch, kv_heads, keys, head_size]``
     with ``q_heads`` a multiple of ``kv_heads``, lse ``[batch, q_heads, rows]`` in natural
@@ -19,8 +20,11 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def supports(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why such a block cannot be computed, or None where it can."""
+    def supports(self, kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why blocks of this kind cannot be computed, or None where they can.
+
+        The answer must not depend on the rank: a plan is refused on all of them or on none.
+        """
         ...
 
     def forward(

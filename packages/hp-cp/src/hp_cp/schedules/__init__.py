@@ -1,1 +1,1 @@
-"""Ways to bring keys and values to the queries of a plan."""
+"""Carry out a plan: bring keys and values to a rank's queries, and their gradients home."""

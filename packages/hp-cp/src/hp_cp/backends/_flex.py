@@ -1,0 +1,89 @@
+"""Blocks through an attention that autograd knows, such as FlexAttention."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._bands import Kernel
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
+
+
+def recomputed_gradients(
+    attention: Attention,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a block's share of dq, dk, dv by running ``attention`` again under autograd.
+
+    Over all keys ``out`` is the sum of the blocks' outputs ``o`` with weights ``w = exp(l - lse)``
+    of their log-sum-exps ``l``: the gradient of ``o`` is ``w grad``, and that of ``l`` is ``w``
+    times the sum over the head size of ``grad (o - out)``.
+    """
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        part, part_lse = attention(q, k, v, causal, scale)
+        weight = (part_lse.detach() - lse).exp()
+        wide = grad.to(weight.dtype)
+        to_lse = weight * (wide * (part.detach() - out)).sum(-1)
+        to_part = (wide * weight.unsqueeze(-1)).to(part.dtype)
+        dq, dk, dv = torch.autograd.grad((part, part_lse), (q, k, v), (to_part, to_lse))
+    return dq, dk, dv
+
+
+class FlexBackend:
+    """``torch.nn.attention.flex_attention`` on CUDA, whose backward runs the forward again."""
+
+    name = "flex"
+
+    def supports(self, kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return None for floating dtypes on CUDA, else the reason."""
+        if device.type != "cuda":
+            return f"it has no backward on {device.type}"
+        return None if dtype.is_floating_point else f"it takes floating dtypes, not {dtype}"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
+        return _flex(q, k, v, causal, scale)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this block's share of dq, dk, dv."""
+        return recomputed_gradients(_flex, grad, q, k, v, out, lse, causal, scale)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    # Imported where it is called: it loads much that nothing else here needs.
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    grouped, aux = q.shape[1] != k.shape[1], AuxRequest(lse=True)
+    score = _causal_score if causal else None
+    out, extra = flex_attention(q, k, v, score, scale=scale, enable_gqa=grouped, return_aux=aux)
+    if extra.lse is None:
+        raise RuntimeError("flex_attention returned no log-sum-exp, for which it was asked")
+    return out, extra.lse
+
+
+def _causal_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(k <= q, score, -float("inf"))

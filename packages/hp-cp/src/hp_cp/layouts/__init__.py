@@ -1,0 +1,1 @@
+"""Ways to cut a sequence over ranks: pure functions of integers."""

@@ -1,0 +1,55 @@
+"""What ranks, heads and lengths allow, checked before anything is communicated."""
+
+from .._errors import DegreeError, LayoutError
+from ..layouts._fixed import Contiguous
+from ..layouts._interface import Layout
+
+
+def check_degree(ulysses_degree: int, n: int) -> None:
+    """Raise `DegreeError` unless ``n`` ranks can run at ``ulysses_degree``."""
+    legal = [u for u in range(1, n + 1) if n % u == 0]
+    if type(ulysses_degree) is not int or ulysses_degree not in legal:
+        where = "one context parallel rank" if n == 1 else f"{n} context parallel ranks"
+        raise DegreeError(
+            f"ulysses_degree={ulysses_degree} does not divide {where}; use {_listed(legal)}"
+        )
+
+
+def check_heads(q_heads: int, kv_heads: int, ulysses_degree: int) -> None:
+    """Raise `DegreeError` unless the heads group, and every Ulysses rank gets one."""
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise DegreeError(
+            f"{q_heads} query heads do not form equal groups over {kv_heads} kv heads; the number "
+            f"of query heads must be a multiple of the number of kv heads"
+        )
+    if q_heads < ulysses_degree:
+        raise DegreeError(
+            f"{q_heads} query heads and {kv_heads} kv heads cannot give each of {ulysses_degree} "
+            f"Ulysses ranks a head; use ulysses_degree <= {q_heads} or combine with ring"
+        )
+
+
+def check_balance(
+    layout: Layout, n: int, seq_len: int, ulysses_degree: int, schedule: object
+) -> None:
+    """Raise unless every rank can swap half of its queries under ``load_balance``."""
+    if ulysses_degree != 1 or schedule != "gather":
+        raise DegreeError(
+            f"load_balance swaps queries around gathered keys, got ulysses_degree="
+            f"{ulysses_degree} and schedule={schedule!r}; use ulysses_degree=1 and "
+            f"schedule='gather', or layout=Zigzag() without load_balance"
+        )
+    if not isinstance(layout, Contiguous):
+        raise LayoutError(
+            f"load_balance is for sequences that lie Contiguous, got {layout!r}; leave it out"
+        )
+    if seq_len % (2 * n):
+        raise LayoutError(
+            f"load_balance halves equal local lengths, but {seq_len} positions on {n} ranks do not "
+            f"give each an even number; pad to a multiple of {2 * n}, or use layout=Zigzag()"
+        )
+
+
+def _listed(values: list[int]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last

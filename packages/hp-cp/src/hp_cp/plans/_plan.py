@@ -1,0 +1,256 @@
+"""Mask and layout to a plan: who computes which block of the attention matrix, and what moves."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from .._bands import Kernel
+from .._intervals import Ranges, Ranks, overlaps, size, union
+from .._masks import MaskSpec, check_mask
+from .._work import keys_of, pairs_of
+from ..layouts._fixed import Contiguous
+from ..layouts._interface import Chunks, Layout, check_layout, check_partition, cut, lengths_of
+from ._blocks import Block, blocks_between
+from ._checks import check_balance, check_degree, check_heads
+from ._heads import HeadShare, split_heads
+from ._routes import Ring, Schedule, check_schedule, ring_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Every rank's blocks, bytes and work; made by `plan_attention`.
+
+    With ``ulysses_degree = u`` each ``u`` neighbouring ranks attend the rows of all of them, each
+    on its share of the heads, and the schedule runs over the ``n / u`` groups: its ranks, which
+    `Block.source` counts, are ``rank // u``.
+    """
+
+    mask: MaskSpec
+    layout: Layout
+    n: int
+    seq_len: int
+    schedule: Schedule
+    ulysses_degree: int
+    keep_kv: bool
+    load_balance: bool
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    itemsize: int
+    chunks: Chunks = field(hash=False, compare=False, repr=False)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return each rank's number of local positions."""
+        return lengths_of(self.chunks)
+
+    @property
+    def groups(self) -> Chunks:
+        """Return the positions whose keys each rank of the schedule holds."""
+        u = self.ulysses_degree
+        return tuple(
+            union(chunk for held in self.chunks[i : i + u] for chunk in held)
+            for i in range(0, self.n, u)
+        )
+
+    @property
+    def queries(self) -> Chunks:
+        """Return the positions whose rows each rank of the schedule attends."""
+        if not self.load_balance:
+            return self.groups
+        half = cut(range(0, self.seq_len + 1, max(1, self.seq_len // (2 * self.n))))
+        return tuple(
+            union([half[2 * rank], half[2 * (self.n - 1 - rank) + 1]]) if half else ()
+            for rank in range(self.n)
+        )
+
+    @property
+    def ring(self) -> Ring | None:
+        """Return the way keys go around, or None where they come straight from their owner."""
+        return ring_of(self.schedule, self.n // self.ulysses_degree)
+
+    @property
+    def heads(self) -> tuple[HeadShare, ...]:
+        """Return the heads of each of ``ulysses_degree`` neighbouring ranks."""
+        return split_heads(self.q_heads, self.kv_heads, self.ulysses_degree)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return every kind of kernel that some rank may need."""
+        if self.mask.band == (None, None):
+            return ("full",)
+        alone = self.n == self.ulysses_degree and self.mask.window is None
+        return ("causal",) if alone else ("causal", "full")
+
+    def blocks(self, rank: int) -> tuple[Block, ...]:
+        """Return what ``rank`` computes: its own keys first, then others as they come to it.
+
+        Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
+        is without keys. A rank without positions has no blocks.
+        """
+        by_source = blocks_by_source(self, rank // self.ulysses_degree)
+        return tuple(block for blocks in by_source.values() for block in blocks)
+
+    def fetches(self, rank: int) -> dict[int, Ranges]:
+        """Return the local rows of the other ranks' keys and values that ``rank`` receives.
+
+        By source, in the order in which they are used. Direct fetches what the mask shows and
+        nothing more, the other schedules all.
+        """
+        return {s: keys for s, keys in moved_keys(self)[rank // self.ulysses_degree] if keys}
+
+    def bytes_received(self, rank: int) -> int:
+        """Return the bytes that ``rank`` receives in one forward and backward.
+
+        Where lengths are equal, with ``U`` bytes of keys and values per rank and ``Q`` of queries:
+        gather ``2 (n - 1) U``, ring ``2 (n - 1) U + (n - 1) U a`` with ``a`` the size of gradients'
+        sums over that of elements, direct three times what it fetches; keys and values kept or
+        fetched again are ``(n - 1) U`` less or more. ``load_balance`` adds ``2 Q``; Ulysses moves
+        ``2 (n - 1) / n (2 Q + U)``, with each kv head counted for each rank that reads it.
+        """
+        group, place = divmod(rank, self.ulysses_degree)
+        row = self.batch * self.head_size * self.itemsize
+        keys = 2 * len(self.heads[place].kv) * row * self._key_rows(group)
+        halves = 0
+        if self.load_balance and rank != self.n - 1 - rank:
+            halves = 4 * self.q_heads * row * (self.lengths[rank] // 2)
+        return self._exchanged_rows(rank) * row + keys + halves
+
+    def imbalance(self) -> float:
+        """Return the most work of a rank over the mean work; 1 is perfect, and that of no work."""
+        pairs = [pairs_of(rows, self.mask, self.seq_len) for rows in self.queries]
+        heads = [len(share.q) for share in self.heads]
+        work = [p * h for p in pairs for h in heads]
+        return max(work) * self.n / sum(work) if sum(work) else 1.0
+
+    def explain(self) -> str:
+        """Return the plan as text: what it is, then each rank's rows, work, bytes and blocks."""
+        from ._explain import explain
+
+        return explain(self)
+
+    def _exchanged_rows(self, rank: int) -> int:
+        """Return the rows of single heads that Ulysses brings to ``rank``."""
+        group, place = divmod(rank, self.ulysses_degree)
+        mine = self.lengths[rank]
+        others = size(self.groups[group]) - mine
+        into = [(len(h.q) + 2 * len(h.kv), len(h.q)) for h in self.heads]
+        (to_heads, back), rest = into[place], into[:place] + into[place + 1 :]
+        # In: others' rows of this rank's heads. Out: this rank's rows of the other ranks' heads.
+        # The backward moves the gradients of the same, the other way round.
+        return (to_heads + back) * others + mine * sum(sum(pair) for pair in rest)
+
+    def _key_rows(self, group: int) -> int:
+        """Return the rows of keys and values that the schedule brings, weighted by their size."""
+        moved = moved_keys(self)
+        passes = 1 if self.keep_kv else 2
+        fetched = passes * sum(size(keys) for _, keys in moved[group])
+        lengths = lengths_of(self.groups)
+        if self.ring is None:
+            returned = sum(size(keys) for them in moved for s, keys in them if s == group)
+            return fetched + returned
+        sums = [self.ring.source(group, step) for step in range(2, self.ring.n)]
+        returned = sum(lengths[source] for source in sums)
+        returned += lengths[group] if self.ring.n > 1 else 0
+        return fetched + returned * max(self.itemsize, 4) // self.itemsize
+
+
+@lru_cache(maxsize=256)
+def blocks_by_source(plan: AttentionPlan, rank: int) -> dict[int, tuple[Block, ...]]:
+    """Return the blocks of a rank of the schedule, by source, in the order in which keys come."""
+    rows = plan.queries[rank]
+    groups = plan.groups
+    return {
+        source: blocks_between(rows, groups[source], source, plan.mask, plan.seq_len)
+        for source in sources_of(plan, rank)
+    }
+
+
+def sources_of(plan: AttentionPlan, rank: int) -> list[int]:
+    """Return all ranks of the schedule as ``rank`` meets their keys: itself, then the others."""
+    n = plan.n // plan.ulysses_degree
+    if plan.ring is not None:
+        return [plan.ring.source(rank, step) for step in range(n)]
+    return [(rank - step) % n for step in range(n)]
+
+
+@lru_cache(maxsize=64)
+def moved_keys(plan: AttentionPlan) -> tuple[tuple[tuple[int, Ranges], ...], ...]:
+    """Return, for each rank of the schedule, each other source and its local rows that come."""
+    groups, queries = plan.groups, plan.queries
+    moved = []
+    for rank, rows in enumerate(queries):
+        seen = keys_of(rows, plan.mask, plan.seq_len) if plan.schedule == "direct" else None
+        parts = []
+        for source in sources_of(plan, rank)[1:]:
+            order = Ranks(groups[source])
+            wanted = (
+                groups[source] if seen is None else [x for *_, x in overlaps(seen, groups[source])]
+            )
+            parts.append((source, union(map(order.of, wanted))))
+        moved.append(tuple(parts))
+    return tuple(moved)
+
+
+def plan_attention(
+    mask: MaskSpec,
+    layout: Layout | None,
+    n: int,
+    seq_len: int,
+    *,
+    schedule: Schedule = "direct",
+    ulysses_degree: int = 1,
+    keep_kv: bool | None = None,
+    load_balance: bool = False,
+    batch: int = 1,
+    q_heads: int | None = None,
+    kv_heads: int | None = None,
+    head_size: int = 1,
+    itemsize: int = 1,
+) -> AttentionPlan:
+    """Return the plan of one attention over ``seq_len`` positions on ``n`` ranks; pure.
+
+    ``layout=None`` means `Contiguous`. ``keep_kv`` keeps others' keys and values for the backward
+    instead of fetching them again; None does so for gather alone. ``load_balance`` swaps half of
+    each rank's queries with the rank at the other end. Head counts are those of all heads a rank
+    holds before any exchange, by default one per Ulysses rank; ``head_size`` and ``itemsize``
+    (bytes) are those of every tensor. Raises `DegreeError` for degrees that ranks or heads do not
+    allow, `LayoutError` for a mask that is no `MaskSpec` of this length, an unknown schedule, and a
+    layout that is none or does not partition the sequence.
+    """
+    layout = Contiguous() if layout is None else layout
+    check_schedule(schedule)
+    check_mask(mask)
+    check_layout(layout)
+    check_degree(ulysses_degree, n)
+    q_heads = ulysses_degree if q_heads is None else q_heads
+    kv_heads = q_heads if kv_heads is None else kv_heads
+    check_heads(q_heads, kv_heads, ulysses_degree)
+    ring_of(schedule, n // ulysses_degree)
+    if load_balance:
+        check_balance(layout, n, seq_len, ulysses_degree, schedule)
+    return AttentionPlan(
+        mask=mask,
+        layout=layout,
+        n=n,
+        seq_len=seq_len,
+        schedule=schedule,
+        ulysses_degree=ulysses_degree,
+        keep_kv=schedule == "gather" if keep_kv is None else keep_kv,
+        load_balance=load_balance,
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        itemsize=itemsize,
+        # mypy sees no hash in a protocol; check_layout did
+        chunks=_checked_chunks(layout, n, seq_len, mask),  # type: ignore[arg-type]
+    )
+
+
+@lru_cache(maxsize=256)
+def _checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> Chunks:
+    mask.documents(seq_len)
+    chunks = layout.chunks(n, seq_len, mask)
+    check_partition(chunks, n, seq_len, layout)
+    return chunks

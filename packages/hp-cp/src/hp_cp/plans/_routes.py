@@ -1,0 +1,86 @@
+"""In which order a rank meets the other ranks' keys, and on which way they come."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .._errors import DegreeError, LayoutError
+
+ScheduleName = Literal["gather", "direct", "ring", "double_ring"]
+
+
+@dataclass(frozen=True, slots=True)
+class DoubleRing:
+    """Rings of ``inner`` neighbouring ranks, and a ring of these rings.
+
+    Keys go around an inner ring once for each hop between rings, which has that long to arrive
+    (LoongTrain, arXiv 2406.18485, section 4.3): with ``inner`` the ranks of a node, one hop in
+    ``inner`` crosses nodes. ``inner=None`` is the greatest divisor up to the square root.
+    """
+
+    inner: int | None = None
+
+
+Schedule = ScheduleName | DoubleRing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """``n`` ranks in rings of ``inner``, which pass on what they hold.
+
+    Ranks count ring by ring. At step ``t`` of ``n`` a rank works on the keys of ``source(rank, t)``
+    and then passes on what it adds to their gradients, which come home after the last step.
+    """
+
+    n: int
+    inner: int
+
+    def source(self, rank: int, step: int) -> int:
+        """Return whose keys ``rank`` holds at ``step``."""
+        return self._moved(rank, -(step // self.inner), -(step % self.inner))
+
+    def next_inside(self, rank: int, by: int = 1) -> int:
+        """Return the neighbour inside the ring, to which keys go in most steps."""
+        return self._moved(rank, 0, by)
+
+    def next_outside(self, rank: int, by: int = 1) -> int:
+        """Return the neighbour in the next ring, to which keys go once per round."""
+        return self._moved(rank, by, 0)
+
+    def next_gradient(self, rank: int, step: int, by: int = 1) -> int:
+        """Return who adds to the gradients after ``rank`` did at ``step``."""
+        crosses = (step + 1) % self.inner == 0
+        return self._moved(rank, by if crosses else 0, by)
+
+    def _moved(self, rank: int, rings: int, places: int) -> int:
+        ring, place = divmod(rank, self.inner)
+        ring = (ring + rings) % (self.n // self.inner)
+        return ring * self.inner + (place + places) % self.inner
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise `LayoutError` for what is no schedule."""
+    names = list(get_args(ScheduleName))
+    if not isinstance(schedule, DoubleRing) and schedule not in names:
+        raise LayoutError(f"no schedule {schedule!r}; use one of {names}, or a DoubleRing")
+
+
+def ring_of(schedule: Schedule, n: int) -> Ring | None:
+    """Return the way around ``n`` ranks, or None where keys come straight from their owner.
+
+    Raises `DegreeError` for inner rings that do not divide the ranks.
+    """
+    if schedule in ("gather", "direct"):
+        return None
+    if schedule == "ring":
+        return Ring(n=n, inner=n)
+    inner = schedule.inner if isinstance(schedule, DoubleRing) else None
+    divisors = [i for i in range(1, n + 1) if n % i == 0]
+    if inner is None:
+        inner = max(i for i in divisors if i <= math.isqrt(n))
+    if inner not in divisors:
+        raise DegreeError(
+            f"rings of inner={inner} ranks do not divide the {n} ranks of the schedule; use one "
+            f"of {divisors}"
+        )
+    return Ring(n=n, inner=inner)

@@ -1,0 +1,108 @@
+"""One rank's part of a plan, and what carries it out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._intervals import Ranges, size
+from ..backends._interface import AttentionBackend
+from ..layouts._interface import lengths_of
+from ..plans._blocks import Block
+from ..plans._plan import AttentionPlan, blocks_by_source, moved_keys
+from ..plans._routes import Ring
+from ._peers import Peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one rank of a schedule computes, receives and sends; keeps no tensors.
+
+    ``wanted`` are the local key rows that come here by source, in the order of their use, and
+    ``given`` this rank's rows that go to each of the others. ``repeats`` is that of `HeadShare`.
+    """
+
+    blocks: Mapping[int, tuple[Block, ...]]
+    wanted: Mapping[int, Ranges]
+    given: Mapping[int, Ranges]
+    lengths: tuple[int, ...]
+    ring: Ring | None
+    gathers: bool
+    keep_kv: bool
+    repeats: tuple[int, ...] | None
+    peers: Peers
+    backend: AttentionBackend
+    scale: float | None
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's place in the schedule."""
+        return self.peers.index
+
+    @property
+    def own_rows(self) -> Ranges:
+        """Return all local rows."""
+        return whole(self.lengths[self.rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``."""
+
+    k: Tensor
+    v: Tensor
+    rows: Ranges
+
+
+def run_of(
+    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, scale: float | None
+) -> Run:
+    """Return the part of the rank at ``peers.index`` that has head share ``place``."""
+    rank, moved = peers.index, moved_keys(plan)
+    return Run(
+        blocks=blocks_by_source(plan, rank),
+        wanted=dict(moved[rank]),
+        given={
+            peer: keys
+            for peer, parts in enumerate(moved)
+            for source, keys in parts
+            if source == rank
+        },
+        lengths=lengths_of(plan.groups),
+        ring=plan.ring,
+        gathers=plan.schedule == "gather",
+        keep_kv=plan.keep_kv,
+        repeats=plan.heads[place].repeats,
+        peers=peers,
+        backend=backend,
+        scale=scale,
+    )
+
+
+def whole(rows: int) -> Ranges:
+    """Return all of a number of rows."""
+    return (range(rows),) if rows else ()
+
+
+def room_for(rows: Ranges, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty ``[2, batch, kv_heads, rows, size]``, the shape in which pairs travel."""
+    batch, heads, _, width = like.shape
+    return like.new_empty((2, batch, heads, size(rows), width), dtype=dtype or like.dtype)
+
+
+def packed(k: Tensor, v: Tensor, rows: Ranges) -> Tensor:
+    """Return some rows of k and v as one new tensor."""
+    out = room_for(rows, k)
+    start = 0
+    for part in rows:
+        stop = start + len(part)
+        out[0, :, :, start:stop] = k[:, :, part.start : part.stop]
+        out[1, :, :, start:stop] = v[:, :, part.start : part.stop]
+        start = stop
+    return out
+
+
+def as_held(pair: Tensor, rows: Ranges) -> Held:
+    """Return what `packed` made as keys and values."""
+    return Held(pair[0], pair[1], rows)

@@ -1,0 +1,229 @@
+"""The style's modes: hybrids, two axes, swapped halves; and its schedules, masks and layouts."""
+
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import cached
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hp_cp import (
+    ContextParallel,
+    DegreeError,
+    Greedy,
+    LayoutError,
+    MaskSpec,
+    PerDocument,
+    Zigzag,
+    plan_attention,
+)
+from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+
+from .strategies import dense_attention, inputs, leaves, single, with_gradients
+from .test_style import Core, Model, rows
+
+CAUSAL = MaskSpec(causal=True)
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    names = ("outer", "ulysses") if len(shape) == 2 else ("cp",)
+    return cached(
+        f"cp{shape}",
+        lambda: init_device_mesh("cpu", shape, mesh_dim_names=names),
+    )
+
+
+def parallelized(
+    rank: int, shape: tuple[int, ...], options: dict[str, Any], tensors: tuple[Tensor, ...]
+) -> tuple[list[Tensor], dict[str, int], list[str]]:
+    """Return results, bytes received by axis, and what the module holds after the calls."""
+    record = RecordingCollectives()
+    model = Model()
+    style = ContextParallel(collectives=record, **options)
+    parallelize_module(model, mesh_of(shape), {"core": style})
+    n, seq_len = torch.Size(shape).numel(), tensors[0].shape[1]
+    layout, mask = style.settings.layout, style.settings.mask
+    mine = list(layout.indices(n, seq_len, mask)[rank])
+    q, k, v, grad = (x[:, mine] for x in tensors)
+    local = leaves(q, k, v)
+    before = sorted(vars(model.core))
+    results = with_gradients(model(*local), local, grad)
+    left = sorted(set(vars(model.core)) - set(before))
+    return results, {axis: t.bytes for axis, t in record.by_axis.items()}, left
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((4,), {"ulysses_degree": 2}),
+        ((4,), {"ulysses_degree": 2, "schedule": "ring", "layout": Zigzag()}),
+        ((4,), {"ulysses_degree": 1, "schedule": "direct", "layout": Zigzag()}),
+        ((4,), {"ulysses_degree": 1, "load_balance": True}),
+        ((2, 2), {}),
+        ((2, 2), {"ulysses_degree": 2, "layout": Zigzag()}),
+        ((4, 1), {"ulysses_degree": 1, "load_balance": True}),
+        ((1, 4), {}),
+    ],
+)
+def test_every_mode_gives_the_single_process_result_and_receives_the_planned_bytes(
+    ranks: Any, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(8, 4, 16))
+    answers = ranks(4).run(parallelized, shape, options, tensors)
+    whole = leaves(*tensors[:3])
+    expected = with_gradients(Model()(*whole), whole, tensors[3])
+    degree = options.get("ulysses_degree") or shape[-1]
+    plan = plan_attention(
+        CAUSAL,
+        options.get("layout"),
+        4,
+        16,
+        schedule=options.get("schedule", "gather"),
+        ulysses_degree=degree,
+        load_balance=options.get("load_balance", False),
+        batch=2,
+        q_heads=8,
+        kv_heads=4,
+        head_size=8,
+        itemsize=8,
+    )
+    indices = plan.layout.indices(4, 16)
+    for rank, (results, received, left) in enumerate(answers):
+        for result, reference in zip(results, expected, strict=True):
+            right = reference[:, list(indices[rank])]
+            torch.testing.assert_close(result, right, rtol=0, atol=1e-13)
+        assert sum(received.values()) == plan.bytes_received(rank)
+        assert left == []
+        if len(shape) == 2:
+            assert set(received) == {
+                n for n, s in zip(("outer", "ulysses"), shape, strict=True) if s > 1
+            }
+
+
+@pytest.mark.parametrize("layout", [PerDocument(), Greedy(2), Zigzag()], ids=repr)
+@pytest.mark.parametrize("degree", [None, 1, 2])
+def test_packed_documents_go_through_the_style(ranks: Any, degree: int | None, layout: Any) -> None:
+    mask = MaskSpec(causal=True, window=9, cu_seqlens=(0, 3, 16, 17, 30))
+    tensors = inputs(8, 4, 30)
+    options = {"ulysses_degree": degree, "layout": layout, "mask": mask, "seq_len": 30}
+    packed = tuple(rows(x).contiguous() for x in tensors)
+    answers = ranks(4).run(parallelized, (4,), options, packed)
+    q, k, v, grad = tensors
+    # the model's scale is 0.3: scale q to what the definition divides by
+    stretched = (q * 0.3 * 8**0.5, k, v, grad)
+    out, dq, dk, dv = single(stretched, mask, dense_attention)
+    expected = [rows(x) for x in (out, dq * 0.3 * 8**0.5, dk, dv)]
+    for held, (results, _, _) in zip(layout.indices(4, 30, mask), answers, strict=True):
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, list(held)], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_swapped_halves_serve_odd_worlds_and_their_middle_rank(n: int) -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(4, 2, 4 * n))
+
+    def rank(rank: int, door: SimulatedCollectives) -> tuple[list[Tensor], int]:
+        record = RecordingCollectives(door)
+        module = Core()
+        style = ContextParallel(ulysses_degree=1, load_balance=True, collectives=record)
+        style.apply(module, door.mesh((n,), ("cp",)))
+        q, k, v, grad = (x.chunk(n, 1)[rank] for x in tensors)
+        local = leaves(q, k, v)
+        results = with_gradients(module(*local, is_causal=True), local, grad)
+        return results, sum(traffic.bytes for traffic in record.by_axis.values())
+
+    whole = leaves(*tensors[:3])
+    expected = with_gradients(Core()(*whole, is_causal=True), whole, tensors[3])
+    plan = plan_attention(
+        CAUSAL, None, n, 4 * n, schedule="gather", load_balance=True, batch=2, q_heads=4,
+        kv_heads=2, head_size=8, itemsize=8,
+    )  # fmt: skip
+    for i, (results, received) in enumerate(SimulatedWorld(n).run(rank)):
+        assert received == plan.bytes_received(i)
+        for result, reference in zip(results, expected, strict=True):
+            right = reference.chunk(n, 1)[i]
+            torch.testing.assert_close(result, right, rtol=0, atol=1e-13)
+
+
+def test_swapped_halves_under_a_full_mask_give_the_same_numbers() -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(4, 2, 12))
+
+    def rank(rank: int, door: SimulatedCollectives) -> Tensor:
+        module = Core()
+        style = ContextParallel(ulysses_degree=1, load_balance=True, collectives=door)
+        style.apply(module, door.mesh((3,), ("cp",)))
+        out: Tensor = module(*(x.chunk(3, 1)[rank] for x in tensors[:3]))
+        return out
+
+    together = torch.cat(SimulatedWorld(3).run(rank), 1)
+    torch.testing.assert_close(together, Core()(*tensors[:3]), rtol=0, atol=1e-13)
+
+
+def test_uneven_heads_reach_the_modules_own_forward() -> None:
+    tensors = tuple(rows(x).contiguous() for x in inputs(6, 3, 12))
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        module = Core()
+        ContextParallel(collectives=door).apply(module, door.mesh((4,), ("cp",)))
+        q, k, v, grad = (x.chunk(4, 1)[rank] for x in tensors)
+        local = leaves(q, k, v)
+        return with_gradients(module(*local, is_causal=True), local, grad)
+
+    whole = leaves(*tensors[:3])
+    expected = with_gradients(Core()(*whole, is_causal=True), whole, tensors[3])
+    for parts, reference in zip(
+        zip(*SimulatedWorld(4).run(rank), strict=True), expected, strict=True
+    ):
+        torch.testing.assert_close(torch.cat(parts, 1), reference, rtol=0, atol=1e-13)
+
+
+# Errors.
+
+
+def simulated_mesh(shape: tuple[int, ...]) -> Any:
+    names = ("outer", "ulysses") if len(shape) == 2 else ("cp",)
+    return SimulatedCollectives(SimulatedWorld(torch.Size(shape).numel()), 0).mesh(shape, names)
+
+
+@pytest.mark.parametrize("degree", [None, 2, 4])
+def test_swapped_halves_with_ulysses_are_refused_when_applied(degree: int | None) -> None:
+    with pytest.raises(DegreeError, match="swaps queries around gathered keys, got ulysses_degree"):
+        ContextParallel(ulysses_degree=degree, load_balance=True).apply(
+            Core(), simulated_mesh((4,))
+        )
+
+
+def test_swapped_halves_of_another_layout_or_schedule_are_refused_when_applied() -> None:
+    mesh = simulated_mesh((4,))
+    with pytest.raises(LayoutError, match=r"lie Contiguous, got Zigzag\(\)"):
+        ContextParallel(ulysses_degree=1, load_balance=True, layout=Zigzag()).apply(Core(), mesh)
+    with pytest.raises(DegreeError, match="schedule='direct'"):
+        ContextParallel(ulysses_degree=1, load_balance=True, schedule="direct").apply(Core(), mesh)
+
+
+def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
+    records = []
+
+    def rank(rank: int, door: SimulatedCollectives) -> str:
+        records.append(RecordingCollectives(door))
+        module: nn.Module = Core()
+        style = ContextParallel(ulysses_degree=1, load_balance=True, collectives=records[-1])
+        style.apply(module, door.mesh((2,), ("cp",)))
+        q, k, v = (torch.zeros(1, 7, 2, 8) for _ in range(3))
+        with pytest.raises(LayoutError) as caught:
+            module(q, k, v, is_causal=True)
+        return str(caught.value)
+
+    said = (
+        "load_balance halves equal local lengths, but 14 positions on 2 ranks do not give each an "
+        "even number; pad to a multiple of 4, or use layout=Zigzag()"
+    )
+    assert SimulatedWorld(2).run(rank) == [said] * 2
+    assert [record.by_axis for record in records] == [{}, {}]
+
+
+def test_an_unknown_schedule_makes_no_style() -> None:
+    with pytest.raises(LayoutError, match="no schedule 'x'"):
+        ContextParallel(schedule="x")  # type: ignore[arg-type]
