@@ -96,15 +96,15 @@ def on_rank(
 
 
 def combinations(world_size: int) -> list[dict[str, int]]:
-    """Return every valid choice of dp_replicate, dp_shard, cp, tp, ep and Ulysses or gather."""
+    """Return every valid choice of dp_replicate, dp_shard, cp, tp, ep and ulysses_degree."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     found = []
     for replicate, shard, cp, tp in product(divisors, repeat=4):
         if prod((replicate, shard, cp, tp)) != world_size:
             continue
         base = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
-        for ep, ulysses in product(divisors, sorted({1, cp})):
-            if (shard * cp * tp) % ep == 0 and MODEL.num_experts % ep == 0:
+        for ep, ulysses in product(divisors, divisors):
+            if cp % ulysses == 0 and (shard * cp * tp) % ep == 0 and MODEL.num_experts % ep == 0:
                 found.append({**base, "ep": ep, "ulysses_degree": ulysses})
     return found
 

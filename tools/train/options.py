@@ -187,13 +187,7 @@ def _dims(given: argparse.Namespace, processes: int, saved: _SavedRun | None) ->
         elif processes == DEFAULT_PROCESSES:
             defaults = DEFAULT_DEGREES
     words = {name: word for name, word in vars(given).items() if word is not None}
-    dims = ParallelDims.from_args(argparse.Namespace(**{**defaults, **words}), processes)
-    if dims.ulysses_degree not in (None, 1, dims.cp):
-        raise OptionsError(
-            f"ulysses_degree={dims.ulysses_degree} with cp={dims.cp}: this trainer either gathers "
-            f"k and v or exchanges heads over all of cp; use 1 or {dims.cp}"
-        )
-    return dims
+    return ParallelDims.from_args(argparse.Namespace(**{**defaults, **words}), processes)
 
 
 def _steps(given: int | None, saved: _SavedRun | None) -> int:

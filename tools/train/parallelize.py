@@ -118,17 +118,19 @@ def apply_expert_parallel(
 def apply_context_parallel(
     model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims, collectives: Collectives
 ) -> None:
-    """Let each attention see the whole sequence: gather k and v, or exchange heads (Ulysses)."""
+    """Let each attention see the whole sequence: gather k and v, exchange heads, or both."""
+    degree = dims.ulysses_degree or 1
+    over = mesh["cp_outer", "ulysses"] if 1 < degree < dims.cp else mesh["cp"]
     style = ContextParallel(
         seq_dim=2,
         head_dim=1,
-        ulysses_degree=dims.ulysses_degree or 1,
+        ulysses_degree=degree,
         layout=sequence_layout(mesh),
         collectives=collectives,
     )
     for module in model.modules():
         if isinstance(module, Attention):
-            parallelize_module(module.core, mesh["cp"], style)
+            parallelize_module(module.core, over, style)
 
 
 def sequence_layout(mesh: ParallelMesh | None) -> Contiguous | Zigzag:

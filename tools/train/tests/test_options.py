@@ -80,7 +80,6 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
     ("words", "text"),
     [
         ("--pp 2", "pp=2: this trainer has no pipeline parallelism; use 1"),
-        ("--cp 4 --ulysses-degree 2", "use 1 or 4"),
         ("--procs 0", "procs=0"),
         ("--steps 0", "use 1 or more"),
         ("--reference --procs 2", "--reference is one process"),
