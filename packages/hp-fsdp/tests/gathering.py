@@ -14,6 +14,7 @@ KEPT = {
     "aten.slice.Tensor",
     "aten.split.Tensor",
     "aten.view.default",
+    "aten.as_strided.default",
     "aten.empty_like.default",
     "aten._to_copy.default",
 }
@@ -142,10 +143,37 @@ class EightBits(Wrapped):
         return whole, (whole,)
 
 
+class Whole(Wrapped):
+    """Gathers plain values, and modules compute with its own class over what arrived."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the rows."""
+        return (self.plain,), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Wrap what arrived; later it arrives in the same place."""
+        self.note("post" if out is None else "post out")
+        (values,) = all_gather_outputs
+        if out is None:
+            return Whole(values), (values,)
+        if not isinstance(out, Whole) or out.plain.data_ptr() != values.data_ptr():
+            raise AssertionError("gathered elsewhere")
+        return None
+
+
 def rounded(kind: type[Wrapped], whole: Tensor, degree: int) -> Tensor:
     """Return what modules compute with when ``degree`` ranks gather the rows of ``whole``."""
     if issubclass(kind, Halved):
         return whole.to(torch.bfloat16).to(whole.dtype)
+    if kind is Whole:
+        return whole
     parts = [part / part.abs().max() * 127 for part in whole.chunk(degree)]
     scales = [part.abs().max() / 127 for part in whole.chunk(degree)]
     return torch.cat([part.round() * scale for part, scale in zip(parts, scales, strict=True)])

@@ -10,12 +10,12 @@ import torch.distributed.fsdp
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_dtensor import RecordingCollectives
 from hp_fsdp import ParameterError, fully_shard, sharded_optimizer
 
-from .gathering import EightBits, Halved, Layers, Wrapped, rounded
+from .gathering import EightBits, Halved, Layers, Whole, Wrapped, rounded
 from .models import Gradients, gradients, mesh_of, worst
 
 Ranks = Callable[[int], RankPool]
@@ -86,8 +86,17 @@ def trained(
     return losses, seen, held.notes, kinds
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("kind", "hidden"), [(Halved, 12), (Halved, 5), (EightBits, 12)])
+@pytest.mark.parametrize(
+    ("kind", "hidden", "half"),
+    [
+        (Halved, 12, False),
+        (Halved, 5, False),
+        (Halved, 5, True),
+        (EightBits, 12, False),
+        (EightBits, 12, True),
+        (Whole, 12, False),
+    ],
+)
 def test_three_steps_have_the_bits_of_torch(
     ranks: Ranks, kind: Kind, hidden: int, half: bool
 ) -> None:
@@ -138,6 +147,7 @@ def expected_of(kind: Kind, hidden: int, replicas: int, shards: int) -> Gradient
         (EightBits, 12, (4,), {"reshard_after_forward": 2}),
         (Halved, 5, (2, 2), {"reshard_after_forward": True}),
         (EightBits, 12, (2, 2), {}),
+        (Whole, 12, (2, 2), {"reshard_after_forward": True}),
     ],
 )
 def test_gradients_on_four_ranks_are_those_of_one_process(
@@ -146,7 +156,7 @@ def test_gradients_on_four_ranks_are_those_of_one_process(
     expected = expected_of(kind, hidden, 4, shape[-1])
     for found, notes in ranks(4).run(stepped, kind, hidden, shape, options):
         assert worst(found, expected) < 1e-5
-        assert notes[0].startswith(f"pre over {shape[-1]} of 1-D")
+        assert kind is Whole or notes[0].startswith(f"pre over {shape[-1]} of 1-D")
 
 
 def alone(rank: int) -> tuple[Gradients, list[str]]:
@@ -346,3 +356,35 @@ def test_weights_on_the_meta_device_get_memory_and_values_later(ranks: Ranks) ->
     for found, kinds in ranks(2).run(from_meta):
         assert kinds == ["Halved", "Tensor", "Halved", "Tensor"]
         assert worst(found, expected) < 1e-5
+
+
+def replaced(rank: int) -> tuple[Gradients, Gradients, tuple[str, str]]:
+    """Convert to float64 and step, load with assign and step, then load plain values."""
+    model = sharded(Halved)
+    model(batch(rank)).sum().backward()
+    model.zero_grad()
+    model.double()
+    model(batch(rank).double()).pow(2).mean().backward()
+    first = {name: plain(p.grad) for name, p in model.named_parameters()}
+    other = sharded(Halved)
+    other(batch(rank)).sum().backward()
+    model = sharded(Halved)
+    model.load_state_dict(other.state_dict(), assign=True)
+    model(batch(rank)).pow(2).mean().backward()
+    second = {name: plain(p.grad) for name, p in model.named_parameters()}
+    bare = sharded(Careless)
+    state = dict(bare.state_dict())
+    held = state["up.weight"]
+    state["up.weight"] = DTensor.from_local(
+        held._local_tensor.plain, held.device_mesh, held.placements
+    )
+    return first, second, said_of(lambda: bare.load_state_dict(state, assign=True))
+
+
+def test_only_the_same_class_can_take_its_place(ranks: Ranks) -> None:
+    expected = expected_of(Halved, 12, 2, 2)
+    for first, second, (error, text) in ranks(2).run(replaced):
+        assert worst({name: g.float() for name, g in first.items()}, expected) < 1e-5
+        assert worst(second, expected) < 1e-5
+        assert error == "ParameterError"
+        assert "only a Careless can take its place" in text
