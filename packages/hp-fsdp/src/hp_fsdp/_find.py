@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ._errors import MeshError, ParameterError, shown
+from ._extended_parameter import ExtendedParameter, check_extension
 from ._parameters import Owner, ShardedParameter, sharded_from
 from ._place import Place
 from ._ragged_parameter import RaggedParameter
@@ -137,6 +138,9 @@ def _made(
 ) -> ShardedParameter:
     degree = place.axes.shard.size
     dim = wanted.dim(original, name, degree) if place.shards else None
+    if is_extended(original):
+        check_extension(original, name, dim, wanted.ragged)
+        return ExtendedParameter(original, owners, name, place)
     # One rank holds all in one run: exact and ragged are the same then.
     if wanted.ragged and dim is not None and degree > 1:
         return RaggedParameter(original, owners, name, place, wanted.atom(original, name))
@@ -173,10 +177,11 @@ def _check_free(
 
 
 def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
-    if is_extended(local_of(original) if isinstance(original, DTensor) else original):
+    if isinstance(original, DTensor) and is_extended(local := local_of(original)):
         raise ParameterError(
-            f"{name} is of type {type(original).__name__}, which gathers itself in its own way "
-            "(fsdp_pre_all_gather); unwrap it before sharding, or ignore it"
+            f"{name} is a DTensor of {type(local).__name__}, which gathers itself "
+            "(fsdp_pre_all_gather); only without a mesh of their own can such be sharded, so "
+            "unwrap it before, or ignore it"
         )
     if original.ndim == 0:
         raise ParameterError(f"{name} is a scalar; make it a tensor of one element to shard it")

@@ -22,6 +22,8 @@ from ._arguments import (
     world_mesh,
 )
 from ._buffers import Buffers, Resize
+from ._extended_group import ExtendedGroup
+from ._extended_parameter import ExtendedParameter
 from ._find import Granularity, ShardPlacement, Wanted, free_parameters
 from ._group import ParameterGroup
 from ._options import Options, check_reshard
@@ -37,6 +39,11 @@ from ._unit import UNIT_ATTRIBUTE, Unit
 
 _AS_IT_IS = MixedPrecisionPolicy()
 _NOWHERE = OffloadPolicy()
+_KINDS: dict[type[ShardedParameter], type[ParameterGroup]] = {
+    ShardedParameter: ParameterGroup,
+    RaggedParameter: RaggedGroup,
+    ExtendedParameter: ExtendedGroup,
+}
 
 
 @overload
@@ -202,21 +209,17 @@ def _groups_of(
     collectives: Collectives,
     storage: Storage,
 ) -> list[ParameterGroup]:
-    """Return a group for each dtype, and more for the parameters that every rank keeps whole."""
-    alike: dict[tuple[torch.dtype, bool], list[ShardedParameter]] = {}
-    kind: type[ParameterGroup] = ParameterGroup
-    if any(isinstance(parameter, RaggedParameter) for parameter in parameters):
-        kind = RaggedGroup
+    """Return a group for each dtype and kind, and more for those that every rank keeps whole."""
+    alike: dict[tuple[torch.dtype, bool, type[ParameterGroup]], list[ShardedParameter]] = {}
     for parameter in parameters:
         original = parameter.original()
         if original is not None:
-            alike.setdefault((original.dtype, parameter.dim is None), []).append(parameter)
+            key = (original.dtype, parameter.dim is None, _KINDS[type(parameter)])
+            alike.setdefault(key, []).append(parameter)
     whole = place.axes.replicated() if place.shards else place.axes
     return [
-        ParameterGroup(each, whole, collectives, storage)
-        if is_whole
-        else kind(each, place.axes, collectives, storage)
-        for (_, is_whole), each in alike.items()
+        kind(each, whole if is_whole else place.axes, collectives, storage)
+        for (_, is_whole, kind), each in alike.items()
     ]
 
 

@@ -23,13 +23,13 @@ from ._states import Event, ParameterState, advance
 from ._storage import Storage
 from ._torch import are_parts, inside_backward, local_of, writes_to
 from .layouts._exact import ExactLayout
-from .layouts._ragged import RaggedLayout
-
-Layout = ExactLayout | RaggedLayout
+from .layouts._layout import Layout
 
 
 class ParameterGroup:
     """Parameters whose shards are one flat buffer, and where they are in their life."""
+
+    flat = True  # a group of shards that are no views of one buffer says otherwise
 
     def __init__(
         self,
@@ -169,10 +169,13 @@ class ParameterGroup:
         """Wait for the all-gather, started here if need be, and register unsharded parameters."""
         self.gather()
         if self.state is ParameterState.GATHERING:
-            self.layout.finish_gather(self._work)
+            self._finish_gather()
             self._work = None
             self.state = advance(self.state, Event.ARRIVE)
             self._faces.show_unsharded()
+
+    def _finish_gather(self) -> None:
+        self.layout.finish_gather(self._work)
 
     def reshard(self) -> None:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from hp_dtensor import RaggedTensor
 
 from ._errors import ModuleError, ShardingError
+from ._group import ParameterGroup
 from ._segments import Segment, segments_of
 from ._unit import unit_of
 
@@ -43,15 +44,16 @@ def sharded_optimizer(
             f"{getattr(cls, '__name__', cls)} is not known to update every element alone; legal "
             f"are {[each.__name__ for each in ELEMENTWISE]}; use it on the parameters themselves"
         )
-    segments: list[Segment] = []
+    groups: list[ParameterGroup] = []
     seen = set()
     for inner in module.modules():
         unit = unit_of(inner)
         if unit is not None and unit not in seen:
             seen.add(unit)
             unit.reshard()
-            segments += [segment for group in unit.groups for segment in segments_of(group)]
-    if not segments:
+            groups += unit.groups
+    segments = [segment for group in groups for segment in segments_of(group)]
+    if not segments and all(group.flat for group in groups):
         raise ModuleError(f"{type(module).__name__} has no sharded parameter that trains")
     sharded = {id(piece.parameter) for segment in segments for piece in segment.pieces}
     trained = [p for p in module.parameters() if p.requires_grad]

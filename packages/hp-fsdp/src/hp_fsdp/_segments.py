@@ -100,7 +100,12 @@ class Segment:
 
 
 def segments_of(group: ParameterGroup) -> list[Segment]:
-    """Return the segments of a group: cut where a frozen parameter or alignment comes between."""
+    """Return the segments of a group: cut where a frozen parameter or alignment comes between.
+
+    None where shards do not lie in one buffer.
+    """
+    if not group.flat:
+        return []
     spans = group.layout.spans
     runs: list[list[int]] = []
     last = -1

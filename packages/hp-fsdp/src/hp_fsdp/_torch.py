@@ -4,6 +4,7 @@ Tried with torch 2.13.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from typing import Any
@@ -111,5 +112,16 @@ def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def is_extended(tensor: Tensor) -> bool:
-    """Return whether a tensor gathers itself: torch's `fully_shard` looks for this name on it."""
-    return hasattr(tensor, "fsdp_pre_all_gather")
+    """Return whether a tensor gathers itself: torch's `fully_shard` looks for these names on it."""
+    return hasattr(tensor, "fsdp_pre_all_gather") or hasattr(tensor, "fsdp_post_all_gather")
+
+
+def preserved_versions(tensor: Tensor) -> AbstractContextManager[None]:
+    """Write the same values into a tensor again without autograd taking it for a change.
+
+    ``torch.autograd._unsafe_preserve_version_counter``, which has no public name; an alias of its
+    own (``.data``) is the way for plain tensors, and not all tensor classes can make one.
+    """
+    autograd: Any = torch.autograd
+    guard: AbstractContextManager[None] = autograd._unsafe_preserve_version_counter(tensor)
+    return guard

@@ -1,0 +1,196 @@
+"""Tensor classes that gather themselves: one in sixteen bits, one in eight bits and a scale."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+# What torch's fully_shard and DTensor need to be of the same class again.
+KEPT = {
+    "aten.detach.default",
+    "aten.new_zeros.default",
+    "aten.slice.Tensor",
+    "aten.split.Tensor",
+    "aten.view.default",
+    "aten.as_strided.default",
+    "aten.empty_like.default",
+    "aten._to_copy.default",
+}
+
+
+class Wrapped(Tensor):
+    """Plain values, a switch that makes hooks fail, and notes of how hooks were called."""
+
+    plain: Tensor
+    notes: list[str]
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, notes: list[str] | None = None) -> "Wrapped":
+        """Look like ``plain``."""
+        made: Wrapped = Tensor._make_wrapper_subclass(
+            cls,
+            plain.shape,
+            strides=plain.stride(),
+            dtype=plain.dtype,
+            device=plain.device,
+            requires_grad=plain.requires_grad,
+        )
+        return made
+
+    def __init__(self, plain: Tensor, notes: list[str] | None = None) -> None:
+        """Hold ``plain``; copies and parts share the notes."""
+        self.plain = plain
+        self.notes = [] if notes is None else notes
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Name the class and what it holds."""
+        return f"{type(self).__name__}({self.plain})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with plain values; keep the class where only memory or shape changes."""
+        notes: list[list[str]] = []
+
+        def unwrap(wrapped: Wrapped) -> Tensor:
+            notes.append(wrapped.notes)
+            return wrapped.plain
+
+        plain_args, plain_kwargs = tree_map_only(Wrapped, unwrap, (args, kwargs or {}))
+        out = func(*plain_args, **plain_kwargs)
+        if str(func) in KEPT:
+            return tree_map_only(Tensor, lambda tensor: cls(tensor, notes[0]), out)
+        if func._schema.is_mutable and isinstance(args[0], Wrapped):
+            return args[0]
+        return out
+
+    def write(self, out: Tensor, values: Tensor) -> None:
+        """Write where autograd does not see it, as torch's `fully_shard` demands."""
+        out.data.copy_(values)
+
+    def note(self, what: str) -> None:
+        """Note a call; fail if a test asked for it."""
+        self.notes.append(what)
+        if f"fail {what}" in self.notes:
+            self.notes.remove(f"fail {what}")
+            raise ArithmeticError(what)
+
+
+class Halved(Wrapped):
+    """Gathers bfloat16, pads uneven rows; the hook takes all five arguments."""
+
+    padded = True
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the rows in bfloat16, zeros below."""
+        self.note(f"pre over {mesh.size()} of {mesh.ndim}-D, {type(module).__name__}")
+        rows = -(-outer_size[0] // mesh.size()) if self.padded else len(self.plain)
+        half = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
+        half[: len(self.plain)] = self.plain
+        return (half,), (tuple(outer_size), tuple(outer_stride), mp_policy.param_dtype)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the rows in the parameter's dtype; or write them."""
+        self.note("post" if out is None else "post out")
+        (half,) = all_gather_outputs
+        rows = half[: metadata[0][0]]
+        if out is not None:
+            self.write(out, rows)
+            return None
+        whole = rows.to(param_dtype, copy=True)
+        return whole, (half, whole)
+
+
+class EightBits(Wrapped):
+    """Gathers integers of eight bits and each rank's scale; the hook takes the mesh alone."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return values and a scale."""
+        self.note(f"pre over {mesh.size()} of {mesh.ndim}-D")
+        scale = self.plain.abs().max() / 127
+        return ((self.plain / scale).round().to(torch.int8), scale), "eight bits"
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return what values and scales stand for; or write it."""
+        if metadata != "eight bits":
+            raise AssertionError(metadata)
+        self.note("post" if out is None else "post out")
+        values, scales = all_gather_outputs
+        by_rank = values.view(len(scales), -1).to(param_dtype) * scales[:, None].to(param_dtype)
+        whole = by_rank.view(values.shape)
+        if out is not None:
+            self.write(out, whole)
+            return None
+        return whole, (whole,)
+
+
+class Whole(Wrapped):
+    """Gathers plain values, and modules compute with its own class over what arrived."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return the rows."""
+        return (self.plain,), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[Tensor],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Wrap what arrived; later it arrives in the same place."""
+        self.note("post" if out is None else "post out")
+        (values,) = all_gather_outputs
+        if out is None:
+            return Whole(values), (values,)
+        if not isinstance(out, Whole) or out.plain.data_ptr() != values.data_ptr():
+            raise AssertionError("gathered elsewhere")
+        return None
+
+
+def rounded(kind: type[Wrapped], whole: Tensor, degree: int) -> Tensor:
+    """Return what modules compute with when ``degree`` ranks gather the rows of ``whole``."""
+    if issubclass(kind, Halved):
+        return whole.to(torch.bfloat16).to(whole.dtype)
+    if kind is Whole:
+        return whole
+    parts = [part / part.abs().max() * 127 for part in whole.chunk(degree)]
+    scales = [part.abs().max() / 127 for part in whole.chunk(degree)]
+    return torch.cat([part.round() * scale for part, scale in zip(parts, scales, strict=True)])
+
+
+class Layers(nn.Module):
+    """Two linear layers with a bias, whose weights gather themselves."""
+
+    def __init__(self, kind: type[Wrapped] | None, hidden: int = 12) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, hidden)
+        self.down = nn.Linear(hidden, 8)
+        if kind is not None:
+            self.up.weight = nn.Parameter(kind(self.up.weight.detach()))
+            self.down.weight = nn.Parameter(kind(self.down.weight.detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as many features as came."""
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
