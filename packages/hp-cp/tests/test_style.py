@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_pool import cached
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -25,7 +23,7 @@ from hp_cp import (
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
-from .strategies import LAYOUTS, inputs, leaves, with_gradients
+from .strategies import LAYOUTS, cp_mesh, dense_attention, inputs, leaves, with_gradients
 
 
 class Core(nn.Module):
@@ -67,10 +65,6 @@ class Model(nn.Module):
         """Attend causally."""
         out: Tensor = self.core(q, k, v, is_causal=True, scale=0.3)
         return out
-
-
-def cp_mesh(n: int) -> DeviceMesh:
-    return cached("cp", lambda: init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)))
 
 
 def rows(x: Tensor) -> Tensor:
@@ -324,6 +318,15 @@ def test_one_rank_keeps_the_plain_module() -> None:
     assert "forward" not in vars(core)
 
 
+def test_one_rank_attends_as_the_mask_of_the_style_says() -> None:
+    mask = MaskSpec(causal=True, cu_seqlens=(0, 5, 12))
+    mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
+    for degree in (None, 1):
+        core = ContextParallel(ulysses_degree=degree, mask=mask).apply(Core(), mesh)
+        q, k, v = (rows(x) for x in TENSORS[:3])
+        torch.testing.assert_close(rows(core(*TENSORS[:3])), dense_attention(q, k, v, mask))
+
+
 # Errors.
 
 
@@ -361,7 +364,9 @@ def test_calls_that_cannot_be_served_raise_on_every_rank(
 
 def test_an_argument_that_only_the_replaced_forward_knows_is_refused() -> None:
     class Windowed(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        def forward(
+            self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, is_causal: bool = False
+        ) -> Tensor:
             return q
 
     def call(rank: int, module: nn.Module) -> str:
@@ -385,19 +390,19 @@ def test_arguments_equal_to_their_defaults_are_taken_and_of_another_type_or_valu
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            softcap: float = 50.0,
-            window: tuple[int, int] = (-1000, 1000),
+            softcap: float = 0.0,
             bias: Tensor | None = None,
+            is_causal: bool = False,
         ) -> Tensor:
             return q
 
     def call(rank: int, module: nn.Module) -> list[str]:
         q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
-        # Built at run time, so that they are equal to the defaults but not the same objects.
-        module(q, k, v, float("50.0"), (int("-1000"), int("1000")))
-        module(q, k, v, softcap=float("50.0"), bias=None)
+        # Built at run time, so that it is equal to the default but not the same object.
+        module(q, k, v, float("0.0"))
+        module(q, k, v, softcap=float("0.0"), bias=None)
         texts = []
-        for given in ({"softcap": 50}, {"softcap": 30.0}, {"window": (-1000, 0)}, {"bias": q}):
+        for given in ({"softcap": 0}, {"softcap": 30.0}, {"bias": q}):
             with pytest.raises(InputError) as info:
                 module(q, k, v, **given)
             texts.append(str(info.value).split(" have")[0])
@@ -406,8 +411,49 @@ def test_arguments_equal_to_their_defaults_are_taken_and_of_another_type_or_valu
     def style(door: SimulatedCollectives) -> ContextParallel:
         return ContextParallel(ulysses_degree=1, collectives=door)
 
-    names = ("softcap", "softcap", "window", "bias")
+    names = ("softcap", "softcap", "bias")
     assert simulated(2, style, call, Capped) == [[f"arguments ['{name}']" for name in names]] * 2
+
+
+class Causal(nn.Module):
+    """Causal without being told."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return q."""
+        return q
+
+
+class SoftCapped(nn.Module):
+    """Capped and windowed without being told."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        softcap: float = 50.0,
+        window: tuple[int, int] = (-1, 0),
+    ) -> Tensor:
+        """Return q."""
+        return q
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Causal, "no is_causal, so that nothing tells"),
+        (SoftCapped, r"the defaults \['softcap=50.0', 'window=\(-1, 0\)'\]"),
+    ],
+)
+@pytest.mark.parametrize("options", [{"ulysses_degree": 1}, {"layout": Zigzag()}], ids=str)
+def test_a_forward_that_does_more_than_it_is_told_is_not_replaced(
+    module: type[nn.Module], said: str, options: dict[str, Any]
+) -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    with pytest.raises(InputError, match=said):
+        ContextParallel(**options).apply(module(), mesh)
+    assert ContextParallel().apply(plain := module(), mesh) is plain  # it runs itself
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,23 @@ class ContextParallelForward:
     """A module's forward over the ranks of a mesh; keeps nothing between calls."""
 
     def __init__(
-        self, inner: Callable[..., Any], mesh: AxisMesh, ulysses_degree: int, settings: Settings
+        self, inner: Callable[..., Any], mesh: AxisMesh, n: int, degree: int, settings: Settings
     ) -> None:
+        """Take the place of ``inner`` on ``n`` ranks.
+
+        Raises `InputError` where ``inner`` will not run and what it computes cannot be told from
+        its parameters.
+        """
         functools.update_wrapper(self, inner)
         self._inner = inner
         self._parameters = tuple(inspect.signature(inner).parameters.values())
         self._mesh = mesh
-        self._ulysses_degree = ulysses_degree
+        self._ulysses_degree = degree
         self._settings = settings
+        in_order = degree == n and isinstance(settings.layout, Contiguous)
+        self._runs_inner = in_order and settings.mask is None
+        if not self._runs_inner:
+            _check_replaceable(self._parameters, settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, with this rank's rows of the attention."""
@@ -69,14 +78,12 @@ class ContextParallelForward:
         q, k, v = (self._local(x) for x in (q, k, v))
         _check_options(call)
         seats = seats_of(self._mesh, self._ulysses_degree, settings.collectives)
-        in_order = self._ulysses_degree == seats.n and isinstance(settings.layout, Contiguous)
-        runs_inner = in_order and settings.mask is None
-        if not runs_inner:
+        if not self._runs_inner:
             _check_others(call, keys)
             q, k, v = (as_autocast(x) for x in (q, k, v))
         mask = settings.mask or MaskSpec(causal=bool(call.option("is_causal")))
         plan = self._planned(q, k, v, seats, mask, seq_len)
-        if runs_inner:
+        if self._runs_inner:
             return self._exchange_around_inner(call, keys, [q, k, v], plan, seats)
         kernel = choose_backend(settings.backend, plan.kernels, q.device, q.dtype)
         dims = (settings.seq_dim, settings.head_dim)
@@ -180,6 +187,29 @@ def _describe(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of [{', '.join(map(_describe, result))}]"
     return f"a {type(result).__name__}"
+
+
+def _check_replaceable(parameters: Sequence[inspect.Parameter], settings: Settings) -> None:
+    """Raise `InputError` for a forward that does something which no call has to ask for."""
+    ways_out = "use ulysses_degree=None with Contiguous and no mask, which run the forward itself"
+    if settings.mask is None and all(parameter.name != "is_causal" for parameter in parameters):
+        raise InputError(
+            f"this module's forward has no is_causal, so that nothing tells whether what replaces "
+            f"it is to be causal; give the style a mask, MaskSpec(causal=...), or {ways_out}"
+        )
+    first = max(settings.qkv_indices) + 1
+    meant = [
+        f"{parameter.name}={parameter.default!r}"
+        for parameter in parameters[first:]
+        if parameter.name not in (*_HONOURED, *settings.qkv_kwarg_names)
+        and parameter.default is not parameter.empty
+        and parameter.default not in (None, False, 0)
+    ]
+    if meant:
+        raise InputError(
+            f"this module's forward has the defaults {meant}, which have no meaning for the "
+            f"attention that replaces it; make them None, False or 0, or {ways_out}"
+        )
 
 
 def _check_others(call: Call, keys: list[Key]) -> None:

@@ -91,11 +91,13 @@ class ContextParallel(ParallelStyle):
         )
 
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
-        """Replace ``module.forward`` and return ``module``; on one rank, leave it as it is.
+        """Replace ``module.forward`` and return ``module``.
 
+        On one rank it stays as it is, unless the style has a mask, which it would not know of.
         Raises `DegreeError` for a mesh of more than two axes or a degree that its size does not
         allow, and `InputError` for a module that is context parallel already, which one that the
-        style left as it is on one rank is not.
+        style left as it is on one rank is not, and for one whose forward is to be replaced and has
+        no ``is_causal`` where the style has no mask, or defaults that would be lost.
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
         n = seats_of(mesh, degree, self.settings.collectives).n
@@ -104,8 +106,8 @@ class ContextParallel(ParallelStyle):
             check_balance(self.settings.layout, n, 0, degree, self.settings.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
-        if n > 1:
-            forward = ContextParallelForward(module.forward, mesh, degree, self.settings)
+        if n > 1 or self.settings.mask is not None:
+            forward = ContextParallelForward(module.forward, mesh, n, degree, self.settings)
             module.forward = forward
         return module
 
