@@ -95,6 +95,16 @@ def send_one_way(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.exchange(axis, sends, receives).wait()
 
 
+def send_pairs(door: Collectives, axis: Axis) -> list[Tensor]:
+    me, n = axis.index, axis.size
+    sends = {peer: (numbers(me, 3), numbers(me + peer, 2, 2)) for peer in (me, (me + 1) % n)}
+    places = {
+        peer: [torch.empty(3, dtype=torch.double), torch.empty(2, 2, dtype=torch.double)]
+        for peer in (me, (me - 1) % n)
+    }
+    return door.exchange(axis, sends, places).wait()
+
+
 def spread(door: Collectives, axis: Axis) -> list[Tensor]:
     tensors = [numbers(axis.index, 3), numbers(axis.index + 5, 2)]
     return door.broadcast(axis, tensors, axis.size - 1).wait()
@@ -114,6 +124,7 @@ PROGRAMS: list[Program] = [
     swap_uneven,
     send_onwards,
     send_one_way,
+    send_pairs,
     spread,
 ]
 # What each program must give on each of n ranks, by the collective's definition.
@@ -149,6 +160,11 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
     swap_uneven: lambda me, n: [torch.cat([uneven_block(r, me, n) for r in range(n)])],
     send_onwards: lambda me, n: [numbers((me - 1) % n, 4)],
     send_one_way: lambda me, n: [numbers(0, 3)] if me == n - 1 else [],
+    send_pairs: lambda me, n: [
+        part
+        for peer in dict.fromkeys((me, (me - 1) % n))
+        for part in (numbers(peer, 3), numbers(peer + me, 2, 2))
+    ],
     spread: lambda me, n: [numbers(n - 1, 3), numbers(n - 1 + 5, 2)],
 }
 
@@ -210,6 +226,7 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     swap_uneven: lambda me, n: 16 * sum((r * 3 + me) % 4 for r in range(n) if r != me),
     send_onwards: lambda me, n: 32,
     send_one_way: lambda me, n: 24 if me == n - 1 else 0,
+    send_pairs: lambda me, n: 56,
     spread: lambda me, n: 0 if me == n - 1 else 40,
 }
 

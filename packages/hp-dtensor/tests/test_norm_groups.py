@@ -72,7 +72,10 @@ class Noting(TorchCollectives):
         return super().all_to_all(axis, input, send_splits, receive_splits, output)
 
     def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self,
+        axis: Axis,
+        sends: Mapping[int, Tensor | Sequence[Tensor]],
+        receives: Mapping[int, Tensor | Sequence[Tensor]],
     ) -> Work:
         """Note and pass on."""
         self._note(axis)

@@ -99,8 +99,7 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         [rows * per_row * count for count in counts],
         [length * per_row * mine for length in lengths_of(exchange.chunks)],
     ).view(-1, batch, mine, width)
-    pieces = received.split([len(chunk) for held in exchange.chunks for chunk in held])
-    whole = _join([pieces[i] for i in in_global_order(exchange.chunks)], received)
+    whole = _in_order(received, exchange)
     sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
     return list(whole.permute(1, 2, 0, 3).split(sizes, dim=1))
 
@@ -113,11 +112,17 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
     batch, _, _, width = tensors[0].shape
     index, lengths = exchange.peers.index, lengths_of(exchange.chunks)
     counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
-    whole = torch.cat([x.permute(2, 0, 1, 3) for x in tensors], 2)
-    order = in_global_order(exchange.chunks)
-    sizes = [len(chunk) for held in exchange.chunks for chunk in held]
-    pieces = dict(zip(order, whole.split([sizes[i] for i in order]), strict=True))
-    send = _join([pieces[i] for i in range(len(sizes))], whole)
+    send = tensors[0].new_empty((sum(lengths), batch, counts[index], width))
+    start = 0
+    places = list(send.split([len(chunk) for held in exchange.chunks for chunk in held]))
+    for i in in_global_order(exchange.chunks):
+        stop = start + len(places[i])
+        at = 0
+        for x in tensors:
+            part = x[:, :, start:stop].permute(2, 0, 1, 3)
+            places[i][:, :, at : at + x.shape[1]] = part
+            at += x.shape[1]
+        start = stop
     rows, per_row = lengths[index], batch * width
     received = exchange.peers.all_to_all(
         send.flatten(),
@@ -156,7 +161,10 @@ def _blocks(
         yield part.view(rows, batch, count, width)
 
 
-def _join(pieces: Sequence[Tensor], empty: Tensor) -> Tensor:
-    if len(pieces) == 0:
-        return empty
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+def _in_order(received: Tensor, exchange: Exchange) -> Tensor:
+    """Return rows that came rank by rank in the order of their positions."""
+    order = in_global_order(exchange.chunks)
+    if order == sorted(order):
+        return received
+    pieces = received.split([len(chunk) for held in exchange.chunks for chunk in held])
+    return torch.cat([pieces[i] for i in order])

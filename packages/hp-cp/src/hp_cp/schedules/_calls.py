@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hp_dtensor import Work
 
-from ._peers import Peers
+from ._peers import Pair, Peers
 
 
 class Calls:
@@ -20,11 +20,11 @@ class Calls:
         self._peers = peers
         self._under_way: set[_Call] = set()
 
-    def all_gather(self, x: Tensor, output: Tensor) -> Work:
+    def all_gather(self, x: Pair, output: Pair) -> Work:
         """Start one; see `Peers.all_gather`."""
         return _Call(self._peers.all_gather(x, output), self._under_way)
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Work:
+    def exchange(self, sends: Mapping[int, Pair], receives: Mapping[int, Pair]) -> Work:
         """Start one; see `Peers.exchange`."""
         return _Call(self._peers.exchange(sends, receives), self._under_way)
 

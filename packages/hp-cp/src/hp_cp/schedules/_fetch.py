@@ -9,6 +9,7 @@ from hp_dtensor import Work
 from .._intervals import Ranges
 from ..plans._routes import Ring
 from ._calls import Calls
+from ._peers import Pair
 from ._run import Held, Run, as_held, packed, room_for, whole
 
 Arrivals = Iterator[tuple[int, Held]]
@@ -30,9 +31,9 @@ def _gather(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
     """One all-gather; point to point where lengths differ or not all of an axis takes part."""
     mine = packed(k, v, run.own_rows)
     if len(set(run.lengths)) == 1 and run.peers.whole:
-        gathered = mine.new_empty((run.peers.size * 2, *mine.shape[1:]))
-        work = calls.all_gather(mine, gathered)
-        parts = dict(enumerate(gathered.view(run.peers.size, *mine.shape).unbind(0)))
+        all_k, all_v = (x.new_empty((run.peers.size, *x.shape)) for x in mine)
+        work = calls.all_gather(mine, (all_k.flatten(0, 1), all_v.flatten(0, 1)))
+        parts = dict(enumerate(zip(all_k.unbind(0), all_v.unbind(0), strict=True)))
     else:
         parts = {s: room_for(rows, k) for s, rows in run.wanted.items()}
         sends = {peer: mine for peer in run.wanted if run.own_rows}
@@ -49,7 +50,7 @@ def _direct(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
     n, last = run.peers.size, packed(k, v, ())
     sent: Ranges = ()
 
-    def start(step: int) -> tuple[Tensor, Work]:
+    def start(step: int) -> tuple[Pair, Work]:
         nonlocal last, sent
         source, target = (run.rank - step) % n, (run.rank + step) % n
         if run.given[target] != sent:
@@ -73,13 +74,13 @@ def _direct(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
 def _around(k: Tensor, v: Tensor, run: Run, ring: Ring, calls: Calls) -> Arrivals:
     """Pass on what is held: to the neighbour at once, and once per round to the next ring."""
     held = packed(k, v, run.own_rows)
-    inside: tuple[Tensor, Work] | None = None
-    outside: tuple[Tensor, Work] | None = None
+    inside: tuple[Pair, Work] | None = None
+    outside: tuple[Pair, Work] | None = None
 
-    def start(step: int, to: int, origin: int) -> tuple[Tensor, Work]:
+    def start(step: int, to: int, origin: int) -> tuple[Pair, Work]:
         rows = whole(run.lengths[ring.source(run.rank, step)])
         part = room_for(rows, k)
-        sends = {to: held} if held.shape[3] else {}
+        sends = {to: held} if held[0].shape[2] else {}
         return part, calls.exchange(sends, {origin: part} if rows else {})
 
     for step in range(ring.n):

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, Work, all_to_all
 
+Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, which travel together
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
@@ -40,11 +42,13 @@ class Peers:
         """Return whether they are all ranks of the axis."""
         return self.size == self.axis.size
 
-    def all_gather(self, x: Tensor, output: Tensor) -> Work:
-        """Concatenate equal ``x`` of the whole axis into ``output``."""
-        return self.collectives.all_gather(self.axis, [x], [output])
+    def all_gather(self, pair: Pair, outputs: Pair) -> Work:
+        """Concatenate equal pairs of the whole axis into ``outputs``."""
+        return self.collectives.all_gather(self.axis, list(pair), list(outputs))
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Work:
+    def exchange(
+        self, sends: Mapping[int, Tensor | Pair], receives: Mapping[int, Tensor | Pair]
+    ) -> Work:
         """Send and receive point to point; see `Collectives.exchange`."""
         return self.collectives.exchange(self.axis, self._placed(sends), self._placed(receives))
 
@@ -53,7 +57,7 @@ class Peers:
         splits = self._widened(send), self._widened(receive)
         return all_to_all(x, self.axis, *splits, collectives=self.collectives)
 
-    def _placed(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _placed(self, tensors: Mapping[int, Tensor | Pair]) -> dict[int, Tensor | Pair]:
         return {self.members[peer]: tensor for peer, tensor in tensors.items()}
 
     def _widened(self, splits: Sequence[int]) -> list[int]:

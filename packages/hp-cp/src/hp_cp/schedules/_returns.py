@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from hp_dtensor import Work
@@ -10,8 +9,9 @@ from hp_dtensor import Work
 from .._merge import accumulator
 from ..plans._routes import Ring
 from ._calls import Calls
+from ._peers import Pair
 from ._run import Run, room_for, whole
-from ._sums import KeySum, Pair
+from ._sums import KeySum
 
 
 class Returns(Protocol):
@@ -49,16 +49,17 @@ class _Straight:
         self._own = own
         self._like = like
         self._calls = calls
-        self._coming: tuple[int, Tensor, Work] | None = None
+        self._coming: tuple[int, Pair, Work] | None = None
 
     def add(self, source: int, share: Pair | None) -> None:
         run, n = self._run, self._run.peers.size
         peer = (2 * run.rank - source) % n  # as far after this rank as the source is before
         sends, receives = {}, {}
         if share is not None:
-            sends[source] = torch.stack(share).to(self._like.dtype)
+            dk, dv = share
+            sends[source] = dk.to(self._like.dtype), dv.to(self._like.dtype)
         elif run.wanted[source]:  # gathered, but not seen by any row here
-            sends[source] = room_for(run.wanted[source], self._like).zero_()
+            sends[source] = _zeros(room_for(run.wanted[source], self._like))
         part = room_for(run.given[peer], self._like)
         if run.given[peer]:
             receives[peer] = part
@@ -69,13 +70,13 @@ class _Straight:
     def finish(self) -> None:
         if self._coming is None:
             return
-        peer, part, work = self._coming
+        peer, (dk, dv), work = self._coming
         self._coming = None
         work.wait()
         start = 0
         for rows in self._run.given[peer]:
             stop = start + len(rows)
-            self._own.add(rows, part[0, :, :, start:stop], part[1, :, :, start:stop])
+            self._own.add(rows, dk[:, :, start:stop], dv[:, :, start:stop])
             start = stop
 
 
@@ -90,36 +91,40 @@ class _Around:
         self._calls = calls
         self._wide = accumulator(like.dtype)
         self._step = 0
-        self._coming: tuple[Tensor, Work] | None = None
+        self._coming: tuple[Pair, Work] | None = None
 
     def add(self, source: int, share: Pair | None) -> None:
         run, ring = self._run, self._ring
         self._step += 1
         total = self._arrived()
         if total is None and share is not None:
-            total = torch.stack(share)
+            total = share
         elif total is None:
-            total = room_for(whole(run.lengths[source]), self._like, self._wide).zero_()
+            total = _zeros(room_for(whole(run.lengths[source]), self._like, self._wide))
         elif share is not None:
-            total[0] += share[0]
-            total[1] += share[1]
+            total[0].add_(share[0])
+            total[1].add_(share[1])
         home = self._step + 1 == ring.n
         next_source = run.rank if home else ring.source(run.rank, self._step + 1)
         part = room_for(whole(run.lengths[next_source]), self._like, self._wide)
-        sends = {ring.next_gradient(run.rank, self._step): total} if total.shape[3] else {}
+        sends = {ring.next_gradient(run.rank, self._step): total} if total[0].shape[2] else {}
         origin = ring.next_gradient(run.rank, self._step, -1)
-        receives = {origin: part} if part.shape[3] else {}
+        receives = {origin: part} if part[0].shape[2] else {}
         self._coming = part, self._calls.exchange(sends, receives)
 
     def finish(self) -> None:
         total = self._arrived()
-        if total is not None and total.shape[3]:
-            self._own.add(range(total.shape[3]), total[0], total[1])
+        if total is not None and total[0].shape[2]:
+            self._own.add(range(total[0].shape[2]), total[0], total[1])
 
-    def _arrived(self) -> Tensor | None:
+    def _arrived(self) -> Pair | None:
         if self._coming is None:
             return None
         part, work = self._coming
         self._coming = None
         work.wait()
         return part
+
+
+def _zeros(pair: Pair) -> Pair:
+    return pair[0].zero_(), pair[1].zero_()

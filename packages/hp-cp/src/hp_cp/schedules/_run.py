@@ -12,7 +12,7 @@ from ..layouts._interface import lengths_of
 from ..plans._blocks import Block
 from ..plans._plan import AttentionPlan, blocks_by_source, moved_keys
 from ..plans._routes import Ring
-from ._peers import Peers
+from ._peers import Pair, Peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,24 +85,24 @@ def whole(rows: int) -> Ranges:
     return (range(rows),) if rows else ()
 
 
-def room_for(rows: Ranges, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty ``[2, batch, kv_heads, rows, size]``, the shape in which pairs travel."""
+def room_for(rows: Ranges, like: Tensor, dtype: torch.dtype | None = None) -> Pair:
+    """Return empty keys and values ``[batch, kv_heads, rows, size]``, as pairs travel."""
     batch, heads, _, width = like.shape
-    return like.new_empty((2, batch, heads, size(rows), width), dtype=dtype or like.dtype)
+    shape = (batch, heads, size(rows), width)
+    k, v = (like.new_empty(shape, dtype=dtype or like.dtype) for _ in range(2))
+    return k, v
 
 
-def packed(k: Tensor, v: Tensor, rows: Ranges) -> Tensor:
-    """Return some rows of k and v as one new tensor."""
-    out = room_for(rows, k)
-    start = 0
-    for part in rows:
-        stop = start + len(part)
-        out[0, :, :, start:stop] = k[:, :, part.start : part.stop]
-        out[1, :, :, start:stop] = v[:, :, part.start : part.stop]
-        start = stop
-    return out
+def packed(k: Tensor, v: Tensor, rows: Ranges) -> Pair:
+    """Return some rows of k and v as dense tensors, which may be k and v."""
+    return _dense(k, rows), _dense(v, rows)
 
 
-def as_held(pair: Tensor, rows: Ranges) -> Held:
+def _dense(x: Tensor, rows: Ranges) -> Tensor:
+    parts = [x[:, :, part.start : part.stop] for part in rows]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts or [x[:, :, :0]], 2)
+
+
+def as_held(pair: Pair, rows: Ranges) -> Held:
     """Return what `packed` made as keys and values."""
     return Held(pair[0], pair[1], rows)

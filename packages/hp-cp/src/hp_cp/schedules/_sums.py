@@ -5,8 +5,7 @@ from torch import Tensor
 
 from .._intervals import Ranges, Ranks, size
 from .._merge import accumulator, merge
-
-Pair = tuple[Tensor, Tensor]
+from ._peers import Pair
 
 
 class RowsOut:

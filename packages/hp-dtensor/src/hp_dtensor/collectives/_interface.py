@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
+Parts = Tensor | Sequence[Tensor]  # what one rank sends another at once
 
 
 class Group(Protocol):
@@ -169,14 +170,20 @@ class Collectives(Protocol):
         ...
 
     def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
         """Send and receive whole tensors point to point; keys are coordinates on the axis.
 
-        Returns the filled ``receives`` in the order of their keys. A rank may take no part.
+        A peer may get several tensors at once, and receives as many, of the same shapes. Returns
+        the filled ``receives`` in the order of their keys. A rank may take no part.
         """
         ...
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Overwrite each tensor with that of coordinate ``source``."""
         ...
+
+
+def as_tensors(parts: Parts) -> list[Tensor]:
+    """Return what travels together as a list."""
+    return [parts] if isinstance(parts, Tensor) else list(parts)

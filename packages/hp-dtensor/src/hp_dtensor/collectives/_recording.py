@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ._interface import Axis, Collectives, ReduceOp, Work
+from ._interface import Axis, Collectives, Parts, ReduceOp, Work, as_tensors
 from ._torch import TorchCollectives
 
 
@@ -98,10 +98,11 @@ class RecordingCollectives:
         return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
 
     def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
         """Count and pass on; see `Collectives.exchange`."""
-        received = sum(_bytes(x) for peer, x in receives.items() if peer != axis.index)
+        others = (parts for peer, parts in receives.items() if peer != axis.index)
+        received = sum(_bytes(x) for parts in others for x in as_tensors(parts))
         self._count(axis, "exchange", received)
         return self._inner.exchange(axis, sends, receives)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ._interface import Axis, ReduceOp, Work, check_divisible
+from ._interface import Axis, Parts, ReduceOp, Work, as_tensors, check_divisible
 from ._simulated_mesh import SimulatedGroup, SimulatedMesh
 
 T = TypeVar("T")
@@ -174,35 +174,37 @@ class SimulatedCollectives:
         )
 
     def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
         """Send and receive point to point; see `Collectives.exchange`."""
         world = self._world
         with world._changed:
-            for peer, tensor in sends.items():
-                turn = _next(self._sent, (axis.ranks, peer))
-                world._letters[axis.ranks, axis.index, peer, turn] = tensor.detach().clone()
+            for peer, parts in sends.items():
+                for tensor in as_tensors(parts):
+                    turn = _next(self._sent, (axis.ranks, peer))
+                    world._letters[axis.ranks, axis.index, peer, turn] = tensor.detach().clone()
             world._changed.notify_all()
-        awaited = {
-            peer: (axis.ranks, peer, axis.index, _next(self._received, (axis.ranks, peer)))
-            for peer in receives
-        }
+        awaited = [
+            (out, peer, (axis.ranks, peer, axis.index, _next(self._received, (axis.ranks, peer))))
+            for peer, parts in receives.items()
+            for out in as_tensors(parts)
+        ]
 
         def finish() -> list[Tensor]:
-            for peer, key in awaited.items():
+            for out, peer, key in awaited:
                 world._wait_for(
                     lambda key=key: key in world._letters,  # type: ignore[misc]
                     lambda peer=peer: {axis.ranks[peer]},  # type: ignore[misc]
                     f"exchange over {axis.name}",
                 )
                 letter = world._letters.pop(key)
-                if letter.shape != receives[peer].shape:
+                if letter.shape != out.shape:
                     raise PeerError(
                         f"rank {axis.ranks[peer]} sent {tuple(letter.shape)} over {axis.name} "
-                        f"where rank {self.rank} expects {tuple(receives[peer].shape)}"
+                        f"where rank {self.rank} expects {tuple(out.shape)}"
                     )
-                receives[peer].detach().copy_(letter)
-            return list(receives.values())
+                out.detach().copy_(letter)
+            return [out for out, *_ in awaited]
 
         return _Deferred(finish)
 

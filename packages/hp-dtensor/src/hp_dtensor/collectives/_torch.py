@@ -13,7 +13,7 @@ from .._torch import (
     reduce_scatter_coalesced,
     reduce_scatter_single,
 )
-from ._interface import Axis, ReduceOp, Work, check_divisible
+from ._interface import Axis, Parts, ReduceOp, Work, as_tensors, check_divisible
 from ._simulated_mesh import SimulatedGroup
 
 _OPS: dict[ReduceOp, Any] = {
@@ -141,25 +141,24 @@ class TorchCollectives:
         return _Pending([work], [output], [input])
 
     def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+        self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
         """Send and receive point to point; see `Collectives.exchange`."""
         group = _group(axis) if axis.size > 1 else None  # alone, a rank only copies
-        outs = list(receives.values())
-        sent = [tensor.contiguous() for tensor in sends.values()]
+        outs = [(peer, x) for peer, parts in receives.items() for x in as_tensors(parts)]
+        sent = [(peer, x.contiguous()) for peer, parts in sends.items() for x in as_tensors(parts)]
         if axis.index in sends:
-            receives[axis.index].copy_(sends[axis.index])
+            own = zip(as_tensors(receives[axis.index]), as_tensors(sends[axis.index]), strict=True)
+            for output, tensor in own:
+                output.copy_(tensor)
         operations = [
-            dist.P2POp(dist.irecv, tensor, axis.ranks[peer], group)
-            for peer, tensor in receives.items()
-            if peer != axis.index
-        ] + [
-            dist.P2POp(dist.isend, tensor, axis.ranks[peer], group)
-            for peer, tensor in zip(sends, sent, strict=True)
+            dist.P2POp(act, tensor, axis.ranks[peer], group)
+            for act, tensors in ((dist.irecv, outs), (dist.isend, sent))
+            for peer, tensor in tensors
             if peer != axis.index
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Pending(works, outs, sent)
+        return _Pending(works, [x for _, x in outs], [x for _, x in sent])
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
