@@ -21,7 +21,7 @@ from hp_cp import (
 from hp_cp._bands import Kernel
 from hp_cp.backends._choose import choose_backend
 from hp_cp.backends._flex import FlexBackend, recomputed_gradients
-from hp_cp.backends._sdpa import SdpaBackend
+from hp_cp.backends._fused import SDPA
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
 from .strategies import (
@@ -46,7 +46,9 @@ class PlainBackend:
         self.kinds = kinds
         self.calls = 0
 
-    def supports(self, kind: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(
+        self, kind: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+    ) -> str | None:
         """Refuse kinds that are not in the list."""
         return None if kind in self.kinds else f"it computes {self.kinds} only"
 
@@ -188,7 +190,7 @@ def test_gradients_by_running_again_are_those_of_all_keys(
 def test_flex_attention_gives_the_output_and_log_sum_exp_of_a_block() -> None:
     q, k, v, _ = inputs(4, 2, 16, dtype=torch.float32)
     for causal in (True, False):
-        expected = SdpaBackend().forward(q, k, v, causal=causal, scale=0.3)
+        expected = SDPA.forward(q, k, v, causal=causal, scale=0.3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns where it is not compiled
             result = FlexBackend().forward(q, k, v, causal=causal, scale=0.3)
@@ -200,7 +202,10 @@ def test_flex_attention_gives_the_output_and_log_sum_exp_of_a_block() -> None:
     ("backend", "device", "dtype", "said"),
     [
         ("flex", "cpu", torch.float32, "it has no backward on cpu; use 'sdpa'"),
-        ("sdpa", "cuda", torch.float32, "take torch.bfloat16, torch.float16, not .* use 'flex'"),
+        ("sdpa", "cuda", torch.float32, "take torch.bfloat16, torch.float16, .* use 'efficient'"),
+        ("efficient", "cuda", torch.float64, "take torch.float32, .*, not .*64; use 'flex'"),
+        ("cudnn", "cpu", torch.bfloat16, "for cuda, not for cpu; use 'sdpa'"),
+        ("varlen", "cpu", torch.bfloat16, "for cuda, not for cpu; use 'sdpa'"),
         ("sdpa", "mps", torch.float32, "for cpu and cuda, not for mps; pass backend= an Attention"),
         ("auto", "mps", torch.float32, "'sdpa' cannot compute causal attention"),
         ("flex", "cuda", torch.complex64, "it takes floating dtypes, not torch.complex64"),
@@ -210,7 +215,7 @@ def test_what_a_backend_cannot_do_is_said_with_the_one_that_can(
     backend: str, device: str, dtype: torch.dtype, said: str
 ) -> None:
     with pytest.raises(BackendError, match=said):
-        choose_backend(backend, ("causal", "full"), torch.device(device), dtype)
+        choose_backend(backend, ("causal", "full"), torch.device(device), dtype, 64)
 
 
 @pytest.mark.parametrize(
@@ -218,26 +223,44 @@ def test_what_a_backend_cannot_do_is_said_with_the_one_that_can(
     [
         ("cpu", torch.float64, "sdpa"),
         ("cuda", torch.bfloat16, "sdpa"),
-        ("cuda", torch.float32, "flex"),
+        ("cuda", torch.float32, "efficient"),
+        ("cuda", torch.float64, "flex"),
     ],
 )
 def test_auto_is_the_first_backend_that_can(device: str, dtype: torch.dtype, name: str) -> None:
-    assert choose_backend("auto", ("full",), torch.device(device), dtype).name == name
+    assert choose_backend("auto", ("full",), torch.device(device), dtype, 64).name == name
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_size", "said"),
+    [
+        ("sdpa", torch.bfloat16, 12, "head sizes of .* in steps of 8, not 12; use 'flex'"),
+        ("sdpa", torch.bfloat16, 264, "head sizes up to 256, not 264; use 'efficient'"),
+        ("cudnn", torch.float16, 136, "head sizes up to 128, not 136; use 'sdpa'"),
+        ("efficient", torch.float32, 6, "head sizes of .* in steps of 4, not 6; use 'flex'"),
+        ("varlen", torch.float16, 4, "head sizes of .* in steps of 8, not 4; use 'flex'"),
+    ],
+)
+def test_head_sizes_that_a_kernel_does_not_take_are_refused(
+    backend: str, dtype: torch.dtype, head_size: int, said: str
+) -> None:
+    with pytest.raises(BackendError, match=said):
+        choose_backend(backend, ("full",), torch.device("cuda"), dtype, head_size)
 
 
 def test_a_registered_backend_is_found_by_its_name() -> None:
     backend = PlainBackend()
     backend.name = "plain for this test"
-    with pytest.raises(BackendError, match=r"no backend .*; use one of \['auto', 'sdpa', 'flex'"):
-        choose_backend(backend.name, ("full",), torch.device("cpu"), torch.float32)
+    with pytest.raises(BackendError, match=r"no backend .*; use one of \['auto', 'sdpa', "):
+        choose_backend(backend.name, ("full",), torch.device("cpu"), torch.float32, 64)
     register_backend(backend)
     register_backend(backend)
-    found = choose_backend(backend.name, ("full",), torch.device("cpu"), torch.float32)
+    found = choose_backend(backend.name, ("full",), torch.device("cpu"), torch.float32, 64)
     assert found is backend
-    assert choose_backend("auto", ("full",), torch.device("cpu"), torch.float32).name == "sdpa"
+    assert choose_backend("auto", ("full",), torch.device("cpu"), torch.float32, 64).name == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["auto", "sdpa", "flex"])
+@pytest.mark.parametrize("name", ["auto", "sdpa", "efficient", "cudnn", "varlen", "flex"])
 def test_names_that_are_taken_are_refused(name: str) -> None:
     backend = PlainBackend()
     backend.name = name

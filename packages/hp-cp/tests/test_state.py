@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hp_cp import MaskSpec, context_parallel_attention
-from hp_cp.backends._sdpa import SdpaBackend
+from hp_cp.backends._fused import SDPA
 
 from .strategies import cp_mesh, inputs, leaves, single, with_gradients
 
@@ -89,7 +89,7 @@ def failing_once(
         return with_gradients(out, local, grad)
 
     try:
-        run(Failing(SdpaBackend(), at))
+        run(Failing(SDPA, at))
     except RuntimeError as error:
         return str(error), run("sdpa")
     return "nothing failed", []

@@ -85,7 +85,7 @@ class ContextParallelForward:
         plan = self._planned(q, k, v, seats, mask, seq_len)
         if self._runs_inner:
             return self._exchange_around_inner(call, keys, [q, k, v], plan, seats)
-        kernel = choose_backend(settings.backend, plan.kernels, q.device, q.dtype)
+        kernel = choose_backend(settings.backend, plan.kernels, q.device, q.dtype, plan.head_size)
         dims = (settings.seq_dim, settings.head_dim)
         q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
         out = planned_attention(q, k, v, plan, seats, kernel, call.option("scale"))

@@ -39,17 +39,27 @@ def flash_cpu_backward(
     return dq, dk, dv
 
 
-# The flash kernels on CUDA (2.11 to 2.13), which torch's own context parallelism calls too. Their
-# numbers of the random state are for dropout, which is never asked for here.
-_forward_cuda: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
-_backward_cuda: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward
+# The kernels of scaled_dot_product_attention on CUDA (2.11 to 2.13), which torch's own context
+# parallelism calls too. Their states of a random generator are for dropout, never asked for here.
+_flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
+_flash_backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_efficient: Callable[..., Any] = torch.ops.aten._scaled_dot_product_efficient_attention
+_efficient_backward: Callable[..., Any] = (
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward
+)
+_cudnn: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_attention
+_cudnn_backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+_varlen: Callable[..., Any] = torch.ops.aten._flash_attention_forward
+_varlen_backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward
+
+_EFFICIENT_ROWS = 32  # its log-sum-exp has a multiple of so many rows
 
 
 def flash_cuda(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp, of 16-bit dtypes; heads are dim 1."""
-    out, lse, *_ = _forward_cuda(q, k, v, 0.0, causal, False, scale=scale)
+    out, lse, *_ = _flash(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 
 
@@ -66,8 +76,110 @@ def flash_cuda_backward(
     """Return the gradients of q, k and v."""
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     state = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
-    dq, dk, dv = _backward_cuda(grad, q, k, v, out, lse.contiguous(), *state, scale=scale)
+    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse.contiguous(), *state, scale=scale)
     return dq, dk, dv
+
+
+def efficient_cuda(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention and its log-sum-exp; heads are dim 1, and are repeated where grouped."""
+    k, v = (_repeated(x, q) for x in (k, v))
+    out, lse, *_ = _efficient(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse.narrow(2, 0, q.shape[2])
+
+
+def efficient_cuda_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    rest = lse.new_full((*lse.shape[:2], -q.shape[2] % _EFFICIENT_ROWS), torch.inf)
+    padded = torch.cat([lse, rest], 2)  # rows of infinity weigh nothing
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    around = grad, q, _repeated(k, q), _repeated(v, q), None, out, padded
+    wanted = [True, True, True, False]
+    dq, dk, dv, _ = _efficient_backward(*around, seed, seed, 0.0, wanted, causal, scale=scale)
+    return dq, _summed(dk, k), _summed(dv, v)
+
+
+def cudnn_cuda(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention and its log-sum-exp, of 16-bit dtypes; heads are dim 1."""
+    out, lse, *_ = _cudnn(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.squeeze(-1)
+
+
+def cudnn_cuda_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    state = seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+    over_all = out.contiguous(), lse.unsqueeze(-1).contiguous()
+    dq, dk, dv = _cudnn_backward(grad, q, k, v, *over_all, *state, scale=scale)
+    return dq, dk, dv
+
+
+def varlen_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edges: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of stretches of rows ``[rows, heads, size]``, and ``[heads, rows]``."""
+    out, lse, *_ = _varlen(q, k, v, *edges, *longest, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def varlen_cuda_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    edges: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    state = (*edges, *longest, 0.0, causal, seed, seed)
+    dq, dk, dv = _varlen_backward(grad, q, k, v, out, lse, *state, scale=scale)
+    return dq, dk, dv
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Return a head of keys or values once for each query head of its group."""
+    group = q.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
+def _summed(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of what `_repeated` got."""
+    if grad.shape[1] == x.shape[1]:
+        return grad
+    total: Tensor = grad.unflatten(1, (x.shape[1], -1)).sum(2)
+    return total
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

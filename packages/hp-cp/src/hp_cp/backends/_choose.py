@@ -7,11 +7,12 @@ import torch
 from .._bands import Kernel
 from .._errors import BackendError, described
 from ._flex import FlexBackend
+from ._fused import CUDNN, EFFICIENT, SDPA
 from ._interface import AttentionBackend
-from ._sdpa import SdpaBackend
+from ._varlen import VARLEN
 
-_BUILT_IN: tuple[AttentionBackend, ...] = (SdpaBackend(), FlexBackend())
-_BY_NAME = {backend.name: backend for backend in _BUILT_IN}
+_AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FlexBackend())
+_BY_NAME: dict[str, AttentionBackend] = {b.name: b for b in (*_AUTOMATIC, CUDNN, VARLEN)}
 
 
 def register_backend(backend: AttentionBackend) -> None:
@@ -34,16 +35,18 @@ def choose_backend(
     kernels: Sequence[Kernel],
     device: torch.device,
     dtype: torch.dtype,
+    head_size: int,
 ) -> AttentionBackend:
     """Return the backend of that name, or the one given, if it can compute blocks of all kinds.
 
-    ``auto`` is ``sdpa`` where that can, else ``flex``; what is registered is taken by name only.
+    ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``; others are taken by
+    name only.
     """
     if not isinstance(backend, str):
         _check(backend)
         chosen = backend
     elif backend == "auto":
-        chosen = _able(kernels, device, dtype) or _BY_NAME["sdpa"]
+        chosen = _able(kernels, device, dtype, head_size) or _BY_NAME["sdpa"]
     elif backend in _BY_NAME:
         chosen = _BY_NAME[backend]
     else:
@@ -51,8 +54,8 @@ def choose_backend(
             f"no backend {backend!r}; use one of {['auto', *_BY_NAME]} or an AttentionBackend "
             f"object"
         )
-    if lack := _lack(chosen, kernels, device, dtype):
-        other = _able(kernels, device, dtype)
+    if lack := _lack(chosen, kernels, device, dtype, head_size):
+        other = _able(kernels, device, dtype, head_size)
         remedy = f"use {other.name!r}" if other else "pass backend= an AttentionBackend that can"
         raise BackendError(
             f"backend {chosen.name!r} cannot compute {lack[0]} attention of {dtype} on "
@@ -62,18 +65,24 @@ def choose_backend(
 
 
 def _able(
-    kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype
+    kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype, head_size: int
 ) -> AttentionBackend | None:
     """Return the first of this package's backends that can compute all."""
-    return next((b for b in _BUILT_IN if _lack(b, kernels, device, dtype) is None), None)
+    return next(
+        (b for b in _AUTOMATIC if _lack(b, kernels, device, dtype, head_size) is None), None
+    )
 
 
 def _lack(
-    backend: AttentionBackend, kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype
+    backend: AttentionBackend,
+    kernels: Sequence[Kernel],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
 ) -> tuple[Kernel, str] | None:
     """Return the first kind of block that the backend cannot compute, and why."""
     for kernel in kernels:
-        if reason := backend.supports(kernel, device, dtype):
+        if reason := backend.supports(kernel, device, dtype, head_size):
             return kernel, reason
     return None
 

@@ -43,7 +43,9 @@ class FlexBackend:
 
     name = "flex"
 
-    def supports(self, kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(
+        self, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+    ) -> str | None:
         """Return None for floating dtypes on CUDA, else the reason."""
         if device.type != "cuda":
             return f"it has no backward on {device.type}"

@@ -1,5 +1,6 @@
 """What a plan asks of a kernel."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,9 +19,14 @@ class AttentionBackend(Protocol):
     ``causal`` blocks are square. ``scale=None`` means ``head_size ** -0.5``.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Return what configurations call it."""
+        ...
 
-    def supports(self, kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(
+        self, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+    ) -> str | None:
         """Return why blocks of this kind cannot be computed, or None where they can.
 
         The answer must not depend on the rank: a plan is refused on all of them or on none.
@@ -49,4 +55,45 @@ class AttentionBackend(Protocol):
 
         ``out`` and ``lse`` are those of the rows over *all* their keys, not of this block alone.
         """
+        ...
+
+
+@runtime_checkable
+class PackedBackend(AttentionBackend, Protocol):
+    """A backend that also computes many blocks of one kind in one call.
+
+    Block ``i`` is the ``i``-th stretch of ``rows[i]`` queries against the ``i``-th stretch of
+    ``keys[i]`` keys; stretches follow each other, so that tensors have the shapes that
+    `AttentionBackend` says with the sums of rows and of keys. Its rows see no other stretch.
+    """
+
+    def forward_packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Sequence[int],
+        keys: Sequence[int],
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output, shaped like q, and the log-sum-exp; both new tensors."""
+        ...
+
+    def backward_packed(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rows: Sequence[int],
+        keys: Sequence[int],
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the blocks' shares of dq, dk, dv; ``out`` and ``lse`` are over all keys."""
         ...

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._intervals import Ranks
-from ..plans._blocks import Block
 from ._calls import Calls
 from ._fetch import Arrivals, fetch
-from ._kernels import block_backward, block_forward
+from ._kernels import backward_blocks, forward_blocks
 from ._returns import returns_of
 from ._run import Held, Run
-from ._sums import KeySum, RowsOut, RowSum, as_slice
+from ._sums import KeySum, RowsOut, RowSum
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
@@ -37,9 +35,8 @@ class _Attend(torch.autograd.Function):
             for source, held in fetch(k, v, run, calls):
                 if keep and source != run.rank:
                     kept += (held.k, held.v)
-                for block in run.blocks[source]:
-                    part = q[:, :, as_slice(block.queries)]
-                    rows.merge(block.queries, *block_forward(block, part, *_keys(held, block), run))
+                for block, *part in forward_blocks(run.blocks[source], q, held, run):
+                    rows.merge(block.queries, *part)
         out, lse = rows.result()
         ctx.save_for_backward(q, k, v, out, lse, *kept)
         ctx.run = run
@@ -54,25 +51,19 @@ class _Attend(torch.autograd.Function):
         dq = RowSum(q)
         own = KeySum(k, run.own_rows)
 
-        def add(block: Block, held: Held, share: KeySum) -> None:
-            rows = as_slice(block.queries)
-            around = grad[:, :, rows], q[:, :, rows], *_keys(held, block)
-            over_all = out[:, :, rows], lse[:, :, rows]
-            part_q, part_k, part_v = block_backward(block, *around, *over_all, run)
-            dq.add(block.queries, part_q)
-            share.add(block.keys, part_k, part_v)
-
         with Calls(run.peers) as calls:
             returns = returns_of(run, own, k, calls)
             for source, held in _kept_or_fetched(k, v, kept, run, calls):
                 share = own if source == run.rank else KeySum(k, held.rows)
-                for block in run.blocks[source]:
-                    add(block, held, share)
+                blocks = run.blocks[source]
+                for block, part, dk, dv in backward_blocks(blocks, grad, q, held, out, lse, run):
+                    dq.add(block.queries, part)
+                    share.add(block.keys, dk, dv)
                 if source != run.rank:
-                    returns.add(source, share.pair if run.blocks[source] else None)
+                    returns.add(source, share.pair if blocks else None)
             returns.finish()
-        dk, dv = own.pair
-        return dq.total.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        own_k, own_v = own.pair
+        return dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype), None
 
 
 def _kept_or_fetched(
@@ -90,8 +81,3 @@ def _from_kept(own: Held, kept: Sequence[Tensor], run: Run) -> Iterator[tuple[in
     for source, (k, v) in zip(others, pairs, strict=True):
         yield source, Held(k, v, run.wanted[source])
     yield run.rank, own
-
-
-def _keys(held: Held, block: Block) -> tuple[Tensor, Tensor]:
-    rows = as_slice(Ranks(held.rows).of(block.keys))
-    return held.k[:, :, rows], held.v[:, :, rows]

@@ -1,32 +1,78 @@
-"""One block through a backend, which knows full rectangles and causal squares."""
+"""Blocks through a backend, which knows full rectangles and causal squares."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from .._intervals import Ranks
+from ..backends._interface import PackedBackend
 from ..plans._blocks import Block
-from ._run import Run
+from ._packed import backward_packed, forward_packed
+from ._run import Held, Run
+from ._sums import as_slice
 
 
-def block_forward(block: Block, q: Tensor, k: Tensor, v: Tensor, run: Run) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of a block's rows; both are new tensors."""
-    k, v = (_per_query(x, run.repeats) for x in (k, v))
-    q, k, v = (_tiled(x, block) for x in (q, k, v))
-    out, lse = run.backend.forward(q, k, v, causal=block.kind != "full", scale=run.scale)
-    return _untiled(out, block), _untiled(lse, block)
+def forward_blocks(
+    blocks: Sequence[Block], q: Tensor, held: Held, run: Run
+) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield each block with the output and log-sum-exp of its rows, which are new tensors."""
+    for group in _groups(blocks, run):
+        causal = group[0].kind != "full"
+        inputs = [_inputs(block, q, held, run) for block in group]
+        if isinstance(run.backend, PackedBackend) and len(group) > 1:
+            yield from forward_packed(group, inputs, run.backend, causal, run.scale)
+            continue
+        (block,), (mine,) = group, inputs
+        tiled = (_tiled(x, block) for x in mine)
+        out, lse = run.backend.forward(*tiled, causal=causal, scale=run.scale)
+        yield block, _untiled(out, block), _untiled(lse, block)
 
 
-def block_backward(
-    block: Block, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, run: Run
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block's share of dq, dk and dv; ``out`` and ``lse`` are over all keys."""
-    k, v = (_per_query(x, run.repeats) for x in (k, v))
-    tensors = [_tiled(x, block) for x in (grad, q, k, v, out, lse)]
-    causal = block.kind != "full"
-    dq, dk, dv = run.backend.backward(*tensors, causal=causal, scale=run.scale)
-    dq, dk, dv = (_untiled(x, block) for x in (dq, dk, dv))
-    return dq, _per_kv(dk, run.repeats), _per_kv(dv, run.repeats)
+def backward_blocks(
+    blocks: Sequence[Block],
+    grad: Tensor,
+    q: Tensor,
+    held: Held,
+    out: Tensor,
+    lse: Tensor,
+    run: Run,
+) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
+    """Yield each block with its share of dq, dk and dv; ``out`` and ``lse`` are over all keys."""
+    for group in _groups(blocks, run):
+        causal = group[0].kind != "full"
+        inputs = [
+            (_rows(grad, b), *_inputs(b, q, held, run), _rows(out, b), _rows(lse, b)) for b in group
+        ]
+        if isinstance(run.backend, PackedBackend) and len(group) > 1:
+            shares = backward_packed(group, inputs, run.backend, causal, run.scale)
+            for block, dq, dk, dv in shares:
+                yield block, dq, _per_kv(dk, run.repeats), _per_kv(dv, run.repeats)
+            continue
+        (block,), (mine,) = group, inputs
+        tiled = (_tiled(x, block) for x in mine)
+        grads = run.backend.backward(*tiled, causal=causal, scale=run.scale)
+        dq, dk, dv = (_untiled(x, block) for x in grads)
+        yield block, dq, _per_kv(dk, run.repeats), _per_kv(dv, run.repeats)
+
+
+def _groups(blocks: Sequence[Block], run: Run) -> list[list[Block]]:
+    """Return the blocks that are computed together: by kernel where the backend can."""
+    if not isinstance(run.backend, PackedBackend):
+        return [[block] for block in blocks]
+    full = [block for block in blocks if block.kind == "full"]
+    squares = [block for block in blocks if block.kind != "full"]
+    return [group for group in (full, squares) if group]
+
+
+def _inputs(block: Block, q: Tensor, held: Held, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    keys = as_slice(Ranks(held.rows).of(block.keys))
+    k, v = (_per_query(x[:, :, keys], run.repeats) for x in (held.k, held.v))
+    return _rows(q, block), k, v
+
+
+def _rows(x: Tensor, block: Block) -> Tensor:
+    return x[:, :, as_slice(block.queries)]
 
 
 def _tiled(x: Tensor, block: Block) -> Tensor:

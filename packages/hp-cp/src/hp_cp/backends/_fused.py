@@ -1,0 +1,136 @@
+"""The kernels behind ``torch.nn.functional.scaled_dot_product_attention``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._bands import Kernel
+from .._torch import (
+    cudnn_cuda,
+    cudnn_cuda_backward,
+    efficient_cuda,
+    efficient_cuda_backward,
+    flash_cpu,
+    flash_cpu_backward,
+    flash_cuda,
+    flash_cuda_backward,
+)
+
+Forward = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float | None],
+    tuple[Tensor, Tensor, Tensor],
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """A device's kernels, forward and backward, and the tensors that they take.
+
+    A row of a head must be a multiple of ``alignment`` bytes, and no longer than ``longest`` of
+    elements.
+    """
+
+    forward: Forward
+    backward: Backward
+    dtypes: tuple[torch.dtype, ...]
+    alignment: int = 1
+    longest: int | None = None
+
+    def lack(self, dtype: torch.dtype, head_size: int) -> str | None:
+        """Return why such heads cannot be computed, or None."""
+        if dtype not in self.dtypes:
+            return f"its kernels there take {', '.join(map(str, self.dtypes))}, not {dtype}"
+        step = max(1, self.alignment // dtype.itemsize)
+        if head_size % step:
+            return (
+                f"its kernels there take head sizes of {dtype} in steps of {step}, not {head_size}"
+            )
+        if self.longest is not None and head_size > self.longest:
+            return f"its kernels there take head sizes up to {self.longest}, not {head_size}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedBackend:
+    """Kernels of torch by device type; they take grouped heads."""
+
+    name: str
+    kernels: Mapping[str, Kernels]
+
+    def supports(
+        self, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+    ) -> str | None:
+        """Return None for what the device's kernels take, else the reason."""
+        if device.type not in self.kernels:
+            known = " and ".join(self.kernels)
+            return f"it has kernels with log-sum-exp for {known}, not for {device.type}"
+        return self.kernels[device.type].lack(dtype, head_size)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
+        return self.kernels[q.device.type].forward(q, k, v, causal, scale)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this block's share of dq, dk, dv."""
+        return self.kernels[q.device.type].backward(grad, q, k, v, out, lse, causal, scale)
+
+
+HALVES = (torch.bfloat16, torch.float16)
+# Dao, arXiv 2307.08691.
+SDPA = FusedBackend(
+    "sdpa",
+    {
+        "cpu": Kernels(
+            forward=flash_cpu,
+            backward=flash_cpu_backward,
+            dtypes=(torch.float64, torch.float32, *HALVES),
+        ),
+        "cuda": Kernels(
+            forward=flash_cuda,
+            backward=flash_cuda_backward,
+            dtypes=HALVES,
+            alignment=16,
+            longest=256,
+        ),
+    },
+)
+# Rabe and Staats, arXiv 2112.05682.
+EFFICIENT = FusedBackend(
+    "efficient",
+    {
+        "cuda": Kernels(
+            forward=efficient_cuda,
+            backward=efficient_cuda_backward,
+            dtypes=(torch.float32, *HALVES),
+            alignment=16,
+        )
+    },
+)
+CUDNN = FusedBackend(
+    "cudnn",
+    {
+        "cuda": Kernels(
+            forward=cudnn_cuda,
+            backward=cudnn_cuda_backward,
+            dtypes=HALVES,
+            alignment=16,
+            longest=128,
+        )
+    },
+)

@@ -1,0 +1,129 @@
+"""What CUDA kernels are given and what is made of their results, as far as a CPU can tell."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hp_cp import _torch
+from hp_cp.backends._fused import CUDNN, EFFICIENT, SDPA, FusedBackend
+from hp_cp.backends._varlen import VARLEN
+
+from .strategies import inputs
+
+ALL = [
+    (SDPA, torch.bfloat16),
+    (SDPA, torch.float16),
+    (EFFICIENT, torch.float32),
+    (EFFICIENT, torch.bfloat16),
+    (CUDNN, torch.bfloat16),
+    (VARLEN, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize(("backend", "dtype"), ALL, ids=lambda x: getattr(x, "name", str(x)))
+def test_torchs_own_shape_rules_accept_the_calls(
+    backend: FusedBackend, dtype: torch.dtype, kv_heads: int
+) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 40, 64, dtype=dtype, device="cuda")
+        k, v = (torch.empty(2, kv_heads, 24, 64, dtype=dtype, device="cuda") for _ in range(2))
+        out, lse = backend.forward(q, k, v, causal=False, scale=None)
+        grads = backend.backward(q, q, k, v, out, lse, causal=False, scale=None)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "cuda")
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
+
+
+def test_torchs_own_shape_rules_accept_stretches_of_rows() -> None:
+    with FakeTensorMode():
+        q = torch.empty(50, 8, 64, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.empty(70, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        edges = torch.empty(4, dtype=torch.int32, device="cuda")
+        stretches: Any = (edges, edges), (30, 40), True, None
+        out, lse = _torch.varlen_cuda(q, k, v, *stretches)
+        grads = _torch.varlen_cuda_backward(q, q, k, v, out, lse, *stretches)
+    assert (out.shape, lse.shape) == (q.shape, (8, 50))
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, p: float, causal: bool, **_: Any
+) -> Any:
+    """Stand in for the kernel: equal heads, and a log-sum-exp of whole groups of rows."""
+    assert (with_lse, p, q.shape[1]) == (True, 0.0, k.shape[1])
+    out, lse = _torch.flash_cpu(q, k, v, causal, None)
+    return out, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf), None, None
+
+
+def efficient_backward(*given: Any, scale: float | None) -> Any:
+    """Stand in for the kernel, which wants the log-sum-exp as its forward made it."""
+    grad, q, k, v, _, out, lse, _, _, p, wanted, causal = given
+    assert (p, wanted, lse.shape[2] % 32, q.shape[1]) == (0.0, [True] * 3 + [False], 0, k.shape[1])
+    assert bool((lse[:, :, q.shape[2] :] == torch.inf).all())
+    lse = lse[:, :, : q.shape[2]]
+    return *_torch.flash_cpu_backward(grad, q, k, v, out, lse, causal, scale), None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_heads_and_padded_sums_give_the_results_of_grouped_heads(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, grad = inputs(4, 2, 40)
+    monkeypatch.setattr(_torch, "_efficient", efficient)
+    monkeypatch.setattr(_torch, "_efficient_backward", efficient_backward)
+    out, lse = _torch.efficient_cuda(q, k, v, causal, None)
+    expected = _torch.flash_cpu(q, k, v, causal, None)
+    grads = _torch.efficient_cuda_backward(grad, q, k, v, out, lse, causal, None)
+    grads_expected = _torch.flash_cpu_backward(grad, q, k, v, *expected, causal, None)
+    for mine, right in zip((out, lse, *grads), (*expected, *grads_expected), strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-13)
+
+
+def stretches_of(x: Tensor, edges: Tensor) -> list[Tensor]:
+    """Return ``[1, heads, rows, size]`` of each stretch of ``[rows, heads, size]``."""
+    return [x[a:b].transpose(0, 1).unsqueeze(0) for a, b in pairwise(edges.tolist())]
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, *given: Any, scale: float | None) -> Any:
+    """Stand in for the kernel: stretch by stretch."""
+    edges_q, edges_k, longest_q, longest_k, p, causal, _ = given
+    assert (edges_q.dtype, edges_k.dtype, p) == (torch.int32, torch.int32, 0.0)
+    assert (longest_q, longest_k) == tuple(int(x.diff().max()) for x in (edges_q, edges_k))
+    parts = zip(*map(stretches_of, (q, k, v), (edges_q, edges_k, edges_k)), strict=True)
+    done = [_torch.flash_cpu(a, b, c, causal, scale) for a, b, c in parts]
+    out = torch.cat([out[0] for out, _ in done], 1).transpose(0, 1)
+    return out.contiguous(), torch.cat([lse[0] for _, lse in done], 1), None
+
+
+def varlen_backward(*given: Any, scale: float | None) -> Any:
+    """Stand in for the kernel: stretch by stretch."""
+    flash: Any = _torch.flash_cpu_backward
+    grad, q, k, v, out, lse, edges_q, edges_k, _, _, _, causal, _, _ = given
+    edges = (edges_q, edges_q, edges_k, edges_k, edges_q)
+    split = list(map(stretches_of, (grad, q, k, v, out), edges))
+    sums = [lse[:, a:b].unsqueeze(0) for a, b in pairwise(edges_q.tolist())]
+    done: list[Any] = [flash(*parts, causal, scale) for parts in zip(*split, sums, strict=True)]
+    return [torch.cat([x[0] for x in xs], 1).transpose(0, 1) for xs in zip(*done, strict=True)]
+
+
+def test_stretches_of_each_batch_row_are_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "_varlen", varlen)
+    monkeypatch.setattr(_torch, "_varlen_backward", varlen_backward)
+    rows, keys = [5, 1, 9], [7, 2, 3]
+    q, _, _, grad = inputs(4, 2, 15)
+    _, k, v, _ = inputs(4, 2, 12, seed=1)
+    out, lse = VARLEN.forward_packed(q, k, v, rows, keys, causal=False, scale=0.3)
+    grads = VARLEN.backward_packed(grad, q, k, v, out, lse, rows, keys, causal=False, scale=0.3)
+    done = []
+    for parts in zip(
+        grad.split(rows, 2), q.split(rows, 2), k.split(keys, 2), v.split(keys, 2), strict=True
+    ):
+        result = _torch.flash_cpu(*parts[1:], False, 0.3)
+        done.append((*result, *_torch.flash_cpu_backward(*parts, *result, False, 0.3)))
+    for mine, right in zip((out, lse, *grads), zip(*done, strict=True), strict=True):
+        torch.testing.assert_close(mine, torch.cat(right, 2), rtol=0, atol=1e-13)

@@ -1,0 +1,108 @@
+"""Blocks of one kind go to a backend in one call, where it takes several."""
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hp_cp import Contiguous, Layout, MaskSpec, context_parallel_attention, plan_attention
+from hp_cp.backends._interface import PackedBackend
+from hp_dtensor import SimulatedCollectives, SimulatedWorld
+
+from .strategies import all_layouts, dense_attention, inputs, leaves, masked, single, with_gradients
+from .test_backends import PlainBackend
+
+
+class PackedPlain(PlainBackend):
+    """The plain backend, stretch by stretch; counts calls, and the stretches of all."""
+
+    name = "packed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: list[int] = []
+
+    def forward_packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Sequence[int],
+        keys: Sequence[int],
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
+        self.packed.append(len(rows))
+        stretches = zip(q.split(rows, 2), k.split(keys, 2), v.split(keys, 2), strict=True)
+        done = [self.forward(*parts, causal=causal, scale=scale) for parts in stretches]
+        out, lse = (torch.cat(parts, 2) for parts in zip(*done, strict=True))
+        return out, lse
+
+    def backward_packed(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rows: Sequence[int],
+        keys: Sequence[int],
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv."""
+        lengths = (rows, rows, keys, keys, rows, rows)
+        split = (x.split(n, 2) for x, n in zip((grad, q, k, v, out, lse), lengths, strict=True))
+        done = [
+            self.backward(*parts, causal=causal, scale=scale) for parts in zip(*split, strict=True)
+        ]
+        dq, dk, dv = (torch.cat(parts, 2) for parts in zip(*done, strict=True))
+        return dq, dk, dv
+
+
+@settings(deadline=None, max_examples=60)
+@given(masked(24, 1), all_layouts, st.sampled_from([1, 2, 3]))
+def test_packed_blocks_give_the_attention_and_gradients_of_one_process(
+    case: tuple[MaskSpec, int], layout: Layout, n: int
+) -> None:
+    mask, seq_len = case
+    q, k, v, grad = inputs(2, 2, seq_len)
+    indices = layout.indices(n, seq_len, mask)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        mine = list(indices[rank])
+        local = leaves(*(x[:, :, mine] for x in (q, k, v)))
+        backend: PackedBackend = PackedPlain()
+        out = context_parallel_attention(
+            *local,
+            door.mesh((n,), ("cp",)),
+            mask=mask,
+            layout=layout,
+            seq_len=seq_len,
+            backend=backend,
+            collectives=door,
+        )
+        return with_gradients(out, local, grad[:, :, mine])
+
+    expected = single((q, k, v, grad), mask, dense_attention)
+    for held, results in zip(indices, SimulatedWorld(n).run(rank), strict=True):
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, :, list(held)], rtol=0, atol=1e-13)
+
+
+def test_many_documents_are_one_call_per_kernel() -> None:
+    documents = (0, 3, 4, 9, 15, 17, 24)
+    mask = MaskSpec(causal=True, cu_seqlens=documents)
+    backend = PackedPlain()
+    door = SimulatedCollectives(SimulatedWorld(1), 0)
+    q, k, v, _ = inputs(2, 2, 24)
+    mesh = door.mesh((1,), ("cp",))
+    context_parallel_attention(q, k, v, mesh, mask=mask, backend=backend, collectives=door)
+    blocks = plan_attention(mask, Contiguous(), 1, 24).blocks(0)
+    assert backend.packed == [sum(block.tiles for block in blocks)] == [len(documents) - 1]
