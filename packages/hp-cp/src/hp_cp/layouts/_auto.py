@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .._errors import LayoutError
 from .._intervals import Ranges, overlaps, size
 from .._masks import MaskSpec
 from .._work import keys_of, pairs_of
@@ -27,6 +28,13 @@ class Auto(Layout):
     """
 
     pairs_per_row: float = 256.0
+
+    def __post_init__(self) -> None:
+        price = self.pairs_per_row
+        if type(price) not in (int, float) or not 0 <= price < math.inf:
+            raise LayoutError(
+                f"pairs_per_row={price!r} is no price of a row; use a finite number of at least 0"
+            )
 
     def choice(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Layout:
         """Return the layout that is taken."""
