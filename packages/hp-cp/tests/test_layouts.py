@@ -1,8 +1,10 @@
 """Layouts partition the sequence."""
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hp_cp import (
@@ -101,6 +103,10 @@ def test_greedy_gives_the_chunk_of_most_work_to_the_rank_of_least(
     assert Greedy(per_rank).indices(n, seq_len, mask) == expected
 
 
+# one each of Greedy(4), Greedy(8) and PerDocument that is the best by more than 5 %
+@example((MaskSpec(causal=True, cu_seqlens=(0, 31, 70)), 70), 3, 10.0)
+@example((MaskSpec(causal=True, cu_seqlens=(0, 60, 120, 131)), 131), 4, 10.0)
+@example((MaskSpec(causal=True, cu_seqlens=(0, 59, 95)), 95), 3, 10.0)
 @settings(deadline=None, max_examples=40)
 @given(masked(150, 8), st.integers(2, 6), st.sampled_from([0.0, 10.0, 256.0]))
 def test_auto_costs_at_most_five_per_cent_more_than_the_best_layout(
@@ -132,6 +138,12 @@ def test_auto_costs_at_most_five_per_cent_more_than_the_best_layout(
 )
 def test_auto_takes_the_plain_layout_where_it_is_the_best(mask: MaskSpec, layout: Layout) -> None:
     assert Auto().choice(4, 8192, mask) == layout
+
+
+@pytest.mark.parametrize("pairs_per_row", [float("nan"), float("inf"), -1.0, None, True])
+def test_auto_wants_a_price_of_a_row(pairs_per_row: Any) -> None:
+    with pytest.raises(LayoutError, match=r"pairs_per_row=.* is no price of a row; use a finite"):
+        Auto(pairs_per_row)
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=repr)

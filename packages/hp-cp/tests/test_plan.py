@@ -19,6 +19,7 @@ from hp_cp import (
     Zigzag,
     plan_attention,
 )
+from hp_cp.plans._plan import part_of
 
 from .strategies import all_layouts, masked, masks, seq_lens, visible, worlds
 
@@ -67,9 +68,13 @@ def test_blocks_cover_the_mask_exactly_once(
 def test_blocks_of_swapped_halves_cover_the_mask_exactly_once(
     case: tuple[MaskSpec, int], n: int, half: int
 ) -> None:
-    mask = MaskSpec(causal=case[0].causal, window=case[0].window)
-    plan = plan_attention(mask, None, n, 2 * n * half, schedule="gather", load_balance=True)
-    seen = [(i, j) for i, j in visible(mask, 2 * n * half).nonzero().tolist()]
+    seq_len = 2 * n * half
+    ends = [end * seq_len // max(1, case[1]) for end in case[0].cu_seqlens or (0, case[1])]
+    mask = MaskSpec(
+        causal=case[0].causal, window=case[0].window, cu_seqlens=(0, *ends[1:-1], seq_len)
+    )
+    plan = plan_attention(mask, None, n, seq_len, schedule="gather", load_balance=True)
+    seen = [(i, j) for i, j in visible(mask, seq_len).nonzero().tolist()]
     assert sorted(pairs_seen(plan)) == seen
     for rank in range(n):
         first, second = 2 * rank * half, (2 * (n - 1 - rank) + 1) * half
@@ -104,15 +109,43 @@ def test_pairs_imbalance_and_fetches_agree_with_the_blocks(
     work = [sum(block.pairs for block in plan.blocks(rank)) for rank in range(n)]
     assert sum(work) == int(visible(mask, seq_len).sum())
     assert plan.imbalance() == (max(work) * n / sum(work) if sum(work) else 1.0)
+    shown = visible(mask, seq_len)
+    held = [[i for chunk in chunks for i in chunk] for chunks in plan.chunks]
     for rank in range(n):
-        needed: dict[int, set[int]] = {}
-        for block in plan.blocks(rank):
-            if block.source != rank:
-                needed.setdefault(block.source, set()).update(block.keys)
-        if schedule != "direct":
-            needed = {s: set(range(rows)) for s, rows in enumerate(plan.lengths) if s != rank}
+        needed = {s: set(range(rows)) for s, rows in enumerate(plan.lengths) if s != rank}
+        if schedule == "direct":
+            seen = shown[held[rank]].any(0).tolist()
+            needed = {s: {i for i in rows if seen[held[s][i]]} for s, rows in needed.items()}
         fetched = {s: {i for rows in f for i in rows} for s, f in plan.fetches(rank).items()}
         assert fetched == {s: rows for s, rows in needed.items() if rows}
+
+
+@settings(deadline=None, max_examples=300)
+@given(masked(100, 8), all_layouts, st.sampled_from([(3, 1), (5, 1), (4, 2), (6, 3)]))
+def test_a_rank_gives_each_other_rank_the_rows_that_it_wants(
+    case: tuple[MaskSpec, int], layout: Layout, world: tuple[int, int]
+) -> None:
+    (mask, seq_len), (n, degree) = case, world
+    schedules: list[Any] = ["gather", "direct", "ring"]
+    for schedule in schedules:
+        plan = plan_attention(mask, layout, n, seq_len, schedule=schedule, ulysses_degree=degree)
+        parts = [part_of(plan, rank) for rank in range(n // degree)]
+        for rank, part in enumerate(parts):
+            assert {s for s in range(len(parts)) if s != rank} == part.wanted.keys()
+            assert part.given == {peer: parts[peer].wanted[rank] for peer in part.wanted}
+
+
+@settings(deadline=None)
+@given(masked(60), st.integers(1, 4), st.integers(2, 4))
+def test_chunks_of_ulysses_neighbours_that_touch_make_no_more_blocks_than_one(
+    case: tuple[MaskSpec, int], groups: int, degree: int
+) -> None:
+    mask = MaskSpec(causal=case[0].causal, window=case[0].window)
+    n, seq_len = groups * degree, groups * degree * 6
+    plan = plan_attention(mask, Contiguous(), n, seq_len, ulysses_degree=degree)
+    whole = plan_attention(mask, Contiguous(), groups, seq_len)
+    for rank in range(n):
+        assert plan.blocks(rank) == whole.blocks(rank // degree)
 
 
 @settings(deadline=None)

@@ -1,9 +1,12 @@
 """Sets of integers as ascending, disjoint, non-empty ranges."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 Ranges = tuple[range, ...]
+
+_stop = attrgetter("stop")
 
 
 def joined(pieces: Iterable[range]) -> Ranges:
@@ -30,16 +33,21 @@ def within(piece: range, *others: range) -> range:
     return range(start, max(start, min(piece.stop, *(other.stop for other in others))))
 
 
-def overlaps(a: Sequence[range], b: Sequence[range]) -> Iterable[tuple[int, int, range]]:
-    """Yield ``(i, j, a[i] and b[j])`` for each pair of the two sets that overlaps, ascending."""
-    i = j = 0
-    while i < len(a) and j < len(b):
-        both = within(a[i], b[j])
-        if both:
-            yield i, j, both
-        if a[i].stop <= b[j].stop:
-            i += 1
-        else:
+def overlaps(a: Iterable[range], b: Sequence[range]) -> Iterator[tuple[int, int, range]]:
+    """Yield ``(i, j, a[i] and b[j])`` for each pair of the two sets that overlaps, ascending.
+
+    Members of ``b`` that no member of ``a`` overlaps are leapt over.
+    """
+    j = 0
+    for i, piece in enumerate(a):
+        start, stop = piece.start, piece.stop
+        if j < len(b) and b[j].stop <= start:
+            j = bisect_right(b, start, lo=j, key=_stop)
+        while j < len(b) and b[j].start < stop:
+            other = b[j]
+            yield i, j, range(max(start, other.start), min(stop, other.stop))
+            if other.stop >= stop:
+                break
             j += 1
 
 

@@ -1,12 +1,15 @@
 """The layout that is likely to be fastest for a mask."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .._intervals import overlaps, size
+from .._errors import LayoutError
+from .._intervals import Ranges, overlaps, size
 from .._masks import MaskSpec
 from .._work import keys_of, pairs_of
-from ._documents import Greedy, PerDocument
+from ._documents import Greedy, PerDocument, held_per_document
 from ._fixed import Contiguous, Zigzag
 from ._interface import Chunks, Layout, check_given, check_size
 
@@ -26,6 +29,13 @@ class Auto(Layout):
 
     pairs_per_row: float = 256.0
 
+    def __post_init__(self) -> None:
+        price = self.pairs_per_row
+        if type(price) not in (int, float) or not 0 <= price < math.inf:
+            raise LayoutError(
+                f"pairs_per_row={price!r} is no price of a row; use a finite number of at least 0"
+            )
+
     def choice(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Layout:
         """Return the layout that is taken."""
         check_size(n, seq_len)
@@ -36,17 +46,27 @@ class Auto(Layout):
         return self.choice(n, seq_len, mask).chunks(n, seq_len, mask)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _cheapest(n: int, seq_len: int, mask: MaskSpec, pairs_per_row: float) -> Layout:
-    def cost(layout: Layout) -> float:
-        return max(
-            pairs_of(held, mask, seq_len) + pairs_per_row * rows_fetched(held, mask, seq_len)
-            for held in layout.chunks(n, seq_len, mask)
-        )
-
-    costs = {layout: cost(layout) for layout in _CANDIDATES}
+    costs: dict[Layout, float] = {}
+    for layout in _CANDIDATES:
+        cost, limit = 0.0, min(costs.values(), default=math.inf)
+        for held in _held(layout, n, seq_len, mask):
+            pairs = pairs_of(held, mask, seq_len)
+            cost = max(cost, pairs + pairs_per_row * rows_fetched(held, mask, seq_len))
+            if cost >= limit:  # a plainer one costs no more: the other ranks do not matter
+                break
+        else:
+            costs[layout] = cost
     enough = _TIE * min(costs.values())
     return next(layout for layout, needed in costs.items() if needed <= enough)
+
+
+def _held(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> Iterable[Ranges]:
+    """Return each rank's chunks, one rank at a time where they are many."""
+    if isinstance(layout, PerDocument):
+        return held_per_document(n, mask.documents(seq_len))
+    return layout.chunks(n, seq_len, mask)
 
 
 def rows_fetched(held: tuple[range, ...], mask: MaskSpec, seq_len: int) -> int:

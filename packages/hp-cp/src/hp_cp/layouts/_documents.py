@@ -1,10 +1,12 @@
 """Layouts for packed documents: every document over all ranks, or chunks by their work."""
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from .._errors import LayoutError
+from .._intervals import Ranges, joined
 from .._masks import MaskSpec
 from .._work import pairs_of
 from ._interface import Chunks, Layout, check_given, check_size, cut, gathered
@@ -48,22 +50,27 @@ class Greedy(Layout):
         return _greedy(n, seq_len, check_given(mask, self), self.chunks_per_rank)
 
 
-@lru_cache(maxsize=64)
-def _per_document(n: int, documents: tuple[range, ...]) -> Chunks:
+def held_per_document(n: int, documents: Ranges) -> Iterator[Ranges]:
+    """Yield each rank's chunks under `PerDocument`."""
     parts = 2 * n
-    return gathered(
-        (
-            ((min(i, parts - 1 - i) + turn) % n, piece)
-            for turn, document in enumerate(documents)
-            for i, piece in enumerate(
-                cut(document.start + len(document) * i // parts for i in range(parts + 1))
-            )
-        ),
-        n,
-    )
+    for rank in range(n):
+        pieces = []
+        for turn, document in enumerate(documents):
+            start, length = document.start, len(document)
+            i = (rank - turn) % n
+            for place in (i, parts - 1 - i):
+                first, stop = length * place // parts, length * (place + 1) // parts
+                if first < stop:
+                    pieces.append(range(start + first, start + stop))
+        yield joined(pieces)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
+def _per_document(n: int, documents: Ranges) -> Chunks:
+    return tuple(held_per_document(n, documents))
+
+
+@lru_cache(maxsize=16)
 def _greedy(n: int, seq_len: int, mask: MaskSpec, chunks_per_rank: int) -> Chunks:
     length = max(1, -(-seq_len // (n * chunks_per_rank)))
     pieces = cut([*range(0, seq_len, length), seq_len])

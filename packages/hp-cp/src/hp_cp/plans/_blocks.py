@@ -1,11 +1,16 @@
-"""The blocks of one rank's rows against another rank's keys, in local rows."""
+"""The blocks of one rank's rows against all ranks' keys, in local rows."""
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from .._bands import Kind, Piece, cut_band
-from .._intervals import Ranges, Ranks, joined, overlaps, union
-from .._masks import Band, MaskSpec
+from .._masks import Band
+from ._stretches import Document, Stretch
+
+_stop = itemgetter(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,54 +37,115 @@ class Block:
         return rows * (rows // self.tiles + 1) // 2
 
 
-def blocks_between(
-    queries: Ranges, keys: Ranges, source: int, mask: MaskSpec, seq_len: int
-) -> tuple[Block, ...]:
-    """Return the blocks that are what ``mask`` shows of positions ``queries`` x ``keys``.
+Found = defaultdict[int, list[Piece]]
 
-    Both are ascending; their order is that of local rows. Blocks are disjoint, and no row of a
-    block is without keys.
+
+def blocks_of(rank: int, documents: Iterable[Document], band: Band) -> dict[int, tuple[Block, ...]]:
+    """Return, by source, the blocks that are what the mask shows to the rows of ``rank``.
+
+    Blocks are disjoint, and no row of a block is without keys. Looks at each stretch of the
+    documents of which ``rank`` attends rows, in a window at those that a row sees.
     """
-    documents = mask.documents(seq_len)
-    ours, theirs = _by_document(queries, documents), _by_document(keys, documents)
-    places = Ranks(queries), Ranks(keys)
-    pieces: list[Piece] = []
-    for document in sorted(ours.keys() & theirs.keys()):
-        pieces += _within_document(ours[document], theirs[document], mask.band, *places)
-    return tuple(_joined_blocks(pieces, source))
+    found: Found = defaultdict(list)
+    for document in documents:
+        rows = [stretch for stretch in document if stretch.reader == rank]
+        if rows:
+            lowest, highest = band_within(band, document)
+            if lowest is not None or highest not in (None, 0):
+                _add_band(rows, document, (lowest, highest), found)
+            elif highest is None:
+                _add_all(rows, document, found)
+            else:
+                _add_causal(rank, document, found)
+    return {source: tuple(_joined_blocks(pieces, source)) for source, pieces in found.items()}
 
 
-def _by_document(chunks: Ranges, documents: Ranges) -> dict[int, list[range]]:
-    found: dict[int, list[range]] = {}
-    for _, document, both in overlaps(chunks, documents):
-        found.setdefault(document, []).append(both)
-    return found
+def band_within(band: Band, document: Document) -> Band:
+    """Return the band without the edges that no pair of the document lies beyond."""
+    lowest, highest = band
+    farthest = document[-1].stop - 1 - document[0].start
+    return (
+        None if lowest is None or -lowest >= farthest else lowest,
+        None if highest is None or highest >= max(farthest, 1) else highest,
+    )
 
 
-def _within_document(
-    queries: Sequence[range], keys: Sequence[range], band: Band, rows_at: Ranks, keys_at: Ranks
-) -> Iterator[Piece]:
-    """Yield the pieces of one document, in local rows."""
-    first_row, first_key = rows_at.of(queries[0]).start, keys_at.of(keys[0]).start
-    if band == (None, None):
-        rows = range(first_row, first_row + sum(map(len, queries)))
-        yield Piece(rows, range(first_key, first_key + sum(map(len, keys))), "full")
-        return
-    if band == (None, 0):
-        # Only order counts: leave out positions that neither side holds, which joins chunks.
-        order = Ranks(union([*queries, *keys]))
-        queries, keys = joined(map(order.of, queries)), joined(map(order.of, keys))
-        rows_at, keys_at = Ranks(queries), Ranks(keys)
-    else:
-        first_row = first_key = 0
-    for rows in queries:
-        for columns in keys:
-            for piece in cut_band(rows, columns, band):
-                yield Piece(
-                    _shifted(rows_at.of(piece.rows), first_row),
-                    _shifted(keys_at.of(piece.keys), first_key),
-                    piece.kind,
+def _add_all(rows: Sequence[Stretch], document: Document, found: Found) -> None:
+    """Add one rectangle per source: all rows, and all keys."""
+    queries = range(rows[0].row, _last_row(rows[-1]))
+    keys: dict[int, range] = {}
+    for stretch in document:
+        keys[stretch.holder] = _with_keys(keys.get(stretch.holder), stretch)
+    for source, theirs in keys.items():
+        found[source].append(Piece(queries, theirs, "full"))
+
+
+def _add_causal(rank: int, document: Document, found: Found) -> None:
+    """Add a staircase of rectangles per source: rows, and the keys before them; and own squares."""
+    before: dict[int, range] = {}
+    for stretch in document:
+        holder = stretch.holder
+        keys = before.get(holder)
+        if stretch.reader == rank:
+            rows = range(stretch.row, _last_row(stretch))
+            square = Piece(rows, range(stretch.key, stretch.key + len(rows)), "causal")
+            for source, theirs in before.items():
+                if source != holder:
+                    _add_below(found[source], Piece(rows, theirs, "full"))
+            if keys is not None:
+                last = found[holder][-1] if found[holder] else None
+                if last == Piece(range(rows.start - len(keys), rows.start), keys, "causal"):
+                    found[holder].pop()
+                    square = Piece(
+                        range(last.rows.start, rows.stop), _with_keys(keys, stretch), "causal"
+                    )
+                else:
+                    _add_below(found[holder], Piece(rows, keys, "full"))
+            found[holder].append(square)
+        before[holder] = _with_keys(keys, stretch)
+
+
+def _add_below(pieces: list[Piece], piece: Piece) -> None:
+    """Add a rectangle, as part of the last one where it has the same keys and the next rows."""
+    if pieces:
+        last = pieces[-1]
+        if last.kind == "full" and last.keys == piece.keys and last.rows.stop == piece.rows.start:
+            piece = Piece(range(last.rows.start, piece.rows.stop), piece.keys, "full")
+            pieces.pop()
+    pieces.append(piece)
+
+
+def _add_band(rows: Sequence[Stretch], document: Document, band: Band, found: Found) -> None:
+    """Add what the band shows of each pair of a stretch of rows and a stretch of keys."""
+    lowest, highest = band
+    for ours in rows:
+        first = 0
+        if lowest is not None:
+            first = bisect_right(document, ours.start + lowest, key=_stop)
+        end = document[-1].stop if highest is None else ours.stop + highest
+        for i in range(first, len(document)):
+            theirs = document[i]
+            if theirs.start >= end:
+                break
+            positions = range(ours.start, ours.stop), range(theirs.start, theirs.stop)
+            for piece in cut_band(*positions, band):
+                found[theirs.holder].append(
+                    Piece(
+                        _shifted(piece.rows, ours.row - ours.start),
+                        _shifted(piece.keys, theirs.key - theirs.start),
+                        piece.kind,
+                    )
                 )
+
+
+def _with_keys(keys: range | None, stretch: Stretch) -> range:
+    """Return a rank's keys of a document so far, and those of the next stretch."""
+    start = stretch.key if keys is None else keys.start
+    return range(start, stretch.key + stretch.stop - stretch.start)
+
+
+def _last_row(stretch: Stretch) -> int:
+    return stretch.row + stretch.stop - stretch.start
 
 
 def _shifted(piece: range, by: int) -> range:

@@ -4,15 +4,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from .._bands import Kernel
-from .._intervals import Ranges, Ranks, overlaps, size, union
+from .._intervals import Ranges, size, union
 from .._masks import MaskSpec, check_mask
-from .._work import keys_of, pairs_of
+from .._work import pairs_of
 from ..layouts._fixed import Contiguous
 from ..layouts._interface import Chunks, Layout, check_layout, check_partition, cut, lengths_of
-from ._blocks import Block, blocks_between
+from ._blocks import Block
 from ._checks import check_balance, check_degree, check_heads
 from ._heads import HeadShare, split_heads
+from ._parts import Part, make_part
 from ._routes import Ring, Schedule, check_schedule, ring_of
+from ._stretches import Document, cut_documents
+
+_BATCHES = 16  # plans that are kept: packed data brings another mask with every batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +42,7 @@ class AttentionPlan:
     head_size: int
     itemsize: int
     chunks: Chunks = field(hash=False, compare=False, repr=False)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Return each rank's number of local positions."""
-        return lengths_of(self.chunks)
+    lengths: tuple[int, ...] = field(hash=False, compare=False, repr=False)
 
     @property
     def groups(self) -> Chunks:
@@ -88,7 +88,7 @@ class AttentionPlan:
         Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
         is without keys. A rank without positions has no blocks.
         """
-        by_source = blocks_by_source(self, rank // self.ulysses_degree)
+        by_source = part_of(self, rank // self.ulysses_degree).blocks
         return tuple(block for blocks in by_source.values() for block in blocks)
 
     def fetches(self, rank: int) -> dict[int, Ranges]:
@@ -97,7 +97,8 @@ class AttentionPlan:
         By source, in the order in which they are used. Direct fetches what the mask shows and
         nothing more, the other schedules all.
         """
-        return {s: keys for s, keys in moved_keys(self)[rank // self.ulysses_degree] if keys}
+        wanted = part_of(self, rank // self.ulysses_degree).wanted
+        return {source: keys for source, keys in wanted.items() if keys}
 
     def bytes_received(self, rank: int) -> int:
         """Return the bytes that ``rank`` receives in one forward and backward.
@@ -133,7 +134,7 @@ class AttentionPlan:
         """Return the rows of single heads that Ulysses brings to ``rank``."""
         group, place = divmod(rank, self.ulysses_degree)
         mine = self.lengths[rank]
-        others = size(self.groups[group]) - mine
+        others = sum(self.lengths[group * self.ulysses_degree :][: self.ulysses_degree]) - mine
         into = [(len(h.q) + 2 * len(h.kv), len(h.q)) for h in self.heads]
         (to_heads, back), rest = into[place], into[:place] + into[place + 1 :]
         # In: others' rows of this rank's heads. Out: this rank's rows of the other ranks' heads.
@@ -142,28 +143,38 @@ class AttentionPlan:
 
     def _key_rows(self, group: int) -> int:
         """Return the rows of keys and values that the schedule brings, weighted by their size."""
-        moved = moved_keys(self)
+        part = part_of(self, group)
         passes = 1 if self.keep_kv else 2
-        fetched = passes * sum(size(keys) for _, keys in moved[group])
-        lengths = lengths_of(self.groups)
+        fetched = passes * sum(map(size, part.wanted.values()))
         if self.ring is None:
-            returned = sum(size(keys) for them in moved for s, keys in them if s == group)
-            return fetched + returned
+            return fetched + sum(map(size, part.given.values()))
         sums = [self.ring.source(group, step) for step in range(2, self.ring.n)]
-        returned = sum(lengths[source] for source in sums)
-        returned += lengths[group] if self.ring.n > 1 else 0
+        returned = sum(part.lengths[source] for source in sums)
+        returned += part.lengths[group] if self.ring.n > 1 else 0
         return fetched + returned * max(self.itemsize, 4) // self.itemsize
 
 
-@lru_cache(maxsize=256)
-def blocks_by_source(plan: AttentionPlan, rank: int) -> dict[int, tuple[Block, ...]]:
-    """Return the blocks of a rank of the schedule, by source, in the order in which keys come."""
-    rows = plan.queries[rank]
-    groups = plan.groups
-    return {
-        source: blocks_between(rows, groups[source], source, plan.mask, plan.seq_len)
-        for source in sources_of(plan, rank)
-    }
+@lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
+def part_of(plan: AttentionPlan, rank: int) -> Part:
+    """Return the row and the column of a rank of the schedule."""
+    lengths = plan.lengths
+    if plan.ulysses_degree > 1:
+        groups = range(0, plan.n, plan.ulysses_degree)
+        lengths = tuple(sum(lengths[i : i + plan.ulysses_degree]) for i in groups)
+    return make_part(
+        rank,
+        sources_of(plan, rank),
+        _documents(plan),
+        plan.mask.band,
+        lengths,
+        all_keys=plan.schedule != "direct",
+    )
+
+
+@lru_cache(maxsize=_BATCHES)
+def _documents(plan: AttentionPlan) -> tuple[Document, ...]:
+    documents = plan.mask.documents(plan.seq_len)
+    return cut_documents(plan.chunks, documents, plan.ulysses_degree, plan.load_balance)
 
 
 def sources_of(plan: AttentionPlan, rank: int) -> list[int]:
@@ -172,24 +183,6 @@ def sources_of(plan: AttentionPlan, rank: int) -> list[int]:
     if plan.ring is not None:
         return [plan.ring.source(rank, step) for step in range(n)]
     return [(rank - step) % n for step in range(n)]
-
-
-@lru_cache(maxsize=64)
-def moved_keys(plan: AttentionPlan) -> tuple[tuple[tuple[int, Ranges], ...], ...]:
-    """Return, for each rank of the schedule, each other source and its local rows that come."""
-    groups, queries = plan.groups, plan.queries
-    moved = []
-    for rank, rows in enumerate(queries):
-        seen = keys_of(rows, plan.mask, plan.seq_len) if plan.schedule == "direct" else None
-        parts = []
-        for source in sources_of(plan, rank)[1:]:
-            order = Ranks(groups[source])
-            wanted = (
-                groups[source] if seen is None else [x for *_, x in overlaps(seen, groups[source])]
-            )
-            parts.append((source, union(map(order.of, wanted))))
-        moved.append(tuple(parts))
-    return tuple(moved)
 
 
 def plan_attention(
@@ -229,6 +222,8 @@ def plan_attention(
     ring_of(schedule, n // ulysses_degree)
     if load_balance:
         check_balance(layout, n, seq_len, ulysses_degree, schedule)
+    # mypy sees no hash in a protocol; check_layout did
+    chunks, lengths = _checked_chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]
     return AttentionPlan(
         mask=mask,
         layout=layout,
@@ -243,14 +238,16 @@ def plan_attention(
         kv_heads=kv_heads,
         head_size=head_size,
         itemsize=itemsize,
-        # mypy sees no hash in a protocol; check_layout did
-        chunks=_checked_chunks(layout, n, seq_len, mask),  # type: ignore[arg-type]
+        chunks=chunks,
+        lengths=lengths,
     )
 
 
-@lru_cache(maxsize=256)
-def _checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> Chunks:
+@lru_cache(maxsize=_BATCHES)
+def _checked_chunks(
+    layout: Layout, n: int, seq_len: int, mask: MaskSpec
+) -> tuple[Chunks, tuple[int, ...]]:
     mask.documents(seq_len)
     chunks = layout.chunks(n, seq_len, mask)
     check_partition(chunks, n, seq_len, layout)
-    return chunks
+    return chunks, lengths_of(chunks)

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from .._intervals import Ranges, size
 from ..backends._interface import AttentionBackend
-from ..layouts._interface import lengths_of
 from ..plans._blocks import Block
-from ..plans._plan import AttentionPlan, blocks_by_source, moved_keys
+from ..plans._plan import AttentionPlan, part_of
 from ..plans._routes import Ring
 from ._peers import Pair, Peers
 
@@ -59,17 +58,12 @@ def run_of(
     plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, scale: float | None
 ) -> Run:
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
-    rank, moved = peers.index, moved_keys(plan)
+    part = part_of(plan, peers.index)
     return Run(
-        blocks=blocks_by_source(plan, rank),
-        wanted=dict(moved[rank]),
-        given={
-            peer: keys
-            for peer, parts in enumerate(moved)
-            for source, keys in parts
-            if source == rank
-        },
-        lengths=lengths_of(plan.groups),
+        blocks=part.blocks,
+        wanted=part.wanted,
+        given=part.given,
+        lengths=part.lengths,
         ring=plan.ring,
         gathers=plan.schedule == "gather",
         keep_kv=plan.keep_kv,
