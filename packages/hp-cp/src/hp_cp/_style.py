@@ -7,9 +7,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
 from ._errors import InputError
-from ._forward import ContextParallelForward, Settings
+from ._forward import ContextParallelForward
 from ._masks import MaskSpec, check_mask
 from ._seats import default_degree, seats_of
+from ._settings import Settings
 from .backends._interface import AttentionBackend
 from .layouts._fixed import Contiguous
 from .layouts._interface import Layout, check_layout

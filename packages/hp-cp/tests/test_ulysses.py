@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import Layout
-from hp_cp._heads import Exchange, heads_to_rows, rows_to_heads
+from hp_cp._ulysses import Exchange, heads_to_rows, rows_to_heads
 from hp_cp.plans._heads import HeadShare, split_heads
 from hp_cp.schedules._peers import Peers
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
