@@ -4,7 +4,14 @@ from torch import Tensor
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._inputs import as_autocast, from_batch_first, plan_inputs, to_batch_first
+from ._inputs import (
+    as_autocast,
+    check_dims,
+    check_tensors,
+    from_batch_first,
+    plan_inputs,
+    to_batch_first,
+)
 from ._masks import MaskSpec
 from ._planned import planned_attention
 from ._seats import seats_of
@@ -57,6 +64,8 @@ def context_parallel_attention(
     local length that the layout does not give is seen on that rank only, while the others wait.
     """
     door: Collectives = TorchCollectives() if collectives is None else collectives
+    check_dims(seq_dim, head_dim)
+    check_tensors(q, k, v)
     seats = seats_of(mesh, ulysses_degree, door)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(

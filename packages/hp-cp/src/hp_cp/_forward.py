@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh
 
 from ._call import Call
-from ._errors import InputError
+from ._dtensors import local_rows
 from ._inner import exchange_around
-from ._inputs import as_autocast, from_batch_first, plan_inputs, to_batch_first
+from ._inputs import as_autocast, check_tensors, from_batch_first, plan_inputs, to_batch_first
 from ._masks import MaskSpec
 from ._options import check_options, check_others, check_replaceable
 from ._planned import exchange_of, planned_attention
@@ -53,8 +52,8 @@ class ContextParallelForward:
         names = settings.qkv_kwarg_names or (None, None, None)
         keys = [call.key(i, name) for i, name in zip(settings.qkv_indices, names, strict=True)]
         q, k, v = (call.values[key] for key in keys)
-        seq_len = self._whole_length(q)
-        q, k, v = (self._local(x) for x in (q, k, v))
+        check_tensors(q, k, v)
+        (q, k, v), seq_len = local_rows((q, k, v), self._mesh, settings)
         check_options(call)
         seats = seats_of(self._mesh, self._ulysses_degree, settings.collectives)
         if not self._runs_inner:
@@ -95,33 +94,3 @@ class ContextParallelForward:
             keep_kv=None,
             load_balance=settings.load_balance,
         )
-
-    def _whole_length(self, q: Tensor) -> int | None:
-        """Return the length of the whole sequence where the style or a DTensor says it."""
-        given = self._settings.seq_len
-        if not self._is_cut(q):
-            return given
-        length = q.shape[self._settings.seq_dim]
-        if given not in (None, length):
-            raise InputError(
-                f"seq_len={given} was given to the style, but q is a DTensor of {length} tokens; "
-                f"use seq_len={length} or None"
-            )
-        return length
-
-    def _is_cut(self, x: Tensor) -> bool:
-        """Return whether ``x`` is a DTensor whose sequence lies over this mesh."""
-        if not isinstance(x, DTensor) or x.device_mesh != self._mesh:
-            return False
-        sharded = all(placement.is_shard(self._settings.seq_dim) for placement in x.placements)
-        if not sharded or not isinstance(self._settings.layout, Contiguous):
-            raise InputError(
-                f"a DTensor over the context parallel mesh is sharded on dim "
-                f"{self._settings.seq_dim} and lies Contiguous, got {x.placements} with "
-                f"{self._settings.layout!r}; redistribute it, or pass local rows"
-            )
-        return True
-
-    def _local(self, x: Tensor) -> Tensor:
-        self._is_cut(x)
-        return x.to_local() if isinstance(x, DTensor) else x

@@ -8,6 +8,7 @@ from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
 from ._errors import InputError
 from ._forward import ContextParallelForward
+from ._inputs import check_dims
 from ._masks import MaskSpec, check_mask
 from ._seats import default_degree, seats_of
 from ._settings import Settings
@@ -66,6 +67,7 @@ class ContextParallel(ParallelStyle):
         seq_len: int | None = None,
         collectives: Collectives | None = None,
     ) -> None:
+        check_dims(seq_dim, head_dim)
         if len(qkv_kwarg_names) not in (0, 3):
             raise InputError(
                 f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names}; give three, "
