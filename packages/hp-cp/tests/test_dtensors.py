@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from hp_cp import ContextParallel, ContextParallelError, InputError
+from hp_cp import (
+    ContextParallel,
+    ContextParallelError,
+    InputError,
+    MaskSpec,
+    context_parallel_attention,
+)
 from hp_dtensor import RecordingCollectives
 
 from .strategies import cp_mesh, inputs
@@ -186,3 +192,19 @@ def of_two_lengths(rank: int, lengths: tuple[int, ...]) -> str:
 def test_dtensors_of_unequal_lengths_are_refused_though_one_rank_has_equal_rows(ranks: Any) -> None:
     for text in ranks(2).run(of_two_lengths, (7, 8, 8)):
         assert "DTensors of [7, 8, 8] tokens" in text
+
+
+def given_dtensors(rank: int) -> str:
+    x = DTensor.from_local(torch.zeros(1, 2, 4, 8), cp_mesh(2), [Shard(2)])
+    local = torch.zeros(1, 2, 4, 8)
+    try:
+        context_parallel_attention(local, x, local, cp_mesh(2), mask=MaskSpec(causal=True))
+    except InputError as error:
+        return str(error)
+    return "served"
+
+
+def test_the_function_takes_local_rows_only(ranks: Any) -> None:
+    for text in ranks(2).run(given_dtensors):
+        assert text.startswith("k is a DTensor with ")
+        assert "k.to_local()" in text

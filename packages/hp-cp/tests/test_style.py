@@ -265,3 +265,39 @@ def test_one_rank_attends_as_the_mask_of_the_style_says() -> None:
         core = ContextParallel(ulysses_degree=degree, mask=mask).apply(Core(), mesh)
         q, k, v = (rows(x) for x in TENSORS[:3])
         torch.testing.assert_close(rows(core(*TENSORS[:3])), dense_attention(q, k, v, mask))
+
+
+def test_the_modules_own_forward_may_change_its_arguments_in_place() -> None:
+    class InPlace(Core):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            for x in (q, k, v):
+                x.mul_(2)
+            return super().forward(q, k, v, **options)
+
+    def call(rank: int, module: nn.Module) -> list[Tensor]:
+        q, k, v, grad = (x.chunk(2, 1)[rank] for x in TENSORS)
+        local = leaves(q, k, v)
+        return with_gradients(module(*(1 * x for x in local), is_causal=True), local, grad)
+
+    whole = leaves(*TENSORS[:3])
+    right = with_gradients(Core()(*(2 * x for x in whole), is_causal=True), whole, TENSORS[3])
+    answers = simulated(2, lambda d: ContextParallel(collectives=d), call, InPlace)
+    for parts, reference in zip(zip(*answers, strict=True), right, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), reference, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("degree", [None, 1, 2])
+def test_an_empty_batch_goes_through(degree: int | None) -> None:
+    def call(rank: int, module: nn.Module) -> list[Tensor]:
+        local = leaves(*(torch.zeros(0, 3, 4, 8) for _ in range(3)))
+        return with_gradients(module(*local, is_causal=True), local, torch.zeros(0, 3, 4, 8))
+
+    for layout in LAYOUTS:
+        answers = simulated(
+            4,
+            lambda door, layout=layout: ContextParallel(
+                ulysses_degree=degree, layout=layout, collectives=door
+            ),
+            call,
+        )
+        assert [[x.shape for x in results] for results in answers] == [[(0, 3, 4, 8)] * 4] * 4

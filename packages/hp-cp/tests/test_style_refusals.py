@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hp_cp import ContextParallel, DegreeError, InputError, LayoutError, Zigzag
+from hp_cp import BackendError, ContextParallel, DegreeError, InputError, LayoutError, Zigzag
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
 from .test_style import TENSORS, Core, simulated
@@ -217,3 +217,44 @@ def test_a_mask_or_layout_of_another_kind_makes_no_style(
 ) -> None:
     with pytest.raises(LayoutError, match=said):
         ContextParallel(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"backend": "typo"}, BackendError, r"no backend 'typo'; use one of \['auto', 'sdpa'"),
+        ({"backend": 3}, BackendError, "a backend is a name or an AttentionBackend object, got 3"),
+        ({"qkv_indices": (0, 1)}, InputError, r"got \(0, 1\); give three different"),
+        ({"qkv_indices": (0, 1, 1)}, InputError, r"got \(0, 1, 1\); give three different"),
+        ({"seq_dim": 2}, InputError, "seq_dim=2 and head_dim=2 .* two different dims of 0, 1, 2"),
+        ({"seq_dim": -3}, InputError, "seq_dim=-3 and head_dim=2"),
+        ({"head_dim": 3}, InputError, "seq_dim=1 and head_dim=3"),
+    ],
+)
+def test_options_that_no_call_can_use_make_no_style(
+    options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        ContextParallel(**options)
+
+
+def test_a_call_without_tensors_of_four_dims_is_refused() -> None:
+    def call(rank: int, module: nn.Module) -> list[str]:
+        x, texts = torch.zeros(1, 4, 2, 8), []
+        for given in ((x, x, None), (x, x[0], x), ("q", x, x)):
+            with pytest.raises(InputError) as info:
+                module(*given)
+            texts.append(str(info.value))
+        return texts
+
+    said = [
+        "v must be a tensor, got None",
+        "attention takes 4-D tensors whose last dim is the head size, got k of shape (4, 2, 8)",
+        "q must be a tensor, got 'q'",
+    ]
+    for degree in (None, 1):
+
+        def style(door: SimulatedCollectives, degree: int | None = degree) -> ContextParallel:
+            return ContextParallel(ulysses_degree=degree, collectives=door)
+
+        assert simulated(2, style, call) == [said] * 2

@@ -12,6 +12,7 @@ from ._inputs import check_dims
 from ._masks import MaskSpec, check_mask
 from ._seats import default_degree, seats_of
 from ._settings import Settings
+from .backends._choose import check_backend_name
 from .backends._interface import AttentionBackend
 from .layouts._fixed import Contiguous
 from .layouts._interface import Layout, check_layout
@@ -48,7 +49,9 @@ class ContextParallel(ParallelStyle):
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
-    `LayoutError` for a layout that is no `Layout` and a mask that is no `MaskSpec`.
+    `LayoutError` for a layout that is no `Layout` and a mask that is no `MaskSpec`, `InputError`
+    for dims, positions or names that are not those of q, k and v, and `BackendError` for a backend
+    that is none or whose name nobody registered before.
     """
 
     def __init__(
@@ -68,6 +71,12 @@ class ContextParallel(ParallelStyle):
         collectives: Collectives | None = None,
     ) -> None:
         check_dims(seq_dim, head_dim)
+        check_backend_name(backend)
+        if len(positions := list(qkv_indices)) != 3 or len(set(positions)) != 3:
+            raise InputError(
+                f"qkv_indices are the positions of q, k and v, got {qkv_indices}; give three "
+                f"different ones"
+            )
         if len(qkv_kwarg_names) not in (0, 3):
             raise InputError(
                 f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names}; give three, "
