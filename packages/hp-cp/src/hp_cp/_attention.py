@@ -57,7 +57,8 @@ def context_parallel_attention(
     output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
     ``mesh`` of two axes the last one is that of Ulysses, and ``u`` its size. `plan_attention` tells
     blocks and bytes. The same inputs give the same bits every time, and Ulysses on all ranks those
-    of one process (but for the gradients of kv heads that several ranks read).
+    of one process (but for the gradients of kv heads that several ranks read, and for windows where
+    several threads of a CPU process split the merge of many rows).
 
     Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
