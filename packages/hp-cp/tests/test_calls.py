@@ -174,39 +174,37 @@ class Waiting:
         return []
 
 
-def test_a_pass_that_fails_waits_for_its_calls() -> None:
-    peers: Any = Waiting(False, False)
-    with pytest.raises(ZeroDivisionError), Calls(peers) as calls:
-        calls.exchange({}, {})
-        calls.exchange({}, {})
-        raise ZeroDivisionError
+def failed(peers: Any, *, waits: bool, error: Exception | None) -> BaseException:
+    """Return what a pass of two calls raises that waits for the first, or raises, or both."""
+    try:
+        with Calls(peers) as calls:
+            first, _ = calls.exchange({}, {}), calls.exchange({}, {})
+            if waits:
+                first.wait()
+            if error is not None:
+                raise error
+    except (RuntimeError, ZeroDivisionError) as caught:
+        return caught
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_pass_that_fails_waits_for_each_call_once(waits: bool) -> None:
+    peers, error = Waiting(False, False), ZeroDivisionError()
+    assert failed(peers, waits=waits, error=error) is error
     assert peers.waited == 2
 
 
 def test_a_call_that_fails_while_it_is_waited_for_keeps_the_first_error_and_ends_the_waiting() -> (
     None
 ):
-    peers: Any = Waiting(True, False)
-    with pytest.raises(ZeroDivisionError) as caught, Calls(peers) as calls:
-        calls.exchange({}, {})
-        calls.exchange({}, {})
-        raise ZeroDivisionError
-    assert caught.value.__notes__ == ["while waiting for the peers' calls: timed out"]
+    peers, error = Waiting(True, False), ZeroDivisionError()
+    assert failed(peers, waits=False, error=error) is error
+    assert error.__notes__ == ["while waiting for the peers' calls: timed out"]
     assert peers.waited == 1
 
 
 def test_after_a_timeout_inside_the_pass_no_other_call_is_waited_for() -> None:
-    peers: Any = Waiting(True, True)
-    with pytest.raises(RuntimeError, match="timed out"), Calls(peers) as calls:
-        first, _ = calls.exchange({}, {}), calls.exchange({}, {})
-        first.wait()
+    peers = Waiting(True, True)
+    assert str(failed(peers, waits=True, error=None)) == "timed out"
     assert peers.waited == 1
-
-
-def test_a_call_that_came_is_not_waited_for_again_and_the_others_are() -> None:
-    peers: Any = Waiting(False, False)
-    with pytest.raises(ZeroDivisionError), Calls(peers) as calls:
-        first, _ = calls.exchange({}, {}), calls.exchange({}, {})
-        first.wait()
-        raise ZeroDivisionError
-    assert peers.waited == 2

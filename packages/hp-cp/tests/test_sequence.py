@@ -164,6 +164,53 @@ def test_a_length_that_the_layout_does_not_give_is_refused() -> None:
         unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0, seq_len=9, collectives=door)
 
 
+class Holed(Contiguous):
+    """Leaves out a position."""
+
+    __slots__ = ()
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Any:
+        """Return all positions but one."""
+        return ((range(0, 3),), (range(4, seq_len),))
+
+
+NINE = MaskSpec(causal=True, cu_seqlens=(0, 4, 9))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "said"),
+    [
+        (Holed(), None, r"partition range\(8\)"),
+        (Zigzag(), NINE, "cu_seqlens end at 9 but the sequence has 8"),
+        (Contiguous(), NINE, "cu_seqlens end at 9 but the sequence has 8"),
+        (Contiguous(), "causal", "mask must be a MaskSpec, got 'causal'"),
+    ],
+    ids=str,
+)
+def test_a_cut_that_loses_positions_or_is_of_another_length_is_refused_by_all_helpers(
+    layout: Layout, mask: Any, said: str
+) -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    with pytest.raises(LayoutError, match=said):
+        shard_sequence(torch.zeros(8), mesh, layout, 0, mask)
+    with pytest.raises(LayoutError, match=said):
+        unshard_sequence(torch.zeros(4), mesh, layout, 0, mask, seq_len=8, collectives=door)
+    with pytest.raises(LayoutError, match=said):
+        position_ids(mesh, layout, 8, mask)
+
+
+@pytest.mark.parametrize("seq_len", [8.0, "8", -1])
+def test_a_length_that_is_none_is_refused(seq_len: Any) -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    said = f"n=2, seq_len={seq_len!r}"
+    with pytest.raises(LayoutError, match=said):
+        position_ids(mesh, Zigzag(), seq_len)
+    with pytest.raises(LayoutError, match=said):
+        unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0, seq_len=seq_len, collectives=door)
+
+
 def test_a_mesh_of_three_axes_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((1, 2, 2), ("dp", "cp", "u"))
     with pytest.raises(DegreeError, match=r"or of two, .*, got axes \['dp', 'cp', 'u'\]"):

@@ -8,10 +8,11 @@ from torch import Tensor
 from hp_dtensor import AxisMesh, Collectives, all_gather
 
 from ._errors import InputError
-from ._masks import MaskSpec
+from ._masks import MaskSpec, check_mask
 from ._seats import axes_of, place_of
 from ._torch import map_tensors
 from .layouts._interface import Chunks, Layout, check_layout, in_global_order, lengths_of
+from .plans._checks import checked_chunks
 
 
 def shard_sequence(
@@ -21,14 +22,15 @@ def shard_sequence(
 
     Tensors hold the whole sequence, the same on every rank; containers keep their type, other
     leaves pass. Results are new tensors or views; communicates nothing. Raises `InputError` for a
-    tensor without that dim, and `LayoutError` for a layout that is no `Layout` or needs the mask.
+    tensor without that dim, and `LayoutError` for a layout that is no `Layout`, needs the mask or
+    makes no partition, and for a mask of another length.
     """
     n, rank = place_of(mesh)
     check_layout(layout)
 
     def held(x: Tensor) -> Tensor:
         dim = _dim(x, seq_dim)
-        return _cut(x, layout.chunks(n, x.shape[dim], mask)[rank], dim)
+        return _cut(x, checked_chunks(layout, n, x.shape[dim], mask)[rank], dim)
 
     return map_tensors(held, tree)
 
@@ -50,18 +52,21 @@ def unshard_sequence(
     Differentiable: backward sums the ranks' gradients of the whole tensor and keeps this rank's
     positions. Per tensor and axis: where lengths are equal one all-gather, and backward one
     reduce-scatter; where they differ sends from each rank to each, and backward one all-to-all.
-    Raises `InputError`, before it communicates this tensor, for one without that dim, or with
-    another length than the layout gives, which is seen on that rank only.
+    Raises `LayoutError` as `shard_sequence` does, also where the mask's documents end elsewhere
+    than at ``seq_len``, and `InputError`, before it communicates this tensor, for one without that
+    dim, or with another length than the layout gives, which is seen on that rank only.
     """
     n, rank = place_of(mesh)
     check_layout(layout)
+    if mask is not None:
+        check_mask(mask)
     ends = None if mask is None else mask.cu_seqlens
     given = ends[-1] if ends is not None and seq_len is None else seq_len
 
     def whole(x: Tensor) -> Tensor:
         dim = _dim(x, seq_dim)
         length = x.shape[dim] * n if given is None else given
-        chunks = layout.chunks(n, length, mask)
+        chunks = checked_chunks(layout, n, length, mask)
         if x.shape[dim] != lengths_of(chunks)[rank]:
             raise InputError(
                 f"dim {dim} of {tuple(x.shape)} is not what {type(layout).__name__}(n={n}, "
@@ -83,14 +88,15 @@ def position_ids(
 ) -> Tensor:
     """Return the positions of this rank's rows, ``int64 [rows]``; communicates nothing.
 
-    They count from the start of the sequence, or of each document where the mask has some.
+    They count from the start of the sequence, or of each document where the mask has some. Raises
+    `LayoutError` as `shard_sequence` does.
     """
     n, rank = place_of(mesh)
-    check_layout(layout)
+    chunks = checked_chunks(layout, n, seq_len, mask)
     positions = torch.arange(seq_len, device=device)
     for document in () if mask is None else mask.documents(seq_len):
         positions[document.start : document.stop] -= document.start
-    return _cut(positions, layout.chunks(n, seq_len, mask)[rank], 0)
+    return _cut(positions, chunks[rank], 0)
 
 
 def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:

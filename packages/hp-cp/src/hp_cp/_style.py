@@ -15,7 +15,7 @@ from ._settings import Settings
 from .backends._choose import check_backend_name
 from .backends._interface import AttentionBackend
 from .layouts._fixed import Contiguous
-from .layouts._interface import Layout, check_layout
+from .layouts._interface import Layout, check_layout, check_size
 from .plans._checks import check_balance
 from .plans._routes import Schedule, check_schedule, ring_of
 
@@ -87,6 +87,8 @@ class ContextParallel(ParallelStyle):
         check_schedule(schedule)
         if mask is not None:
             check_mask(mask)
+        if seq_len is not None:
+            check_size(1, seq_len)
         self.ulysses_degree = ulysses_degree
         self.settings = Settings(
             seq_dim=seq_dim,

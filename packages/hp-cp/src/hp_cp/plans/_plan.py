@@ -8,9 +8,9 @@ from .._intervals import Ranges, Ranks, overlaps, size, union
 from .._masks import MaskSpec, check_mask
 from .._work import keys_of, pairs_of
 from ..layouts._fixed import Contiguous
-from ..layouts._interface import Chunks, Layout, check_layout, check_partition, cut, lengths_of
+from ..layouts._interface import Chunks, Layout, check_layout, check_size, cut, lengths_of
 from ._blocks import Block, blocks_between
-from ._checks import check_balance, check_degree, check_heads
+from ._checks import check_balance, check_degree, check_heads, checked_chunks
 from ._heads import HeadShare, split_heads
 from ._routes import Ring, Schedule, check_schedule, ring_of
 
@@ -222,6 +222,7 @@ def plan_attention(
     check_schedule(schedule)
     check_mask(mask)
     check_layout(layout)
+    check_size(n, seq_len)
     check_degree(ulysses_degree, n)
     q_heads = ulysses_degree if q_heads is None else q_heads
     kv_heads = q_heads if kv_heads is None else kv_heads
@@ -243,14 +244,5 @@ def plan_attention(
         kv_heads=kv_heads,
         head_size=head_size,
         itemsize=itemsize,
-        # mypy sees no hash in a protocol; check_layout did
-        chunks=_checked_chunks(layout, n, seq_len, mask),  # type: ignore[arg-type]
+        chunks=checked_chunks(layout, n, seq_len, mask),
     )
-
-
-@lru_cache(maxsize=256)
-def _checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> Chunks:
-    mask.documents(seq_len)
-    chunks = layout.chunks(n, seq_len, mask)
-    check_partition(chunks, n, seq_len, layout)
-    return chunks
