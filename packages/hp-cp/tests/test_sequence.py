@@ -116,6 +116,57 @@ def test_trees_go_there_and_back_on_gloo(ranks: Any, layout: Layout, seq_len: in
         assert whole["more"][1] == (None, "text")
 
 
+@pytest.mark.parametrize("seq_len", [8, 7])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_buffers_with_the_sequence_in_different_dims_are_cut_alike(
+    layout: Layout, seq_len: int
+) -> None:
+    x = torch.arange(2 * seq_len).view(2, seq_len)
+    tree = {"tokens": x, "rope": (x.T, None), "more": [x.view(1, 2, seq_len), "text"]}
+    dims = {"tokens": 1, "rope": (0, 0), "more": [-1, 0]}
+
+    def rank(rank: int, door: SimulatedCollectives) -> None:
+        mesh = door.mesh((2,), ("cp",))
+        mine = shard_sequence(tree, mesh, layout, dims)
+        held = list(layout.indices(2, seq_len)[rank])
+        assert torch.equal(mine["tokens"], x[:, held])
+        assert torch.equal(mine["rope"][0], x.T[held])
+        assert torch.equal(mine["more"][0], x[None, :, held])
+        assert (mine["rope"][1], mine["more"][1]) == (None, "text")
+        whole = unshard_sequence(mine, mesh, layout, dims, seq_len=seq_len, collectives=door)
+        assert torch.equal(whole["tokens"], x)
+        assert torch.equal(whole["rope"][0], x.T)
+        assert torch.equal(whole["more"][0], x[None])
+
+    SimulatedWorld(2).run(rank)
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        ((0, 1), "is not built as the tensors are"),
+        ([0, [1]], "is not built as the tensors are"),
+        ([0, None], r"shape \(4, 4\) has no dim None"),
+        ([0, 2], r"shape \(4, 4\) has no dim 2"),
+        (1.0, "is not built as the tensors are"),
+    ],
+    ids=str,
+)
+def test_dims_that_do_not_fit_the_tensors_are_refused_before_any_communication(
+    dims: Any, said: str
+) -> None:
+    def rank(rank: int, door: SimulatedCollectives) -> None:
+        record = RecordingCollectives(door)
+        mesh, tree = door.mesh((2,), ("cp",)), [torch.zeros(4, 4), torch.zeros(4, 4)]
+        with pytest.raises(InputError, match=said):
+            shard_sequence(tree, mesh, Zigzag(), dims)
+        with pytest.raises(InputError, match=said):
+            unshard_sequence(tree, mesh, Zigzag(), dims, collectives=record)
+        assert record.by_axis == {}
+
+    SimulatedWorld(2).run(rank)
+
+
 def test_a_tensor_without_the_dim_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
     with pytest.raises(InputError, match=r"shape \(4,\) has no dim 1"):
