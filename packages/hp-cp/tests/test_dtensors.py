@@ -9,6 +9,7 @@ from rank_pool import cached
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.functional import scaled_dot_product_attention
 
 from hp_cp import (
     ContextParallel,
@@ -19,7 +20,7 @@ from hp_cp import (
 )
 from hp_dtensor import RecordingCollectives
 
-from .strategies import cp_mesh, inputs
+from .strategies import cp_mesh, inputs, single
 from .test_style import Core, rows
 
 
@@ -208,3 +209,25 @@ def test_the_function_takes_local_rows_only(ranks: Any) -> None:
     for text in ranks(2).run(given_dtensors):
         assert text.startswith("k is a DTensor with ")
         assert "k.to_local()" in text
+
+
+def without_context_parallelism(rank: int, tensors: tuple[Tensor, ...]) -> Tensor:
+    """Return torch's attention over sharded rows, in a process that uses the style."""
+    # Not picklable, as a module-level name would have to be.
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tensors = tuple(x.chunk(2, 2)[rank] for x in tensors[:3])
+    module = ContextParallel().apply(Core(), cp_mesh(2))
+    module(*map(rows, tensors))
+    q, k, v = (DTensor.from_local(x, cp_mesh(2), [Shard(2)]) for x in tensors)
+    with sdpa_kernel(SDPBackend.MATH):  # the one that DTensors have a rule for on CPU
+        out: Any = scaled_dot_product_attention(q, k, v)
+    whole: Tensor = out.full_tensor()
+    return whole
+
+
+def test_torchs_own_attention_of_sharded_rows_is_left_alone(ranks: Any) -> None:
+    tensors = inputs(4, 4, 8)
+    expected = single(tensors, MaskSpec(causal=False))[0]
+    for out in ranks(2).run(without_context_parallelism, tensors):
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)

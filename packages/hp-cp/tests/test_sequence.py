@@ -7,9 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import cached
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from hp_cp import (
     Contiguous,
@@ -26,7 +24,7 @@ from hp_cp import (
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
-from .strategies import LAYOUTS, all_layouts, layouts, masked
+from .strategies import LAYOUTS, all_layouts, cp_mesh, layouts, masked
 
 
 @settings(deadline=None, max_examples=40)
@@ -95,7 +93,7 @@ def test_unshard_and_its_backward_make_the_documented_calls(
 
 
 def cut_and_join(rank: int, layout: Layout, seq_len: int) -> tuple[Any, Any]:
-    mesh = cached("cp", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    mesh = cp_mesh(2)
     x = torch.arange(2 * seq_len).view(2, seq_len)
     tree = {"x": x, "more": [x + 1, (None, "text")]}
     mine = shard_sequence(tree, mesh, layout, 1)

@@ -284,20 +284,3 @@ def test_the_modules_own_forward_may_change_its_arguments_in_place() -> None:
     answers = simulated(2, lambda d: ContextParallel(collectives=d), call, InPlace)
     for parts, reference in zip(zip(*answers, strict=True), right, strict=True):
         torch.testing.assert_close(torch.cat(parts, 1), reference, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("degree", [None, 1, 2])
-def test_an_empty_batch_goes_through(degree: int | None) -> None:
-    def call(rank: int, module: nn.Module) -> list[Tensor]:
-        local = leaves(*(torch.zeros(0, 3, 4, 8) for _ in range(3)))
-        return with_gradients(module(*local, is_causal=True), local, torch.zeros(0, 3, 4, 8))
-
-    for layout in LAYOUTS:
-        answers = simulated(
-            4,
-            lambda door, layout=layout: ContextParallel(
-                ulysses_degree=degree, layout=layout, collectives=door
-            ),
-            call,
-        )
-        assert [[x.shape for x in results] for results in answers] == [[(0, 3, 4, 8)] * 4] * 4

@@ -164,7 +164,7 @@ def test_a_forward_that_returns_nothing_shaped_like_q_is_refused(
     simulated(2, lambda door: ContextParallel(collectives=door), call, Other)
 
 
-@pytest.mark.parametrize("degree", [3, 8, 0])
+@pytest.mark.parametrize("degree", [3, 8])
 def test_a_degree_that_does_not_divide_is_refused_when_applied(degree: int) -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((4,), ("cp",))
     with pytest.raises(DegreeError, match=rf"ulysses_degree={degree} .* use 1, 2 or 4"):
@@ -226,6 +226,9 @@ def test_a_mask_or_layout_of_another_kind_makes_no_style(
         ({"backend": 3}, BackendError, "a backend is a name or an AttentionBackend object, got 3"),
         ({"qkv_indices": (0, 1)}, InputError, r"got \(0, 1\); give three different"),
         ({"qkv_indices": (0, 1, 1)}, InputError, r"got \(0, 1, 1\); give three different"),
+        ({"ulysses_degree": 0}, DegreeError, "ulysses_degree=0 is no number of ranks"),
+        ({"ulysses_degree": 2.0}, DegreeError, "ulysses_degree=2.0 is no number of ranks"),
+        ({"seq_len": -1}, LayoutError, "seq_len=-1"),
         ({"seq_dim": 2}, InputError, "seq_dim=2 and head_dim=2 .* two different dims of 0, 1, 2"),
         ({"seq_dim": -3}, InputError, "seq_dim=-3 and head_dim=2"),
         ({"head_dim": 3}, InputError, "seq_dim=1 and head_dim=3"),
