@@ -36,8 +36,6 @@ from .strategies import (
 
 CAUSAL = MaskSpec(causal=True)
 
-# All ranks in one process: any world, any length, any mask.
-
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[int, int, int, int]:
@@ -111,9 +109,6 @@ def test_simulated_ranks_equal_dense_attention_with_the_planned_bytes(
                 result, reference[:, :, list(indices[i])], rtol=0, atol=1e-13
             )
         assert received == plan.bytes_received(i)
-
-
-# Real ranks, one case in detail; `test_matrix` has all of them.
 
 
 def attend(

@@ -13,6 +13,7 @@ from hp_cp import (
     context_parallel_attention,
     plan_attention,
 )
+from hp_cp.schedules._calls import Calls
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh, inputs, leaves, single, with_gradients
@@ -152,3 +153,58 @@ def test_one_rank_is_sdpa_without_communication() -> None:
     results = with_gradients(out, local, grad)
     assert all(map(torch.equal, results, single((q, k, v, grad), CAUSAL)))
     assert record.by_axis == {}
+
+
+class Waiting:
+    """A work, and peers that start it; waiting takes note, and fails where it is told to."""
+
+    def __init__(self, *fail: bool) -> None:
+        self.fail = list(fail)
+        self.waited = 0
+
+    def exchange(self, sends: Any, receives: Any) -> "Waiting":
+        """Start nothing."""
+        return self
+
+    def wait(self) -> list[Any]:
+        """Fail or not."""
+        self.waited += 1
+        if self.fail.pop(0):
+            raise RuntimeError("timed out")
+        return []
+
+
+def failed(peers: Any, *, waits: bool, error: Exception | None) -> BaseException:
+    """Return what a pass of two calls raises that waits for the first, or raises, or both."""
+    try:
+        with Calls(peers) as calls:
+            first, _ = calls.exchange({}, {}), calls.exchange({}, {})
+            if waits:
+                first.wait()
+            if error is not None:
+                raise error
+    except (RuntimeError, ZeroDivisionError) as caught:
+        return caught
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_pass_that_fails_waits_for_each_call_once(waits: bool) -> None:
+    peers, error = Waiting(False, False), ZeroDivisionError()
+    assert failed(peers, waits=waits, error=error) is error
+    assert peers.waited == 2
+
+
+def test_a_call_that_fails_while_it_is_waited_for_keeps_the_first_error_and_ends_the_waiting() -> (
+    None
+):
+    peers, error = Waiting(True, False), ZeroDivisionError()
+    assert failed(peers, waits=False, error=error) is error
+    assert error.__notes__ == ["while waiting for the peers' calls: timed out"]
+    assert peers.waited == 1
+
+
+def test_after_a_timeout_inside_the_pass_no_other_call_is_waited_for() -> None:
+    peers = Waiting(True, True)
+    assert str(failed(peers, waits=True, error=None)) == "timed out"
+    assert peers.waited == 1

@@ -1,5 +1,7 @@
 """Labels and losses do not depend on how tokens lie over ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import (
+    InputError,
     Layout,
     LayoutError,
     MaskSpec,
@@ -85,3 +88,17 @@ def test_position_ids_are_the_layouts_indices() -> None:
         return position_ids(door.mesh((2,), ("cp",)), ZIGZAG, 8).tolist()
 
     assert SimulatedWorld(2).run(rank) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "count", [1.5, True, "3", torch.tensor(2.0), torch.tensor([1, 2]), torch.tensor(True)], ids=str
+)
+def test_a_count_that_is_no_integer_is_refused(count: Any) -> None:
+    def rank(_: int, door: SimulatedCollectives) -> str:
+        record = RecordingCollectives(door)
+        with pytest.raises(InputError) as info:
+            cp_loss(torch.tensor(3.0), count, door.mesh((2,), ("cp",)), collectives=record)
+        assert record.by_axis == {}
+        return str(info.value)
+
+    assert all("give the number of counted tokens" in said for said in SimulatedWorld(2).run(rank))

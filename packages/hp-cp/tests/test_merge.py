@@ -65,3 +65,17 @@ def test_a_nan_is_not_hidden() -> None:
     merge(out, lse, torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan))
     assert out.isnan().all()
     assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_heads_bits_do_not_depend_on_the_heads_beside_it(dtype: torch.dtype, rows: int) -> None:
+    q, k, v, other = inputs(8, 8, rows, size=13, dtype=dtype)
+    lse, other_lse = q.sum(-1), k.sum(-1)
+    out, together = v.clone(), lse.clone()
+    merge(out, together, other, other_lse)
+    for heads in (slice(0, 2), slice(2, 3), slice(3, 8)):
+        part_out, part_lse = v[:, heads].clone(), lse[:, heads].clone()
+        merge(part_out, part_lse, other[:, heads], other_lse[:, heads])
+        assert torch.equal(part_out, out[:, heads])
+        assert torch.equal(part_lse, together[:, heads])

@@ -92,6 +92,7 @@ def test_a_mask_that_is_no_spec_is_refused(mask: Any, said: str) -> None:
         ({"window": 2.0}, "window=an object of type float"),
         ({"cu_seqlens": [0, 8]}, r"tuple of ints, got an object of type list; .*tolist\(\)\)"),
         ({"cu_seqlens": (0, 2.0)}, "tuple of ints"),
+        ({"cu_seqlens": ((0, 3, 8), (0, 8))}, "shared by all rows of the batch"),
         ({"cu_seqlens": (1, 8)}, r"ascend from 0 .* got \(1, 8\)"),
         ({"cu_seqlens": (0, 5, 3, 8)}, "ascend from 0"),
         ({"cu_seqlens": (0,)}, "ascend from 0"),
@@ -138,6 +139,20 @@ def test_a_layout_without_a_hash_is_refused() -> None:
 
     with pytest.raises(LayoutError, match="has no hash, by which plans are kept"):
         plan_attention(CAUSAL, Own(), 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("n", "seq_len"), [(0, 8), (-1, 8), (2.0, 8), ("2", 8), (True, 8), (2, -1), (2, 8.0), (2, "8")]
+)
+def test_a_number_of_ranks_or_a_length_that_is_none_is_refused(n: Any, seq_len: Any) -> None:
+    with pytest.raises(LayoutError, match=f"got n={n!r}, seq_len={seq_len!r}"):
+        plan_attention(CAUSAL, None, n, seq_len)
+
+
+@pytest.mark.parametrize("price", [float("nan"), float("inf"), -1e6, "256", None, True])
+def test_a_price_of_fetched_rows_that_is_none_is_refused(price: Any) -> None:
+    with pytest.raises(LayoutError, match=f"pairs_per_row={price!r} is no price"):
+        Auto(price)
 
 
 def test_an_unknown_schedule_is_named() -> None:

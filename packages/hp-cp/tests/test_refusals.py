@@ -152,3 +152,16 @@ def test_autocast_leaves_integers_to_be_refused() -> None:
             context_parallel_attention(q, k, v, mesh, mask=CAUSAL, collectives=door)
 
     assert refused(2, call)[0] is BackendError
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_tensors_without_storage_are_refused(degree: int) -> None:
+    def call(mesh: Any, door: Any) -> None:
+        q, k, v = (x.to("meta") for x in shapes((1, 4, 8, 8), (1, 4, 8, 8)))
+        context_parallel_attention(
+            q, k, v, mesh, mask=CAUSAL, ulysses_degree=degree, collectives=door
+        )
+
+    raised, text = refused(2, call)
+    assert raised is BackendError
+    assert "kernels with log-sum-exp for cpu and cuda, not for meta" in text

@@ -7,9 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import cached
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from hp_cp import (
     Contiguous,
@@ -26,7 +24,7 @@ from hp_cp import (
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
-from .strategies import LAYOUTS, all_layouts, layouts, masked
+from .strategies import LAYOUTS, all_layouts, cp_mesh, layouts, masked
 
 
 @settings(deadline=None, max_examples=40)
@@ -95,7 +93,7 @@ def test_unshard_and_its_backward_make_the_documented_calls(
 
 
 def cut_and_join(rank: int, layout: Layout, seq_len: int) -> tuple[Any, Any]:
-    mesh = cached("cp", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    mesh = cp_mesh(2)
     x = torch.arange(2 * seq_len).view(2, seq_len)
     tree = {"x": x, "more": [x + 1, (None, "text")]}
     mine = shard_sequence(tree, mesh, layout, 1)
@@ -114,6 +112,57 @@ def test_trees_go_there_and_back_on_gloo(ranks: Any, layout: Layout, seq_len: in
         assert torch.equal(whole["x"], x)
         assert torch.equal(whole["more"][0], x + 1)
         assert whole["more"][1] == (None, "text")
+
+
+@pytest.mark.parametrize("seq_len", [8, 7])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_buffers_with_the_sequence_in_different_dims_are_cut_alike(
+    layout: Layout, seq_len: int
+) -> None:
+    x = torch.arange(2 * seq_len).view(2, seq_len)
+    tree = {"tokens": x, "rope": (x.T, None), "more": [x.view(1, 2, seq_len), "text"]}
+    dims = {"tokens": 1, "rope": (0, 0), "more": [-1, 0]}
+
+    def rank(rank: int, door: SimulatedCollectives) -> None:
+        mesh = door.mesh((2,), ("cp",))
+        mine = shard_sequence(tree, mesh, layout, dims)
+        held = list(layout.indices(2, seq_len)[rank])
+        assert torch.equal(mine["tokens"], x[:, held])
+        assert torch.equal(mine["rope"][0], x.T[held])
+        assert torch.equal(mine["more"][0], x[None, :, held])
+        assert (mine["rope"][1], mine["more"][1]) == (None, "text")
+        whole = unshard_sequence(mine, mesh, layout, dims, seq_len=seq_len, collectives=door)
+        assert torch.equal(whole["tokens"], x)
+        assert torch.equal(whole["rope"][0], x.T)
+        assert torch.equal(whole["more"][0], x[None])
+
+    SimulatedWorld(2).run(rank)
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        ((0, 1), "is not built as the tensors are"),
+        ([0, [1]], "is not built as the tensors are"),
+        ([0, None], r"shape \(4, 4\) has no dim None"),
+        ([0, 2], r"shape \(4, 4\) has no dim 2"),
+        (1.0, "is not built as the tensors are"),
+    ],
+    ids=str,
+)
+def test_dims_that_do_not_fit_the_tensors_are_refused_before_any_communication(
+    dims: Any, said: str
+) -> None:
+    def rank(rank: int, door: SimulatedCollectives) -> None:
+        record = RecordingCollectives(door)
+        mesh, tree = door.mesh((2,), ("cp",)), [torch.zeros(4, 4), torch.zeros(4, 4)]
+        with pytest.raises(InputError, match=said):
+            shard_sequence(tree, mesh, Zigzag(), dims)
+        with pytest.raises(InputError, match=said):
+            unshard_sequence(tree, mesh, Zigzag(), dims, collectives=record)
+        assert record.by_axis == {}
+
+    SimulatedWorld(2).run(rank)
 
 
 def test_a_tensor_without_the_dim_is_refused() -> None:
@@ -162,6 +211,53 @@ def test_a_length_that_the_layout_does_not_give_is_refused() -> None:
     mesh = door.mesh((2,), ("cp",))
     with pytest.raises(InputError, match=r"Zigzag\(n=2, S=9\) gives rank 0, 5"):
         unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0, seq_len=9, collectives=door)
+
+
+class Holed(Contiguous):
+    """Leaves out a position."""
+
+    __slots__ = ()
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Any:
+        """Return all positions but one."""
+        return ((range(0, 3),), (range(4, seq_len),))
+
+
+NINE = MaskSpec(causal=True, cu_seqlens=(0, 4, 9))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "said"),
+    [
+        (Holed(), None, r"partition range\(8\)"),
+        (Zigzag(), NINE, "cu_seqlens end at 9 but the sequence has 8"),
+        (Contiguous(), NINE, "cu_seqlens end at 9 but the sequence has 8"),
+        (Contiguous(), "causal", "mask must be a MaskSpec, got 'causal'"),
+    ],
+    ids=str,
+)
+def test_a_cut_that_loses_positions_or_is_of_another_length_is_refused_by_all_helpers(
+    layout: Layout, mask: Any, said: str
+) -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    with pytest.raises(LayoutError, match=said):
+        shard_sequence(torch.zeros(8), mesh, layout, 0, mask)
+    with pytest.raises(LayoutError, match=said):
+        unshard_sequence(torch.zeros(4), mesh, layout, 0, mask, seq_len=8, collectives=door)
+    with pytest.raises(LayoutError, match=said):
+        position_ids(mesh, layout, 8, mask)
+
+
+@pytest.mark.parametrize("seq_len", [8.0, "8", -1])
+def test_a_length_that_is_none_is_refused(seq_len: Any) -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    said = f"n=2, seq_len={seq_len!r}"
+    with pytest.raises(LayoutError, match=said):
+        position_ids(mesh, Zigzag(), seq_len)
+    with pytest.raises(LayoutError, match=said):
+        unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0, seq_len=seq_len, collectives=door)
 
 
 def test_a_mesh_of_three_axes_is_refused() -> None:

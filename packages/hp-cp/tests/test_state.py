@@ -1,5 +1,6 @@
 """No state between calls: forwards in flight, exceptions in between, activation checkpointing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,50 +8,85 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hp_cp import MaskSpec, context_parallel_attention
+from hp_cp import ContextParallel, MaskSpec, context_parallel_attention
 from hp_cp.backends._fused import SDPA
+from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
-from .strategies import cp_mesh, inputs, leaves, single, with_gradients
+from .strategies import cp_mesh, dense_attention, inputs, leaves, single, with_gradients
+from .test_style import Core, rows
 
-CAUSAL = MaskSpec(causal=True)
-MODES = [("gather", 1), ("direct", 1), ("ring", 1), ("direct", 2)]
+CAUSAL, FULL = MaskSpec(causal=True), MaskSpec(causal=False)
+# Documents that cross ranks; each rank has three blocks or more in its first step.
+PACKED = MaskSpec(causal=False, cu_seqlens=(0, 1, 4, 10, 11, 18, 19, 26, 27, 32))
+Mode = tuple[str, dict[str, Any]]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+SCHEDULED: list[Mode] = [
+    ("function", {"schedule": "gather"}),
+    ("function", {"schedule": "direct"}),
+    ("function", {"schedule": "ring"}),
+    ("function", {"schedule": "double_ring"}),
+    ("function", {"schedule": "gather", "keep_kv": False}),
+    ("function", {"schedule": "direct", "keep_kv": True}),
+    ("function", {"schedule": "double_ring", "keep_kv": True}),
+    ("style", {"schedule": "ring", "ulysses_degree": 1}),
+    ("style", {"load_balance": True, "ulysses_degree": 1}),
+]
+MODES: list[Mode] = [
+    *SCHEDULED,
+    ("function", {"ulysses_degree": 4}),
+    ("function", {"ulysses_degree": 2, "schedule": "direct"}),
+    ("function", {"ulysses_degree": 2, "schedule": "double_ring"}),
+    ("style", {"ulysses_degree": 2}),
+    ("style", {"ulysses_degree": None}),
+]
 
 
-def crossed(
-    rank: int, n: int, schedule: Any, degree: int, tensors: tuple[Tensor, ...]
-) -> list[Tensor]:
-    """Two forwards, then their backwards in the opposite order of a stack."""
-    q, k, v, grad = (x.chunk(n, 2)[rank] for x in tensors)
-    calls = []
-    for scale in (1.0, 0.5):
-        local = leaves(q * scale, k, v)
-        out = context_parallel_attention(
-            *local, cp_mesh(n), mask=CAUSAL, schedule=schedule, ulysses_degree=degree
+def attention_of(mode: Mode, mesh: Any, mask: MaskSpec, **options: Any) -> Attention:
+    """Return an attention on ``[batch, heads, rows, size]``, by the function or by one module."""
+    way, given = mode
+    if way == "function":
+        return lambda q, k, v: context_parallel_attention(
+            q, k, v, mesh, mask=mask, **given, **options
         )
-        calls.append((out, local))
-    return [x for out, local in calls for x in with_gradients(out, local, grad)]
+    own = None if mask.cu_seqlens is None else mask
+    module = ContextParallel(mask=own, **given, **options).apply(Core(), mesh)
+    return lambda q, k, v: rows(module(rows(q), rows(k), rows(v), is_causal=mask.causal))
 
 
-@pytest.mark.parametrize(("schedule", "degree"), MODES)
-def test_two_forwards_in_flight_do_not_see_each_other(
-    ranks: Any, schedule: str, degree: int
-) -> None:
-    tensors = inputs(4, 2, 16)
-    per_rank = ranks(4).run(crossed, 4, schedule, degree, tensors)
-    together = [torch.cat(parts, 2) for parts in zip(*per_rank, strict=True)]
-    q, k, v, grad = tensors
-    expected = [*single((q, k, v, grad), CAUSAL), *single((q * 0.5, k, v, grad), CAUSAL)]
-    for result, reference in zip(together, expected, strict=True):
+def together(per_rank: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.cat(parts, 2) for parts in zip(*per_rank, strict=True)]
+
+
+def check(results: list[Tensor], expected: list[Tensor]) -> None:
+    for result, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=0, atol=1e-13)
 
 
+def crossed(rank: int, mode: Mode, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Two forwards, then their backwards in the opposite order of a stack."""
+    q, k, v, grad = (x.chunk(4, 2)[rank] for x in tensors)
+    attention, calls = attention_of(mode, cp_mesh(4), CAUSAL), []
+    for scale in (1.0, 0.5):
+        local = leaves(q * scale, k, v)
+        calls.append((attention(*local), local))
+    return [x for out, local in calls for x in with_gradients(out, local, grad)]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_two_forwards_in_flight_do_not_see_each_other(ranks: Any, mode: Mode) -> None:
+    q, k, v, grad = tensors = inputs(4, 2, 16)
+    expected = [*single(tensors, CAUSAL), *single((q * 0.5, k, v, grad), CAUSAL)]
+    check(together(ranks(4).run(crossed, mode, tensors)), expected)
+
+
 class Failing:
-    """A backend that fails on every rank at its ``at``-th block."""
+    """A backend that fails at its ``at``-th block, forward and backward counted together."""
 
     name = "failing"
 
-    def __init__(self, inner: Any, at: int) -> None:
-        self._inner = inner
+    def __init__(self, at: int) -> None:
+        self._inner = SDPA
         self._left = at
 
     def supports(self, *args: Any) -> None:
@@ -58,69 +94,107 @@ class Failing:
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Fail, or compute."""
-        self._left -= 1
-        if self._left == 0:
-            raise RuntimeError("a kernel failed")
+        self._count()
         return self._inner.forward(*args, **options)
 
     def backward(self, *args: Any, **options: Any) -> Any:
         """Fail, or compute."""
+        self._count()
+        return self._inner.backward(*args, **options)
+
+    def _count(self) -> None:
         self._left -= 1
         if self._left == 0:
             raise RuntimeError("a kernel failed")
-        return self._inner.backward(*args, **options)
 
 
 def failing_once(
-    rank: int, n: int, schedule: Any, degree: int, at: int, tensors: tuple[Tensor, ...]
+    rank: int, mode: Mode, mask: MaskSpec, at: list[int], tensors: tuple[Tensor, ...]
 ) -> tuple[str, list[Tensor]]:
-    q, k, v, grad = (x.chunk(n, 2)[rank] for x in tensors)
+    """Fail at this rank's block, then call again."""
+    q, k, v, grad = (x.chunk(4, 2)[rank] for x in tensors)
 
     def run(backend: Any) -> list[Tensor]:
         local = leaves(q, k, v)
-        out = context_parallel_attention(
-            *local,
-            cp_mesh(n),
-            mask=MaskSpec(causal=False),
-            schedule=schedule,
-            ulysses_degree=degree,
-            backend=backend,
-        )
+        out = attention_of(mode, cp_mesh(4), mask, backend=backend)(*local)
         return with_gradients(out, local, grad)
 
     try:
-        run(Failing(SDPA, at))
+        run(Failing(at[rank]))
     except RuntimeError as error:
         return str(error), run("sdpa")
     return "nothing failed", []
 
 
 @pytest.mark.parametrize("at", [2, 5])
-@pytest.mark.parametrize("schedule", ["gather", "direct", "ring"])
+@pytest.mark.parametrize("mode", SCHEDULED, ids=str)
 def test_after_an_exception_in_forward_or_backward_the_next_call_is_right(
-    ranks: Any, schedule: str, at: int
+    ranks: Any, mode: Mode, at: int
 ) -> None:
     tensors = inputs(4, 2, 16)
-    answers = ranks(4).run(failing_once, 4, schedule, 1, at, tensors)
+    answers = ranks(4).run(failing_once, mode, FULL, [at] * 4, tensors)
     assert [said for said, _ in answers] == ["a kernel failed"] * 4
-    expected = single(tensors, MaskSpec(causal=False))
-    for parts, reference in zip(
-        zip(*(results for _, results in answers), strict=True), expected, strict=True
-    ):
-        torch.testing.assert_close(torch.cat(parts, 2), reference, rtol=0, atol=1e-13)
+    check(together([results for _, results in answers]), single(tensors, FULL))
+
+
+@pytest.mark.parametrize(
+    ("mode", "at"),
+    [
+        (("function", {"ulysses_degree": 4}), 2),
+        (("function", {"ulysses_degree": 4}), 12),
+        (("style", {"ulysses_degree": 4}), 12),
+        (("function", {"ulysses_degree": 2, "schedule": "direct"}), 2),
+        (("function", {"ulysses_degree": 2, "schedule": "direct"}), 9),
+        (("style", {"ulysses_degree": 2, "schedule": "ring"}), 9),
+    ],
+    ids=str,
+)
+def test_after_an_exception_between_exchanges_of_heads_the_next_call_is_right(
+    ranks: Any, mode: Mode, at: int
+) -> None:
+    check_next_call(ranks, mode, [at] * 4)
+
+
+@pytest.mark.parametrize("at", [[1, 2, 3, 2], [3, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("mode", SCHEDULED, ids=str)
+def test_after_exceptions_at_different_blocks_of_a_step_the_next_call_is_right(
+    ranks: Any, mode: Mode, at: list[int]
+) -> None:
+    check_next_call(ranks, mode, at)
+
+
+def check_next_call(ranks: Any, mode: Mode, at: list[int]) -> None:
+    tensors = inputs(4, 4, 32)
+    answers = ranks(4).run(failing_once, mode, PACKED, at, tensors)
+    assert [said for said, _ in answers] == ["a kernel failed"] * 4
+    expected = single(tensors, PACKED, dense_attention)
+    check(together([results for _, results in answers]), expected)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("mode", MODES[:-1], ids=str)
+def test_after_an_exception_on_one_rank_alone_the_next_call_is_right(
+    mode: Mode, failing: int
+) -> None:
+    tensors, world = inputs(4, 2, 16), SimulatedWorld(4)
+
+    def run(rank: int, door: SimulatedCollectives, backend: Any) -> list[Tensor]:
+        q, k, v, grad = (x.chunk(4, 2)[rank] for x in tensors)
+        local = leaves(q, k, v)
+        mesh = door.mesh((4,), ("cp",))
+        attention = attention_of(mode, mesh, FULL, backend=backend, collectives=door)
+        return with_gradients(attention(*local), local, grad)
+
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        world.run(lambda rank, door: run(rank, door, Failing(1) if rank == failing else "sdpa"))
+    check(together(world.run(lambda rank, door: run(rank, door, "sdpa"))), single(tensors, FULL))
 
 
 def checkpointed(
-    rank: int, n: int, schedule: Any, degree: int, reentrant: bool, tensors: tuple[Tensor, ...]
+    rank: int, mode: Mode, reentrant: bool, tensors: tuple[Tensor, ...]
 ) -> list[list[Tensor]]:
-    q, k, v, grad = (x.chunk(n, 2)[rank] for x in tensors)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context_parallel_attention(
-            q, k, v, cp_mesh(n), mask=CAUSAL, schedule=schedule, ulysses_degree=degree
-        )
-
-    results = []
+    q, k, v, grad = (x.chunk(4, 2)[rank] for x in tensors)
+    attention, results = attention_of(mode, cp_mesh(4), CAUSAL), []
     for again in (False, True):
         local = leaves(q, k, v)
         out = checkpoint(attention, *local, use_reentrant=reentrant) if again else attention(*local)
@@ -130,11 +204,9 @@ def checkpointed(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("schedule", "degree"), MODES)
-def test_activation_checkpointing_changes_nothing(
-    ranks: Any, schedule: str, degree: int, reentrant: bool
-) -> None:
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_activation_checkpointing_changes_nothing(ranks: Any, mode: Mode, reentrant: bool) -> None:
     tensors = inputs(4, 2, 16)
-    for plain, again in ranks(4).run(checkpointed, 4, schedule, degree, reentrant, tensors):
+    for plain, again in ranks(4).run(checkpointed, mode, reentrant, tensors):
         assert len(plain) == 4
         assert all(map(torch.equal, plain, again))

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from hp_cp import (
     ContextParallel,
     DegreeError,
+    DoubleRing,
     Greedy,
     LayoutError,
     MaskSpec,
@@ -21,8 +22,8 @@ from hp_cp import (
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
-from .strategies import dense_attention, inputs, leaves, single, with_gradients
-from .test_style import Core, Model, rows
+from .strategies import LAYOUTS, dense_attention, inputs, leaves, single, with_gradients
+from .test_style import Core, Model, rows, simulated
 
 CAUSAL = MaskSpec(causal=True)
 
@@ -179,7 +180,45 @@ def test_uneven_heads_reach_the_modules_own_forward() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), reference, rtol=0, atol=1e-13)
 
 
-# Errors.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ulysses_degree": 1},
+        {"ulysses_degree": 4},
+        {"ulysses_degree": 2, "schedule": "ring"},
+        {"ulysses_degree": 1, "schedule": DoubleRing(2)},
+        {"ulysses_degree": 1, "load_balance": True},
+    ],
+    ids=str,
+)
+def test_the_options_of_many_ranks_serve_one_rank_with_every_mask(options: dict[str, Any]) -> None:
+    tensors = inputs(4, 2, 7)
+    for mask in (None, CAUSAL, MaskSpec(causal=False, window=2, cu_seqlens=(0, 4, 7))):
+        module = Core()
+        ContextParallel(mask=mask, **options).apply(module, simulated_mesh((1,)))
+        local = leaves(*tensors[:3])
+        out = rows(module(*map(rows, local), is_causal=mask is None))
+        expected = single(tensors, mask or CAUSAL, dense_attention)
+        for result, reference in zip(with_gradients(out, local, tensors[3]), expected, strict=True):
+            torch.testing.assert_close(result, reference, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("degree", [None, 1, 2])
+def test_an_empty_batch_goes_through(degree: int | None) -> None:
+    def call(rank: int, module: nn.Module) -> list[Tensor]:
+        local = leaves(*(torch.zeros(0, 3, 4, 8) for _ in range(3)))
+        return with_gradients(module(*local, is_causal=True), local, torch.zeros(0, 3, 4, 8))
+
+    for layout in LAYOUTS:
+        answers = simulated(
+            4,
+            lambda door, layout=layout: ContextParallel(
+                ulysses_degree=degree, layout=layout, collectives=door
+            ),
+            call,
+        )
+        assert [[x.shape for x in results] for results in answers] == [[(0, 3, 4, 8)] * 4] * 4
 
 
 def simulated_mesh(shape: tuple[int, ...]) -> Any:

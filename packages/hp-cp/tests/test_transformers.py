@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_pool import cached
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp import (
     Contiguous,
@@ -22,6 +21,8 @@ from hp_cp import (
     shard_sequence,
     shift_labels,
 )
+
+from .strategies import cp_mesh
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,7 +104,7 @@ def trained(model: nn.Module, loss_of: Any, reduce: Any) -> Curve:
 
 def on_rank(rank: int, n: int, mask: MaskSpec, layout: Layout, options: dict[str, Any]) -> Curve:
     """Train on this rank's part of the sequence."""
-    mesh = cached("cp", lambda: init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)))
+    mesh = cp_mesh(n)
     name = "ours"
     transformers.AttentionInterface.register(name, attention_of(mesh, mask, layout, options))
     transformers.AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

@@ -4,7 +4,14 @@ from torch import Tensor
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._inputs import as_autocast, from_batch_first, plan_inputs, to_batch_first
+from ._inputs import (
+    as_autocast,
+    check_dims,
+    check_tensors,
+    from_batch_first,
+    plan_inputs,
+    to_batch_first,
+)
 from ._masks import MaskSpec
 from ._planned import planned_attention
 from ._seats import seats_of
@@ -50,13 +57,16 @@ def context_parallel_attention(
     output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
     ``mesh`` of two axes the last one is that of Ulysses, and ``u`` its size. `plan_attention` tells
     blocks and bytes. The same inputs give the same bits every time, and Ulysses on all ranks those
-    of one process (but for the gradients of kv heads that several ranks read).
+    of one process (but for the gradients of kv heads that several ranks read, and for windows where
+    several threads of a CPU process split the merge of many rows).
 
     Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
     local length that the layout does not give is seen on that rank only, while the others wait.
     """
     door: Collectives = TorchCollectives() if collectives is None else collectives
+    check_dims(seq_dim, head_dim)
+    check_tensors(q, k, v)
     seats = seats_of(mesh, ulysses_degree, door)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(

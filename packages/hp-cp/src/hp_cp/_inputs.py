@@ -2,12 +2,34 @@
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ._errors import InputError
+from ._errors import InputError, described
 from ._masks import MaskSpec
 from .layouts._interface import Layout
 from .plans._plan import AttentionPlan, plan_attention
 from .plans._routes import Schedule
+
+
+def check_dims(seq_dim: int, head_dim: int) -> None:
+    """Raise `InputError` unless both are dims of a 4-D tensor before the head size."""
+    if seq_dim == head_dim or not all(type(d) is int and 0 <= d < 3 for d in (seq_dim, head_dim)):
+        raise InputError(
+            f"seq_dim={seq_dim!r} and head_dim={head_dim!r} are no dims of rows and heads in "
+            f"tensors whose last of four dims is the head size; use two different dims of 0, 1, 2"
+        )
+
+
+def check_tensors(q: object, k: object, v: object) -> None:
+    """Raise `InputError` unless all three are tensors of four dims."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a tensor, got {described(x)}")
+        if x.ndim != 4:
+            raise InputError(
+                f"attention takes 4-D tensors whose last dim is the head size, got {name} of "
+                f"shape {tuple(x.shape)}"
+            )
 
 
 def plan_inputs(
@@ -32,11 +54,12 @@ def plan_inputs(
     Ranks whose tensors have equal shapes raise together; only the last check, of the local length,
     sees what is this rank's alone.
     """
-    if q.ndim != 4 or seq_dim == head_dim or not {seq_dim, head_dim} <= {0, 1, 2}:
-        raise InputError(
-            f"attention takes 4-D tensors whose last dim is the head size, got {tuple(q.shape)} "
-            f"with seq_dim={seq_dim}, head_dim={head_dim}; use two different dims of 0, 1, 2"
-        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, DTensor):
+            raise InputError(
+                f"{name} is a DTensor with {x.placements}; pass local rows, {name}.to_local(), or "
+                f"use ContextParallel, which takes DTensors"
+            )
     if k.shape != v.shape or _without(q, head_dim) != _without(k, head_dim):
         raise InputError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree in all dims "
@@ -88,7 +111,8 @@ def from_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
 def as_autocast(x: Tensor) -> Tensor:
     """Return ``x`` as autocast hands it to SDPA: any floating dtype but float64 becomes its own."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or not x.is_floating_point():
+    known = torch.amp.is_autocast_available(device)
+    if not known or not torch.is_autocast_enabled(device) or not x.is_floating_point():
         return x
     return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
 

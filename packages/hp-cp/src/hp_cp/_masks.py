@@ -70,6 +70,11 @@ def _between(ends: tuple[int, ...]) -> Ranges:
 
 
 def _check_documents(ends: object) -> None:
+    if isinstance(ends, tuple) and any(isinstance(end, (tuple, list)) for end in ends):
+        raise LayoutError(
+            "cu_seqlens are shared by all rows of the batch, got documents of several rows; pack "
+            "the rows into one, one behind the other, or attend each with its own mask"
+        )
     if not isinstance(ends, tuple) or not all(type(end) is int for end in ends):
         raise LayoutError(
             f"cu_seqlens must be a tuple of ints, got {described(ends)}; of a tensor use "

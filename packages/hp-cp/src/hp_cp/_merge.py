@@ -12,9 +12,13 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     is that of online softmax (Milakov and Gimelshein, arXiv 1805.02867, section 3).
     """
     other_lse = other_lse.to(lse.dtype)
-    weight = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == -torch.inf, 0.0)
+    # A gap after the rows of each head: kernels round the last few elements of a stretch in another
+    # way than the others, so that a row's bits would depend on how many heads lie beside it.
+    apart = lse.new_empty((*lse.shape[:-1], lse.shape[-1] + 1))[..., :-1]
+    weight = torch.sub(other_lse, lse, out=apart).sigmoid_()
+    weight.masked_fill_(other_lse == -torch.inf, 0.0)
     out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
-    torch.logaddexp(lse, other_lse, out=lse)
+    lse.copy_(torch.logaddexp(lse, other_lse, out=apart))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ._heads import Exchange, heads_to_rows, rows_to_heads
 from ._seats import Seats
 from ._swap import swap_halves
+from ._ulysses import Exchange, heads_to_rows, rows_to_heads
 from .backends._interface import AttentionBackend
 from .plans._plan import AttentionPlan
 from .schedules._attend import attend

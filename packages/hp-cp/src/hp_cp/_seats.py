@@ -37,6 +37,13 @@ def place_of(mesh: AxisMesh) -> tuple[int, int]:
     return n, place
 
 
+def ranks_of(mesh: AxisMesh) -> list[int]:
+    """Return the global ranks that a sequence lies over, in its order."""
+    *outer, inner = axes_of(mesh)
+    rows = mesh.mesh.tolist()
+    return [rank for row in rows for rank in row] if outer else list(inner.ranks)
+
+
 def default_degree(mesh: AxisMesh) -> int:
     """Return the size of the last axis: all ranks of one, the Ulysses ranks of two."""
     return axes_of(mesh)[-1].size

@@ -1,18 +1,23 @@
 """The parallel style: a core-attention module whose attention spans the ranks of a mesh."""
 
+from dataclasses import replace
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._errors import InputError
-from ._forward import ContextParallelForward, Settings
+from ._errors import DegreeError, InputError
+from ._forward import ContextParallelForward
+from ._inputs import check_dims
 from ._masks import MaskSpec, check_mask
-from ._seats import default_degree, seats_of
+from ._seats import default_degree, place_of, seats_of
+from ._settings import Settings
+from .backends._choose import check_backend_name
 from .backends._interface import AttentionBackend
 from .layouts._fixed import Contiguous
-from .layouts._interface import Layout, check_layout
+from .layouts._interface import Layout, check_layout, check_size
 from .plans._checks import check_balance
 from .plans._routes import Schedule, check_schedule, ring_of
 
@@ -23,7 +28,9 @@ class ContextParallel(ParallelStyle):
     The module is called with this rank's rows of q, k and v and returns this rank's rows. Its
     forward has the arguments of ``scaled_dot_product_attention``; q, k and v are at positions
     ``qkv_indices``, or keywords named ``qkv_kwarg_names`` (by default what the forward calls its
-    parameters there). DTensors are taken as their local shards; outputs are plain tensors.
+    parameters there). DTensors are taken as their local shards, which must be this rank's rows:
+    sharded on the sequence over the ranks of the mesh, and over other axes at most on the batch or
+    on heads; outputs are plain tensors.
     ``seq_dim`` and ``head_dim`` are 1 and 2 for ``[batch, rows, heads, size]``.
 
     ``ulysses_degree``: None exchanges sequence for heads over all ranks of a mesh of one axis, or
@@ -46,7 +53,9 @@ class ContextParallel(ParallelStyle):
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
-    `LayoutError` for a layout that is no `Layout` and a mask that is no `MaskSpec`.
+    `LayoutError` for a layout that is no `Layout` and a mask that is no `MaskSpec`, `InputError`
+    for dims, positions or names that are not those of q, k and v, `DegreeError` for a degree below
+    one, and `BackendError` for a backend that is none or whose name nobody registered before.
     """
 
     def __init__(
@@ -65,6 +74,18 @@ class ContextParallel(ParallelStyle):
         seq_len: int | None = None,
         collectives: Collectives | None = None,
     ) -> None:
+        check_dims(seq_dim, head_dim)
+        if ulysses_degree is not None and (type(ulysses_degree) is not int or ulysses_degree < 1):
+            raise DegreeError(
+                f"ulysses_degree={ulysses_degree!r} is no number of ranks; use a divisor of the "
+                f"context parallel size, or None for all of it"
+            )
+        check_backend_name(backend)
+        if len(positions := list(qkv_indices)) != 3 or len(set(positions)) != 3:
+            raise InputError(
+                f"qkv_indices are the positions of q, k and v, got {qkv_indices}; give three "
+                f"different ones"
+            )
         if len(qkv_kwarg_names) not in (0, 3):
             raise InputError(
                 f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names}; give three, "
@@ -75,6 +96,8 @@ class ContextParallel(ParallelStyle):
         check_schedule(schedule)
         if mask is not None:
             check_mask(mask)
+        if seq_len is not None:
+            check_size(1, seq_len)
         self.ulysses_degree = ulysses_degree
         self.settings = Settings(
             seq_dim=seq_dim,
@@ -93,22 +116,25 @@ class ContextParallel(ParallelStyle):
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
         """Replace ``module.forward`` and return ``module``.
 
-        On one rank it stays as it is, unless the style has a mask, which it would not know of.
-        Raises `DegreeError` for a mesh of more than two axes or a degree that its size does not
-        allow, and `InputError` for a module that is context parallel already, which one that the
-        style left as it is on one rank is not, and for one whose forward is to be replaced and has
-        no ``is_causal`` where the style has no mask, or defaults that would be lost.
+        On one rank it stays as it is, unless the style has a mask, which it would not know of; any
+        degree, schedule and ``load_balance`` serves there. Raises `DegreeError` for a mesh of more
+        than two axes or a degree that its size does not allow, and `InputError` for a module that
+        is context parallel already, which one that the style left as it is on one rank is not, and
+        for one whose forward is to be replaced and has no ``is_causal`` where the style has no
+        mask, or defaults that would be lost.
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
-        n = seats_of(mesh, degree, self.settings.collectives).n
-        ring_of(self.settings.schedule, n // degree)
-        if self.settings.load_balance:
-            check_balance(self.settings.layout, n, 0, degree, self.settings.schedule)
+        settings, (n, _) = self.settings, place_of(mesh)
+        if n == 1:  # nothing to exchange or to bring, in whatever way
+            degree, settings = 1, replace(settings, schedule="gather", load_balance=False)
+        seats_of(mesh, degree, settings.collectives)
+        ring_of(settings.schedule, n // degree)
+        if settings.load_balance:
+            check_balance(settings.layout, n, 0, degree, settings.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
-        if n > 1 or self.settings.mask is not None:
-            forward = ContextParallelForward(module.forward, mesh, n, degree, self.settings)
-            module.forward = forward
+        if n > 1 or settings.mask is not None:
+            module.forward = ContextParallelForward(module.forward, mesh, n, degree, settings)
         return module
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

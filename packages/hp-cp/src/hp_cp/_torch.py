@@ -9,6 +9,7 @@ from torch import Tensor
 # torch.utils._pytree (2.11 to 2.13): containers of tensors as trees. No public module yet; the
 # optree package has the same functions.
 from torch.utils._pytree import tree_map as _tree_map
+from torch.utils._pytree import tree_structure as _tree_structure
 
 # The flash kernels of scaled_dot_product_attention on CPU (2.11 to 2.13), forward and backward.
 # The public function returns no log-sum-exp, without which partial results cannot be merged.
@@ -182,6 +183,13 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return ``tree`` with ``function`` applied to every tensor in it."""
-    return _tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Return ``tree`` with ``function`` applied to every tensor and what ``others`` hold there."""
+    return _tree_map(
+        lambda leaf, *at: function(leaf, *at) if isinstance(leaf, Tensor) else leaf, tree, *others
+    )
+
+
+def share_structure(tree: Any, other: Any) -> bool:
+    """Return whether two trees are built of the same containers."""
+    return bool(_tree_structure(tree) == _tree_structure(other))

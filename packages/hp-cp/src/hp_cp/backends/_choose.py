@@ -30,6 +30,17 @@ def register_backend(backend: AttentionBackend) -> None:
     _BY_NAME[backend.name] = backend
 
 
+def check_backend_name(backend: object) -> None:
+    """Raise `BackendError` for a name that no backend has, and for what is no backend."""
+    if not isinstance(backend, str):
+        _check(backend)
+    elif backend != "auto" and backend not in _BY_NAME:
+        raise BackendError(
+            f"no backend {backend!r}; use one of {['auto', *_BY_NAME]} or an AttentionBackend "
+            f"object"
+        )
+
+
 def choose_backend(
     backend: str | AttentionBackend,
     kernels: Sequence[Kernel],
@@ -42,18 +53,13 @@ def choose_backend(
     ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``; others are taken by
     name only.
     """
+    check_backend_name(backend)
     if not isinstance(backend, str):
-        _check(backend)
         chosen = backend
     elif backend == "auto":
         chosen = _able(kernels, device, dtype, head_size) or _BY_NAME["sdpa"]
-    elif backend in _BY_NAME:
-        chosen = _BY_NAME[backend]
     else:
-        raise BackendError(
-            f"no backend {backend!r}; use one of {['auto', *_BY_NAME]} or an AttentionBackend "
-            f"object"
-        )
+        chosen = _BY_NAME[backend]
     if lack := _lack(chosen, kernels, device, dtype, head_size):
         other = _able(kernels, device, dtype, head_size)
         remedy = f"use {other.name!r}" if other else "pass backend= an AttentionBackend that can"

@@ -25,6 +25,7 @@ class Auto(Layout):
     ``pairs_per_row`` says how many query-key pairs take the time in which one row of keys and
     values comes from another rank, forward and backward. On accelerators that is about the ratio of
     arithmetic per second to bytes per second, over twice the number of query heads per kv head.
+    Raises `LayoutError` for what is no finite number of at least 0.
     """
 
     pairs_per_row: float = 256.0

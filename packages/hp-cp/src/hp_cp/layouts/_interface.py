@@ -82,9 +82,11 @@ def check_layout(layout: object) -> None:
 
 
 def check_size(n: int, seq_len: int) -> None:
-    """Raise `LayoutError` unless there are ranks and no negative length."""
-    if n < 1 or seq_len < 0:
-        raise LayoutError(f"a layout needs n >= 1 and seq_len >= 0, got n={n}, seq_len={seq_len}")
+    """Raise `LayoutError` unless there are ranks and no negative length, both ints."""
+    if type(n) is not int or type(seq_len) is not int or n < 1 or seq_len < 0:
+        raise LayoutError(
+            f"a layout needs ints n >= 1 and seq_len >= 0, got n={n!r}, seq_len={seq_len!r}"
+        )
 
 
 def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> None:

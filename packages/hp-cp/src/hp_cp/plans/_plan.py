@@ -8,9 +8,9 @@ from .._intervals import Ranges, size, union
 from .._masks import MaskSpec, check_mask
 from .._work import pairs_of
 from ..layouts._fixed import Contiguous
-from ..layouts._interface import Chunks, Layout, check_layout, check_partition, cut, lengths_of
+from ..layouts._interface import Chunks, Layout, check_layout, check_size, cut, lengths_of
 from ._blocks import Block
-from ._checks import check_balance, check_degree, check_heads
+from ._checks import check_balance, check_degree, check_heads, checked_chunks
 from ._heads import HeadShare, split_heads
 from ._parts import Part, make_part
 from ._routes import Ring, Schedule, check_schedule, ring_of
@@ -215,6 +215,7 @@ def plan_attention(
     check_schedule(schedule)
     check_mask(mask)
     check_layout(layout)
+    check_size(n, seq_len)
     check_degree(ulysses_degree, n)
     q_heads = ulysses_degree if q_heads is None else q_heads
     kv_heads = q_heads if kv_heads is None else kv_heads
@@ -222,8 +223,6 @@ def plan_attention(
     ring_of(schedule, n // ulysses_degree)
     if load_balance:
         check_balance(layout, n, seq_len, ulysses_degree, schedule)
-    # mypy sees no hash in a protocol; check_layout did
-    chunks, lengths = _checked_chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]
     return AttentionPlan(
         mask=mask,
         layout=layout,
@@ -238,16 +237,11 @@ def plan_attention(
         kv_heads=kv_heads,
         head_size=head_size,
         itemsize=itemsize,
-        chunks=chunks,
-        lengths=lengths,
+        chunks=checked_chunks(layout, n, seq_len, mask),
+        lengths=_lengths(layout, n, seq_len, mask),  # type: ignore[arg-type]  # it has a hash
     )
 
 
 @lru_cache(maxsize=_BATCHES)
-def _checked_chunks(
-    layout: Layout, n: int, seq_len: int, mask: MaskSpec
-) -> tuple[Chunks, tuple[int, ...]]:
-    mask.documents(seq_len)
-    chunks = layout.chunks(n, seq_len, mask)
-    check_partition(chunks, n, seq_len, layout)
-    return chunks, lengths_of(chunks)
+def _lengths(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> tuple[int, ...]:
+    return lengths_of(checked_chunks(layout, n, seq_len, mask))

@@ -13,7 +13,9 @@ from ._peers import Pair, Peers
 class Calls:
     """Passes calls on to peers, and waits for those under way where the pass raises.
 
-    What a peer has sent already would else be taken for the answer to a later call.
+    What a peer has sent already would else be taken for the answer to a later call. Where waiting
+    itself fails the group is broken, and the rest is not waited for: each call under way would take
+    another timeout. The pass raises what it raised first, with a note of what waiting said.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -37,9 +39,13 @@ class Calls:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception):  # an interrupt does not wait
-            for call in list(self._under_way):
-                call.wait()
+        if not isinstance(error, Exception):  # an interrupt does not wait
+            return
+        try:
+            while self._under_way:
+                next(iter(self._under_way)).wait()
+        except RuntimeError as other:
+            error.add_note(f"while waiting for the peers' calls: {other}")
 
 
 class _Call:
@@ -51,5 +57,8 @@ class _Call:
         under_way.add(self)
 
     def wait(self) -> list[Tensor]:
-        self._under_way.discard(self)
-        return self._work.wait()
+        rest = self._under_way - {self}
+        self._under_way.clear()  # if this fails, none is left to wait for
+        outputs = self._work.wait()
+        self._under_way |= rest
+        return outputs

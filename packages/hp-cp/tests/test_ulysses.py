@@ -1,17 +1,20 @@
 """The Ulysses exchange moves every element to one place, and back."""
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp import Layout
-from hp_cp._heads import Exchange, heads_to_rows, rows_to_heads
+from hp_cp import Layout, MaskSpec, context_parallel_attention
+from hp_cp._ulysses import Exchange, heads_to_rows, rows_to_heads
 from hp_cp.plans._heads import HeadShare, split_heads
 from hp_cp.schedules._peers import Peers
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
-from .strategies import inputs, layouts
+from .strategies import LAYOUTS, inputs, layouts, leaves, with_gradients
 
 worlds = st.integers(1, 4)
 kv_heads_and_groups = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -94,3 +97,41 @@ def test_some_ranks_of_an_axis_exchange_among_themselves(
         first = i - i % degree
         whole = torch.cat([q + r for r in range(first, first + degree)], 2)
         assert torch.equal(held, whole[:, list(shares[i % degree].q)])
+
+
+MASKS = [
+    MaskSpec(causal=causal, window=window, cu_seqlens=documents)
+    for causal, window, documents in itertools.product(
+        (True, False), (None, 9, 20, 32), (None, (0, 5, 6, 19, 37))
+    )
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_windows_and_documents_are_bitwise_one_process(layout: Layout, dtype: torch.dtype) -> None:
+    tensors = inputs(8, 8, 37, size=16, dtype=dtype)
+
+    def attention(n: int, mask: MaskSpec) -> list[Tensor]:
+        held = [list(indices) for indices in layout.indices(n, 37, mask)]
+
+        def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+            q, k, v, grad = (x[:, :, held[rank]] for x in tensors)
+            local = leaves(q, k, v)
+            out = context_parallel_attention(
+                *local,
+                door.mesh((n,), ("cp",)),
+                mask=mask,
+                layout=layout,
+                ulysses_degree=n,
+                seq_len=37,
+                collectives=door,
+            )
+            return with_gradients(out, local, grad)
+
+        order = torch.tensor([i for indices in held for i in indices]).argsort()
+        parts = zip(*SimulatedWorld(n).run(rank), strict=True)
+        return [torch.cat(part, 2)[:, :, order] for part in parts]
+
+    for mask in MASKS:
+        assert all(map(torch.equal, attention(4, mask), attention(1, mask))), mask

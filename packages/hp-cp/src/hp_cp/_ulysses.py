@@ -92,16 +92,17 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         for x, held in zip(tensors, of_rank, strict=True):
             block[:, :, at : at + len(held)] = x[:, held.start : held.stop].permute(2, 0, 1, 3)
             at += len(held)
-    mine = counts[exchange.peers.index]
+    mine, lengths = counts[exchange.peers.index], lengths_of(exchange.chunks)
     per_row = batch * width
     received = exchange.peers.all_to_all(
         send,
         [rows * per_row * count for count in counts],
-        [length * per_row * mine for length in lengths_of(exchange.chunks)],
-    ).view(-1, batch, mine, width)
+        [length * per_row * mine for length in lengths],
+    ).view(sum(lengths), batch, mine, width)
     whole = _in_order(received, exchange)
     sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
-    return list(whole.permute(1, 2, 0, 3).split(sizes, dim=1))
+    # Parts that autograd takes for tensors of their own: a caller may change one in place.
+    return list(whole.permute(1, 2, 0, 3).unsafe_split_with_sizes(sizes, dim=1))
 
 
 def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:

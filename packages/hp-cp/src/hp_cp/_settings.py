@@ -1,0 +1,27 @@
+"""What a context parallel style was made with."""
+
+from dataclasses import dataclass
+
+from hp_dtensor import Collectives
+
+from ._masks import MaskSpec
+from .backends._interface import AttentionBackend
+from .layouts._interface import Layout
+from .plans._routes import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of `ContextParallel`; see there."""
+
+    seq_dim: int
+    head_dim: int
+    qkv_indices: tuple[int, int, int]
+    qkv_kwarg_names: tuple[str, ...]
+    load_balance: bool
+    schedule: Schedule
+    layout: Layout
+    mask: MaskSpec | None
+    backend: str | AttentionBackend
+    seq_len: int | None
+    collectives: Collectives

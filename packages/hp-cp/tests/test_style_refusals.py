@@ -1,0 +1,263 @@
+"""What the style cannot serve is refused: when made, when applied, or by every call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hp_cp import BackendError, ContextParallel, DegreeError, InputError, LayoutError, Zigzag
+from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+
+from .test_style import TENSORS, Core, simulated
+
+
+@pytest.mark.parametrize("degree", [None, 1])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attn_mask": torch.ones(12, 12, dtype=torch.bool)}, "attn_mask is a dense mask"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported"),
+        ({"k": torch.zeros(2, 3, 2, 8), "v": torch.zeros(2, 3, 2, 8)}, "cross attention"),
+        ({"q": None}, "no argument at position 0 or as q="),
+    ],
+)
+def test_calls_that_cannot_be_served_raise_on_every_rank(
+    degree: int | None, change: dict[str, Any], said: str
+) -> None:
+    records = []
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        records.append(RecordingCollectives(door))
+        return ContextParallel(ulysses_degree=degree, collectives=records[-1])
+
+    def call(rank: int, module: nn.Module) -> str:
+        local = [x.chunk(2, 1)[rank].float() for x in TENSORS[:3]]
+        given: dict[str, Any] = {**dict(zip("qkv", local, strict=True)), **change}
+        with pytest.raises(InputError) as info:
+            module(**{name: value for name, value in given.items() if value is not None})
+        return str(info.value)
+
+    texts = simulated(2, style, call)
+    assert len(set(texts)) == 1
+    assert said in texts[0]
+    assert [record.by_axis for record in records] == [{}, {}]
+
+
+def test_an_argument_that_only_the_replaced_forward_knows_is_refused() -> None:
+    class Windowed(nn.Module):
+        def forward(
+            self, q: Tensor, k: Tensor, v: Tensor, window: int = 0, is_causal: bool = False
+        ) -> Tensor:
+            return q
+
+    def call(rank: int, module: nn.Module) -> str:
+        q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
+        module(q, k, v, 0)
+        with pytest.raises(InputError) as info:
+            module(q, k, v, 5)
+        return str(info.value)
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(ulysses_degree=1, collectives=door)
+
+    texts = simulated(2, style, call, Windowed)
+    assert all("arguments ['window'] have no meaning" in text for text in texts)
+
+
+def test_arguments_equal_to_their_defaults_are_taken_and_of_another_type_or_value_refused() -> None:
+    class Capped(nn.Module):
+        def forward(
+            self,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            softcap: float = 0.0,
+            bias: Tensor | None = None,
+            is_causal: bool = False,
+        ) -> Tensor:
+            return q
+
+    def call(rank: int, module: nn.Module) -> list[str]:
+        q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
+        # Built at run time, so that it is equal to the default but not the same object.
+        module(q, k, v, float("0.0"))
+        module(q, k, v, softcap=float("0.0"), bias=None)
+        texts = []
+        for given in ({"softcap": 0}, {"softcap": 30.0}, {"bias": q}):
+            with pytest.raises(InputError) as info:
+                module(q, k, v, **given)
+            texts.append(str(info.value).split(" have")[0])
+        return texts
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(ulysses_degree=1, collectives=door)
+
+    names = ("softcap", "softcap", "bias")
+    assert simulated(2, style, call, Capped) == [[f"arguments ['{name}']" for name in names]] * 2
+
+
+class Causal(nn.Module):
+    """Causal without being told."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return q."""
+        return q
+
+
+class SoftCapped(nn.Module):
+    """Capped and windowed without being told."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        softcap: float = 50.0,
+        window: tuple[int, int] = (-1, 0),
+    ) -> Tensor:
+        """Return q."""
+        return q
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Causal, "no is_causal, so that nothing tells"),
+        (SoftCapped, r"the defaults \['softcap=50.0', 'window=\(-1, 0\)'\]"),
+    ],
+)
+@pytest.mark.parametrize("options", [{"ulysses_degree": 1}, {"layout": Zigzag()}], ids=str)
+def test_a_forward_that_does_more_than_it_is_told_is_not_replaced(
+    module: type[nn.Module], said: str, options: dict[str, Any]
+) -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    with pytest.raises(InputError, match=said):
+        ContextParallel(**options).apply(module(), mesh)
+    assert ContextParallel().apply(plain := module(), mesh) is plain  # it runs itself
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda q: q.flatten(2), r"a tensor of shape \(2, 12, 16\)"),
+        (
+            lambda q: (q[:, :1], None),
+            r"a tuple of \[a tensor of shape \(2, 1, 2, 8\), a NoneType\]",
+        ),
+        (lambda q: {"out": q}, "a dict"),
+    ],
+)
+def test_a_forward_that_returns_nothing_shaped_like_q_is_refused(
+    returned: Callable[[Tensor], Any], said: str
+) -> None:
+    class Other(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return returned(q)
+
+    def call(rank: int, module: nn.Module) -> None:
+        with pytest.raises(InputError, match=rf"returned {said}, .* shaped like .*\(2, 12, 2, 8\)"):
+            module(*(x.chunk(2, 1)[rank] for x in TENSORS[:3]))
+
+    simulated(2, lambda door: ContextParallel(collectives=door), call, Other)
+
+
+@pytest.mark.parametrize("degree", [3, 8])
+def test_a_degree_that_does_not_divide_is_refused_when_applied(degree: int) -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((4,), ("cp",))
+    with pytest.raises(DegreeError, match=rf"ulysses_degree={degree} .* use 1, 2 or 4"):
+        ContextParallel(ulysses_degree=degree).apply(Core(), mesh)
+
+
+def test_another_degree_than_that_of_the_meshs_last_axis_is_refused_when_applied() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(6), 0).mesh((2, 3), ("outer", "ulysses"))
+    said = r"ulysses_degree=2 on a mesh of outer \(2 ranks\) and ulysses \(3\).*ulysses_degree=3"
+    with pytest.raises(DegreeError, match=said):
+        ContextParallel(ulysses_degree=2).apply(Core(), mesh)
+
+
+def test_a_mesh_of_three_axes_is_refused_when_applied() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((1, 2, 2), ("dp", "outer", "ulysses"))
+    with pytest.raises(DegreeError, match="one axis, or of two"):
+        ContextParallel().apply(Core(), mesh)
+
+
+def test_applying_twice_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    core = ContextParallel().apply(Core(), mesh)
+    with pytest.raises(InputError, match="already"):
+        ContextParallel(layout=Zigzag()).apply(core, mesh)
+
+
+def test_one_rank_may_apply_again_since_nothing_was_replaced() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
+    core = ContextParallel().apply(Core(), mesh)
+    assert ContextParallel().apply(core, mesh) is core
+    assert "forward" not in vars(core)
+
+
+def test_two_names_for_three_tensors_are_refused() -> None:
+    with pytest.raises(InputError, match="give three"):
+        ContextParallel(qkv_kwarg_names=("q", "k"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mask": True}, r"mask must be a MaskSpec, got True; use MaskSpec\("),
+        ({"mask": "causal"}, r"mask must be a MaskSpec, got 'causal'; use MaskSpec\("),
+        ({"layout": "zigzag"}, r"layout must be a Layout, got 'zigzag'; use Contiguous\(\)"),
+        ({"layout": Zigzag}, r"layout must be a Layout, got the class Zigzag; use Contiguous\(\)"),
+    ],
+)
+def test_a_mask_or_layout_of_another_kind_makes_no_style(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(LayoutError, match=said):
+        ContextParallel(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"backend": "typo"}, BackendError, r"no backend 'typo'; use one of \['auto', 'sdpa'"),
+        ({"backend": 3}, BackendError, "a backend is a name or an AttentionBackend object, got 3"),
+        ({"qkv_indices": (0, 1)}, InputError, r"got \(0, 1\); give three different"),
+        ({"qkv_indices": (0, 1, 1)}, InputError, r"got \(0, 1, 1\); give three different"),
+        ({"ulysses_degree": 0}, DegreeError, "ulysses_degree=0 is no number of ranks"),
+        ({"ulysses_degree": 2.0}, DegreeError, "ulysses_degree=2.0 is no number of ranks"),
+        ({"seq_len": -1}, LayoutError, "seq_len=-1"),
+        ({"seq_dim": 2}, InputError, "seq_dim=2 and head_dim=2 .* two different dims of 0, 1, 2"),
+        ({"seq_dim": -3}, InputError, "seq_dim=-3 and head_dim=2"),
+        ({"head_dim": 3}, InputError, "seq_dim=1 and head_dim=3"),
+    ],
+)
+def test_options_that_no_call_can_use_make_no_style(
+    options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        ContextParallel(**options)
+
+
+def test_a_call_without_tensors_of_four_dims_is_refused() -> None:
+    def call(rank: int, module: nn.Module) -> list[str]:
+        x, texts = torch.zeros(1, 4, 2, 8), []
+        for given in ((x, x, None), (x, x[0], x), ("q", x, x)):
+            with pytest.raises(InputError) as info:
+                module(*given)
+            texts.append(str(info.value))
+        return texts
+
+    said = [
+        "v must be a tensor, got None",
+        "attention takes 4-D tensors whose last dim is the head size, got k of shape (4, 2, 8)",
+        "q must be a tensor, got 'q'",
+    ]
+    for degree in (None, 1):
+
+        def style(door: SimulatedCollectives, degree: int | None = degree) -> ContextParallel:
+            return ContextParallel(ulysses_degree=degree, collectives=door)
+
+        assert simulated(2, style, call) == [said] * 2
