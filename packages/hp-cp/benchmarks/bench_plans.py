@@ -2,7 +2,8 @@
 
 Packed data brings another mask with every batch, whose first layer pays the cold time and the
 others the warm one. Every draw has a mask of its own, so that nothing has to be cleared. The time
-is that of the plan and of one rank's part of it: its blocks, and the rows that come and go.
+is that of the process, for the plan and for one rank's part of it: its blocks, and the rows that
+come and go.
 """
 
 import argparse
@@ -29,7 +30,7 @@ CASES: tuple[Case, ...] = (
     ("Auto, 1024 documents", Auto(), 128, 1 << 20, 1024, None),
     ("Zigzag, one document", Zigzag(), 512, 1 << 20, 1, None),
 )
-WARM_CALLS = 20
+WARM_CALLS = 200
 
 
 def drawn(seq_len: int, documents: int, window: int | None, draws: int) -> Iterator[MaskSpec]:
@@ -52,13 +53,13 @@ def measure(case: Case, draws: int) -> dict[str, Any]:
             return sum(map(len, part_of(plan, n // 2).blocks.values()))
 
         gc.collect()
-        start = time.perf_counter()
+        start = time.process_time()
         blocks = planned()
-        cold.append(time.perf_counter() - start)
-        start = time.perf_counter()
+        cold.append(time.process_time() - start)
+        start = time.process_time()
         for _ in range(WARM_CALLS):
             planned()
-        warm.append((time.perf_counter() - start) / WARM_CALLS)
+        warm.append((time.process_time() - start) / WARM_CALLS)
     return {
         "case": name,
         "ranks": n,
