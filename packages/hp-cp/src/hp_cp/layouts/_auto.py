@@ -1,10 +1,8 @@
 """The layout that is likely to be fastest for a mask."""
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .._errors import LayoutError
 from .._intervals import overlaps, size
 from .._masks import MaskSpec
 from .._work import keys_of, pairs_of
@@ -24,17 +22,9 @@ class Auto(Layout):
     ``pairs_per_row`` says how many query-key pairs take the time in which one row of keys and
     values comes from another rank, forward and backward. On accelerators that is about the ratio of
     arithmetic per second to bytes per second, over twice the number of query heads per kv head.
-    Raises `LayoutError` for what is no finite number of at least 0.
     """
 
     pairs_per_row: float = 256.0
-
-    def __post_init__(self) -> None:
-        if type(self.pairs_per_row) not in (int, float) or not 0 <= self.pairs_per_row < math.inf:
-            raise LayoutError(
-                f"pairs_per_row={self.pairs_per_row!r} is no price of a fetched row; use a number "
-                f"of at least 0, or leave it out"
-            )
 
     def choice(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Layout:
         """Return the layout that is taken."""
