@@ -149,12 +149,6 @@ def test_a_number_of_ranks_or_a_length_that_is_none_is_refused(n: Any, seq_len: 
         plan_attention(CAUSAL, None, n, seq_len)
 
 
-@pytest.mark.parametrize("price", [float("nan"), float("inf"), -1e6, "256", None, True])
-def test_a_price_of_fetched_rows_that_is_none_is_refused(price: Any) -> None:
-    with pytest.raises(LayoutError, match=f"pairs_per_row={price!r} is no price"):
-        Auto(price)
-
-
 def test_an_unknown_schedule_is_named() -> None:
     said = r"no schedule 'rong'; use one of \['gather', 'direct', 'ring', 'double_ring'\]"
     with pytest.raises(LayoutError, match=said):

@@ -8,13 +8,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hp_dtensor import Axis, AxisMesh
 
 from ._errors import InputError
-from ._seats import ranks_of
+from ._seats import list_ranks
 from ._settings import Settings
 from .layouts._fixed import Contiguous
 from .layouts._interface import lengths_of
 
 
-def local_rows(
+def take_local_rows(
     tensors: Sequence[Tensor], mesh: AxisMesh, settings: Settings
 ) -> tuple[list[Tensor], int | None]:
     """Return q, k and v as local tensors, and the length of the whole sequence where it is known.
@@ -47,7 +47,7 @@ def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
 
     Axes with none of its other ranks, as those of the batch or of heads, must leave rows whole.
     """
-    ranks = ranks_of(mesh)
+    ranks = list_ranks(mesh)
     axes = [Axis.of(x.device_mesh, position) for position in range(x.device_mesh.ndim)]
     along = [len(set(axis.ranks) & set(ranks)) > 1 for axis in axes]
     whole = [Replicate(), *(Shard(dim) for dim in range(3) if dim != settings.seq_dim)]
@@ -61,7 +61,7 @@ def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
         return len(ranks) == 1
     over = [placement for cuts, placement in zip(along, x.placements, strict=True) if cuts]
     if (
-        _ranks_along(x, along) != ranks
+        _find_ranks(x, along) != ranks
         or any(placement != Shard(settings.seq_dim) for placement in over)
         or not isinstance(settings.layout, Contiguous)
     ):
@@ -75,7 +75,7 @@ def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
     return True
 
 
-def _ranks_along(x: DTensor, along: Sequence[bool]) -> list[int]:
+def _find_ranks(x: DTensor, along: Sequence[bool]) -> list[int]:
     """Return the ranks over which some axes of a DTensor's mesh lie, as this rank sees them."""
     here = x.device_mesh.get_coordinate() or [0] * len(along)
     index = tuple(slice(None) if cuts else i for cuts, i in zip(along, here, strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 from hp_dtensor import AxisMesh
 
 from ._call import Call
-from ._dtensors import local_rows
+from ._dtensors import take_local_rows
 from ._inner import exchange_around
 from ._inputs import as_autocast, check_tensors, from_batch_first, plan_inputs, to_batch_first
 from ._masks import MaskSpec
@@ -53,7 +53,7 @@ class ContextParallelForward:
         keys = [call.key(i, name) for i, name in zip(settings.qkv_indices, names, strict=True)]
         q, k, v = (call.values[key] for key in keys)
         check_tensors(q, k, v)
-        (q, k, v), seq_len = local_rows((q, k, v), self._mesh, settings)
+        (q, k, v), seq_len = take_local_rows((q, k, v), self._mesh, settings)
         check_options(call)
         seats = seats_of(self._mesh, self._ulysses_degree, settings.collectives)
         if not self._runs_inner:

@@ -37,7 +37,7 @@ def place_of(mesh: AxisMesh) -> tuple[int, int]:
     return n, place
 
 
-def ranks_of(mesh: AxisMesh) -> list[int]:
+def list_ranks(mesh: AxisMesh) -> list[int]:
     """Return the global ranks that a sequence lies over, in its order."""
     *outer, inner = axes_of(mesh)
     rows = mesh.mesh.tolist()

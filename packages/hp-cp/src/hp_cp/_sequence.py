@@ -89,8 +89,8 @@ def unshard_sequence(
         return _Cut(dim, chunks)
 
     def whole(x: Tensor, cut: _Cut) -> Tensor:
-        gathered = _gathered(x, mesh, lengths_of(cut.chunks), cut.dim, collectives)
-        return _in_order(gathered, cut.chunks, cut.dim)
+        gathered = _gather(x, mesh, lengths_of(cut.chunks), cut.dim, collectives)
+        return _sort_rows(gathered, cut.chunks, cut.dim)
 
     return map_tensors(whole, tree, map_tensors(cut_of, tree, _each_dim(tree, seq_dim)))
 
@@ -123,7 +123,7 @@ def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
 
-def _gathered(
+def _gather(
     x: Tensor, mesh: AxisMesh, lengths: tuple[int, ...], dim: int, collectives: Collectives | None
 ) -> Tensor:
     """Return the rows of all ranks in rank order, gathered over the last axis first."""
@@ -135,7 +135,7 @@ def _gathered(
     return all_gather(x, outer[0], dim, sizes=list(map(sum, groups)), collectives=collectives)
 
 
-def _in_order(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
+def _sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
     order = in_global_order(chunks)
     if order == sorted(order):
         return rows

@@ -24,15 +24,15 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers, back: bool) -> Tensor:
         ctx.peers, ctx.back = peers, back
-        return _swapped(x, peers, back)
+        return _exchange_halves(x, peers, back)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _swapped(grad, ctx.peers, not ctx.back), None, None
+        return _exchange_halves(grad, ctx.peers, not ctx.back), None, None
 
 
-def _swapped(x: Tensor, peers: Peers, back: bool) -> Tensor:
+def _exchange_halves(x: Tensor, peers: Peers, back: bool) -> Tensor:
     partner = peers.size - 1 - peers.index
     if partner == peers.index:
         return x.clone()

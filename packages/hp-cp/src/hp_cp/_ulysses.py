@@ -131,10 +131,10 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
         [rows * per_row * count for count in counts],
     )
     blocks = list(_blocks(received, counts, rows, batch, width))
-    return [_assembled(blocks, heads, i) for i in range(len(tensors))]
+    return [_assemble(blocks, heads, i) for i in range(len(tensors))]
 
 
-def _assembled(blocks: Sequence[Tensor], heads: HeadRanges, i: int) -> Tensor:
+def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, i: int) -> Tensor:
     """Return all heads of tensor ``i`` out of what each rank sent."""
     starts = [sum(len(h[rank]) for h in heads[:i]) for rank in range(len(blocks))]
     rows, batch, _, width = blocks[0].shape

@@ -21,7 +21,7 @@ def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) 
     return _chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]  # check_layout saw a hash
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # packed data brings another mask with every batch
 def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
     if mask is not None:
         mask.documents(seq_len)
