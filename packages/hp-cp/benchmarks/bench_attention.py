@@ -3,10 +3,11 @@
 Every round runs each arm once, in turn, on the same inputs: this package's ring, direct and gather
 schedules (zigzag) and Ulysses (contiguous); torch's ring algorithm (zigzag, both ways to rotate;
 ``_templated_ring_attention``) with the CPU kernel passed in, since its public entry raises on CPU;
-and one process alone with one thread, whose time over two cores is the limit. Peak memory is what
-the arm adds to the resident set of the fullest rank, in a run of its own without the times, whose
-allocator returns what is freed, so that no arm starts with another's memory. Bytes are what the
-loopback device carried per rank, so nothing else should use it. Needs Linux.
+and one process alone with one thread, whose time over two cores is the limit. While times are taken
+the allocator of all processes keeps what is freed, as allocators for training do: no arm waits for
+the system to clear pages. Peak memory is what the arm adds to the resident set of the fullest rank,
+in a run of its own, whose allocator returns what is freed, so that no arm starts with another's.
+Bytes are what the loopback device carried per rank, so nothing else should use it. Needs Linux.
 """
 
 import argparse
@@ -34,6 +35,8 @@ ScheduleName = Literal["gather", "direct", "ring"]
 Arm = Callable[[Tensor, Tensor, Tensor], Tensor]
 CORES = 2
 SINGLE = "one process"
+KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
 
 class TorchRing(torch.autograd.Function):
@@ -189,11 +192,16 @@ def summarize(n: int, seconds: dict[str, list[float]], peaks: Any, received: Any
     return rows
 
 
-def run(n: int, args: argparse.Namespace, rounds: int) -> list[Any]:
-    """Return what `measure` reports of ``n`` processes."""
+def run(n: int, args: argparse.Namespace, rounds: int, allocator: dict[str, str]) -> list[Any]:
+    """Return what `measure` reports of ``n`` processes with these settings of glibc's allocator."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report")
-        spawn(measure, (n, f"{folder}/store", args, rounds, str(report)), nprocs=n)
+        os.environ.update(allocator)
+        try:
+            spawn(measure, (n, f"{folder}/store", args, rounds, str(report)), nprocs=n)
+        finally:
+            for name in allocator:
+                del os.environ[name]
         answer: list[Any] = json.loads(report.read_text())
     return answer
 
@@ -215,10 +223,8 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rows = []
     for n in args.ranks:
-        seconds, _, received = run(n, args, args.rounds)
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # freed tensors leave the process
-        _, peaks, _ = run(n, args, 1)
-        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        seconds, _, received = run(n, args, args.rounds, KEEP_FREED)
+        _, peaks, _ = run(n, args, 1, RETURN_FREED)
         rows += summarize(n, seconds, peaks, received)
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key != "json"}
