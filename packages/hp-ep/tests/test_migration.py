@@ -176,7 +176,7 @@ def test_bytes_are_those_of_the_plan_and_wrong_moves_are_refused(ranks: Any) -> 
         assert calls == 9  # three weights, and the two moments of each
         assert 2 * received == planned
         starts = [
-            "experts cannot move from a placement with",
+            "a placement on 6 slots cannot take the place of one on 4; use as many replicas",
             "the experts have no placement",
             "w1 has shape (4, 6, 4) and placements (Shard(dim=0), Shard(dim=0)); experts move as",
             "a placement of 4 experts on 2 ranks does not fit 4 experts on 1 ranks",

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
     from .balance._migrate import migrate_experts as migrate_experts
+    from .balance._order import order_by_expert as order_by_expert
+    from .balance._order import order_by_slot as order_by_slot
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
     from .dispatch._hierarchical import Hierarchical as Hierarchical
@@ -69,6 +71,8 @@ _NEED_TORCH = {
     "collect_loads": ".routing._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".balance._migrate",
+    "order_by_expert": ".balance._order",
+    "order_by_slot": ".balance._order",
     "parallelize_experts": ".styles._model",
     "permute": "._permutation",
     "permute_indices": "._permutation",

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
+"""What ``nn.Module`` calls the entry of ``get_extra_state`` in a state dict."""
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
@@ -39,6 +43,20 @@ def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     product = _grouped_mm(_dense(rows), weight.transpose(-2, -1), offs=offsets)
     return run_function(_DenseGradient, product)
+
+
+def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Let ``hook(module, state_dict, prefix, ...)`` see what ``module`` is about to load."""
+    module.register_load_state_dict_pre_hook(hook)
+
+
+def name_in_state(model: nn.Module, name: str) -> str:
+    """Return what ``get_model_state_dict`` calls a parameter: without the names of wrappers."""
+    # Here, as it brings all of torch's sharding with it, which computing does not need.
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    (found,) = _get_fqns(model, name)
+    return found
 
 
 def run_function(function: type[torch.autograd.Function], *args: object) -> Tensor:
