@@ -1,6 +1,7 @@
 """All experts on this rank: no communication."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
@@ -24,7 +25,8 @@ class Local:
     """
 
     def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:
-        self.num_experts = num_experts
+        self.num_experts: Final = num_experts
+        self.ranks: Final[tuple[int, ...]] = ()
         self._validate = validate
 
     def dispatch(

@@ -1,7 +1,7 @@
 """A fixed number of rows per rank and expert: nothing for the host to wait for."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,8 @@ class Padded:
         check_sizes({"capacity": capacity})
         if overflow not in ("drop", "error"):
             raise ExpertConfigError(f"overflow={overflow!r} is not 'drop' or 'error'")
-        self.num_experts = num_experts
+        self.num_experts: Final = num_experts
+        self.ranks: Final = self._axis.ranks
         self.capacity = capacity
         self._refuses = overflow == "error"
         self._door: Collectives = TorchCollectives() if collectives is None else collectives

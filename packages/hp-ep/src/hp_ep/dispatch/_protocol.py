@@ -71,6 +71,28 @@ class TokenDispatcher(Protocol):
         ...
 
 
+@runtime_checkable
+class SpreadDispatcher(Protocol):
+    """A `TokenDispatcher` that tells where it takes the experts to be.
+
+    A style that is given one can then compare it with its own split of the weights.
+    """
+
+    @property
+    def num_experts(self) -> int | None:
+        """Return how many experts ids may name; None where a wrapped dispatcher does not tell."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Return the global ranks, in the order of their equal blocks of experts (or slots).
+
+        None of them, ``()``, where all experts are here and nothing travels; None where a wrapped
+        dispatcher does not tell.
+        """
+        ...
+
+
 class PendingDispatch(Protocol):
     """Tokens on their way to their experts."""
 
