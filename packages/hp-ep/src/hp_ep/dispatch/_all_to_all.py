@@ -100,6 +100,7 @@ class AllToAll:
         state = _AllToAllState(
             owner=self,
             num_rows=plan.num_rows,
+            dim=x.shape[1],
             slots=slots,
             weights=weights,
             plan=plan,

@@ -41,6 +41,7 @@ class _Dispatching:
         state = _DedupState(
             owner=self.owner,
             num_rows=slots.tokens.shape[0],
+            dim=x.shape[1],
             plan=self.plan,
             slots=slots,
             bags=bags,

@@ -148,6 +148,7 @@ class Hierarchical:
         state = _HierarchicalState(
             owner=self,
             num_rows=last.slots.tokens.shape[0],
+            dim=tokens.shape[1],
             between=between,
             inside=inside,
             slots=last.slots,

@@ -118,7 +118,12 @@ class Padded:
         rows = spread(F.pad(narrow(x, self._payload), (0, 0, 0, 1)), bags)
         ranks = self._axis.size
         state = _PaddedState(
-            owner=self, num_rows=rows.shape[0], bags=bags, weights=scale, dtype=x.dtype
+            owner=self,
+            num_rows=rows.shape[0],
+            dim=x.shape[1],
+            bags=bags,
+            weights=scale,
+            dtype=x.dtype,
         )
         return _Dispatching(
             trip=depart(rows, self._axis, None, None, self._door),
