@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .dispatch._placed import Placed as Placed
     from .dispatch._protocol import DispatchState as DispatchState
     from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
+    from .dispatch._protocol import SpreadDispatcher as SpreadDispatcher
     from .dispatch._protocol import TokenDispatcher as TokenDispatcher
     from .dispatch._tensor_parallel import Summed as Summed
     from .routing._balance import collect_loads as collect_loads
@@ -63,6 +64,7 @@ _NEED_TORCH = {
     "OverlappingDispatcher": ".dispatch._protocol",
     "Padded": ".dispatch._padded",
     "Placed": ".dispatch._placed",
+    "SpreadDispatcher": ".dispatch._protocol",
     "Summed": ".dispatch._tensor_parallel",
     "TensorParallel": ".styles._styles",
     "TokenDispatcher": ".dispatch._protocol",

@@ -1,6 +1,7 @@
 """One row per token and expert, straight to the rank of the expert."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -72,8 +73,9 @@ class AllToAll:
         validate: bool | None = None,
         payload: torch.dtype | None = None,
     ) -> None:
-        self.num_experts = num_experts
         self._exchange = RowExchange(expert_axis(ep_mesh), num_experts, collectives)
+        self.num_experts: Final = num_experts
+        self.ranks: Final = self._exchange.axis.ranks
         self._validate = validate
         self._payload = check_payload(payload)
 
@@ -98,6 +100,7 @@ class AllToAll:
         state = _AllToAllState(
             owner=self,
             num_rows=plan.num_rows,
+            dim=x.shape[1],
             slots=slots,
             weights=weights,
             plan=plan,

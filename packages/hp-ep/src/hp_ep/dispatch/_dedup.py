@@ -1,6 +1,7 @@
 """One row per token and rank, however many of the token's experts the rank has."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class _Dispatching:
         state = _DedupState(
             owner=self.owner,
             num_rows=slots.tokens.shape[0],
+            dim=x.shape[1],
             plan=self.plan,
             slots=slots,
             bags=bags,
@@ -84,7 +86,8 @@ class Dedup:
     ) -> None:
         axis = expert_axis(ep_mesh)
         check_divides(axis, num_experts)
-        self.num_experts = num_experts
+        self.num_experts: Final = num_experts
+        self.ranks: Final = axis.ranks
         door = TorchCollectives() if collectives is None else collectives
         self._stage = Stage(axis, num_experts, door)
         self._validate = validate

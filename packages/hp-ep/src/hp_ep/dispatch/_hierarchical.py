@@ -1,6 +1,7 @@
 """One row per token and node over the slow links, then one per token and rank inside the node."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -80,8 +81,10 @@ class Hierarchical:
         names = f"{nodes.name} x {inside.name}"
         check_number_of_ranks(names, nodes.size * inside.size, num_experts)
         door = TorchCollectives() if collectives is None else collectives
-        self.num_experts = num_experts
-        self._ranks = [row[i] for i in range(inside.size) for row in node_mesh.mesh.tolist()]
+        rows: list[list[int]] = node_mesh.mesh.tolist()
+        self.num_experts: Final = num_experts
+        self.ranks: Final = tuple(rank for row in rows for rank in row)
+        self._ranks = [row[i] for i in range(inside.size) for row in rows]
         self._between = Stage(nodes, num_experts, door)
         self._inside = Stage(inside, num_experts // nodes.size, door)
         self._validate = validate
@@ -145,6 +148,7 @@ class Hierarchical:
         state = _HierarchicalState(
             owner=self,
             num_rows=last.slots.tokens.shape[0],
+            dim=tokens.shape[1],
             between=between,
             inside=inside,
             slots=last.slots,

@@ -1,7 +1,9 @@
 """All experts on this rank: no communication."""
 
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from .._permutation import bag_sum, gather_rows
@@ -14,6 +16,7 @@ from ._sorting import SortedSlots, sort_slots
 class _LocalState(DispatchState):
     slots: SortedSlots
     weights: Tensor
+    dtype: torch.dtype
 
 
 class Local:
@@ -24,7 +27,8 @@ class Local:
     """
 
     def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:
-        self.num_experts = num_experts
+        self.num_experts: Final = num_experts
+        self.ranks: Final[tuple[int, ...]] = ()
         self._validate = validate
 
     def dispatch(
@@ -43,10 +47,17 @@ class Local:
             raise_faults([numbers.tolist()], None)
         slots = sort_slots(expert_ids, self.num_experts)
         rows = gather_rows(x, slots.order, slots.places)
-        state = _LocalState(owner=self, num_rows=rows.shape[0], slots=slots, weights=weights)
+        state = _LocalState(
+            owner=self,
+            num_rows=rows.shape[0],
+            dim=x.shape[1],
+            slots=slots,
+            weights=weights,
+            dtype=x.dtype,
+        )
         return rows, slots.counts, state
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Return each token's weighted sum; see `TokenDispatcher.combine`."""
         own = consume(state, self, _LocalState, rows)
-        return bag_sum(rows, own.slots.order, own.slots.places, own.weights)
+        return bag_sum(rows.to(own.dtype), own.slots.order, own.slots.places, own.weights)

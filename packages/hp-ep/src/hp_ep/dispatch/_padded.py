@@ -1,7 +1,7 @@
 """A fixed number of rows per rank and expert: nothing for the host to wait for."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,8 @@ class Padded:
         check_sizes({"capacity": capacity})
         if overflow not in ("drop", "error"):
             raise ExpertConfigError(f"overflow={overflow!r} is not 'drop' or 'error'")
-        self.num_experts = num_experts
+        self.num_experts: Final = num_experts
+        self.ranks: Final = self._axis.ranks
         self.capacity = capacity
         self._refuses = overflow == "error"
         self._door: Collectives = TorchCollectives() if collectives is None else collectives
@@ -117,7 +118,12 @@ class Padded:
         rows = spread(F.pad(narrow(x, self._payload), (0, 0, 0, 1)), bags)
         ranks = self._axis.size
         state = _PaddedState(
-            owner=self, num_rows=rows.shape[0], bags=bags, weights=scale, dtype=x.dtype
+            owner=self,
+            num_rows=rows.shape[0],
+            dim=x.shape[1],
+            bags=bags,
+            weights=scale,
+            dtype=x.dtype,
         )
         return _Dispatching(
             trip=depart(rows, self._axis, None, None, self._door),

@@ -6,7 +6,13 @@ from torch import Tensor
 from .._errors import ExpertConfigError
 from ..balance._placement import Placement
 from ._begin import begin_combine, begin_dispatch
-from ._protocol import DispatchState, PendingCombine, PendingDispatch, TokenDispatcher
+from ._protocol import (
+    DispatchState,
+    PendingCombine,
+    PendingDispatch,
+    SpreadDispatcher,
+    TokenDispatcher,
+)
 
 
 class Placed:
@@ -34,6 +40,16 @@ class Placed:
         # Copied to the device here: once, not in every call.
         self._copies = torch.tensor(copies, device=device)
         self._table = torch.tensor(table, device=device)
+
+    @property
+    def num_experts(self) -> int:
+        """Return how many experts ids may name: those of the placement."""
+        return self.placement.num_experts
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks of ``inner``, in the placement's order; None where it does not tell."""
+        return self.inner.ranks if isinstance(self.inner, SpreadDispatcher) else None
 
     def moved_to(self, placement: Placement) -> "Placed":
         """Return a dispatcher for another placement of the same experts on the same slots."""

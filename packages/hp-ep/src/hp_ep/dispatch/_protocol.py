@@ -33,6 +33,8 @@ class DispatchState:
     """The dispatcher that made this state."""
     num_rows: int
     """How many rows the experts got, and must give back."""
+    dim: int
+    """How many numbers each of them has."""
     _once: _Once = field(default_factory=_Once, repr=False)
 
 
@@ -66,7 +68,30 @@ class TokenDispatcher(Protocol):
 
         ``rows [rows, dim]`` are the experts' outputs in the order that ``dispatch`` gave. On this
         rank alone, before it communicates: `DispatchStateError` for a state of another dispatcher
-        or one that was combined before, `ExpertConfigError` for another number of rows.
+        or one that was combined before, `ExpertConfigError` for rows of another shape. The result
+        has the dtype of ``x``.
+        """
+        ...
+
+
+@runtime_checkable
+class SpreadDispatcher(Protocol):
+    """A `TokenDispatcher` that tells where it takes the experts to be.
+
+    A style that is given one can then compare it with its own split of the weights.
+    """
+
+    @property
+    def num_experts(self) -> int | None:
+        """Return how many experts ids may name; None where a wrapped dispatcher does not tell."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Return the global ranks, in the order of their equal blocks of experts (or slots).
+
+        None of them, ``()``, where all experts are here and nothing travels; None where a wrapped
+        dispatcher does not tell.
         """
         ...
 
@@ -124,10 +149,10 @@ def consume(state: DispatchState, owner: object, kind: type[S], rows: Tensor) ->
             "combine got a state that another dispatcher made; give it the state that its own "
             "dispatch returned"
         )
-    if rows.shape[0] != state.num_rows:
+    if rows.shape != (state.num_rows, state.dim):
         raise ExpertConfigError(
-            f"combine got {rows.shape[0]} rows, but its dispatch gave {state.num_rows}; experts "
-            "return one row for each"
+            f"combine got rows of shape {tuple(rows.shape)}, but its dispatch gave "
+            f"{(state.num_rows, state.dim)}; experts return a row of the same length for each"
         )
     if not state._once.claim():
         raise DispatchStateError(

@@ -7,7 +7,13 @@ from torch import Tensor
 from hp_dtensor import Axis, Collectives, TorchCollectives, all_reduce, replicate
 
 from ._begin import begin_combine, begin_dispatch
-from ._protocol import DispatchState, PendingCombine, PendingDispatch, TokenDispatcher
+from ._protocol import (
+    DispatchState,
+    PendingCombine,
+    PendingDispatch,
+    SpreadDispatcher,
+    TokenDispatcher,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +42,16 @@ class Summed:
         self.inner = inner
         self.axis = axis
         self._door: Collectives = TorchCollectives() if collectives is None else collectives
+
+    @property
+    def num_experts(self) -> int | None:
+        """Return the number of experts of ``inner``; None where it does not tell."""
+        return self.inner.num_experts if isinstance(self.inner, SpreadDispatcher) else None
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks of ``inner``, not those whose parts are summed; None if not told."""
+        return self.inner.ranks if isinstance(self.inner, SpreadDispatcher) else None
 
     def around(self, inner: TokenDispatcher) -> "Summed":
         """Return the same around another dispatcher."""
