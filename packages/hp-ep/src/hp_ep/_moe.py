@@ -99,8 +99,10 @@ class MoE(nn.Module):
         Tokens where ``valid [...]``, a bool for each of this rank's, is False are left out of
         everything, and their result is 0; that reads the mask on the host.
 
-        `ExpertConfigError` for such a DTensor and for an input whose last dimension is not ``dim``,
-        raised only on the rank whose input it is, before it communicates: other ranks wait for it.
+        `ExpertConfigError` for such a DTensor, for an input whose last dimension is not ``dim`` and
+        for a wrong mask. Where only some ranks' inputs have another last dimension and tokens
+        travel, all of them raise a `RoutingError` instead; a wrong mask and, where no tokens
+        travel, a wrong input are seen on their own rank alone, for which others then wait.
         """
         if isinstance(x, DTensor):
             _check_tokens(x, self.replicated_over)
@@ -118,6 +120,7 @@ class MoE(nn.Module):
     def _compute(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return the result for this rank's own tokens, contiguous."""
         if x.shape[-1:] != (self.dim,):
+            self._report_width(x)
             raise ExpertConfigError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be dim={self.dim}"
             )
@@ -132,6 +135,12 @@ class MoE(nn.Module):
         places = valid.reshape(-1).nonzero()[:, 0]
         routed = self._routed(tokens.index_select(0, places))
         return torch.zeros_like(tokens).index_copy(0, places, routed).view(x.shape)
+
+    def _report_width(self, x: Tensor) -> None:
+        """Take part in the exchanges of ranks with a good input, which tell all of this one."""
+        weights, expert_ids = self.router(x.new_empty(0, self.dim))
+        width = x.shape[-1] if x.dim() else 0
+        self.dispatcher.dispatch(x.new_empty(0, width), weights, expert_ids)
 
     def _routed(self, tokens: Tensor) -> Tensor:
         weights, expert_ids = self.router(tokens)

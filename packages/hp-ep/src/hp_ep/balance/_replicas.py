@@ -24,8 +24,6 @@ class ReplicaSum:
         axis: Axis,
         placement: Placement,
         collectives: Collectives | None = None,
-        *,
-        device: torch.device | str = "cpu",
     ) -> None:
         self.axis = axis
         self.placement = placement
@@ -42,16 +40,25 @@ class ReplicaSum:
         ]
         self._slot = {e: slot for slot, e in enumerate(here)}
         sent = [self._slot[e] for shared in self._shared for e in shared]
-        # On the device from the start: backward must not wait for a copy.
-        self._sent = torch.tensor(sent, dtype=torch.int64, device=device)
+        self._sent = torch.tensor(sent, dtype=torch.int64, device="cpu")
 
     def moved_to(self, placement: Placement) -> "ReplicaSum":
         """Return the same for another placement on the same ranks."""
-        return ReplicaSum(self.axis, placement, self.collectives, device=self._sent.device)
+        return ReplicaSum(self.axis, placement, self.collectives)
 
     def share(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``weights``, each ``[slots here, ...]``, whose gradients will be those of all."""
-        return run_several(_Share, self, *weights) if self._exist else weights
+        """Return ``weights``, each ``[slots here, ...]``, whose gradients will be those of all.
+
+        Frozen ones come as they are, and nothing of them is sent.
+        """
+        trained = [w for w in weights if w.requires_grad]
+        if not (self._exist and trained):
+            return weights
+        device = trained[0].device
+        if self._sent.device != device:  # the first call there; backward must not wait for a copy
+            self._sent = self._sent.to(device)
+        shared = iter(run_several(_Share, self, *trained))
+        return tuple(next(shared) if w.requires_grad else w for w in weights)
 
     def add(self, grads: list[Tensor]) -> list[Tensor]:
         """Return the gradients ``[slots here, ...]``, those of replicas summed."""

@@ -20,26 +20,18 @@ class Placed:
 
     ``inner`` dispatches to slots: it was made for ``len(placement.experts)`` experts. Tokens take
     turns at an expert's replicas, by their own index plus ``rank``, so that ranks do not all start
-    with the same one; the tables for that live on ``device``. Communicates nothing itself. A fault
-    in an expert id is told by ``inner``, in numbers of slots.
+    with the same one; the tables for that are copied to the ids' device once. Communicates nothing
+    itself. A fault in an expert id is told by ``inner``, in numbers of slots.
     """
 
-    def __init__(
-        self,
-        inner: TokenDispatcher,
-        placement: Placement,
-        rank: int = 0,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, inner: TokenDispatcher, placement: Placement, rank: int = 0) -> None:
         self.inner = inner
         self.placement = placement
         self.rank = rank
         copies = [len(slots) for slots in placement.slots_of]
         table = [slots + slots[:1] * (max(copies) - len(slots)) for slots in placement.slots_of]
-        # Copied to the device here: once, not in every call.
-        self._copies = torch.tensor(copies, device=device)
-        self._table = torch.tensor(table, device=device)
+        self._copies = torch.tensor(copies, device="cpu")
+        self._table = torch.tensor(table, device="cpu")
 
     @property
     def num_experts(self) -> int:
@@ -58,7 +50,7 @@ class Placed:
                 f"a placement on {len(placement.experts)} slots cannot take the place of one on "
                 f"{len(self.placement.experts)}; use as many replicas"
             )
-        return Placed(self.inner, placement, self.rank, device=self._table.device)
+        return Placed(self.inner, placement, self.rank)
 
     def dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor
@@ -82,6 +74,9 @@ class Placed:
         """Return the slot that each choice ``[tokens, k]`` goes to; other shapes come as given."""
         if expert_ids.dim() != 2 or expert_ids.dtype != torch.int64:
             return expert_ids  # a fault, which inner tells to all ranks
+        if self._table.device != expert_ids.device:  # the first call there, not every one
+            self._copies = self._copies.to(expert_ids.device)
+            self._table = self._table.to(expert_ids.device)
         known = expert_ids.clamp(0, self.placement.num_experts - 1)
         turns = torch.arange(expert_ids.shape[0], device=expert_ids.device)[:, None] + self.rank
         chosen = self._table[known, turns % self._copies[known]]

@@ -100,6 +100,7 @@ class BaseExpertParallel(ParallelStyle):
             check_plain(module)
         token_axes = None if self._token_axes is None else as_axes(self._token_axes)
         _check_balance(layer.router, token_axes)
+        _check_noise(layer.router, split.summed_over)
         given = None if isinstance(self._dispatcher, str) else self._dispatcher
         dispatcher = make_dispatcher(
             layer, split, given, self._placement, self._node_mesh, self._collectives
@@ -109,10 +110,7 @@ class BaseExpertParallel(ParallelStyle):
             split_experts(layer.experts, split.mesh, split.placements, self._placement)
             if self._placement is not None and split.expert_axis is not None:
                 layer.experts.replicas = ReplicaSum(
-                    split.expert_axis,
-                    self._placement,
-                    self._collectives,
-                    device=layer.experts.w1.device,
+                    split.expert_axis, self._placement, self._collectives
                 )
             if self._sequence_mesh is not None:
                 for module in replicated:
@@ -167,6 +165,14 @@ class BaseExpertParallel(ParallelStyle):
             wrap_forward(experts, split, self._collectives)
 
         return change
+
+
+def _check_noise(router: TopKRouter, alike: Axis | None) -> None:
+    if alike is not None and router.noise:
+        raise ExpertConfigError(
+            f"noise={router.noise} is drawn on each rank, but the ranks of {alike.name} have a "
+            "part of every expert and must choose alike; use noise=0, or whole experts"
+        )
 
 
 def _check_balance(router: TopKRouter, token_axes: tuple[Axis, ...] | None) -> None:
