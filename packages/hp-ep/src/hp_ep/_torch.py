@@ -6,7 +6,7 @@ most 32 bits, and rows that start at multiples of 16 bytes.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,19 @@ def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Let ``hook(module, state_dict, prefix, ...)`` see what ``module`` is about to load."""
     module.register_load_state_dict_pre_hook(hook)
+
+
+class KeepsDtype(nn.Module):
+    """A module whose own buffers keep their dtype where the rest of it is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            now = self.get_buffer(name)
+            if now.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(now.device))
+        return self
 
 
 def name_in_state(model: nn.Module, name: str) -> str:

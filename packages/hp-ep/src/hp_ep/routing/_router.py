@@ -13,6 +13,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 from .._errors import ExpertConfigError
 from .._parameters import local_weight
 from .._sizes import check_choices, check_factors, check_groups, check_sizes
+from .._torch import KeepsDtype
 from ..dispatch._sorting import count_ids
 from ._choice import choose_experts
 from ._losses import attach, load_balancing_share, z_share
@@ -22,24 +23,27 @@ _TINY = torch.finfo(torch.float32).tiny
 Score = Literal["softmax", "sigmoid"]
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(KeepsDtype):
     """Chooses ``top_k`` of ``num_experts`` for each token, with weights.
 
-    Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
-    ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
-    are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
-    times ``scale``. All is computed and returned in float32, or in the input's dtype where that is
-    wider. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says; ``noise`` is
-    the deviation of a normal added to the logits while training (the idea of Shazeer et al., arXiv
-    1701.06538, section 4, which recomputation repeats where it restores the random state).
+    Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or
+    with ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    Weights are the scores of the ``top_k`` largest, divided by their sum unless ``normalise``
+    is False, times ``scale``. Logits are computed in the wider dtype of input and weight, the
+    rest in float32 or in that dtype where it is wider still; a float32 router may serve a layer
+    in bfloat16. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says;
+    ``noise`` is the deviation of a normal added to the logits while training (the idea of
+    Shazeer et al., arXiv 1701.06538, section 4, which recomputation repeats where it restores
+    the random state).
 
-    Three things keep loads even while training. ``load_balance_loss`` times the load-balancing loss
-    of the whole batch (see `split_tokens_over`) and ``z_loss`` times the mean squared logarithm of
-    the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient through the
-    weights; they are added to a loss that is summed over ranks, whatever its scale, and are not
-    returned. With ``bias_rate``, the buffer ``bias [num_experts]`` (float32, saved) is added to
-    scores where experts are chosen, not to weights, and `update_router_bias` moves it (loss-free
-    balancing, Wang et al., arXiv 2408.15664, section 3).
+    Three things keep loads even while training. ``load_balance_loss`` times the load-balancing
+    loss of the whole batch (see `split_tokens_over`) and ``z_loss`` times the mean squared
+    logarithm of the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient
+    through the weights; they are added to a loss that is summed over ranks, whatever its scale,
+    and are not returned. With ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32
+    even where the model is cast) is added to scores where experts are chosen, not to weights,
+    and `update_router_bias` moves it (loss-free balancing, Wang et al., arXiv 2408.15664,
+    section 3).
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
@@ -152,7 +156,10 @@ class TopKRouter(nn.Module):
 
         Equal inputs give equal ids, so recomputed activations meet the same experts.
         """
-        logits = F.linear(x, local_weight(self.weight))
+        weight = local_weight(self.weight)
+        # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        logits = F.linear(x.to(dtype), weight.to(dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
