@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
+    from .balance._clip import clip_grad_norm_ as clip_grad_norm_
     from .balance._migrate import migrate_experts as migrate_experts
     from .balance._order import order_by_expert as order_by_expert
     from .balance._order import order_by_slot as order_by_slot
@@ -70,6 +71,7 @@ _NEED_TORCH = {
     "TokenDispatcher": ".dispatch._protocol",
     "TopKRouter": ".routing._router",
     "bag_sum": "._permutation",
+    "clip_grad_norm_": ".balance._clip",
     "collect_loads": ".routing._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".balance._migrate",

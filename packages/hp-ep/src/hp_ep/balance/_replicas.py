@@ -32,7 +32,7 @@ class ReplicaSum:
             {slot // placement.slots_per_rank for slot in slots} for slots in placement.slots_of
         ]
         here = placement.on_rank(axis.index)
-        self._exist = any(len(h) > 1 for h in holders)
+        self.exist = any(len(h) > 1 for h in holders)
         # What is sent to a rank and what comes from it: the experts that both hold, in one order.
         self._shared = [
             sorted(e for e in here if rank != axis.index and rank in holders[e])
@@ -52,7 +52,7 @@ class ReplicaSum:
         Frozen ones come as they are, and nothing of them is sent.
         """
         trained = [w for w in weights if w.requires_grad]
-        if not (self._exist and trained):
+        if not (self.exist and trained):
             return weights
         device = trained[0].device
         if self._sent.device != device:  # the first call there; backward must not wait for a copy
