@@ -78,6 +78,7 @@ class BaseExpertParallel(ParallelStyle):
         self.prepare(module, mesh)()
         return module
 
+    # What torch's parallelize_module calls; it has no public name for it.
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.apply(module, device_mesh)
 
