@@ -68,32 +68,48 @@ def test_dedup_sends_a_token_once_to_each_rank_and_eight_bytes_per_choice(
         assert traffic.bytes == counts + rows + 8 * slots_in + 4 * slots_out
 
 
+def _between_nodes(routing: Routing, nodes: int, me: int) -> tuple[int, int, int]:
+    """Return the rows that cross to and from a rank, and the slots that come and go."""
+    inside, block = routing.num_ranks // nodes, routing.num_experts // nodes
+    mine, position = divmod(me, inside)
+    rows = slots_in = slots_out = 0
+    for i, ids in enumerate(routing.expert_ids):
+        if i == me:
+            rows += sum(n != mine for _, n in _pairs(ids, block))
+            slots_out += int((ids // block != mine).sum())
+        elif i % inside == position:
+            rows += sum(n == mine for _, n in _pairs(ids, block))
+            slots_in += int((ids // block == mine).sum())
+    return rows, slots_in, slots_out
+
+
 @settings(deadline=None, max_examples=30)
 @given(routings())
 def test_hierarchical_crosses_to_each_node_once(routing: Routing) -> None:
     size = routing.num_ranks
     nodes = 2 if size % 2 == 0 else size
-    inside = size // nodes
-    block = routing.num_experts // nodes
     for me, calls in enumerate(_traffic("Hierarchical", routing)):
         if nodes == 1:
             continue
-        mine, position = divmod(me, inside)
-        rows = slots_in = slots_out = 0
-        for i, ids in enumerate(routing.expert_ids):
-            if i == me:
-                rows += sum(n != mine for _, n in _pairs(ids, block))
-                slots_out += int((ids // block != mine).sum())
-            elif i % inside == position:
-                rows += sum(n == mine for _, n in _pairs(ids, block))
-                slots_in += int((ids // block == mine).sum())
-        counts = (nodes - 1) * (1 + block + inside + 3) * 8
+        rows, slots_in, slots_out = _between_nodes(routing, nodes, me)
+        counts = (nodes - 1) * (1 + routing.num_experts // nodes + size // nodes + 3) * 8
         expected = counts + 2 * 3 * 4 * rows + 8 * slots_in + 4 * slots_out
-        assert calls[("node", "all_to_all")].bytes == expected
+        traffic = calls[("node", "all_to_all")]
+        assert traffic.bytes == expected
+        assert traffic.calls == 7
+
+
+def test_a_narrower_payload_halves_the_bytes_of_rows_between_nodes_and_inside() -> None:
+    routing = ROUTINGS["four ranks"]
+    wide, half = (_traffic("Hierarchical", routing, payload=p) for p in (None, torch.bfloat16))
+    for me, (a, b) in enumerate(zip(wide, half, strict=True)):
+        saved = {axis: a[axis, call].bytes - b[axis, call].bytes for axis, call in a}
+        assert saved["node"] == 2 * 3 * 2 * _between_nodes(routing, 2, me)[0] > 0
+        assert saved["inside"] > 0
 
 
 @pytest.mark.parametrize("name", ["AllToAll", "Dedup", "Padded"])
-def test_a_narrower_payload_halves_the_bytes_of_rows_and_rounds(name: str) -> None:
+def test_a_narrower_payload_halves_the_bytes_of_rows(name: str) -> None:
     routing = ROUTINGS["four ranks"]
     wide, half = (_traffic(name, routing, payload=p) for p in (None, torch.bfloat16))
     meta = {"AllToAll": 3 * 8 * (2 + 3), "Dedup": 3 * 8 * (1 + 2 + 3), "Padded": 3 * 8 * 3}[name]
@@ -105,6 +121,11 @@ def test_a_narrower_payload_halves_the_bytes_of_rows_and_rounds(name: str) -> No
             slots += 4 * int((routing.expert_ids[me] // 2 != me).sum())
         both = [t[("ep", "all_to_all")].bytes - meta - slots for t in (a, b)]
         assert both[0] == 2 * both[1] > 0
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_a_narrower_payload_rounds_and_keeps_the_dtypes(name: str) -> None:
+    routing = ROUTINGS["four ranks"]
 
     def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
         found = []
