@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import AxisMesh, SimulatedCollectives, SimulatedWorld
-from hp_ep import DispatchStateError, ExpertConfigError
+from hp_ep import (
+    DispatchStateError,
+    ExpertConfigError,
+    Placed,
+    Placement,
+    Summed,
+    TokenDispatcher,
+)
 
 from .dispatching import (
     NAMES,
@@ -61,14 +68,23 @@ def test_real_ranks_equal_the_dense_layer(ranks: Any, size: int) -> None:
         check(ROUTINGS[title], [r[key] for r in results], counted=name != "Padded")
 
 
+def _around(
+    what: str, inner: TokenDispatcher, me: int, door: SimulatedCollectives, routing: Routing
+) -> TokenDispatcher:
+    if what == "Placed":
+        return Placed(inner, Placement.contiguous(routing.num_experts, routing.num_ranks), me)
+    return Summed(inner, door.axis("tp", [me]), door) if what == "Summed" else inner
+
+
+@pytest.mark.parametrize("around", ["", "Placed", "Summed"])
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(routings())
 def test_states_in_flight_may_be_combined_in_any_order_and_once(
-    name: str, routing: Routing
+    name: str, around: str, routing: Routing
 ) -> None:
     def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
-        dispatcher = simulated(name, door, routing)
+        dispatcher = _around(around, simulated(name, door, routing), me, door, routing)
         x, w, ids = routing.x[me], routing.weights[me], routing.expert_ids[me]
         first, _, first_state = dispatcher.dispatch(x, w, ids)
         second, _, second_state = dispatcher.dispatch(-3 * x, w, ids.flip(1))
