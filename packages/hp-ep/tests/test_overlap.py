@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import Axis, Collectives, ReduceOp, SimulatedCollectives, SimulatedWorld, Work
 from hp_ep import (
@@ -159,30 +158,6 @@ def test_the_next_chunk_travels_while_the_experts_compute() -> None:
         # rows' gradients travel during the second's.
         assert at["start 0"] < at["start 1"] < first < at["start 2"]
         assert at["start 2"] < backward.index("experts back", first + 1) < at["wait 2"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_microbatches_recomputed_and_interleaved_do_not_see_each_other(name: str) -> None:
-    def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
-        layer = _layer(name, me, door, door, 2)
-        first, second = (x[me].clone().requires_grad_() for x in (_tokens([3, 5]), _tokens([2, 0])))
-        # As a pipeline does: forward, forward, backward of the first, forward, backwards.
-        y1: Tensor = checkpoint(layer, first, use_reentrant=False)
-        y2: Tensor = checkpoint(layer, second, use_reentrant=False)
-        (y1**2).sum().backward()
-        third = first.detach().clone().requires_grad_()
-        y3: Tensor = layer(third)
-        (y3**2).sum().backward()
-        (y2**2).sum().backward()
-        return [y1.detach(), y2.detach(), y3.detach(), *grads([first, second, third])]
-
-    results = SimulatedWorld(2).run(rank)
-    for i, counts in enumerate(([3, 5], [2, 0], [3, 5])):
-        layer, x = build_moe(7, shared=1, balance=0.2), torch.cat(_tokens(counts)).requires_grad_()
-        y = dense_moe(layer, x)
-        ((y**2).sum() + dense_balance_loss(layer, x)).backward()
-        assert_close(torch.cat([r[i] for r in results]), y)
-        assert_close(torch.cat([r[i + 3] for r in results]), x.grad)
 
 
 def test_tokens_that_are_not_valid_are_left_out_of_everything() -> None:

@@ -24,6 +24,8 @@ class ReplicaSum:
         axis: Axis,
         placement: Placement,
         collectives: Collectives | None = None,
+        *,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.axis = axis
         self.placement = placement
@@ -40,11 +42,13 @@ class ReplicaSum:
         ]
         self._slot = {e: slot for slot, e in enumerate(here)}
         sent = [self._slot[e] for shared in self._shared for e in shared]
-        self._sent = torch.tensor(sent, dtype=torch.int64, device="cpu")
+        self._order = torch.tensor(sent, dtype=torch.int64, device="cpu")
+        # On the device from the start: backward must not wait for a copy.
+        self._sent = self._order.to(device)
 
     def moved_to(self, placement: Placement) -> "ReplicaSum":
         """Return the same for another placement on the same ranks."""
-        return ReplicaSum(self.axis, placement, self.collectives)
+        return ReplicaSum(self.axis, placement, self.collectives, device=self._sent.device)
 
     def share(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``weights``, each ``[slots here, ...]``, whose gradients will be those of all.
@@ -55,8 +59,8 @@ class ReplicaSum:
         if not (self.exist and trained):
             return weights
         device = trained[0].device
-        if self._sent.device != device:  # the first call there; backward must not wait for a copy
-            self._sent = self._sent.to(device)
+        if self._sent.device != device:  # the layer got its memory elsewhere
+            self._sent = self._order.to(device)
         shared = iter(run_several(_Share, self, *trained))
         return tuple(next(shared) if w.requires_grad else w for w in weights)
 

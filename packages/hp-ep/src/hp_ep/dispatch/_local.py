@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from .._permutation import bag_sum, gather_rows
-from ._faults import as_numbers, check_ids, check_routing, checks_data, raise_faults
+from ._faults import as_numbers, check_ids, check_routing, checks_data
+from ._host import read_tables
 from ._protocol import DispatchState, consume
 from ._sorting import SortedSlots, sort_slots
+from ._verdict import raise_faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +46,7 @@ class Local:
         if checks_data(expert_ids, self._validate):
             numbers = as_numbers(report, expert_ids.device)
             expert_ids, numbers = check_ids(expert_ids, self.num_experts, numbers)
-            raise_faults([numbers.tolist()], None)
+            raise_faults(read_tables(numbers[None])[0], None)
         slots = sort_slots(expert_ids, self.num_experts)
         rows = gather_rows(x, slots.order, slots.places)
         state = _LocalState(

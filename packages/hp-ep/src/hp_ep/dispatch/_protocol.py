@@ -42,7 +42,8 @@ class TokenDispatcher(Protocol):
     """Brings tokens to their experts and the results back, summed by routing weight.
 
     Every rank of the dispatcher's group makes the same calls in the same order, also without
-    tokens, and so does its backward.
+    tokens, and so does its backward: where the tokens or weights of any rank need a gradient, rows
+    and results need one on all.
 
     What one rank alone can see to be wrong with the arguments of ``dispatch`` (shapes, dtypes,
     expert ids) is told to all in an exchange that is made anyway, and all raise one
@@ -57,7 +58,7 @@ class TokenDispatcher(Protocol):
         """Return the rows for this rank's experts, rows per expert, and the state of this call.
 
         ``x [tokens, dim]``, ``weights [tokens, k]``, ``expert_ids [tokens, k]`` (int64, distinct
-        within a token); ``dim`` and the dtype of ``x`` are the same on all ranks. The rows
+        within a token); ``dim`` and the dtypes are the same on all ranks. The rows
         ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64. `RoutingError` on every
         rank where one gives something else.
         """
@@ -117,18 +118,19 @@ class OverlappingDispatcher(Protocol):
     """A `TokenDispatcher` whose two halves can each be begun and finished apart.
 
     What runs between the two overlaps with the rows' travel, and in backward with that of their
-    gradients. Ranks begin and finish in the same order.
+    gradients. Ranks begin and finish in the same order. A class that derives from this one is given
+    ``dispatch`` and ``combine``.
     """
 
     def dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor
     ) -> tuple[Tensor, Tensor, DispatchState]:
-        """Begin and finish; see `TokenDispatcher.dispatch`."""
-        ...
+        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
+        return self.begin_dispatch(x, weights, expert_ids).finish()
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Begin and finish; see `TokenDispatcher.combine`."""
-        ...
+        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        return self.begin_combine(rows, state).finish()
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
         """Return while the rows travel; raises what ``dispatch`` does."""

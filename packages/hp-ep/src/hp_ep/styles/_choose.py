@@ -35,7 +35,8 @@ def make_dispatcher(
         dispatcher = given
     if placement is not None:
         index = 0 if split.expert_axis is None else split.expert_axis.index
-        dispatcher = Placed(dispatcher, placement, index)
+        device = layer.experts.w1.device
+        dispatcher = Placed(dispatcher, placement, index, device=device)
     if split.summed_over is not None:
         dispatcher = Summed(dispatcher, split.summed_over, collectives)
     return dispatcher
