@@ -13,6 +13,7 @@ from hp_dtensor import AxisMesh, SimulatedCollectives, SimulatedWorld
 from hp_ep import (
     DispatchStateError,
     ExpertConfigError,
+    GroupedExperts,
     Placed,
     Placement,
     Summed,
@@ -29,7 +30,7 @@ from .dispatching import (
     rank_result,
     simulated,
 )
-from .reference import assert_close
+from .reference import assert_close, grads
 from .strategies import Routing, routings
 
 
@@ -66,6 +67,30 @@ def test_real_ranks_equal_the_dense_layer(ranks: Any, size: int) -> None:
     for key in results[0]:
         name, _, title = key.partition(", ")
         check(ROUTINGS[title], [r[key] for r in results], counted=name != "Padded")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # grouped, and one by one
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_without_tokens_get_a_gradient_of_zeros(
+    name: str, tokens: int, dtype: torch.dtype
+) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
+        experts = GroupedExperts(4, 8, 4 if name == "Local" else 2, dtype=dtype)
+        dispatcher = make_dispatcher(name, door.mesh, 2, 4, door)
+        x = torch.ones(tokens, 4, dtype=dtype, requires_grad=True)
+        w = torch.ones(tokens, 1, dtype=dtype, requires_grad=True)
+        rows, counts, state = dispatcher.dispatch(x, w, torch.zeros(w.shape, dtype=torch.int64))
+        dispatcher.combine(experts(rows, counts), state).sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        return grads([*experts.parameters()])
+
+    for me, found in enumerate(SimulatedWorld(2).run(rank)):
+        for grad in found:
+            busy = tokens > 0 and (me == 0 or name == "Local")
+            assert grad[0].any() == busy  # expert 0 gets all
+            assert not grad[1:].any()
 
 
 def _around(

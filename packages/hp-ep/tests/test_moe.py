@@ -211,7 +211,10 @@ def _snapshot(value: Any, path: str, found: dict[str, Any], alive: list[Any]) ->
     elif isinstance(value, (list, tuple, set)):
         inside = dict(enumerate(value))
     elif isinstance(value, nn.Module) or type(value).__module__.startswith(package):
-        inside = vars(value)
+        slots = getattr(type(value), "__slots__", ())
+        inside = (
+            vars(value) if hasattr(value, "__dict__") else {s: getattr(value, s) for s in slots}
+        )
     for key, each in inside.items():
         _snapshot(each, f"{path}.{key}", found, alive)
 

@@ -16,6 +16,7 @@ from .balance._packing import plan_placement as plan_placement
 from .balance._placement import Placement as Placement
 from .balance._stats import LoadStats as LoadStats
 from .balance._stats import smooth_load as smooth_load
+from .dispatch._capacity import choose_capacity as choose_capacity
 from .dispatch._cost import choose_dispatcher as choose_dispatcher
 from .dispatch._cost import expected_bytes as expected_bytes
 
@@ -93,6 +94,7 @@ __all__ = [
     "Placement",
     "RoutingError",
     "__version__",
+    "choose_capacity",
     "choose_dispatcher",
     "expected_bytes",
     "plan_migration",

@@ -62,7 +62,7 @@ class Padded(OverlappingDispatcher):
     Every rank sends every expert as many rows, zeros where it has fewer tokens, so the host knows
     all sizes beforehand: forward makes two all-to-alls of equal parts and no device-to-host
     synchronisation, backward two. An expert gets ``capacity`` rows from each rank, used or not
-    (GShard, arXiv 2006.16668, section 3.2).
+    (GShard, arXiv 2006.16668, section 3.2); `choose_capacity` takes it from a factor.
 
     Of tokens beyond the capacity the last ones lose that expert, whose share of the result is then
     missing; with ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
