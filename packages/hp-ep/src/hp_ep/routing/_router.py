@@ -26,15 +26,15 @@ Score = Literal["softmax", "sigmoid"]
 class TopKRouter(KeepsDtype):
     """Chooses ``top_k`` of ``num_experts`` for each token, with weights.
 
-    Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or
-    with ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-    Weights are the scores of the ``top_k`` largest, divided by their sum unless ``normalise``
-    is False, times ``scale``. Logits are computed in the wider dtype of input and weight (or in
-    autocast's), the rest in float32 or in that dtype where it is wider still; a float32 router
-    may serve a layer in bfloat16. ``num_groups`` and ``top_groups`` limit the choice as
-    `choose_experts` says; ``noise`` is the deviation of a normal added to the logits while training (the idea of
-    Shazeer et al., arXiv 1701.06538, section 4, which recomputation repeats where it restores
-    the random state).
+    Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
+    ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
+    are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
+    times ``scale``. Logits are computed in the wider dtype of input and weight (or in autocast's),
+    the rest in float32 or in that dtype where it is wider still; a float32 router may serve a layer
+    in bfloat16. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says;
+    ``noise`` is the deviation of a normal added to the logits while training (the idea of Shazeer
+    et al., arXiv 1701.06538, section 4, which recomputation repeats where it restores the random
+    state).
 
     Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
