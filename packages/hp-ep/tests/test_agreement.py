@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import AxisMesh, SimulatedCollectives, SimulatedWorld
-from hp_ep import TokenDispatcher
+from hp_ep import GroupedExperts, TokenDispatcher
+from hp_ep.dispatch._exchange import RowExchange
+from hp_ep.styles._wrap import _over_ranks as over_ranks
 
 from .dispatching import OVER_RANKS, error_of, make_dispatcher
 from .reference import assert_close
@@ -160,6 +162,20 @@ def test_real_ranks_that_need_no_gradient_take_part_in_their_peers_backward(rank
     first, second = ranks(2).run(_idle_on_gloo)
     for i, leaves in enumerate(LEAVES * len(OVER_RANKS)):
         _check_idle([first[i], second[i]], 1, leaves)
+
+
+def test_experts_of_a_rank_without_rows_take_part_in_the_backward_of_the_others_rows() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> Tensor:
+        experts = GroupedExperts(3, 5, 1, dtype=torch.float64)
+        forward = over_ranks(GroupedExperts.forward, RowExchange(door.axis("ep"), 2, door))
+        rows = torch.ones(2 * me, 3, dtype=torch.float64, requires_grad=me > 0)
+        forward(experts, rows, torch.tensor([me, me])).sum().backward()
+        return rows
+
+    idle, busy = SimulatedWorld(2).run(rank)
+    assert idle.grad is None
+    assert busy.grad is not None
+    assert busy.grad.all()
 
 
 def test_where_ranks_do_not_hear_of_each_other_weights_that_need_a_gradient_are_enough() -> None:

@@ -69,6 +69,24 @@ def test_real_ranks_equal_the_dense_layer(ranks: Any, size: int) -> None:
         check(ROUTINGS[title], [r[key] for r in results], counted=name != "Padded")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_results_narrower_than_the_tokens_are_summed_in_the_dtype_of_the_tokens(name: str) -> None:
+    small = 2**-10  # 1 + this is no bfloat16
+
+    def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
+        dispatcher = make_dispatcher(name, door.mesh, 4, 8, door)
+        x = torch.ones(2, 3, requires_grad=True)
+        w = torch.tensor([[1.0, small]] * 2)
+        rows, _, state = dispatcher.dispatch(x, w, torch.tensor([[0, 1], [3, 7]]))
+        y = dispatcher.combine(rows.bfloat16(), state)
+        y.sum().backward()
+        return [y, *grads([x])]
+
+    for y, gx in SimulatedWorld(4).run(rank):
+        assert torch.equal(y, torch.full((2, 3), 1 + small))
+        assert_close(gx, torch.full((2, 3), 1 + small), 1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # grouped, and one by one
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("name", NAMES)

@@ -1,70 +1,23 @@
 """What every dispatcher starts when it is begun, and what it waits for when it is finished."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, ReduceOp, SimulatedCollectives, SimulatedWorld, Work
+from hp_dtensor import Axis, Collectives, SimulatedCollectives, SimulatedWorld
 from hp_ep import Placed, Placement, Summed, TokenDispatcher
 from hp_ep.dispatch._begin import begin_combine, begin_dispatch
 
 from .dispatching import make_dispatcher
+from .logged import logged
 
 
-class _Logged:
-    """`Collectives` that note what starts and what is awaited, by kind and axis."""
-
-    def __init__(self, inner: Collectives, log: list[str]) -> None:
-        self._inner = inner
-        self._log = log
-
-    def _start(self, axis: Axis, tensor: Tensor, work: Work) -> Work:
-        kinds = {torch.int64: "counts", torch.int32: "slots"}
-        kind = kinds.get(tensor.dtype, "weights" if tensor.dim() == 1 else "rows")
-        self._log.append(f"start {kind} {axis.name}")
-        return _LoggedWork(work, self._log, f"wait {kind} {axis.name}")
-
-    def all_to_all(
-        self,
-        axis: Axis,
-        input: Tensor,
-        send_splits: Sequence[int] | None = None,
-        receive_splits: Sequence[int] | None = None,
-        output: Tensor | None = None,
-    ) -> Work:
-        work = self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
-        return self._start(axis, input, work)
-
-    def all_reduce(self, axis: Axis, tensors: Any, op: ReduceOp = "sum") -> Work:
-        return self._start(axis, tensors[0], self._inner.all_reduce(axis, tensors, op))
-
-    def all_gather(self, axis: Axis, inputs: Any, outputs: Any = None) -> Work:
-        raise AssertionError
-
-    def reduce_scatter(
-        self, axis: Axis, inputs: Any, outputs: Any = None, op: ReduceOp = "sum"
-    ) -> Work:
-        raise AssertionError
-
-    def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
-    ) -> Work:
-        raise AssertionError
-
-    def broadcast(self, axis: Axis, tensors: Any, source: int = 0) -> Work:
-        raise AssertionError
-
-
-class _LoggedWork:
-    def __init__(self, work: Work, log: list[str], entry: str) -> None:
-        self._work, self._log, self._entry = work, log, entry
-
-    def wait(self) -> list[Tensor]:
-        self._log.append(self._entry)
-        return self._work.wait()
+def _label(axis: Axis, tensor: Tensor) -> str:
+    kinds = {torch.int64: "counts", torch.int32: "slots"}
+    kind = kinds.get(tensor.dtype, "weights" if tensor.dim() == 1 else "rows")
+    return f"{kind} {axis.name}"
 
 
 Make = Callable[[SimulatedCollectives, Collectives], TokenDispatcher]
@@ -72,17 +25,17 @@ Log = list[str]
 
 
 def _named(name: str) -> Make:
-    return lambda door, logged: make_dispatcher(name, door.mesh, 4, 8, logged)
+    return lambda door, noted: make_dispatcher(name, door.mesh, 4, 8, noted)
 
 
 def _placed(name: str) -> Make:
-    return lambda door, logged: Placed(_named(name)(door, logged), Placement.contiguous(8, 4))
+    return lambda door, noted: Placed(_named(name)(door, noted), Placement.contiguous(8, 4))
 
 
-def _summed(door: SimulatedCollectives, logged: Collectives) -> TokenDispatcher:
+def _summed(door: SimulatedCollectives, noted: Collectives) -> TokenDispatcher:
     mesh = door.mesh((2, 2), ("ep", "tp"))
     return Summed(
-        make_dispatcher("AllToAll", lambda *_: mesh, 2, 8, logged), Axis.of(mesh, 1), logged
+        make_dispatcher("AllToAll", lambda *_: mesh, 2, 8, noted), Axis.of(mesh, 1), noted
     )
 
 
@@ -97,7 +50,7 @@ def _steps(make: Make) -> list[Log]:
             steps.append(list(log))
             log.clear()
 
-        dispatcher = make(door, _Logged(door, log))
+        dispatcher = make(door, logged(door, log, _label))
         x, w = torch.ones(8, 3, requires_grad=True), torch.ones(8, 2, requires_grad=True)
         ids = torch.stack([torch.arange(8), (torch.arange(8) + 3) % 8], 1)
         going = begin_dispatch(dispatcher, x, w, ids)

@@ -80,7 +80,7 @@ class HopsCombine:
 
 def go_back(rows: Tensor, state: HopsState, terms: Terms) -> HopsCombine:
     """Return while the sums are on the last hop home, once the hops before have been made."""
-    parts = collect(rows, state.bags, state.slots.weights)
+    parts = collect(rows.to(state.dtype), state.bags, state.slots.weights)
     for leg in reversed(state.legs[1:]):
         parts = _send_back(parts, leg, state, terms).finish()
     return _send_back(parts, state.legs[0], state, terms)
