@@ -1,14 +1,66 @@
 """One step through a dispatcher, each rank's part of it, and the same in one process."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hp_ep import GroupedExperts, TokenDispatcher
+from hp_dtensor import AxisMesh, Collectives, SimulatedCollectives
+from hp_ep import (
+    AllToAll,
+    Dedup,
+    GroupedExperts,
+    Hierarchical,
+    Local,
+    Padded,
+    RoutingError,
+    TokenDispatcher,
+)
 
 from .reference import assert_close, dense_combine, grads
 from .strategies import Routing
 
 Result = dict[str, Tensor]
+Meshes = Callable[[tuple[int, ...], tuple[str, ...]], AxisMesh]
+
+OVER_RANKS = ["AllToAll", "Dedup", "Hierarchical", "Padded"]
+NAMES = ["Local", *OVER_RANKS]
+
+
+def make_dispatcher(
+    name: str, meshes: Meshes, ranks: int, experts: int, door: Collectives | None, **options: Any
+) -> TokenDispatcher:
+    """Return a dispatcher over ``ranks``, by name; two nodes where their number is even."""
+    if name == "Local":
+        return Local(experts, **options)
+    if name == "Hierarchical":
+        nodes = 2 if ranks % 2 == 0 else ranks
+        mesh = meshes((nodes, ranks // nodes), ("node", "inside"))
+        return Hierarchical(mesh, experts, door, **options)
+    mesh = meshes((ranks,), ("ep",))
+    if name == "Padded":
+        return Padded(mesh, experts, door, **{"capacity": 7, **options})
+    if name == "Dedup":
+        return Dedup(mesh, experts, door, **options)
+    return AllToAll(mesh, experts, door, **options)
+
+
+def simulated(
+    name: str, door: SimulatedCollectives, routing: Routing, **options: Any
+) -> TokenDispatcher:
+    """Return a dispatcher for a routing, over the ranks of a simulated world."""
+    sizes = routing.num_ranks, routing.num_experts
+    return make_dispatcher(name, door.mesh, *sizes, door, **options)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return what the `RoutingError` of ``call`` says."""
+    try:
+        call()
+    except RoutingError as error:
+        return str(error)
+    return "no error"
 
 
 def weights_of(num_experts: int) -> list[Tensor]:

@@ -100,3 +100,29 @@ def test_the_choice_is_the_simplest_that_is_not_much_worse(
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ExpertConfigError, match="num_ranks=3 must divide num_experts=8"):
         expected_bytes("dedup", num_ranks=3, num_experts=8, top_k=2, row_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (dict(top_k=9), "top_k=9 of num_experts=8 experts; use an integer from 1 to 8"),
+        (dict(top_k=0), "top_k=0 of num_experts=8 experts"),
+        (dict(num_ranks=0), "num_ranks=0 must be a positive integer"),
+        (dict(num_ranks=2.0), "num_ranks=2.0 must be a positive integer"),
+        (dict(row_bytes=-1), "row_bytes=-1 must be a positive integer"),
+        (dict(node_size=0), "node_size=0 must be a positive integer"),
+        (dict(num_ranks=1, top_k=9), "top_k=9 of num_experts=8 experts"),
+    ],
+)
+def test_numbers_that_make_no_layer_are_refused(change: dict[str, Any], text: str) -> None:
+    given_numbers = {**dict(num_ranks=2, num_experts=8, top_k=2, row_bytes=4), **change}
+    with pytest.raises(ExpertConfigError, match=text):
+        choose_dispatcher(**given_numbers)
+    with pytest.raises(ExpertConfigError, match=text):
+        expected_bytes("dedup", **given_numbers)
+
+
+def test_a_dispatcher_that_does_not_exist_is_refused() -> None:
+    kind: Any = "bogus"
+    with pytest.raises(ExpertConfigError, match="kind='bogus' is not one of"):
+        expected_bytes(kind, num_ranks=2, num_experts=8, top_k=2, row_bytes=4)

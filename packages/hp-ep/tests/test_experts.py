@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hp_ep import ExpertConfigError, GroupedExperts, RoutingError
 from hp_ep._torch import can_group
@@ -139,3 +139,37 @@ def test_experts_can_be_made_without_memory_and_filled_later() -> None:
     experts = GroupedExperts(8, 16, 2, device="meta").to_empty(device="cpu")
     experts.reset_parameters()
     assert all(0 < p.abs().max() <= 1 / p.shape[-1] ** 0.5 for p in experts.parameters())
+
+
+def test_experts_that_lie_one_by_one_stack_and_come_apart_again() -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = (
+                nn.Linear(*sizes, bias=False, dtype=torch.float64)
+                for sizes in ((4, 6), (4, 6), (6, 4))
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+            return y
+
+    alone = nn.ModuleList(One() for _ in range(3))
+    names = {"gate": "w1", "down": "w2", "up": "w3"}
+    state = {
+        ours: torch.stack([alone.get_parameter(f"{e}.{theirs}.weight") for e in range(3)])
+        for theirs, ours in names.items()
+    }
+    grouped = GroupedExperts(4, 6, 3, dtype=torch.float64)
+    grouped.load_state_dict(state)
+    rows = torch.randn(7, 4, dtype=torch.float64)
+    expected = [one(part) for one, part in zip(alone, rows.split([2, 0, 5]), strict=True)]
+    assert_close(grouped(rows, torch.tensor([2, 0, 5])), torch.cat(expected))
+    back = {
+        f"{e}.{theirs}.weight": weight
+        for theirs, ours in names.items()
+        for e, weight in enumerate(grouped.get_parameter(ours).unbind())
+    }
+    assert back.keys() == alone.state_dict().keys()
+    for name, weight in alone.state_dict().items():
+        assert torch.equal(back[name], weight)

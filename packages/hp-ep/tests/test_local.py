@@ -44,7 +44,7 @@ def test_a_state_is_combined_once_and_only_by_its_own_dispatcher() -> None:
     rows, _, state = first.dispatch(x, w, ids)
     with pytest.raises(DispatchStateError, match=r"another dispatcher"):
         second.combine(rows, state)
-    with pytest.raises(ExpertConfigError, match=r"got 2 rows, but its dispatch gave 1"):
+    with pytest.raises(ExpertConfigError, match=r"shape \(2, 1\), but its dispatch gave \(1, 1\)"):
         first.combine(torch.ones(2, 1), state)
     assert first.combine(rows, state).tolist() == [[1.0]]
     with pytest.raises(DispatchStateError, match=r"combined before"):
@@ -77,6 +77,20 @@ def test_ids_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
 def test_unknown_and_repeated_ids_are_refused(ids: list[list[int]], match: str) -> None:
     with pytest.raises(RoutingError, match=match):
         Local(3).dispatch(torch.ones(2, 1), torch.ones(2, 2), torch.tensor(ids))
+
+
+def test_the_result_has_the_dtype_of_the_tokens_under_autocast() -> None:
+    experts = GroupedExperts(3, 5, 2)  # lengths that no grouped product takes: one by one
+    x, w = torch.ones(4, 3, requires_grad=True), torch.ones(4, 1)
+    local = Local(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows, counts, state = local.dispatch(x, w, torch.tensor([[0], [1], [1], [0]]))
+        results = experts(rows, counts)
+        y = local.combine(results, state)
+    assert results.dtype == torch.bfloat16
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert x.grad is not None
 
 
 def test_validation_can_be_turned_off() -> None:

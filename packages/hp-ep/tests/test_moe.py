@@ -130,7 +130,7 @@ def test_recomputed_layers_have_the_same_gradients_and_load() -> None:
 
 
 def test_state_dict_holds_the_weights_under_these_names() -> None:
-    names = ["router.weight", *(f"experts.w{i}" for i in (1, 2, 3))]
+    names = ["router.weight", *(f"experts.w{i}" for i in (1, 2, 3)), "experts._extra_state"]
     assert list(build_moe(0).state_dict()) == names
     shared = [f"shared_experts.w{i}" for i in (1, 2, 3)]
     assert list(build_moe(0, shared=1).state_dict()) == names + shared
@@ -211,7 +211,10 @@ def _snapshot(value: Any, path: str, found: dict[str, Any], alive: list[Any]) ->
     elif isinstance(value, (list, tuple, set)):
         inside = dict(enumerate(value))
     elif isinstance(value, nn.Module) or type(value).__module__.startswith(package):
-        inside = vars(value)
+        slots = getattr(type(value), "__slots__", ())
+        inside = (
+            vars(value) if hasattr(value, "__dict__") else {s: getattr(value, s) for s in slots}
+        )
     for key, each in inside.items():
         _snapshot(each, f"{path}.{key}", found, alive)
 

@@ -1,6 +1,6 @@
 """Chunks and calls that overlap: the same results, begun earlier and awaited later."""
 
-from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -8,32 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import Axis, Collectives, ReduceOp, SimulatedCollectives, SimulatedWorld, Work
+from hp_dtensor import Axis, Collectives, SimulatedCollectives, SimulatedWorld
 from hp_ep import (
-    AllToAll,
-    Dedup,
     ExpertConfigError,
     GroupedExperts,
-    Hierarchical,
     MoE,
-    Padded,
-    TokenDispatcher,
 )
 
+from .dispatching import OVER_RANKS, make_dispatcher
+from .logged import logged
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads
-
-NAMES = ["AllToAll", "Dedup", "Hierarchical", "Padded"]
-
-
-def _dispatcher(name: str, door: SimulatedCollectives, through: Collectives) -> TokenDispatcher:
-    if name == "Hierarchical":
-        return Hierarchical(door.mesh((2, 1), ("node", "inside")), 4, through)
-    mesh = door.mesh((2,), ("ep",))
-    if name == "Padded":
-        return Padded(mesh, 4, through, capacity=6)
-    return Dedup(mesh, 4, through) if name == "Dedup" else AllToAll(mesh, 4, through)
 
 
 def _layer(
@@ -45,7 +30,7 @@ def _layer(
         for mine, every in zip(local.parameters(), layer.experts.parameters(), strict=True):
             mine.copy_(every.chunk(2)[me])
     layer.experts = local
-    layer.dispatcher = _dispatcher(name, door, through)
+    layer.dispatcher = make_dispatcher(name, door.mesh, 2, 4, through)
     layer.router.split_tokens_over(door.mesh((2,), ("ep",)), through)
     layer.num_chunks = chunks
     return layer
@@ -56,7 +41,7 @@ def _tokens(counts: list[int]) -> list[Tensor]:
     return list(torch.randn(sum(counts), 4, generator=generator, dtype=torch.float64).split(counts))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OVER_RANKS)
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=2), st.integers(1, 4))
 def test_chunks_change_nothing(name: str, counts: list[int], chunks: int) -> None:
@@ -78,57 +63,6 @@ def test_chunks_change_nothing(name: str, counts: list[int], chunks: int) -> Non
         assert_close(torch.stack(parts).sum(0) if shared else torch.cat(parts), expected)
 
 
-class _Logged:
-    """`Collectives` that note when a call starts and when it is awaited."""
-
-    def __init__(self, inner: Collectives, log: list[str]) -> None:
-        self._inner = inner
-        self._log = log
-
-    def all_to_all(
-        self,
-        axis: Axis,
-        input: Tensor,
-        send_splits: Sequence[int] | None = None,
-        receive_splits: Sequence[int] | None = None,
-        output: Tensor | None = None,
-    ) -> Work:
-        work = self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
-        if not input.is_floating_point():
-            return work
-        number = sum(entry.startswith("start") for entry in self._log)
-        self._log.append(f"start {number}")
-        return _LoggedWork(work, self._log, number)
-
-    def all_gather(self, axis: Axis, inputs: Any, outputs: Any = None) -> Work:
-        return self._inner.all_gather(axis, inputs, outputs)
-
-    def reduce_scatter(
-        self, axis: Axis, inputs: Any, outputs: Any = None, op: ReduceOp = "sum"
-    ) -> Work:
-        return self._inner.reduce_scatter(axis, inputs, outputs, op)
-
-    def all_reduce(self, axis: Axis, tensors: Any, op: ReduceOp = "sum") -> Work:
-        return self._inner.all_reduce(axis, tensors, op)
-
-    def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
-    ) -> Work:
-        return self._inner.exchange(axis, sends, receives)
-
-    def broadcast(self, axis: Axis, tensors: Any, source: int = 0) -> Work:
-        return self._inner.broadcast(axis, tensors, source)
-
-
-class _LoggedWork:
-    def __init__(self, work: Work, log: list[str], number: int) -> None:
-        self._work, self._log, self._number = work, log, number
-
-    def wait(self) -> list[Tensor]:
-        self._log.append(f"wait {self._number}")
-        return self._work.wait()
-
-
 def _log_computing(module: torch.nn.Module, what: str, log: list[str]) -> None:
     module.register_forward_hook(lambda *_: log.append(what))
     module.register_full_backward_hook(lambda *_: log.append(what + " back"))
@@ -137,13 +71,18 @@ def _log_computing(module: torch.nn.Module, what: str, log: list[str]) -> None:
 def test_the_next_chunk_travels_while_the_experts_compute() -> None:
     def rank(me: int, door: SimulatedCollectives) -> list[list[str]]:
         log: list[str] = []
-        layer = _layer("AllToAll", me, door, _Logged(door, log), 2)
+        numbers = count()
+
+        def label(axis: Axis, tensor: Tensor) -> str | None:
+            return str(next(numbers)) if tensor.is_floating_point() else None
+
+        layer = _layer("AllToAll", me, door, logged(door, log, label), 2)
         _log_computing(layer.experts, "experts", log)
         assert layer.shared_experts is not None
         _log_computing(layer.shared_experts, "shared", log)
         x = _tokens([4, 4])[me].requires_grad_()
         y = layer(x)
-        forward, log[:] = list(log), []
+        forward, log[:], numbers = list(log), [], count()
         y.sum().backward()
         return [forward, log]
 
@@ -159,30 +98,6 @@ def test_the_next_chunk_travels_while_the_experts_compute() -> None:
         # rows' gradients travel during the second's.
         assert at["start 0"] < at["start 1"] < first < at["start 2"]
         assert at["start 2"] < backward.index("experts back", first + 1) < at["wait 2"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_microbatches_recomputed_and_interleaved_do_not_see_each_other(name: str) -> None:
-    def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
-        layer = _layer(name, me, door, door, 2)
-        first, second = (x[me].clone().requires_grad_() for x in (_tokens([3, 5]), _tokens([2, 0])))
-        # As a pipeline does: forward, forward, backward of the first, forward, backwards.
-        y1: Tensor = checkpoint(layer, first, use_reentrant=False)
-        y2: Tensor = checkpoint(layer, second, use_reentrant=False)
-        (y1**2).sum().backward()
-        third = first.detach().clone().requires_grad_()
-        y3: Tensor = layer(third)
-        (y3**2).sum().backward()
-        (y2**2).sum().backward()
-        return [y1.detach(), y2.detach(), y3.detach(), *grads([first, second, third])]
-
-    results = SimulatedWorld(2).run(rank)
-    for i, counts in enumerate(([3, 5], [2, 0], [3, 5])):
-        layer, x = build_moe(7, shared=1, balance=0.2), torch.cat(_tokens(counts)).requires_grad_()
-        y = dense_moe(layer, x)
-        ((y**2).sum() + dense_balance_loss(layer, x)).backward()
-        assert_close(torch.cat([r[i] for r in results]), y)
-        assert_close(torch.cat([r[i + 3] for r in results]), x.grad)
 
 
 def test_tokens_that_are_not_valid_are_left_out_of_everything() -> None:

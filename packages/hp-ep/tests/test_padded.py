@@ -1,15 +1,18 @@
 """A fixed capacity: what does not fit is dropped or refused, what is not used is not seen."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_pool import cached
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
-from hp_ep import ExpertConfigError, Padded, RoutingError
+from hp_dtensor import AxisMesh, Collectives, SimulatedCollectives, SimulatedWorld
+from hp_ep import ExpertConfigError, Padded, RoutingError, choose_capacity
 
 from .reference import assert_close, grads
 from .strategies import Routing, routings
@@ -51,6 +54,107 @@ def test_the_first_tokens_of_each_expert_are_kept_and_the_others_dropped(
         assert_close(gx, x.grad)
         assert_close(gw, w.grad)
         assert counts.tolist() == [size * capacity] * (routing.num_experts // size)
+
+
+class _Filled(NamedTuple):
+    """What one rank gives and gets at a factor: its gradients, and the rows of its experts."""
+
+    y: Tensor
+    x: Tensor
+    weights: Tensor
+    counts: Tensor
+    used: Tensor
+
+
+FACTORS = [0.25, 0.5, 1.0, 4.0]
+TOKENS, TOP_K, EXPERTS = 16, 2, 8
+
+
+def _inputs(me: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(me)
+    skew = torch.rand(TOKENS, EXPERTS, generator=generator) * torch.arange(1.0, EXPERTS + 1)
+    x = torch.randn(TOKENS, 3, generator=generator, dtype=torch.float64)
+    w = torch.rand(TOKENS, TOP_K, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), w.requires_grad_(), skew.topk(TOP_K).indices
+
+
+def _fill(me: int, mesh: AxisMesh, door: Collectives | None, factor: float) -> _Filled:
+    capacity = choose_capacity(factor, num_tokens=TOKENS, top_k=TOP_K, num_experts=EXPERTS)
+    dispatcher = Padded(mesh, EXPERTS, door, capacity=capacity)
+    x, w, ids = _inputs(me)
+    rows, counts, state = dispatcher.dispatch(x, w, ids)
+    y = dispatcher.combine(rows, state)
+    (y * torch.arange(1.0, 4.0)).sum().backward()
+    used = rows.detach().abs().sum(1).gt(0).view(len(counts), -1).sum(1)
+    gx, gw = grads([x, w])
+    return _Filled(y.detach(), gx, gw, counts, used)
+
+
+def _check_filled(results: list[_Filled], factor: float) -> None:
+    size, total = len(results), 0
+    for me, found in enumerate(results):
+        x, w, ids = _inputs(me)
+        kept = _kept(ids, round(factor * TOKENS * TOP_K / EXPERTS))
+        expected = x * (w * kept).sum(1, keepdim=True)
+        (expected * torch.arange(1.0, 4.0)).sum().backward()
+        assert_close(found.y, expected)
+        assert_close(found.x, x.grad)
+        assert_close(found.weights, w.grad)
+        assert kept.sum() <= factor * TOKENS * TOP_K
+        assert (kept.sum() < kept.numel()) == (factor < 4)
+        total += int(kept.sum())
+    # Rows are exactly as many as the factor says, and those that were kept are among them.
+    assert sum(int(r.counts.sum()) for r in results) == size * factor * TOKENS * TOP_K
+    assert all((r.used <= r.counts).all() for r in results)
+    assert sum(int(r.used.sum()) for r in results) == total
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_factor_keeps_its_share_of_the_rows(factor: float) -> None:
+    results = SimulatedWorld(4).run(
+        lambda me, door: _fill(me, door.mesh((4,), ("ep",)), door, factor)
+    )
+    _check_filled(results, factor)
+
+
+def _fill_on_gloo(me: int) -> list[_Filled]:
+    mesh = cached("ep mesh", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    return [_fill(me, mesh, None, factor) for factor in FACTORS]
+
+
+def test_a_factor_keeps_its_share_of_the_rows_of_real_ranks(ranks: Any) -> None:
+    first, second = ranks(2).run(_fill_on_gloo)
+    for factor, *results in zip(FACTORS, first, second, strict=True):
+        _check_filled(results, factor)
+
+
+@given(st.integers(1, 4096), st.integers(1, 8), st.integers(8, 256), st.floats(0.01, 16))
+def test_a_capacity_is_the_least_that_holds_the_factor(
+    tokens: int, top_k: int, experts: int, factor: float
+) -> None:
+    capacity = choose_capacity(factor, num_tokens=tokens, top_k=top_k, num_experts=experts)
+    share = factor * tokens * top_k / experts
+    assert capacity >= 1
+    assert capacity >= share - 1e-6
+    assert capacity == 1 or capacity - 1 < share
+
+
+@pytest.mark.parametrize(
+    ("factor", "numbers", "text"),
+    [
+        (0.0, (4, 2, 8), "factor=0 leaves room for no row"),
+        (-1.0, (4, 2, 8), "factor=-1.0 must be a finite number"),
+        (math.nan, (4, 2, 8), "factor=nan must be a finite number"),
+        (1.0, (0, 2, 8), "num_tokens=0 must be a positive integer"),
+        (1.0, (4, 9, 8), "top_k=9 of num_experts=8 experts"),
+    ],
+)
+def test_numbers_that_make_no_capacity_are_refused(
+    factor: float, numbers: tuple[int, int, int], text: str
+) -> None:
+    tokens, top_k, experts = numbers
+    with pytest.raises(ExpertConfigError, match=text):
+        choose_capacity(factor, num_tokens=tokens, top_k=top_k, num_experts=experts)
 
 
 @settings(deadline=None, max_examples=40)

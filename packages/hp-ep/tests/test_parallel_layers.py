@@ -12,7 +12,7 @@ from rank_pool import cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import Axis
@@ -20,17 +20,14 @@ from hp_ep import (
     AllToAll,
     BaseExpertParallel,
     Dedup,
-    ExpertConfigError,
     ExpertParallel,
     ExpertTensorParallel,
     Hierarchical,
-    Local,
     MoE,
     Padded,
     Summed,
     TensorParallel,
     TokenDispatcher,
-    parallelize_experts,
 )
 
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads
@@ -231,74 +228,3 @@ def _chosen(rank: int) -> list[str]:
 def test_auto_takes_the_dispatcher_with_the_fewest_expected_bytes(ranks: Any) -> None:
     expected = ["Dedup", "AllToAll", "Hierarchical", "AllToAll", "Dedup", "Summed Local"]
     assert ranks(4).run(_chosen) == [expected] * 4
-
-
-def _refused(rank: int) -> list[str]:
-    flat, grid = _mesh((4,), ("ep",)), _mesh((2, 2), ("ep", "etp"))
-    nodes = _mesh((2, 2), ("node", "inside"))
-    model = torch.nn.ModuleDict({"a": build_moe(0), "b": build_moe(0, experts=6)})
-    layer = build_moe(0, hidden=6)
-    cases: list[Callable[[], object]] = [
-        lambda: TensorParallel().apply(layer, flat),
-        lambda: TensorParallel().apply(layer, grid),
-        lambda: ExpertTensorParallel().apply(layer, flat),
-        lambda: ExpertTensorParallel(sequence_mesh=flat).apply(build_moe(0, hidden=8), grid),
-        lambda: ExpertParallel(Local(4), node_mesh=nodes).apply(layer, flat),
-        lambda: ExpertParallel(node_mesh=nodes).apply(layer, grid),
-        lambda: parallelize_experts(model, flat, ExpertParallel()),
-        lambda: parallelize_experts(torch.nn.Linear(1, 1), flat, ExpertParallel()),
-        lambda: Hierarchical(flat, 4),
-    ]
-    texts = []
-    for case in cases:
-        with pytest.raises(ExpertConfigError) as error:
-            case()
-        texts.append(str(error.value))
-    untouched = [*layer.parameters(), *model.parameters()]
-    assert not any(isinstance(p, DTensor) for p in untouched)
-    assert parallelize_experts(model["a"], grid, ExpertTensorParallel()) == [""]
-    return texts
-
-
-def test_splits_that_cannot_be_are_refused_and_leave_all_as_it_was(ranks: Any) -> None:
-    results = ranks(4).run(_refused)
-    assert results == [results[0]] * 4
-    starts = [
-        "ep=4 does not divide hidden_dim=6; use one of [1, 2, 3, 6] ranks",
-        "a mesh with axes ('ep', 'etp'); pass the 1-D mesh of the axis that cuts experts",
-        "a mesh with axes ('ep',); pass a 2-D mesh of the axis that splits experts and the",
-        "sequence_mesh is for whole experts, but etp=2 cuts them; its ranks must hold the same",
-        "node_mesh is for dispatcher='auto'",
-        "node_mesh has ranks [[0, 1], [2, 3]]; it must be nodes x ranks inside one of the ranks",
-        "layer 'b': ep=4 does not divide num_experts=6; use one of [1, 2, 3, 6] ranks",
-        "Linear has no MoE",
-        "a mesh with axes ('ep',) is not nodes and the ranks inside one",
-    ]
-    for text, start in zip(results[0], starts, strict=True):
-        assert text.startswith(start), text
-
-
-def _replicated_input(rank: int) -> list[Any]:
-    mesh = _mesh((2,), ("tp",))
-    layer = build_moe(9, hidden=8)
-    TensorParallel().apply(layer, mesh)
-    x = _tokens(1)[0]
-    leaf = DTensor.from_local(x, mesh, [Replicate()], run_check=False).requires_grad_()
-    y = layer(leaf)
-    (y.to_local() ** 2).sum().backward()
-    with pytest.raises(ExpertConfigError) as error:
-        layer(DTensor.from_local(x, mesh, [Shard(0)], run_check=False))
-    grad = leaf.grad
-    assert isinstance(grad, DTensor)
-    return [y.placements, y.to_local().detach(), grad.full_tensor(), str(error.value)]
-
-
-def test_tokens_of_cut_experts_are_taken_replicated_and_refused_sharded(ranks: Any) -> None:
-    layer, x = build_moe(9, hidden=8), _tokens(1)[0].clone().requires_grad_()
-    y = dense_moe(layer, x)
-    (y**2).sum().backward()
-    for placements, got, grad, text in ranks(2).run(_replicated_input):
-        assert placements == (Replicate(),)
-        assert_close(got, y)
-        assert_close(grad, x.grad)
-        assert "replicate it over the ranks [0, 1]" in text

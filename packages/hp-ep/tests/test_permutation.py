@@ -1,5 +1,7 @@
 """Moves of rows are permutations, and each one's backward is its transpose."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -145,6 +147,23 @@ def test_bag_sum_takes_rows_narrower_than_the_weights(dtype: torch.dtype) -> Non
     torch.testing.assert_close(
         weights.grad.float(), y.detach().float().sum(1)[places], rtol=2e-2, atol=2e-2
     )
+
+
+@pytest.mark.parametrize(
+    ("indices", "missing"),
+    [([0, 0, 1, 2], 3), ([3, 1, 2, 1], 0), ([0, 1, 2, 4], 3), ([-1, 0, 1, 2], 3)],
+)
+@pytest.mark.parametrize("move", [permute, unpermute])
+def test_indices_that_are_no_permutation_are_refused(
+    move: Callable[[Tensor, Tensor], Tensor], indices: list[int], missing: int
+) -> None:
+    with pytest.raises(ExpertConfigError, match=rf"no permutation of 4 rows: {missing} is not"):
+        move(torch.zeros(4, 2), torch.tensor(indices))
+
+
+def test_indices_of_another_dtype_are_refused() -> None:
+    with pytest.raises(ExpertConfigError, match=r"indices are torch.int32; they must be torch.int"):
+        unpermute(torch.zeros(2, 1), torch.tensor([1, 0], dtype=torch.int32))
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

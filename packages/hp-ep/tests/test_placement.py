@@ -140,11 +140,14 @@ def test_plans_that_cannot_be_are_refused(change: dict[str, Any], text: str) -> 
         (2, 3, (0, 1, 2), "3 slots on 2 ranks"),
         (2, 3, (0, 1, 1, 0), r"experts \[2\] are missing or unknown"),
         (2, 2, (0, 0, 1, 1), r"rank 0 holds experts \[0, 0\]; replicas must be on different"),
-        (0, 1, (0,), "both must be at least 1"),
+        (0, 1, (0,), "num_ranks=0 must be a positive integer"),
+        (2.0, 2, (0, 1), "num_ranks=2.0 must be a positive integer"),
+        (1, True, (0,), "num_experts=True must be a positive integer"),
+        (1, 2, (0.0, 1), r"experts \[0.0, 1\] must be integers from 0 to 1"),
     ],
 )
 def test_placements_that_are_none_are_refused(
-    ranks: int, experts: int, slots: tuple[int, ...], text: str
+    ranks: Any, experts: Any, slots: tuple[Any, ...], text: str
 ) -> None:
     with pytest.raises(ExpertConfigError, match=text):
         Placement(num_ranks=ranks, num_experts=experts, experts=slots)

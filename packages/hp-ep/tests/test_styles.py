@@ -1,7 +1,6 @@
 """The style on real ranks: equal to one process, with torch's FSDP, recomputation and tensors."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ParallelStyle,
-    PrepareModuleInput,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import Axis, RecordingCollectives
-from hp_ep import AllToAll, ExpertConfigError, ExpertParallel, GroupedExperts, Local, MoE
+from hp_ep import AllToAll, ExpertParallel, Local, MoE
 
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads
 
@@ -228,66 +226,6 @@ def test_weights_shared_by_a_split_sequence_have_partial_gradients(ranks: Any) -
         assert_close(results[0][name + " total"], results[0][name] + results[1][name])
 
 
-def _dtensor_input(rank: int) -> list[Any]:
-    layer = build_moe(9)
-    mesh = _mesh((2,), ("tp",))
-    ExpertParallel().apply(layer, mesh)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
-    split = x.tensor_split([3], dim=1)[rank].contiguous()
-    sharded = DTensor.from_local(
-        split, mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride()
-    )
-    y = layer(sharded)
-    texts = []
-    for placement in (Replicate(), Shard(2)):
-        refused = DTensor.from_local(x[..., :2], mesh, [placement], run_check=False)
-        with pytest.raises(ExpertConfigError) as error:
-            layer(refused)
-        texts.append(str(error.value))
-    return [y.placements, y.shape, y.to_local().detach(), texts]
-
-
-def test_a_sharded_dtensor_is_taken_and_a_replicated_one_is_refused(ranks: Any) -> None:
-    results = ranks(2).run(_dtensor_input)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
-    expected = dense_moe(build_moe(9), x.view(10, 4)).view(x.shape)
-    assert_close(torch.cat([r[2] for r in results], 1), expected)
-    for placements, shape, _, texts in results:
-        assert placements == (Shard(1),)
-        assert shape == x.shape
-        assert all("shard it over tokens" in text for text in texts)
-
-
-def _prepared_input(rank: int) -> dict[str, Any]:
-    layer, mesh = build_moe(9), _mesh((2,), ("tp",))
-    ExpertParallel().apply(layer, mesh)
-    shard = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1))
-    parallelize_module(layer, mesh, shard)
-    calls: list[str] = []
-    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
-    layer.register_forward_hook(lambda *_: calls.append("after"))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(6, 2, 4, generator=generator, dtype=torch.float64).transpose(0, 1)
-    y = layer(x.chunk(2, 1)[rank])
-    local = y.to_local().detach()
-    return dict(calls=calls, y=local, stride=y.stride(), local_stride=local.stride())
-
-
-def test_prepared_transposed_input_runs_hooks_once_and_gives_a_contiguous_result(
-    ranks: Any,
-) -> None:
-    results = ranks(2).run(_prepared_input)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(6, 2, 4, generator=generator, dtype=torch.float64).transpose(0, 1)
-    expected = dense_moe(build_moe(9), x.reshape(12, 4)).view(x.shape)
-    assert_close(torch.cat([r["y"] for r in results], 1), expected)
-    for result in results:
-        assert result["calls"] == ["before", "after"]
-        assert (result["stride"], result["local_stride"]) == ((24, 4, 1), (12, 4, 1))
-
-
 def _copied_experts(rank: int) -> list[Tensor]:
     experts = ExpertParallel().apply(build_moe(9).experts, _mesh((2,), ("ep",)))
     twin = copy.deepcopy(experts)
@@ -308,150 +246,3 @@ def test_a_deep_copy_of_experts_computes_with_its_own_weights(ranks: Any) -> Non
         assert before.abs().min() > 0
         assert torch.equal(before, after)
         assert twin.count_nonzero() == 0
-
-
-def _text(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def _errors(rank: int) -> list[str]:
-    mesh, flat = _mesh((2, 1), ("dp", "tp")), _mesh((2,), ("ep",))
-    style = ExpertParallel()
-    done = style.apply(build_moe(0), flat)
-    experts = style.apply(GroupedExperts(4, 6, 2), flat)
-    uneven, wrapped = GroupedExperts(4, 6, 3), GroupedExperts(4, 6, 2)
-    wrapped.forward = lambda rows, counts: rows  # type: ignore[method-assign]
-    small, real = (torch.int32, torch.float32) if rank else (torch.int64, torch.int64)
-    texts = [
-        _text(lambda: style.apply(uneven, flat)),
-        _text(lambda: style.apply(nn.Linear(2, 2), flat)),
-        _text(lambda: style.apply(build_moe(0), mesh)),
-        _text(lambda: style.apply(done, flat)),
-        _text(lambda: ExpertParallel("dedup")),  # type: ignore[arg-type]
-        _text(lambda: ExpertParallel(Local(2)).apply(GroupedExperts(4, 6, 2), flat)),
-        _text(lambda: ExpertParallel(token_axes=()).apply(GroupedExperts(4, 6, 2), flat)),
-        _text(lambda: ExpertParallel(sequence_mesh=flat).apply(GroupedExperts(4, 6, 2), flat)),
-        _text(lambda: style.apply(wrapped, flat)),
-        _text(lambda: experts(torch.zeros(2, 4), torch.tensor([2, 0][: 2 - rank]))),
-        _text(lambda: experts(torch.zeros(2, 4 + rank), torch.tensor([1, 1]))),
-        _text(lambda: experts(torch.zeros([2, 4, 1][: 2 + rank]), torch.tensor([1, 1]))),
-        _text(lambda: experts(torch.zeros(2, 4), torch.tensor([1, 1], dtype=real))),
-        _text(lambda: experts(torch.zeros(2, 4), torch.tensor([1, 1], dtype=small))),
-        _text(lambda: experts(torch.zeros(2, 4), torch.tensor([1, 1 + rank]))),
-        _text(lambda: experts(torch.zeros(2, 4), torch.tensor([3 * rank + 1, 1 - 3 * rank]))),
-    ]
-    assert not isinstance(uneven.w1, DTensor)
-    return texts
-
-
-def test_errors_are_the_same_on_every_rank_and_say_what_would_do(ranks: Any) -> None:
-    first, second = ranks(2).run(_errors)
-    assert first == second
-    expected = [
-        "ExpertConfigError: ep=2 does not divide num_experts=3; use one of [1, 3] ranks",
-        "ExpertConfigError: expert parallelism takes a MoE or a GroupedExperts, not Linear",
-        "ExpertConfigError: no axis 'ep' in a mesh with axes ['dp', 'tp']; pass the 1-D mesh",
-        "ExpertConfigError: w1 is already a DTensor",
-        "ExpertConfigError: dispatcher='dedup' is not 'auto' or a TokenDispatcher",
-        "ExpertConfigError: a dispatcher moves tokens of a whole MoE",
-        "ExpertConfigError: token_axes and sequence_mesh are for the router",
-        "ExpertConfigError: token_axes and sequence_mesh are for the router",
-        "ExpertConfigError: forward of this GroupedExperts was replaced",
-        "RoutingError: rank 1: counts are not a vector with one number for each of the 2 experts",
-        "RoutingError: rank 1: rows have 5 numbers each; these experts take 4",
-        "RoutingError: rank 1: the tokens or rows have 3 dimensions; give a matrix",
-        "RoutingError: rank 1: counts are torch.float32; they must be torch.int64 or torch.int32",
-        "no error",
-        "RoutingError: rank 1: counts sum to 3, but 2 rows were given; they must be equal",
-        "RoutingError: rank 1: a count is -2; counts must be at least 0",
-    ]
-    for text, start in zip(first, expected, strict=True):
-        assert text.startswith(start)
-
-
-def _refused_layers(rank: int) -> list[str]:
-    """Apply styles that do not suit; no refused layer may have changed."""
-    flat, grid = _mesh((2,), ("ep",)), _mesh((2, 1), ("dp", "tp"))
-
-    def refused(style: ExpertParallel, change: Callable[[MoE], None], mesh: DeviceMesh) -> str:
-        layer = build_moe(0, **OPTIONS)
-        change(layer)
-        before = {name: id(value) for name, value in layer.named_parameters()}
-        dispatcher = layer.dispatcher
-        text = _text(lambda: style.apply(layer, mesh))
-        assert before == {name: id(value) for name, value in layer.named_parameters()}
-        assert layer.dispatcher is dispatcher
-        assert layer.router.token_axes is None
-        return text
-
-    def distribute(module: nn.Module, name: str) -> None:
-        value = module.get_parameter(name).detach()
-        whole = DTensor.from_local(value, flat, [Replicate()], run_check=False)
-        module.register_parameter(name, nn.Parameter(whole))
-
-    def router(layer: MoE) -> None:
-        distribute(layer.router, "weight")
-
-    def shared(layer: MoE) -> None:
-        assert layer.shared_experts is not None
-        distribute(layer.shared_experts, "w3")
-
-    def nothing(layer: MoE) -> None:
-        pass
-
-    sequence = ExpertParallel(token_axes=flat, sequence_mesh=flat)
-    on_grid = ExpertParallel(token_axes=flat, sequence_mesh=grid)
-    names = ExpertParallel(token_axes=["ep"])  # type: ignore[list-item]
-    return [
-        refused(sequence, router, flat),
-        refused(sequence, shared, flat),
-        refused(on_grid, nothing, flat),
-        refused(names, nothing, flat),
-        refused(ExpertParallel(), nothing, flat),
-    ]
-
-
-def test_a_layer_that_a_style_refuses_is_left_as_it_was(ranks: Any) -> None:
-    first, second = ranks(2).run(_refused_layers)
-    assert first == second
-    expected = [
-        "ExpertConfigError: weight is already a DTensor",
-        "ExpertConfigError: w3 is already a DTensor",
-        "ExpertConfigError: sequence_mesh has axes ('dp', 'tp'); pass the 1-D mesh",
-        "ExpertConfigError: token axes ['ep'] are not a mesh or a sequence of Axis",
-        "ExpertConfigError: load_balance_loss=0.2 is the loss of the whole batch; say which axes "
-        "split its tokens: token_axes=mesh for all of a mesh, or token_axes=() for none",
-    ]
-    for text, start in zip(first, expected, strict=True):
-        assert text.startswith(start)
-
-
-def _accepted_axes(rank: int) -> list[Any]:
-    mesh, found = _mesh((2,), ("ep",)), []
-    for axes in ((), [Axis.of(mesh, "ep")], mesh):
-        layer = build_moe(0, balance=0.2)
-        ExpertParallel(token_axes=axes).apply(layer, mesh)
-        found.append([axis.name for axis in layer.router.token_axes or ()])
-    given = build_moe(0, balance=0.2)
-    given.router.split_tokens_over(mesh)
-    ExpertParallel().apply(given, mesh)  # the router was told before
-    return found
-
-
-def test_no_axes_some_axes_or_a_mesh_may_split_the_tokens(ranks: Any) -> None:
-    assert ranks(2).run(_accepted_axes) == [[[], ["ep"], ["ep"]]] * 2
-
-
-def _given_dispatcher(rank: int) -> bool:
-    mesh, layer = _mesh((2,), ("ep",)), build_moe(0)
-    dispatcher = AllToAll(mesh, 4, validate=False)
-    ExpertParallel(dispatcher).apply(layer, mesh)
-    return layer.dispatcher is dispatcher
-
-
-def test_a_given_dispatcher_is_used(ranks: Any) -> None:
-    assert ranks(2).run(_given_dispatcher) == [True, True]

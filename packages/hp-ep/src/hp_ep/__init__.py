@@ -16,6 +16,7 @@ from .balance._packing import plan_placement as plan_placement
 from .balance._placement import Placement as Placement
 from .balance._stats import LoadStats as LoadStats
 from .balance._stats import smooth_load as smooth_load
+from .dispatch._capacity import choose_capacity as choose_capacity
 from .dispatch._cost import choose_dispatcher as choose_dispatcher
 from .dispatch._cost import expected_bytes as expected_bytes
 
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
+    from .balance._clip import clip_grad_norm_ as clip_grad_norm_
     from .balance._migrate import migrate_experts as migrate_experts
+    from .balance._order import order_by_expert as order_by_expert
+    from .balance._order import order_by_slot as order_by_slot
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
     from .dispatch._hierarchical import Hierarchical as Hierarchical
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from .dispatch._placed import Placed as Placed
     from .dispatch._protocol import DispatchState as DispatchState
     from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
+    from .dispatch._protocol import SpreadDispatcher as SpreadDispatcher
     from .dispatch._protocol import TokenDispatcher as TokenDispatcher
     from .dispatch._tensor_parallel import Summed as Summed
     from .routing._balance import collect_loads as collect_loads
@@ -61,14 +66,18 @@ _NEED_TORCH = {
     "OverlappingDispatcher": ".dispatch._protocol",
     "Padded": ".dispatch._padded",
     "Placed": ".dispatch._placed",
+    "SpreadDispatcher": ".dispatch._protocol",
     "Summed": ".dispatch._tensor_parallel",
     "TensorParallel": ".styles._styles",
     "TokenDispatcher": ".dispatch._protocol",
     "TopKRouter": ".routing._router",
     "bag_sum": "._permutation",
+    "clip_grad_norm_": ".balance._clip",
     "collect_loads": ".routing._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".balance._migrate",
+    "order_by_expert": ".balance._order",
+    "order_by_slot": ".balance._order",
     "parallelize_experts": ".styles._model",
     "permute": "._permutation",
     "permute_indices": "._permutation",
@@ -85,6 +94,7 @@ __all__ = [
     "Placement",
     "RoutingError",
     "__version__",
+    "choose_capacity",
     "choose_dispatcher",
     "expected_bytes",
     "plan_migration",

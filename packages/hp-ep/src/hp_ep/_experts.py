@@ -1,8 +1,8 @@
 """The experts' feed-forward networks: many at once on sorted rows, and the one all tokens share."""
 
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._sizes import check_sizes
-from ._torch import can_group, grouped_linear
+from ._torch import EXTRA_STATE, before_loading, can_group, grouped_linear
 from .balance._replicas import ReplicaSum
 
 Activation = Literal["swiglu", "geglu"]
@@ -26,6 +26,10 @@ class GroupedExperts(nn.Module):
     ``w1, w3 [num_experts, hidden_dim, dim]`` and ``w2 [num_experts, dim, hidden_dim]``. They may be
     DTensors sharded by expert, as `ExpertParallel` makes them: then the local experts compute.
     `ExpertConfigError` for sizes that are no positive integers.
+
+    The state dict has one more entry: the expert of each row of the weights, which a placement
+    decides. Loading weights that lie in another order is refused; a state dict without that entry
+    is taken to be in the experts' own order.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class GroupedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
         self.replicas: ReplicaSum | None = None
+        before_loading(self, _compare_order)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -61,6 +66,20 @@ class GroupedExperts(nn.Module):
             f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
             f"activation={self.activation!r}"
         )
+
+    def get_extra_state(self) -> Tensor:
+        """Return the expert of each row of the weights ``[rows]``, of all ranks."""
+        experts = range(self.num_experts)
+        return row_order(experts if self.replicas is None else self.replicas.placement.experts)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise an `ExpertConfigError` unless ``state`` is the order that the weights have here."""
+        saved, here = state.tolist(), self.get_extra_state().tolist()
+        if saved != here:
+            raise ExpertConfigError(
+                f"the saved weights are those of experts {saved}, this layer's of {here}; load "
+                "them under the placement they were saved with, or save what order_by_expert gives"
+            )
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return each row's result ``[rows, dim]``.
@@ -125,6 +144,18 @@ def _gated(
     gate: Callable[[Tensor], Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
 ) -> Tensor:
     return F.linear(gate(F.linear(x, w1)) * F.linear(x, w3), w2)
+
+
+def row_order(experts: Iterable[int]) -> Tensor:
+    """Return the expert of each row of the weights, as a state dict has it."""
+    return torch.tensor(list(experts), dtype=torch.int64, device="cpu")
+
+
+def _compare_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Raise before anything is loaded into ``module``, a `GroupedExperts`, in a wrong order."""
+    if isinstance(module, GroupedExperts) and prefix + "w1" in state_dict:
+        own = row_order(range(module.num_experts))
+        module.set_extra_state(state_dict.setdefault(prefix + EXTRA_STATE, own))
 
 
 def _draw(*weights: Tensor) -> None:

@@ -1,5 +1,7 @@
 """The mixture-of-experts layer: router, dispatcher, experts."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +15,9 @@ from ._sizes import check_shared, check_sizes
 from .dispatch._local import Local
 from .dispatch._protocol import TokenDispatcher
 from .routing._router import TopKRouter
+
+Sequences = tuple[Tensor, int]
+"""Which sequence each token is of, ``[tokens]``, and how many there are."""
 
 
 class MoE(nn.Module):
@@ -96,11 +101,15 @@ class MoE(nn.Module):
         replicated one would be computed by every rank; where a style cut the experts inside, it
         must be replicated over the ranks that share them.
 
+        With the router's ``sequence_loss`` the dimension before the last is that of a sequence.
+
         Tokens where ``valid [...]``, a bool for each of this rank's, is False are left out of
         everything, and their result is 0; that reads the mask on the host.
 
-        `ExpertConfigError` for such a DTensor and for an input whose last dimension is not ``dim``,
-        raised only on the rank whose input it is, before it communicates: other ranks wait for it.
+        `ExpertConfigError` for such a DTensor, for an input whose last dimension is not ``dim`` and
+        for a wrong mask. Where only some ranks' inputs have another last dimension and tokens
+        travel, all of them raise a `RoutingError` instead; a wrong mask and, where no tokens
+        travel, a wrong input are seen on their own rank alone, for which others then wait.
         """
         if isinstance(x, DTensor):
             _check_tokens(x, self.replicated_over)
@@ -118,23 +127,42 @@ class MoE(nn.Module):
     def _compute(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return the result for this rank's own tokens, contiguous."""
         if x.shape[-1:] != (self.dim,):
+            self._report_width(x)
             raise ExpertConfigError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be dim={self.dim}"
             )
         tokens = x.reshape(-1, x.shape[-1])
+        sequences = _sequences_of(x) if self.router.sequence_loss else None
         if valid is None:
-            return self._routed(tokens).view(x.shape)
+            return self._routed(tokens, sequences).view(x.shape)
         if valid.shape != x.shape[:-1] or valid.dtype != torch.bool:
             raise ExpertConfigError(
                 f"valid is {valid.dtype} of shape {tuple(valid.shape)}; it must be torch.bool of "
                 f"shape {tuple(x.shape[:-1])}, one for each token"
             )
         places = valid.reshape(-1).nonzero()[:, 0]
-        routed = self._routed(tokens.index_select(0, places))
+        if sequences is not None:
+            sequences = sequences[0].index_select(0, places), sequences[1]
+        routed = self._routed(tokens.index_select(0, places), sequences)
         return torch.zeros_like(tokens).index_copy(0, places, routed).view(x.shape)
 
-    def _routed(self, tokens: Tensor) -> Tensor:
-        weights, expert_ids = self.router(tokens)
+    def _report_width(self, x: Tensor) -> None:
+        """Take part in the exchanges of ranks with a good input, which tell all of this one."""
+        nothing = x.new_empty((*x.shape[:-2], 0, self.dim))
+        tokens = nothing.reshape(0, self.dim)
+        weights, expert_ids = self._route(tokens, _sequences_of(nothing))
+        width = x.shape[-1] if x.dim() else 0
+        self.dispatcher.dispatch(x.new_empty(0, width), weights, expert_ids)
+
+    def _route(self, tokens: Tensor, sequences: Sequences | None) -> tuple[Tensor, Tensor]:
+        weights: Tensor
+        expert_ids: Tensor
+        wanted = () if sequences is None or not self.router.sequence_loss else sequences
+        weights, expert_ids = self.router(tokens, *wanted)
+        return weights, expert_ids
+
+    def _routed(self, tokens: Tensor, sequences: Sequences | None) -> Tensor:
+        weights, expert_ids = self._route(tokens, sequences)
         parts = (t.tensor_split(self.num_chunks) for t in (tokens, weights, expert_ids))
         shared = self.shared_experts
         total, aside = run_chunks(
@@ -144,6 +172,14 @@ class MoE(nn.Module):
             lambda: None if shared is None else shared(tokens),
         )
         return total if aside is None else total + aside
+
+
+def _sequences_of(x: Tensor) -> Sequences:
+    """Return the sequences of ``x [..., length, dim]``, all before its last two dimensions."""
+    number = math.prod(x.shape[:-2])
+    length = math.prod(x.shape[:-1]) // max(number, 1)
+    ids = torch.arange(number, device=x.device)
+    return ids[:, None].expand(number, length).reshape(-1), number
 
 
 def _check_tokens(x: DTensor, replicated_over: Axis | None) -> None:

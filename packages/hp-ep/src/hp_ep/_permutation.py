@@ -46,13 +46,20 @@ def permute_indices(
 
 
 def permute(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return ``rows[indices]`` for a permutation ``indices [rows]``; backward: `unpermute`."""
+    """Return ``rows[indices]`` for a permutation ``indices [rows]`` int64; backward: `unpermute`.
+
+    `ExpertConfigError` for indices of another shape or dtype and, on the CPU, for indices that are
+    no permutation; on other devices their values are not looked at.
+    """
     _check_permutation(rows, indices)
     return reorder(rows, indices, invert(indices))
 
 
 def unpermute(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows that `permute` with the same ``indices`` took: its inverse and transpose."""
+    """Return the rows that `permute` with the same ``indices`` took: its inverse and transpose.
+
+    The errors are those of `permute`.
+    """
     _check_permutation(rows, indices)
     return reorder(rows, invert(indices), indices)
 
@@ -103,6 +110,20 @@ def _check_permutation(rows: Tensor, indices: Tensor) -> None:
         raise ExpertConfigError(
             f"a permutation of {rows.shape[0]} rows has shape ({rows.shape[0]},), "
             f"got indices {tuple(indices.shape)}"
+        )
+    if indices.dtype != torch.int64:
+        raise ExpertConfigError(f"indices are {indices.dtype}; they must be torch.int64")
+    if not indices.is_cpu:  # looking would synchronise
+        return
+    number = indices.shape[0]
+    counts = torch.zeros(number, dtype=torch.uint8)
+    # Where one index is out of range another is missing: count the others.
+    known = indices[(indices >= 0) & (indices < number)]
+    missing = counts.index_fill_(0, known, 1) == 0
+    if missing.any():
+        raise ExpertConfigError(
+            f"indices are no permutation of {number} rows: {missing.nonzero()[0].item()} is not "
+            f"among them; each of 0 .. {number - 1} must be there once"
         )
 
 

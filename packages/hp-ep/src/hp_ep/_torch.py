@@ -6,11 +6,15 @@ most 32 bits, and rows that start at multiples of 16 bytes.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
+"""What ``nn.Module`` calls the entry of ``get_extra_state`` in a state dict."""
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
@@ -39,6 +43,33 @@ def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     product = _grouped_mm(_dense(rows), weight.transpose(-2, -1), offs=offsets)
     return run_function(_DenseGradient, product)
+
+
+def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Let ``hook(module, state_dict, prefix, ...)`` see what ``module`` is about to load."""
+    module.register_load_state_dict_pre_hook(hook)
+
+
+class KeepsDtype(nn.Module):
+    """A module whose own buffers keep their dtype where the rest of it is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            now = self.get_buffer(name)
+            if now.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(now.device))
+        return self
+
+
+def name_in_state(model: nn.Module, name: str) -> str:
+    """Return what ``get_model_state_dict`` calls a parameter: without the names of wrappers."""
+    # Here, as it brings all of torch's sharding with it, which computing does not need.
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    (found,) = _get_fqns(model, name)
+    return found
 
 
 def run_function(function: type[torch.autograd.Function], *args: object) -> Tensor:

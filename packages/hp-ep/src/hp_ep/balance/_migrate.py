@@ -1,11 +1,8 @@
 """Experts move to where a new placement wants them, and their optimizer's state with them."""
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch import Tensor
 from torch.optim import Optimizer
-
-from hp_dtensor import Axis, Collectives
 
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
@@ -16,6 +13,7 @@ from ..dispatch._tensor_parallel import Summed
 from ._migration import Migration, plan_migration
 from ._placement import Placement
 from ._replicas import ReplicaSum
+from ._rows import exchange_rows, rows_here
 
 
 @torch.no_grad()
@@ -43,7 +41,7 @@ def migrate_experts(
     dispatcher = _moved(layer.dispatcher, placement)
     tensors = _tensors(layer.experts, optimizer, replicas)
     for tensor in tensors:
-        _move(tensor, migration, replicas.axis, replicas.collectives)
+        tensor.copy_(exchange_rows(tensor, migration, replicas.axis, replicas.collectives))
     layer.dispatcher = dispatcher
     layer.experts.replicas = replicas.moved_to(placement)
     return migration
@@ -65,41 +63,12 @@ def _tensors(
 ) -> list[Tensor]:
     """Return the local part of everything that has a row per slot, checked, in one order."""
     found: list[Tensor] = []
+    num_slots = len(replicas.placement.experts)
     for name, parameter in experts.named_parameters(recurse=False):
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         several = {name: parameter, f"gradient of {name}": parameter.grad}
         several |= {f"{key} of {name}": value for key, value in sorted(state.items())}
         for what, tensor in several.items():
             if isinstance(tensor, Tensor) and tensor.dim():
-                found.append(_local(what, tensor, parameter, replicas))
+                found.append(rows_here(what, tensor, num_slots, replicas.axis))
     return found
-
-
-def _local(what: str, tensor: Tensor, parameter: nn.Parameter, replicas: ReplicaSum) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        raise ExpertConfigError(f"{what} is no DTensor; move experts that a style has spread")
-    cuts = [
-        p
-        for p in tensor.placements
-        if not isinstance(p, Replicate) and not (isinstance(p, Shard) and p.dim != 0)
-    ]
-    if tensor.shape[0] != parameter.shape[0] or cuts != [Shard(0)]:
-        raise ExpertConfigError(
-            f"{what} has shape {tuple(tensor.shape)} and placements {tensor.placements}; experts "
-            f"move as whole rows of {len(replicas.placement.experts)} slots, so only "
-            f"{replicas.axis.name} may cut dimension 0"
-        )
-    return tensor.to_local()
-
-
-def _move(local: Tensor, migration: Migration, axis: Axis, collectives: Collectives) -> None:
-    rows = local.flatten(1)
-    sent, received = migration.sent(axis.index), migration.received(axis.index)
-    leaving = rows[[slot for part in sent for slot in part]]
-    work = collectives.all_to_all(axis, leaving, list(map(len, sent)), list(map(len, received)))
-    new = torch.empty_like(rows)
-    for slot, source in migration.kept(axis.index):
-        new[slot] = rows[source]
-    (arrived,) = work.wait()
-    new[[slot for part in received for slot in part]] = arrived
-    local.copy_(new.view(local.shape))

@@ -28,57 +28,57 @@ class Migration:
 
     def sent(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return the slots, counted on ``rank``, whose values go to each rank, in its order."""
-        size = self.old.slots_per_rank
         parts: list[list[int]] = [[] for _ in range(self.new.num_ranks)]
-        for slot, source in self._travels():
-            if source // size == rank:
-                parts[slot // size].append(source % size)
+        for (to, _), (source, row) in self._travels():
+            if source == rank:
+                parts[to].append(row)
         return tuple(map(tuple, parts))
 
     def received(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return the slots, counted on ``rank``, whose values come from each rank, in its order."""
-        size = self.old.slots_per_rank
         parts: list[list[int]] = [[] for _ in range(self.new.num_ranks)]
-        for slot, source in self._travels():
-            if slot // size == rank:
-                parts[source // size].append(slot % size)
+        for (to, row), (source, _) in self._travels():
+            if to == rank:
+                parts[source].append(row)
         return tuple(map(tuple, parts))
 
     def kept(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return ``(slot, old slot)`` pairs, counted on ``rank``, of values that stay there."""
-        size = self.old.slots_per_rank
         return tuple(
-            (slot % size, source % size)
-            for slot, source in enumerate(self.sources)
-            if slot // size == source // size == rank
+            (row, from_row)
+            for (to, row), (source, from_row) in self._pairs()
+            if to == source == rank
         )
 
-    def _travels(self) -> list[tuple[int, int]]:
-        size = self.old.slots_per_rank
-        return [(s, t) for s, t in enumerate(self.sources) if s // size != t // size]
+    def _travels(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return [(target, source) for target, source in self._pairs() if target[0] != source[0]]
+
+    def _pairs(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Return each new slot and the old one it takes from, as rank and slot on that rank."""
+        new, old = self.new.slots_per_rank, self.old.slots_per_rank
+        return [
+            (divmod(slot, new), divmod(source, old)) for slot, source in enumerate(self.sources)
+        ]
 
 
 def plan_migration(old: Placement, new: Placement) -> Migration:
     """Return how experts get from ``old`` to ``new``; values stay on their rank where they can.
 
     Of several replicas elsewhere the rank that has sent the least so far sends.
-    `ExpertConfigError` where the two have different numbers of ranks, experts or slots.
+    `ExpertConfigError` where the two have different numbers of ranks or experts.
     """
-    a, b = (
-        dict(num_ranks=p.num_ranks, num_experts=p.num_experts, slots_per_rank=p.slots_per_rank)
-        for p in (old, new)
-    )
+    a, b = (dict(num_ranks=p.num_ranks, num_experts=p.num_experts) for p in (old, new))
     if a != b:
         raise ExpertConfigError(
             f"experts cannot move from a placement with {a} to one with {b}; they must agree"
         )
-    size = old.slots_per_rank
+    size, new_size = old.slots_per_rank, new.slots_per_rank
     slots_of = old.slots_of
     sent = [0] * old.num_ranks
     sources = []
     for slot, expert in enumerate(new.experts):
         held = slots_of[expert]
-        here = [t for t in held if t // size == slot // size]
+        here = [t for t in held if t // size == slot // new_size]
         source = here[0] if here else min(held, key=lambda t: (sent[t // size], t))
         if not here:
             sent[source // size] += 1

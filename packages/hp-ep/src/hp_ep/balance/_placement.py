@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._errors import ExpertConfigError
+from .._sizes import check_sizes, is_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +20,14 @@ class Placement:
     experts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1 or self.num_experts < 1:
-            raise ExpertConfigError(
-                f"a placement of num_experts={self.num_experts} on num_ranks={self.num_ranks}; "
-                "both must be at least 1"
-            )
+        check_sizes({"num_experts": self.num_experts, "num_ranks": self.num_ranks})
         if len(self.experts) % self.num_ranks:
             raise ExpertConfigError(
                 f"{len(self.experts)} slots on {self.num_ranks} ranks; every rank must have as many"
+            )
+        if not all(is_count(expert, 0) for expert in self.experts):
+            raise ExpertConfigError(
+                f"experts {list(self.experts)} must be integers from 0 to {self.num_experts - 1}"
             )
         if set(self.experts) != set(range(self.num_experts)):
             wrong = sorted(set(self.experts) ^ set(range(self.num_experts)))
@@ -44,6 +45,7 @@ class Placement:
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> "Placement":
         """Return equal blocks in order: what a weight cut along its first dimension gives."""
+        check_sizes({"num_experts": num_experts, "num_ranks": num_ranks})
         return cls(num_ranks=num_ranks, num_experts=num_experts, experts=tuple(range(num_experts)))
 
     @property

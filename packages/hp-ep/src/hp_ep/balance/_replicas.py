@@ -34,7 +34,7 @@ class ReplicaSum:
             {slot // placement.slots_per_rank for slot in slots} for slots in placement.slots_of
         ]
         here = placement.on_rank(axis.index)
-        self._exist = any(len(h) > 1 for h in holders)
+        self.exist = any(len(h) > 1 for h in holders)
         # What is sent to a rank and what comes from it: the experts that both hold, in one order.
         self._shared = [
             sorted(e for e in here if rank != axis.index and rank in holders[e])
@@ -42,16 +42,27 @@ class ReplicaSum:
         ]
         self._slot = {e: slot for slot, e in enumerate(here)}
         sent = [self._slot[e] for shared in self._shared for e in shared]
+        self._order = torch.tensor(sent, dtype=torch.int64, device="cpu")
         # On the device from the start: backward must not wait for a copy.
-        self._sent = torch.tensor(sent, dtype=torch.int64, device=device)
+        self._sent = self._order.to(device)
 
     def moved_to(self, placement: Placement) -> "ReplicaSum":
         """Return the same for another placement on the same ranks."""
         return ReplicaSum(self.axis, placement, self.collectives, device=self._sent.device)
 
     def share(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``weights``, each ``[slots here, ...]``, whose gradients will be those of all."""
-        return run_several(_Share, self, *weights) if self._exist else weights
+        """Return ``weights``, each ``[slots here, ...]``, whose gradients will be those of all.
+
+        Frozen ones come as they are, and nothing of them is sent.
+        """
+        trained = [w for w in weights if w.requires_grad]
+        if not (self.exist and trained):
+            return weights
+        device = trained[0].device
+        if self._sent.device != device:  # the layer got its memory elsewhere
+            self._sent = self._order.to(device)
+        shared = iter(run_several(_Share, self, *trained))
+        return tuple(next(shared) if w.requires_grad else w for w in weights)
 
     def add(self, grads: list[Tensor]) -> list[Tensor]:
         """Return the gradients ``[slots here, ...]``, those of replicas summed."""

@@ -1,6 +1,7 @@
 """One row per token and expert, straight to the rank of the expert."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -9,10 +10,9 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._permutation import bag_sum, gather_rows
 from ._exchange import RowExchange, RowPlan, expert_axis
-from ._payload import check_payload, narrow
-from ._prepare import prepare
-from ._protocol import DispatchState, consume
+from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._sorting import SortedSlots, sort_slots
+from ._terms import check_terms
 from ._trip import Trip, arrive
 
 
@@ -48,7 +48,7 @@ class _Combining:
         return bag_sum(back, slots.order, slots.places, self.state.weights)
 
 
-class AllToAll:
+class AllToAll(OverlappingDispatcher):
     """A `TokenDispatcher` over one mesh axis: every slot travels as one row, there and back.
 
     Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
@@ -72,32 +72,24 @@ class AllToAll:
         validate: bool | None = None,
         payload: torch.dtype | None = None,
     ) -> None:
-        self.num_experts = num_experts
-        self._exchange = RowExchange(expert_axis(ep_mesh), num_experts, collectives)
-        self._validate = validate
-        self._payload = check_payload(payload)
-
-    def dispatch(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor
-    ) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
-        return self.begin_dispatch(x, weights, expert_ids).finish()
-
-    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
-        return self.begin_combine(rows, state).finish()
+        axis = expert_axis(ep_mesh)
+        self._terms = check_terms(num_experts, axis.name, axis.size, collectives, validate, payload)
+        self._exchange = RowExchange(axis, num_experts, self._terms.collectives)
+        self.num_experts: Final = num_experts
+        self.ranks: Final = axis.ranks
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
         """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        ready = prepare(x, weights, expert_ids, self.num_experts, self._validate)
+        ready = self._terms.prepare(x, weights, expert_ids)
         slots = sort_slots(ready.expert_ids, self.num_experts)
         announcement = self._exchange.announce(slots.counts, ready.report)
         # While the counts travel:
-        sorted_rows = gather_rows(narrow(ready.x, self._payload), slots.order, slots.places)
+        sorted_rows = gather_rows(self._terms.narrow(ready.x), slots.order, slots.places)
         plan = self._exchange.plan(announcement)
         state = _AllToAllState(
             owner=self,
             num_rows=plan.num_rows,
+            dim=x.shape[1],
             slots=slots,
             weights=weights,
             plan=plan,
@@ -109,5 +101,5 @@ class AllToAll:
     def begin_combine(self, rows: Tensor, state: DispatchState) -> _Combining:
         """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
         own = consume(state, self, _AllToAllState, rows)
-        trip = self._exchange.send_back(narrow(rows, self._payload), own.plan)
+        trip = self._exchange.send_back(self._terms.narrow(rows), own.plan)
         return _Combining(trip=trip, state=own)

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from math import comb
-from typing import Literal
+from typing import Literal, get_args
 
 from .._errors import ExpertConfigError
+from .._sizes import check_choices, check_sizes
 
 Kind = Literal["local", "all_to_all", "dedup", "hierarchical"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 SLOT_BYTES = 8  # row and weight of a choice, where tokens go once per rank
 SAVING = 1.3  # bytes saved must pay for the second sum and the slots' own exchange
@@ -47,9 +49,15 @@ def expected_bytes(
 ) -> Bytes:
     """Return what a token's forward is expected to send where every expert is as likely.
 
-    ``node_size`` ranks make a node, by default all of them. `ExpertConfigError` where ranks do not
-    divide experts, or nodes ranks.
+    ``node_size`` ranks make a node, by default all of them. `ExpertConfigError` for an unknown
+    ``kind``, for numbers that make no layer, and where ranks do not divide experts, or nodes ranks.
     """
+    if kind not in _KINDS:
+        raise ExpertConfigError(f"kind={kind!r} is not one of {list(_KINDS)}")
+    check_sizes({"num_ranks": num_ranks, "num_experts": num_experts, "row_bytes": row_bytes})
+    check_choices(top_k, num_experts)
+    if node_size is not None:
+        check_sizes({"node_size": node_size})
     node_size = node_size or num_ranks
     if num_experts % num_ranks or num_ranks % node_size:
         raise ExpertConfigError(
@@ -84,12 +92,12 @@ def choose_dispatcher(
 
     A simpler one stays unless the next saves more than a factor of `SAVING`: in all bytes for
     ``dedup`` over ``all_to_all``, in bytes between nodes for ``hierarchical`` over both.
+    `ExpertConfigError` as `expected_bytes`.
     """
+    sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, row_bytes=row_bytes)
+    _, flat, dedup, hierarchical = (expected_bytes(k, **sizes, node_size=node_size) for k in _KINDS)
     if num_ranks == 1:
         return "local"
-    sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, row_bytes=row_bytes)
-    kinds: tuple[Kind, ...] = ("all_to_all", "dedup", "hierarchical")
-    flat, dedup, hierarchical = (expected_bytes(k, **sizes, node_size=node_size) for k in kinds)
     best: Kind = "all_to_all"
     bytes_between = flat.off_node
     if flat.total > SAVING * dedup.total:

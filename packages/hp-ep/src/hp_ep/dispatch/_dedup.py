@@ -1,64 +1,24 @@
 """One row per token and rank, however many of the token's experts the rank has."""
 
-from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
+from hp_dtensor import Axis, AxisMesh, Collectives
 
-from .._bags import Bags, bags_of, collect, spread
-from ._exchange import check_divides, expert_axis
-from ._faults import raise_faults
-from ._payload import check_payload, narrow
-from ._prepare import prepare
-from ._protocol import DispatchState, consume
-from ._slots import Slots, slots_of
-from ._stage import Hop, Stage, StagePlan, arrived
-from ._trip import Trip, arrive
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _DedupState(DispatchState):
-    plan: StagePlan
-    slots: Slots
-    bags: Bags
-    dtype: torch.dtype
+from ._exchange import expert_axis
+from ._faults import REPORT_SIZE
+from ._hops import HopsCombine, HopsDispatch, HopsState, go_back
+from ._host import read_tables
+from ._protocol import DispatchState, OverlappingDispatcher, consume
+from ._slots import slots_of
+from ._stage import Stage, find_wanted
+from ._terms import check_terms
+from ._verdict import needs_grad, raise_faults
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Dispatching:
-    owner: object
-    plan: StagePlan
-    hop: Hop
-    dtype: torch.dtype
-
-    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return the rows for this rank's experts, once the tokens are here."""
-        x, slots = arrived(self.hop, self.dtype), self.hop.slots
-        bags = bags_of(slots.tokens, x.shape[0])
-        state = _DedupState(
-            owner=self.owner,
-            num_rows=slots.tokens.shape[0],
-            plan=self.plan,
-            slots=slots,
-            bags=bags,
-            dtype=self.dtype,
-        )
-        return spread(x, bags), slots.counts, state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Combining:
-    trip: Trip
-    state: _DedupState
-
-    def finish(self) -> Tensor:
-        """Return each token's sum, once the ranks' parts are here."""
-        return Stage.take_back(arrive(self.trip).to(self.state.dtype), self.state.plan)
-
-
-class Dedup:
+class Dedup(OverlappingDispatcher):
     """A `TokenDispatcher` over one mesh axis: a token goes once to each rank with an expert of it.
 
     There it is copied to its experts, and the rank sends back their weighted sum (the idea of the
@@ -83,35 +43,26 @@ class Dedup:
         payload: torch.dtype | None = None,
     ) -> None:
         axis = expert_axis(ep_mesh)
-        check_divides(axis, num_experts)
-        self.num_experts = num_experts
-        door = TorchCollectives() if collectives is None else collectives
-        self._stage = Stage(axis, num_experts, door)
-        self._validate = validate
-        self._payload = check_payload(payload)
+        self._terms = check_terms(num_experts, axis.name, axis.size, collectives, validate, payload)
+        self._stage = Stage(axis, num_experts, self._terms.collectives)
+        self.num_experts: Final = num_experts
+        self.ranks: Final = axis.ranks
 
-    def dispatch(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor
-    ) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
-        return self.begin_dispatch(x, weights, expert_ids).finish()
-
-    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
-        return self.begin_combine(rows, state).finish()
-
-    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
+    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> HopsDispatch:
         """Return while the tokens travel; see `OverlappingDispatcher.begin_dispatch`."""
-        ready = prepare(x, weights, expert_ids, self.num_experts, self._validate)
+        ready = self._terms.prepare(x, weights, expert_ids)
         slots = slots_of(ready.expert_ids, ready.weights, self.num_experts)
-        plan = self._stage.plan(self._stage.announce(ready.x.shape[0], slots, ready.report))
-        raise_faults(plan.said, self._stage.axis.ranks)
-        hop = self._stage.depart(narrow(x, self._payload), plan)
-        return _Dispatching(owner=self, plan=plan, hop=hop, dtype=x.dtype)
+        stage = self._stage
+        wanted = find_wanted(slots, ready.x.shape[0], stage.axis.size)
+        table = stage.table(wanted.rows, slots.counts, ready.report)
+        (received,) = stage.tell(table).wait()
+        sent, got = read_tables(table, received)
+        reports = [row[-REPORT_SIZE:] for row in got]
+        raise_faults(reports, self.ranks)
+        sizes = stage.sizes(sent, got, received, needs_grad(reports))
+        hop = stage.depart(self._terms.narrow(x), wanted, sizes)
+        return HopsDispatch(owner=self, hop=hop, route=((stage, sizes),), dtype=x.dtype)
 
-    def begin_combine(self, rows: Tensor, state: DispatchState) -> _Combining:
+    def begin_combine(self, rows: Tensor, state: DispatchState) -> HopsCombine:
         """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
-        own = consume(state, self, _DedupState, rows)
-        parts = collect(rows, own.bags, own.slots.weights)
-        trip = self._stage.send_back(narrow(parts, self._payload), own.plan)
-        return _Combining(trip=trip, state=own)
+        return go_back(rows, consume(state, self, HopsState, rows), self._terms)

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives, Work
+from hp_dtensor import Axis, AxisMesh, Collectives, Work
 
 from .._errors import ExpertConfigError
 from .._permutation import invert, permute_indices, reorder
-from ._faults import REPORT_SIZE, raise_faults
-from ._trip import Trip, arrive, depart
+from ._faults import REPORT_SIZE
+from ._host import read_tables
+from ._terms import check_number_of_ranks, or_torch
+from ._trip import Trip, arrive, connect, depart
+from ._verdict import needs_grad, raise_faults
 
 
 def expert_axis(mesh: AxisMesh | Axis) -> Axis:
@@ -33,16 +36,6 @@ def check_divides(axis: Axis, num_experts: int) -> None:
     check_number_of_ranks(axis.name, axis.size, num_experts)
 
 
-def check_number_of_ranks(name: str, size: int, num_experts: int) -> None:
-    """Raise an `ExpertConfigError` if ``size`` ranks do not share the experts evenly."""
-    if num_experts % size:
-        legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-        raise ExpertConfigError(
-            f"{name}={size} does not divide num_experts={num_experts}; use one of {legal} ranks, "
-            "or a placement with replicas that fill the ranks evenly"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
     """An exchange of counts under way."""
@@ -61,6 +54,8 @@ class RowPlan:
     """Rows per local expert ``[local experts]``."""
     indices: Tensor | None
     inverse: Tensor | None
+    needs_grad: bool
+    """Whether any rank's rows need a gradient."""
 
     @property
     def num_rows(self) -> int:
@@ -71,18 +66,17 @@ class RowPlan:
 class RowExchange:
     """Moves rows that lie by global expert to the ranks of those experts; holds no call's state.
 
-    Rank ``i`` of the axis holds experts ``i * e .. (i + 1) * e - 1`` of ``num_experts``, where
-    ``e`` is ``num_experts`` over the axis size; an `ExpertConfigError` if that is not whole.
+    Rank ``i`` of the axis holds experts ``i * e .. (i + 1) * e - 1`` of ``num_experts``, which the
+    axis's size must divide.
     """
 
     def __init__(
         self, axis: Axis, num_experts: int, collectives: Collectives | None = None
     ) -> None:
-        check_divides(axis, num_experts)
         self.axis = axis
         self.num_experts = num_experts
         self.experts_per_rank = num_experts // axis.size
-        self._collectives: Collectives = TorchCollectives() if collectives is None else collectives
+        self._collectives = or_torch(collectives)
 
     def announce(self, counts: Tensor, report: Tensor) -> Announcement:
         """Start telling every rank how many rows it gets; one all-to-all over the axis.
@@ -100,9 +94,11 @@ class RowExchange:
         """
         (received,) = announcement.work.wait()
         local = self.experts_per_rank
-        table = torch.stack([announcement.sent, received]).tolist()
-        raise_faults([row[local:] for row in table[1]], self.axis.ranks)
-        send, receive = (tuple(sum(row[:local]) for row in side) for side in table)
+        sent, got = read_tables(announcement.sent, received)
+        reports = [row[local:] for row in got]
+        raise_faults(reports, self.axis.ranks)
+        rows_need_grad, _ = needs_grad(reports)
+        send, receive = (tuple(sum(row[:local]) for row in side) for side in (sent, got))
         counts = received[:, :local]
         if local == 1 or self.axis.size == 1:  # rank-major is expert-major then
             return RowPlan(
@@ -111,6 +107,7 @@ class RowExchange:
                 counts=counts.sum(0),
                 indices=None,
                 inverse=None,
+                needs_grad=rows_need_grad,
             )
         indices, per_expert = permute_indices(
             counts.reshape(-1), local, self.axis.size, num_rows=sum(receive)
@@ -121,10 +118,12 @@ class RowExchange:
             counts=per_expert,
             indices=indices,
             inverse=invert(indices),
+            needs_grad=rows_need_grad,
         )
 
     def depart(self, rows: Tensor, plan: RowPlan) -> Trip:
         """Start bringing rows to their experts; one all-to-all, and one in backward."""
+        rows = connect(rows, plan.needs_grad)
         return depart(rows, self.axis, plan.send_splits, plan.receive_splits, self._collectives)
 
     def arrive(self, trip: Trip, plan: RowPlan) -> Tensor:

@@ -1,19 +1,20 @@
 """Faults that one rank alone can see, as numbers that travel to the whole group.
 
 A report is three integers: the fault's kind, what was given, what was expected. That of a rank
-without a fault says which rows it gives instead, their length and dtype, so that ranks can compare.
+without a fault says what it gives instead, so that ranks can compare: see `Given`.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from .._errors import RoutingError
-
 REPORT_SIZE = 3
 Report = tuple[int, int, int]
+
+# Ranks run one torch, so a dtype's place in its list means the same everywhere.
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
 class Fault(IntEnum):
@@ -38,29 +39,36 @@ class Fault(IntEnum):
     OVERFLOW = 16
 
 
-_TEXTS: dict[int, str] = {
-    Fault.ID_OUT_OF_RANGE: "expert id {given} is not one of 0 .. {expected}",
-    Fault.DUPLICATE_ID: "a token names expert {given} twice; its choices must be distinct",
-    Fault.WRONG_SUM: "counts sum to {given}, but {expected} rows were given; they must be equal",
-    Fault.NEGATIVE_COUNT: "a count is {given}; counts must be at least 0",
-    Fault.ROW_DIMS: "the tokens or rows have {given} dimensions; give a matrix [tokens, dim]",
-    Fault.ROW_LENGTH: "rows have {given} numbers each; these experts take {expected}",
-    Fault.WEIGHT_DIMS: "weights have {given} dimensions; give a matrix [tokens, k]",
-    Fault.WEIGHT_TOKENS: "weights are for {given} tokens, but x has {expected}; they must be equal",
-    Fault.ID_DIMS: "expert_ids have {given} dimensions; give a matrix [tokens, k]",
-    Fault.ID_TOKENS: "expert_ids are for {given} tokens, but x has {expected}; they must be equal",
-    Fault.ID_CHOICES: "expert_ids name {given} experts per token, but there are {expected} weights",
-    Fault.CHOICES: "each token names {given} of {expected} experts; use 1 to {expected}",
-    Fault.ID_DTYPE: "expert_ids are {dtype}; they must be torch.int64",
-    Fault.COUNT_SHAPE: "counts are not a vector with one number for each of the {expected} experts "
-    "of all ranks, but {given} numbers",
-    Fault.OVERFLOW: "an expert was chosen {given} times by this rank's tokens, but has room for "
-    "{expected}; raise the capacity or drop what does not fit",
-    Fault.COUNT_DTYPE: "counts are {dtype}; they must be torch.int64 or torch.int32",
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient."""
 
-# Ranks run one torch, so a dtype's place in its list means the same everywhere.
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+    length: int
+    dtype: torch.dtype
+    weights: torch.dtype
+    rows_need_grad: bool
+    weights_need_grad: bool
+
+    def report(self) -> Report:
+        """Return it as a report, all but the length in one number."""
+        dtypes = DTYPES.index(self.dtype) * len(DTYPES) + DTYPES.index(self.weights)
+        return (
+            Fault.NONE,
+            self.length,
+            dtypes * 4 + self.rows_need_grad * 2 + self.weights_need_grad,
+        )
+
+    @classmethod
+    def read(cls, length: int, packed: int) -> "Given":
+        """Return what the last two numbers of such a report say."""
+        dtype, weights = divmod(packed // 4, len(DTYPES))
+        return cls(
+            length=length,
+            dtype=DTYPES[dtype],
+            weights=DTYPES[weights],
+            rows_need_grad=packed & 2 > 0,
+            weights_need_grad=packed & 1 > 0,
+        )
 
 
 def checks_data(data: Tensor, validate: bool | None) -> bool:
@@ -70,7 +78,7 @@ def checks_data(data: Tensor, validate: bool | None) -> bool:
 
 def as_numbers(report: Report, device: torch.device) -> Tensor:
     """Return ``report`` as a tensor ``[3]`` on ``device``, filled there: nothing synchronises."""
-    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in report])
+    return torch.stack([_filled(number, device) for number in report])
 
 
 def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: int) -> Report:
@@ -90,8 +98,8 @@ def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: i
     if not 1 <= weights.shape[1] <= num_experts:
         return Fault.CHOICES, weights.shape[1], num_experts
     if expert_ids.dtype != torch.int64:
-        return Fault.ID_DTYPE, _DTYPES.index(expert_ids.dtype), 0
-    return _rows_given(x)
+        return Fault.ID_DTYPE, DTYPES.index(expert_ids.dtype), 0
+    return _given(x, weights)
 
 
 def check_rows(rows: Tensor, counts: Tensor, num_experts: int, dim: int) -> Report:
@@ -103,8 +111,8 @@ def check_rows(rows: Tensor, counts: Tensor, num_experts: int, dim: int) -> Repo
     if counts.shape != (num_experts,):
         return Fault.COUNT_SHAPE, counts.numel(), num_experts
     if counts.dtype not in (torch.int64, torch.int32):
-        return Fault.COUNT_DTYPE, _DTYPES.index(counts.dtype), 0
-    return _rows_given(rows)
+        return Fault.COUNT_DTYPE, DTYPES.index(counts.dtype), 0
+    return _given(rows, rows)
 
 
 def check_ids(expert_ids: Tensor, num_experts: int, report: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,46 +152,25 @@ def check_overflow(counts: Tensor, capacity: int, report: Tensor) -> Tensor:
     return _where(crowded, Fault.OVERFLOW, most, report, expected=capacity)
 
 
-def agree(reports: Sequence[Sequence[int]]) -> bool:
-    """Return whether `raise_faults` would find nothing to complain about."""
-    return len({tuple(r) for r in reports}) <= 1 and all(r[0] == Fault.NONE for r in reports)
-
-
-def raise_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | None) -> None:
-    """Raise a `RoutingError` that names every rank with a fault; without ``ranks`` names none.
-
-    Also where no rank has a fault of its own, but they give rows of different length or dtype.
-    """
-    names = [""] * len(reports) if ranks is None else [f"rank {rank}: " for rank in ranks]
-    texts = [
-        name + _TEXTS[Fault(kind)].format(given=given, expected=expected, dtype=_dtype(kind, given))
-        for name, (kind, given, expected) in zip(names, reports, strict=True)
-        if kind != Fault.NONE
-    ]
-    if texts:
-        raise RoutingError("; ".join(texts))
-    if len({tuple(report) for report in reports}) > 1:
-        each = (
-            f"{name}{length} of {_DTYPES[dtype]}"
-            for name, (_, length, dtype) in zip(names, reports, strict=True)
-        )
-        raise RoutingError(
-            "all ranks must give rows of one length and dtype, also without tokens; got "
-            + "; ".join(each)
-        )
-
-
-def _rows_given(rows: Tensor) -> Report:
-    return Fault.NONE, rows.shape[1], _DTYPES.index(rows.dtype)
-
-
-def _dtype(kind: int, given: int) -> torch.dtype | None:
-    return _DTYPES[given] if kind in (Fault.ID_DTYPE, Fault.COUNT_DTYPE) else None
+def _given(rows: Tensor, weights: Tensor) -> Report:
+    grad = torch.is_grad_enabled()
+    return Given(
+        length=rows.shape[1],
+        dtype=rows.dtype,
+        weights=weights.dtype,
+        rows_need_grad=grad and rows.requires_grad,
+        weights_need_grad=grad and weights.requires_grad,
+    ).report()
 
 
 def _where(
     condition: Tensor, kind: Fault, given: Tensor, otherwise: Tensor, expected: int = 0
 ) -> Tensor:
-    numbers = torch.tensor([kind, 0, expected], device=otherwise.device)
-    numbers[1] = given
+    device = otherwise.device
+    numbers = torch.stack([_filled(kind, device), given, _filled(expected, device)])
     return torch.where(condition, numbers, otherwise)
+
+
+def _filled(number: int, device: torch.device) -> Tensor:
+    # torch.tensor would copy it from the host, and wait for that.
+    return torch.full((), number, dtype=torch.int64, device=device)

@@ -1,19 +1,24 @@
 """All experts on this rank: no communication."""
 
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from .._permutation import bag_sum, gather_rows
-from ._faults import as_numbers, check_ids, check_routing, checks_data, raise_faults
+from ._faults import as_numbers, check_ids, check_routing, checks_data
+from ._host import read_tables
 from ._protocol import DispatchState, consume
 from ._sorting import SortedSlots, sort_slots
+from ._verdict import raise_faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _LocalState(DispatchState):
     slots: SortedSlots
     weights: Tensor
+    dtype: torch.dtype
 
 
 class Local:
@@ -24,7 +29,8 @@ class Local:
     """
 
     def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:
-        self.num_experts = num_experts
+        self.num_experts: Final = num_experts
+        self.ranks: Final[tuple[int, ...]] = ()
         self._validate = validate
 
     def dispatch(
@@ -40,13 +46,20 @@ class Local:
         if checks_data(expert_ids, self._validate):
             numbers = as_numbers(report, expert_ids.device)
             expert_ids, numbers = check_ids(expert_ids, self.num_experts, numbers)
-            raise_faults([numbers.tolist()], None)
+            raise_faults(read_tables(numbers[None])[0], None)
         slots = sort_slots(expert_ids, self.num_experts)
         rows = gather_rows(x, slots.order, slots.places)
-        state = _LocalState(owner=self, num_rows=rows.shape[0], slots=slots, weights=weights)
+        state = _LocalState(
+            owner=self,
+            num_rows=rows.shape[0],
+            dim=x.shape[1],
+            slots=slots,
+            weights=weights,
+            dtype=x.dtype,
+        )
         return rows, slots.counts, state
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Return each token's weighted sum; see `TokenDispatcher.combine`."""
         own = consume(state, self, _LocalState, rows)
-        return bag_sum(rows, own.slots.order, own.slots.places, own.weights)
+        return bag_sum(rows.to(own.dtype), own.slots.order, own.slots.places, own.weights)

@@ -1,24 +1,25 @@
 """A fixed number of rows per rank and expert: nothing for the host to wait for."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
+from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._bags import Bags, bags_of, collect, spread
 from .._errors import ExpertConfigError
 from .._sizes import check_sizes
-from ._exchange import check_divides, expert_axis
-from ._faults import check_overflow, check_routing, checks_data, raise_faults
-from ._payload import check_payload, narrow
-from ._prepare import Prepared, prepare
-from ._protocol import DispatchState, consume
+from ._exchange import expert_axis
+from ._faults import check_overflow, check_routing, checks_data
+from ._host import read_tables
+from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._sorting import SortedSlots, sort_slots
-from ._trip import Trip, arrive, depart
+from ._terms import Prepared, check_terms
+from ._trip import Trip, arrive, connect, depart
+from ._verdict import needs_grad, raise_faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,19 +56,20 @@ class _Combining:
         return collect(back, self.state.bags, self.state.weights)[:-1]
 
 
-class Padded:
+class Padded(OverlappingDispatcher):
     """A `TokenDispatcher` with room for ``capacity`` rows from each rank for each expert.
 
     Every rank sends every expert as many rows, zeros where it has fewer tokens, so the host knows
     all sizes beforehand: forward makes two all-to-alls of equal parts and no device-to-host
     synchronisation, backward two. An expert gets ``capacity`` rows from each rank, used or not
-    (GShard, arXiv 2006.16668, section 3.2).
+    (GShard, arXiv 2006.16668, section 3.2); `choose_capacity` takes it from a factor.
 
     Of tokens beyond the capacity the last ones lose that expert, whose share of the result is then
     missing; with ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
     synchronisation. Faults of one rank are told to all only where reading is free or asked for: on
-    the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. ``payload``
-    and other errors are those of `AllToAll`.
+    the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. Elsewhere a
+    rank takes part in the backward of its peers' tokens only if its own tokens or weights need a
+    gradient. ``payload`` and other errors are those of `AllToAll`.
     """
 
     def __init__(
@@ -81,46 +83,39 @@ class Padded:
         validate: bool | None = None,
         payload: torch.dtype | None = None,
     ) -> None:
-        self._axis: Axis = expert_axis(ep_mesh)
-        check_divides(self._axis, num_experts)
+        self._axis = axis = expert_axis(ep_mesh)
+        self._terms = check_terms(num_experts, axis.name, axis.size, collectives, validate, payload)
         check_sizes({"capacity": capacity})
         if overflow not in ("drop", "error"):
             raise ExpertConfigError(f"overflow={overflow!r} is not 'drop' or 'error'")
-        self.num_experts = num_experts
+        self.num_experts: Final = num_experts
+        self.ranks: Final = axis.ranks
         self.capacity = capacity
         self._refuses = overflow == "error"
-        self._door: Collectives = TorchCollectives() if collectives is None else collectives
-        self._validate = validate
-        self._payload = check_payload(payload)
-
-    def dispatch(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor
-    ) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
-        return self.begin_dispatch(x, weights, expert_ids).finish()
-
-    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
-        return self.begin_combine(rows, state).finish()
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
         """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        reads = self._refuses or checks_data(x, self._validate)
+        reads = self._refuses or checks_data(x, self._terms.validate)
         if not reads:  # a peer would never hear of it
             raise_faults([check_routing(x, weights, expert_ids, self.num_experts)], None)
-        ready = prepare(x, weights, expert_ids, self.num_experts, self._validate)
+        ready = self._terms.prepare(x, weights, expert_ids)
         slots = sort_slots(ready.expert_ids, self.num_experts)
-        if reads:
-            self._compare(ready, slots)
+        # Unheard of each other, ranks whose weights need a gradient take part in that of tokens.
+        needed = self._compare(ready, slots) if reads else weights.requires_grad
         bags, scale = self._layout(ready, slots)
         # One more token, of zeros, for the rows that nobody uses.
-        rows = spread(F.pad(narrow(x, self._payload), (0, 0, 0, 1)), bags)
+        rows = spread(F.pad(self._terms.narrow(x), (0, 0, 0, 1)), bags)
         ranks = self._axis.size
         state = _PaddedState(
-            owner=self, num_rows=rows.shape[0], bags=bags, weights=scale, dtype=x.dtype
+            owner=self,
+            num_rows=rows.shape[0],
+            dim=x.shape[1],
+            bags=bags,
+            weights=scale,
+            dtype=x.dtype,
         )
         return _Dispatching(
-            trip=depart(rows, self._axis, None, None, self._door),
+            trip=self._depart(connect(rows, needed)),
             state=state,
             blocks=(ranks, self.num_experts // ranks, self.capacity),
         )
@@ -130,20 +125,23 @@ class Padded:
         own = consume(state, self, _PaddedState, rows)
         ranks = self._axis.size
         by_expert = rows.unflatten(0, (self.num_experts // ranks, ranks, self.capacity))
-        results = narrow(by_expert.transpose(0, 1).flatten(0, 2), self._payload)
-        return _Combining(trip=depart(results, self._axis, None, None, self._door), state=own)
+        results = self._terms.narrow(by_expert.transpose(0, 1).flatten(0, 2))
+        return _Combining(trip=self._depart(results), state=own)
 
-    def _compare(self, ready: Prepared, slots: SortedSlots) -> None:
-        """Raise on all ranks what one of them found."""
+    def _depart(self, rows: Tensor) -> Trip:
+        return depart(rows, self._axis, None, None, self._terms.collectives)
+
+    def _compare(self, ready: Prepared, slots: SortedSlots) -> bool:
+        """Return whether any rank's tokens need a gradient; raise on all what one of them found."""
         report = ready.report
         if self._refuses:
             report = check_overflow(slots.counts, self.capacity, report)
-        if self._axis.size == 1:
-            raise_faults([report.tolist()], self._axis.ranks)
-            return
-        sent = report.expand(self._axis.size, -1).contiguous()
-        (received,) = self._door.all_to_all(self._axis, sent).wait()
-        raise_faults(received.tolist(), self._axis.ranks)
+        received = report.expand(self._axis.size, -1).contiguous()
+        if self._axis.size > 1:
+            (received,) = self._terms.collectives.all_to_all(self._axis, received).wait()
+        (reports,) = read_tables(received)
+        raise_faults(reports, self.ranks)
+        return needs_grad(reports)[0]
 
     def _layout(self, ready: Prepared, slots: SortedSlots) -> tuple[Bags, Tensor]:
         """Return which token each row of the buffer is of, and its weight."""

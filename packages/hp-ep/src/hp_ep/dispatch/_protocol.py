@@ -33,6 +33,8 @@ class DispatchState:
     """The dispatcher that made this state."""
     num_rows: int
     """How many rows the experts got, and must give back."""
+    dim: int
+    """How many numbers each of them has."""
     _once: _Once = field(default_factory=_Once, repr=False)
 
 
@@ -40,7 +42,8 @@ class TokenDispatcher(Protocol):
     """Brings tokens to their experts and the results back, summed by routing weight.
 
     Every rank of the dispatcher's group makes the same calls in the same order, also without
-    tokens, and so does its backward.
+    tokens, and so does its backward: where the tokens or weights of any rank need a gradient, rows
+    and results need one on all.
 
     What one rank alone can see to be wrong with the arguments of ``dispatch`` (shapes, dtypes,
     expert ids) is told to all in an exchange that is made anyway, and all raise one
@@ -55,7 +58,7 @@ class TokenDispatcher(Protocol):
         """Return the rows for this rank's experts, rows per expert, and the state of this call.
 
         ``x [tokens, dim]``, ``weights [tokens, k]``, ``expert_ids [tokens, k]`` (int64, distinct
-        within a token); ``dim`` and the dtype of ``x`` are the same on all ranks. The rows
+        within a token); ``dim`` and the dtypes are the same on all ranks. The rows
         ``[rows, dim]`` lie by expert, ``counts [local experts]`` int64. `RoutingError` on every
         rank where one gives something else.
         """
@@ -66,7 +69,30 @@ class TokenDispatcher(Protocol):
 
         ``rows [rows, dim]`` are the experts' outputs in the order that ``dispatch`` gave. On this
         rank alone, before it communicates: `DispatchStateError` for a state of another dispatcher
-        or one that was combined before, `ExpertConfigError` for another number of rows.
+        or one that was combined before, `ExpertConfigError` for rows of another shape. The result
+        has the dtype of ``x``.
+        """
+        ...
+
+
+@runtime_checkable
+class SpreadDispatcher(Protocol):
+    """A `TokenDispatcher` that tells where it takes the experts to be.
+
+    A style that is given one can then compare it with its own split of the weights.
+    """
+
+    @property
+    def num_experts(self) -> int | None:
+        """Return how many experts ids may name; None where a wrapped dispatcher does not tell."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Return the global ranks, in the order of their equal blocks of experts (or slots).
+
+        None of them, ``()``, where all experts are here and nothing travels; None where a wrapped
+        dispatcher does not tell.
         """
         ...
 
@@ -92,18 +118,19 @@ class OverlappingDispatcher(Protocol):
     """A `TokenDispatcher` whose two halves can each be begun and finished apart.
 
     What runs between the two overlaps with the rows' travel, and in backward with that of their
-    gradients. Ranks begin and finish in the same order.
+    gradients. Ranks begin and finish in the same order. A class that derives from this one is given
+    ``dispatch`` and ``combine``.
     """
 
     def dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor
     ) -> tuple[Tensor, Tensor, DispatchState]:
-        """Begin and finish; see `TokenDispatcher.dispatch`."""
-        ...
+        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
+        return self.begin_dispatch(x, weights, expert_ids).finish()
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Begin and finish; see `TokenDispatcher.combine`."""
-        ...
+        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
+        return self.begin_combine(rows, state).finish()
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
         """Return while the rows travel; raises what ``dispatch`` does."""
@@ -124,10 +151,10 @@ def consume(state: DispatchState, owner: object, kind: type[S], rows: Tensor) ->
             "combine got a state that another dispatcher made; give it the state that its own "
             "dispatch returned"
         )
-    if rows.shape[0] != state.num_rows:
+    if rows.shape != (state.num_rows, state.dim):
         raise ExpertConfigError(
-            f"combine got {rows.shape[0]} rows, but its dispatch gave {state.num_rows}; experts "
-            "return one row for each"
+            f"combine got rows of shape {tuple(rows.shape)}, but its dispatch gave "
+            f"{(state.num_rows, state.dim)}; experts return a row of the same length for each"
         )
     if not state._once.claim():
         raise DispatchStateError(

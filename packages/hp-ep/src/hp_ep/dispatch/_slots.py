@@ -1,6 +1,5 @@
 """Slots in any number per token: which expert wants which token, with which weight."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch.autograd.function import once_differentiable
 from hp_dtensor import Axis, Collectives
 
 from .._permutation import reorder
-from .._torch import run_pair
+from .._torch import run_function, run_pair
 from ._sorting import sort_slots
+from ._trip import Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,62 +34,71 @@ def slots_of(expert_ids: Tensor, weights: Tensor, num_experts: int) -> Slots:
     )
 
 
-def send_slots(
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SlotTrip:
+    """Slots under way; `arrive_slots` gives them."""
+
+    weights: Tensor
+    places: Tensor
+    way: Way | None
+
+
+def depart_slots(
     places: Tensor,
     weights: Tensor,
     axis: Axis,
-    send: Sequence[int],
-    receive: Sequence[int],
-    door: Collectives,
-) -> tuple[Tensor, Tensor]:
-    """Return the places ``[slots]`` and weights that the ranks of ``axis`` sent here.
+    send: tuple[int, ...],
+    receive: tuple[int, ...],
+    collectives: Collectives,
+) -> SlotTrip:
+    """Start sending places ``[slots]`` and weights ``[slots]`` to the ranks of ``axis``.
 
-    One all-to-all of four bytes per place and four (float64: eight) per weight; one all-to-all of
-    the weights' gradient in backward.
+    One all-to-all of four bytes per place and four (float64: eight) per weight; in backward one of
+    the weights' gradient, begun and ended where the other two sides of a `Trip` are.
     """
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    got, there = run_pair(_SendSlots, wide, places, axis, send, receive, door)
-    return there, got
+    if axis.size == 1:
+        return SlotTrip(weights=wide, places=places, way=None)
+    way = Way(axis=axis, send=send, receive=receive, collectives=collectives)
+    return SlotTrip(weights=run_function(_DepartSlots, wide, places, way), places=places, way=way)
 
 
-class _SendSlots(torch.autograd.Function):
+def arrive_slots(trip: SlotTrip) -> tuple[Tensor, Tensor]:
+    """Return the places and weights that came, once they are here."""
+    if trip.way is None:
+        return trip.places, trip.weights
+    weights, places = run_pair(_ArriveSlots, trip.weights, trip.way)
+    return places, weights
+
+
+class _DepartSlots(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        weights: Tensor,
-        places: Tensor,
-        axis: Axis,
-        send: Sequence[int],
-        receive: Sequence[int],
-        door: Collectives,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.route = axis, receive, send, door
+    def forward(ctx: Any, weights: Tensor, places: Tensor, way: Way) -> Tensor:
+        ctx.way = way
         bits = weights.detach().contiguous()[:, None].view(torch.int32)
-        got = _exchange(torch.cat([places.to(torch.int32)[:, None], bits], 1), *_swap(ctx.route))
-        there = got[:, 0].long()
-        ctx.mark_non_differentiable(there)
-        # A copy even where there is nothing to copy: the bits must begin where a weight may.
-        back = got[:, 1:].clone(memory_format=torch.contiguous_format)
-        return back.view(weights.dtype)[:, 0], there
+        way.begin(torch.cat([places.to(torch.int32)[:, None], bits], 1), back=False)
+        return weights.new_zeros(()).expand(sum(way.receive or ()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(grads[0].contiguous(), *ctx.route), None, None, None, None, None
+        return ctx.way.end(), None, None
 
 
-Route = tuple[Axis, Sequence[int], Sequence[int], Collectives]
+class _ArriveSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, way: Way) -> tuple[Tensor, Tensor]:
+        ctx.way = way
+        got = way.end()
+        places = got[:, 0].long()
+        ctx.mark_non_differentiable(places)
+        # A copy even where there is nothing to copy: the bits must begin where a weight may.
+        bits = got[:, 1:].clone(memory_format=torch.contiguous_format)
+        return bits.view(stand_in.dtype)[:, 0], places
 
-
-def _swap(route: Route) -> Route:
-    axis, receive, send, door = route
-    return axis, send, receive, door
-
-
-def _exchange(
-    x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], door: Collectives
-) -> Tensor:
-    if axis.size == 1:
-        return x
-    (got,) = door.all_to_all(axis, x, send, receive).wait()
-    return got
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        way: Way = ctx.way
+        way.begin(grads[0], back=True)
+        return grads[0], None  # what arrives at the other side is taken instead

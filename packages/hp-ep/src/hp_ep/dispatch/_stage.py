@@ -1,5 +1,6 @@
 """One hop of tokens: each goes once to every rank of an axis that has one of its experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,15 +8,15 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, Work
 
-from .._bags import Bags, collect, spread
+from .._bags import Bags, spread
 from .._permutation import invert, permute_indices, reorder
-from ._slots import Slots, send_slots
-from ._trip import Trip, arrive, depart
+from ._slots import Slots, SlotTrip, arrive_slots, depart_slots
+from ._trip import Trip, arrive, connect, depart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Announced:
-    """An exchange of counts under way, and what it is about."""
+class Wanted:
+    """Which rank wants which token."""
 
     slots: Slots
     places: Tensor
@@ -24,18 +25,14 @@ class Announced:
     """Which tokens each rank gets ``[ranks, tokens]``."""
     positions: Tensor
     """Where each of them is among all rows that are sent, as long as ``hit``."""
-    sent: Tensor
-    work: Work
+    rows: Tensor
+    """How many tokens each rank gets ``[ranks]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StagePlan:
+class Sizes:
     """Who gets how many rows and slots in one hop."""
 
-    bags: Bags
-    """Which of the sent rows belong to which token."""
-    places: Tensor
-    slots: Slots
     send: tuple[int, ...]
     receive: tuple[int, ...]
     send_slots: tuple[int, ...]
@@ -44,17 +41,23 @@ class StagePlan:
     """Slots that come ``[ranks, experts here]``, by rank of origin."""
     first_rows: Tensor
     """Where the rows from each rank begin ``[ranks]``."""
-    reports: Tensor
-    """What each rank reported ``[ranks, numbers]``; ``said`` is the same on the host."""
-    said: tuple[tuple[int, ...], ...]
+    needs_grad: tuple[bool, bool]
+    """Whether rows, and whether weights, need a gradient on any rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hop:
-    """Tokens under way; their slots are here already."""
+    """Tokens and their slots under way."""
 
-    trip: Trip
-    slots: Slots
+    rows: Trip
+    slots: SlotTrip
+    places: Tensor
+    """The first row of each slot's origin ``[slots]``."""
+    order: Tensor
+    """The slots that come, by expert."""
+    counts: Tensor
+    bags: Bags
+    """Which of the sent rows belong to which token."""
 
 
 class Stage:
@@ -67,91 +70,100 @@ class Stage:
     def __init__(self, axis: Axis, num_experts: int, collectives: Collectives) -> None:
         self.axis = axis
         self.experts_here = num_experts // axis.size
-        self._door = collectives
+        self._collectives = collectives
 
-    def announce(self, num_tokens: int, slots: Slots, report: Tensor) -> Announced:
-        """Start telling every rank how many rows and slots it gets; one small all-to-all.
+    def tell(self, table: Tensor) -> Work:
+        """Start sending each rank its row of ``table``; one small all-to-all."""
+        return self._collectives.all_to_all(self.axis, table)
 
-        Each rank receives from each ``8 * (1 + experts here)`` bytes and its ``report``.
+    def table(self, rows: Tensor, counts: Tensor, *more: Tensor) -> Tensor:
+        """Return what to tell each rank: its ``rows``, its experts' slot ``counts``, and ``more``.
+
+        ``rows [ranks]``, ``counts [experts]``, and vectors for all or matrices ``[ranks, n]``.
         """
-        size, device = self.axis.size, slots.tokens.device
-        per_rank = slots.counts.view(size, self.experts_here)
-        ranks = torch.arange(size, device=device).repeat_interleave(
-            per_rank.sum(1), output_size=slots.tokens.shape[0]
-        )
-        hit = torch.zeros(size * num_tokens, dtype=torch.bool, device=device)
-        wanted = ranks * num_tokens + slots.tokens
-        hit.index_fill_(0, wanted, True)
-        positions = hit.cumsum(0) - 1
-        rows = hit.view(size, num_tokens).sum(1)
-        places = positions[wanted] - (rows.cumsum(0) - rows)[ranks]
-        sent = torch.cat([rows[:, None], per_rank, report.expand(size, -1)], 1)
-        return Announced(
-            slots=slots,
-            places=places,
-            hit=hit.view(size, num_tokens),
-            positions=positions,
-            sent=sent,
-            work=self._door.all_to_all(self.axis, sent),
-        )
+        size = self.axis.size
+        wide = [part.expand(size, -1) if part.dim() == 1 else part for part in more]
+        return torch.cat([rows[:, None], counts.view(size, self.experts_here), *wide], 1)
 
-    def plan(self, announced: Announced) -> StagePlan:
-        """Return the plan once all counts are here; the hop's one device-to-host synchronisation.
-
-        Does not judge the reports.
-        """
-        (received,) = announced.work.wait()
+    def sizes(
+        self,
+        sent: Sequence[Sequence[int]],
+        got: Sequence[Sequence[int]],
+        received: Tensor,
+        needs_grad: tuple[bool, bool],
+    ) -> Sizes:
+        """Return what the tables say that were sent and ``received``, and ``got`` on the host."""
         end = 1 + self.experts_here
-        sent, got = torch.stack([announced.sent, received]).tolist()
-        send, receive = (tuple(row[0] for row in side) for side in (sent, got))
-        return StagePlan(
-            bags=_bags(announced.hit, announced.positions, sum(send)),
-            places=announced.places,
-            slots=announced.slots,
-            send=send,
-            receive=receive,
+        rows = received[:, 0]
+        return Sizes(
+            send=tuple(row[0] for row in sent),
+            receive=tuple(row[0] for row in got),
             send_slots=tuple(sum(row[1:end]) for row in sent),
             receive_slots=tuple(sum(row[1:end]) for row in got),
             counts=received[:, 1:end],
-            first_rows=received[:, 0].cumsum(0) - received[:, 0],
-            reports=received[:, end:],
-            said=tuple(tuple(row[end:]) for row in got),
+            first_rows=rows.cumsum(0) - rows,
+            needs_grad=needs_grad,
         )
 
-    def depart(self, x: Tensor, plan: StagePlan) -> Hop:
-        """Start the tokens ``x [tokens, dim]`` and bring their slots.
+    def depart(self, x: Tensor, wanted: Wanted, sizes: Sizes) -> Hop:
+        """Start bringing the tokens ``x [tokens, dim]`` and their slots to the ranks.
 
         Two all-to-alls, and two in backward.
         """
-        rows = spread(x, plan.bags)
-        trip = depart(rows, self.axis, plan.send, plan.receive, self._door)
-        sends = plan.send_slots, plan.receive_slots
-        places, weights = send_slots(plan.places, plan.slots.weights, self.axis, *sends, self._door)
-        number = sum(plan.receive_slots)
-        firsts = plan.first_rows.repeat_interleave(plan.counts.sum(1), output_size=number)
+        bags = _bags(wanted.hit, wanted.positions, sum(sizes.send))
+        weights = connect(wanted.slots.weights, sizes.needs_grad[1])
+        rows = connect(spread(x, bags), sizes.needs_grad[0])
+        lengths = sizes.send_slots, sizes.receive_slots
+        # Slots first: communication keeps its order, so waiting for them is not for the tokens.
+        slots = depart_slots(wanted.places, weights, self.axis, *lengths, self._collectives)
+        trip = depart(rows, self.axis, sizes.send, sizes.receive, self._collectives)
+        number = sum(sizes.receive_slots)
         order, counts = permute_indices(
-            plan.counts.reshape(-1), self.experts_here, self.axis.size, num_rows=number
+            sizes.counts.reshape(-1), self.experts_here, self.axis.size, num_rows=number
         )
-        slots = Slots(
-            tokens=(places + firsts).index_select(0, order),
-            weights=reorder(weights, order, invert(order)),
+        return Hop(
+            rows=trip,
+            slots=slots,
+            places=sizes.first_rows.repeat_interleave(sizes.counts.sum(1), output_size=number),
+            order=order,
             counts=counts,
+            bags=bags,
         )
-        return Hop(trip=trip, slots=slots)
 
-    def send_back(self, results: Tensor, plan: StagePlan) -> Trip:
+    def send_back(self, results: Tensor, sizes: Sizes) -> Trip:
         """Start returning one result for each token that came; one all-to-all, one in backward."""
-        return depart(results, self.axis, plan.receive, plan.send, self._door)
-
-    @staticmethod
-    def take_back(back: Tensor, plan: StagePlan) -> Tensor:
-        """Return the sum of what came back for each token ``[tokens, dim]``."""
-        return collect(back, plan.bags)
+        return depart(results, self.axis, sizes.receive, sizes.send, self._collectives)
 
 
-def arrived(hop: Hop, dtype: torch.dtype) -> Tensor:
-    """Return the tokens of a hop, once they are here."""
-    return arrive(hop.trip).to(dtype)
+def arrive_here(hop: Hop) -> tuple[Tensor, Slots]:
+    """Return the tokens of a hop and their slots, once they are here."""
+    places, weights = arrive_slots(hop.slots)
+    slots = Slots(
+        tokens=(places + hop.places).index_select(0, hop.order),
+        weights=reorder(weights, hop.order, invert(hop.order)),
+        counts=hop.counts,
+    )
+    return arrive(hop.rows), slots
+
+
+def find_wanted(slots: Slots, num_tokens: int, size: int) -> Wanted:
+    """Return which of ``size`` ranks, each with an equal block of experts, wants which token."""
+    device = slots.tokens.device
+    ranks = torch.arange(size, device=device).repeat_interleave(
+        slots.counts.view(size, -1).sum(1), output_size=slots.tokens.shape[0]
+    )
+    hit = torch.zeros(size * num_tokens, dtype=torch.bool, device=device)
+    wanted = ranks * num_tokens + slots.tokens
+    hit.index_fill_(0, wanted, True)
+    positions = hit.cumsum(0) - 1
+    rows = hit.view(size, num_tokens).sum(1)
+    return Wanted(
+        slots=slots,
+        places=positions[wanted] - (rows.cumsum(0) - rows)[ranks],
+        hit=hit.view(size, num_tokens),
+        positions=positions,
+        rows=rows,
+    )
 
 
 def _bags(hit: Tensor, positions: Tensor, num_rows: int) -> Bags:

@@ -4,10 +4,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, TorchCollectives, all_reduce, replicate
+from hp_dtensor import Axis, Collectives, all_reduce, replicate
 
 from ._begin import begin_combine, begin_dispatch
-from ._protocol import DispatchState, PendingCombine, PendingDispatch, TokenDispatcher
+from ._protocol import (
+    DispatchState,
+    OverlappingDispatcher,
+    PendingCombine,
+    PendingDispatch,
+    SpreadDispatcher,
+    TokenDispatcher,
+)
+from ._terms import or_torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,7 +29,7 @@ class _Combining:
         return all_reduce(self.inner.finish(), self.axis, collectives=self.collectives)
 
 
-class Summed:
+class Summed(OverlappingDispatcher):
     """A `TokenDispatcher` for experts that are cut inside: their outputs are parts of a sum.
 
     The ranks of ``axis`` hold the same tokens, weights and ids. Parts are added once per token,
@@ -35,28 +43,30 @@ class Summed:
     ) -> None:
         self.inner = inner
         self.axis = axis
-        self._door: Collectives = TorchCollectives() if collectives is None else collectives
+        self._collectives = or_torch(collectives)
+
+    @property
+    def num_experts(self) -> int | None:
+        """Return the number of experts of ``inner``; None where it does not tell."""
+        return self.inner.num_experts if isinstance(self.inner, SpreadDispatcher) else None
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks of ``inner``, not those whose parts are summed; None if not told."""
+        return self.inner.ranks if isinstance(self.inner, SpreadDispatcher) else None
 
     def around(self, inner: TokenDispatcher) -> "Summed":
         """Return the same around another dispatcher."""
-        return Summed(inner, self.axis, self._door)
-
-    def dispatch(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor
-    ) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
-        return self.begin_dispatch(x, weights, expert_ids).finish()
-
-    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
-        """Return each token's weighted sum; see `TokenDispatcher.combine`."""
-        return self.begin_combine(rows, state).finish()
+        return Summed(inner, self.axis, self._collectives)
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
         """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        shared = (replicate(t, self.axis, collectives=self._door) for t in (x, weights))
-        return begin_dispatch(self.inner, next(shared), next(shared), expert_ids)
+        x, weights = (
+            replicate(tensor, self.axis, collectives=self._collectives) for tensor in (x, weights)
+        )
+        return begin_dispatch(self.inner, x, weights, expert_ids)
 
     def begin_combine(self, rows: Tensor, state: DispatchState) -> PendingCombine:
         """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
         pending = begin_combine(self.inner, rows, state)
-        return _Combining(inner=pending, axis=self.axis, collectives=self._door)
+        return _Combining(inner=pending, axis=self.axis, collectives=self._collectives)

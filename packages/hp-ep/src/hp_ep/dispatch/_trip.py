@@ -14,23 +14,25 @@ from .._torch import run_function
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Way:
+class Way:
     """The route of one trip, and what is on it at the moment."""
 
     axis: Axis
     send: tuple[int, ...] | None
     receive: tuple[int, ...] | None
-    door: Collectives
+    collectives: Collectives
     work: Work | None = None
     held: Tensor | None = field(default=None, repr=False)
     """What is being sent: it must stay as it is until it has arrived."""
 
     def begin(self, x: Tensor, *, back: bool) -> None:
+        """Start sending ``x``, or in backward what comes ``back``."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         self.held = x.contiguous()
-        self.work = self.door.all_to_all(self.axis, self.held, send, receive)
+        self.work = self.collectives.all_to_all(self.axis, self.held, send, receive)
 
     def end(self) -> Tensor:
+        """Return what has arrived, once it is here."""
         if self.work is None:
             raise RuntimeError("nothing is under way")
         (arrived,) = self.work.wait()
@@ -43,7 +45,7 @@ class Trip:
     """Rows under way; `arrive` gives them."""
 
     rows: Tensor = field(repr=False)
-    way: _Way | None
+    way: Way | None
 
 
 def depart(
@@ -51,7 +53,7 @@ def depart(
     axis: Axis,
     send: Sequence[int] | None,
     receive: Sequence[int] | None,
-    door: Collectives,
+    collectives: Collectives,
 ) -> Trip:
     """Start one all-to-all of row blocks over ``axis`` and return at once.
 
@@ -62,7 +64,7 @@ def depart(
     if axis.size == 1:
         return Trip(rows=x, way=None)
     splits = (None if s is None else tuple(s) for s in (send, receive))
-    way = _Way(axis=axis, send=next(splits), receive=next(splits), door=door)
+    way = Way(axis=axis, send=next(splits), receive=next(splits), collectives=collectives)
     return Trip(rows=run_function(_Depart, x, way), way=way)
 
 
@@ -71,9 +73,20 @@ def arrive(trip: Trip) -> Tensor:
     return trip.rows if trip.way is None else run_function(_Arrive, trip.rows, trip.way)
 
 
+def connect(x: Tensor, needs_grad: bool) -> Tensor:
+    """Return ``x``, as an input of this rank's backward where some rank ``needs_grad``.
+
+    A rank whose own ``x`` needs no gradient, for want of tokens, say, then takes part in the
+    communication of its peers' backward.
+    """
+    if not needs_grad or x.requires_grad or not torch.is_grad_enabled():
+        return x
+    return x.detach().requires_grad_()
+
+
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
         ctx.way = way
         way.begin(x.detach(), back=False)
         length = x.shape[0] if way.receive is None else sum(way.receive)
@@ -88,13 +101,13 @@ class _Depart(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: Any, stand_in: Tensor, way: Way) -> Tensor:
         ctx.way = way
         return way.end()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        way: _Way = ctx.way
+        way: Way = ctx.way
         way.begin(grads[0], back=True)
         return grads[0], None  # the other side of the trip takes what arrives instead

@@ -25,6 +25,24 @@ def load_balancing_share(
     return probabilities.shape[1] * (fractions * probabilities.sum(0)).sum() / tokens
 
 
+def sequence_balancing_share(
+    probabilities: Tensor, sequence_ids: Tensor, counts: Tensor, num_sequences: Tensor, top_k: int
+) -> Tensor:
+    """Return this rank's share of the mean over sequences of each one's load-balancing loss.
+
+    The loss of a sequence is `load_balancing_share`'s of its tokens alone (DeepSeek-V3, arXiv
+    2412.19437, equations 17 to 20), 0 without any. ``probabilities [tokens, E]`` are this rank's,
+    ``sequence_ids [tokens]`` say whose row of ``counts [sequences, E]`` a token is in; ``counts``
+    are those of all ranks that share these sequences, ``num_sequences`` of the whole batch.
+    Communicates nothing.
+    """
+    counts = counts.to(probabilities.dtype)
+    choices = counts.sum(1).clamp(min=top_k)
+    sums = probabilities.new_zeros(counts.shape).index_add(0, sequence_ids, probabilities)
+    each = (counts * sums).sum(1) / choices / (choices / top_k)
+    return counts.shape[1] * each.sum() / num_sequences.to(counts.dtype).clamp(min=1)
+
+
 def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
     """Return this rank's share of the z loss of the whole batch, a scalar.
 

@@ -13,33 +13,37 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 from .._errors import ExpertConfigError
 from .._parameters import local_weight
 from .._sizes import check_choices, check_factors, check_groups, check_sizes
+from .._torch import KeepsDtype
 from ..dispatch._sorting import count_ids
 from ._choice import choose_experts
-from ._losses import attach, load_balancing_share, z_share
+from ._losses import attach, load_balancing_share, sequence_balancing_share, z_share
 
 _TINY = torch.finfo(torch.float32).tiny
 
 Score = Literal["softmax", "sigmoid"]
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(KeepsDtype):
     """Chooses ``top_k`` of ``num_experts`` for each token, with weights.
 
     Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
     ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
     are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
-    times ``scale``. All is computed and returned in float32, or in the input's dtype where that is
-    wider. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says; ``noise`` is
-    the deviation of a normal added to the logits while training (the idea of Shazeer et al., arXiv
-    1701.06538, section 4, which recomputation repeats where it restores the random state).
+    times ``scale``. Logits are computed in the wider dtype of input and weight (or in autocast's),
+    the rest in float32 or in that dtype where it is wider still; a float32 router may serve a layer
+    in bfloat16. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says;
+    ``noise`` is the deviation of a normal added to the logits while training (the idea of Shazeer
+    et al., arXiv 1701.06538, section 4, which recomputation repeats where it restores the random
+    state).
 
-    Three things keep loads even while training. ``load_balance_loss`` times the load-balancing loss
-    of the whole batch (see `split_tokens_over`) and ``z_loss`` times the mean squared logarithm of
-    the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient through the
-    weights; they are added to a loss that is summed over ranks, whatever its scale, and are not
-    returned. With ``bias_rate``, the buffer ``bias [num_experts]`` (float32, saved) is added to
-    scores where experts are chosen, not to weights, and `update_router_bias` moves it (loss-free
-    balancing, Wang et al., arXiv 2408.15664, section 3).
+    Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
+    loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
+    each sequence alone (arXiv 2412.19437, equations 17 to 20) and ``z_loss`` times the mean squared
+    logarithm of the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient
+    through the weights; they are added to a loss that is summed over ranks, whatever its scale, and
+    are not returned. With ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even
+    where the model is cast) is added to scores where experts are chosen, not to weights, and
+    `update_router_bias` moves it (loss-free balancing, Wang et al., arXiv 2408.15664, section 3).
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
@@ -64,6 +68,7 @@ class TopKRouter(nn.Module):
         top_groups: int | None = None,
         noise: float = 0.0,
         load_balance_loss: float = 0.0,
+        sequence_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_rate: float = 0.0,
         device: torch.device | str | None = None,
@@ -73,8 +78,10 @@ class TopKRouter(nn.Module):
         check_sizes({"dim": dim, "num_experts": num_experts})
         check_choices(top_k, num_experts)
         check_groups(num_groups, top_groups, num_experts, top_k)
-        factors = {"load_balance_loss": load_balance_loss, "z_loss": z_loss}
-        check_factors({**factors, "bias_rate": bias_rate, "noise": noise, "scale": scale})
+        losses = dict(
+            load_balance_loss=load_balance_loss, sequence_loss=sequence_loss, z_loss=z_loss
+        )
+        check_factors({**losses, "bias_rate": bias_rate, "noise": noise, "scale": scale})
         if score not in ("softmax", "sigmoid"):
             raise ExpertConfigError(f"score={score!r} is not one of ['softmax', 'sigmoid']")
         self.dim = dim
@@ -87,6 +94,7 @@ class TopKRouter(nn.Module):
         self.top_groups = num_groups if top_groups is None else top_groups
         self.noise = float(noise)
         self.load_balance_loss = float(load_balance_loss)
+        self.sequence_loss = float(sequence_loss)
         self.z_loss = float(z_loss)
         self.bias_rate = float(bias_rate)
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
@@ -95,6 +103,7 @@ class TopKRouter(nn.Module):
         bias = torch.empty(num_experts, dtype=torch.float32, device=device) if bias_rate else None
         self.register_buffer("bias", bias)
         self.token_axes: tuple[Axis, ...] | None = None
+        self.sequence_axes: tuple[Axis, ...] = ()
         self.collectives: Collectives = TorchCollectives()
         self.reset_parameters()
 
@@ -103,6 +112,8 @@ class TopKRouter(nn.Module):
         """Return why the load of all ranks is needed, '' where it is not."""
         if self.load_balance_loss:
             return f"load_balance_loss={self.load_balance_loss} is the loss of the whole batch"
+        if self.sequence_loss:
+            return f"sequence_loss={self.sequence_loss} is the mean over all sequences"
         if self.z_loss:
             return f"z_loss={self.z_loss} is the mean over the whole batch"
         if self.bias_rate:
@@ -120,6 +131,7 @@ class TopKRouter(nn.Module):
             "num_groups": (self.num_groups, 1),
             "top_groups": (self.top_groups, self.num_groups),
             "noise": (self.noise, 0.0),
+            "sequence_loss": (self.sequence_loss, 0.0),
             "z_loss": (self.z_loss, 0.0),
             "bias_rate": (self.bias_rate, 0.0),
         }
@@ -135,24 +147,41 @@ class TopKRouter(nn.Module):
             self.bias.zero_()
 
     def split_tokens_over(
-        self, axes: AxisMesh | Sequence[Axis], collectives: Collectives | None = None
+        self,
+        axes: AxisMesh | Sequence[Axis],
+        collectives: Collectives | None = None,
+        *,
+        sequence_axes: AxisMesh | Sequence[Axis] = (),
     ) -> None:
         """Say which axes split the batch's tokens, so that losses are those of the whole batch.
 
         ``axes`` are all axes of a mesh, or `Axis` objects, on which ranks hold *different* tokens:
         data and context parallel, and tensor parallel where the input is sharded by sequence. With
         a loss each training forward then makes one small all-reduce per axis.
+
+        ``sequence_axes`` are those of them on which ranks hold parts of the *same* sequences, as
+        many on each: context parallel, and tensor parallel as above. ``sequence_loss`` makes one
+        more all-reduce for each of these. `ExpertConfigError` for one that is not among ``axes``.
         """
-        self.token_axes = as_axes(axes)
+        over = as_axes(axes)
+        self.sequence_axes = check_axes(over, sequence_axes)
+        self.token_axes = over
         if collectives is not None:
             self.collectives = collectives
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, sequence_ids: Tensor | None = None, num_sequences: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Return weights and expert ids, both ``[tokens, top_k]``, for ``x [tokens, dim]``.
 
-        Equal inputs give equal ids, so recomputed activations meet the same experts.
+        Equal inputs give equal ids, so recomputed activations meet the same experts. For
+        ``sequence_loss``, ``sequence_ids [tokens]`` (int64) say which of ``num_sequences`` each
+        token is of; without them all are of one.
         """
-        logits = F.linear(x, local_weight(self.weight))
+        weight = local_weight(self.weight)
+        # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        logits = F.linear(x.to(dtype), weight.to(dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
@@ -172,7 +201,13 @@ class TopKRouter(nn.Module):
             weights = weights * self.scale
         if self.training and torch.is_grad_enabled():
             counts = count_ids(expert_ids, self.num_experts)
-            weights = attach(weights, self._loss(logits, scores, counts), self.load, counts)
+            total = self._loss(logits, scores, counts)
+            if self.sequence_loss:
+                if sequence_ids is None:
+                    sequence_ids = expert_ids.new_zeros(expert_ids.shape[0])
+                balance = self._sequence_loss(scores, expert_ids, sequence_ids, num_sequences)
+                total = total + self.sequence_loss * balance
+            weights = attach(weights, total, self.load, counts)
         return weights, expert_ids
 
     def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
@@ -184,14 +219,35 @@ class TopKRouter(nn.Module):
         for axis in self.token_axes or ():
             (totals,) = self.collectives.all_reduce(axis, [totals]).wait()
         if self.load_balance_loss:
-            shares = scores
-            if self.score == "sigmoid":
-                shares = scores / scores.sum(-1, keepdim=True).clamp(min=_TINY)
-            balance = load_balancing_share(shares, totals[:-1], totals[-1], self.top_k)
+            balance = load_balancing_share(
+                self._shares(scores), totals[:-1], totals[-1], self.top_k
+            )
             total = total + self.load_balance_loss * balance
         if self.z_loss:
             total = total + self.z_loss * z_share(logits, totals[-1])
         return total
+
+    def _sequence_loss(
+        self, scores: Tensor, expert_ids: Tensor, sequence_ids: Tensor, num_sequences: int
+    ) -> Tensor:
+        places = sequence_ids[:, None] * self.num_experts + expert_ids
+        counts = count_ids(places, num_sequences * self.num_experts)
+        for axis in self.sequence_axes:
+            (counts,) = self.collectives.all_reduce(axis, [counts]).wait()
+        total = counts.new_full((1,), num_sequences)
+        cut = [axis.ranks for axis in self.sequence_axes]
+        for axis in self.token_axes or ():
+            if axis.ranks not in cut:  # the others have the same sequences
+                (total,) = self.collectives.all_reduce(axis, [total]).wait()
+        return sequence_balancing_share(
+            self._shares(scores), sequence_ids, counts.view(num_sequences, -1), total[0], self.top_k
+        )
+
+    def _shares(self, scores: Tensor) -> Tensor:
+        """Return scores that sum to one for each token."""
+        if self.score == "softmax":
+            return scores
+        return scores / scores.sum(-1, keepdim=True).clamp(min=_TINY)
 
 
 def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
@@ -201,3 +257,17 @@ def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
             raise ExpertConfigError(f"token axes {axes!r} are not a mesh or a sequence of Axis")
         return tuple(axes)
     return tuple(Axis.of(axes, i) for i in range(axes.ndim))
+
+
+def check_axes(
+    token_axes: Sequence[Axis], sequence_axes: AxisMesh | Sequence[Axis]
+) -> tuple[Axis, ...]:
+    """Return ``sequence_axes``; raise an `ExpertConfigError` where one splits no tokens."""
+    cut, known = as_axes(sequence_axes), [axis.ranks for axis in token_axes]
+    strange = [axis.name for axis in cut if axis.ranks not in known]
+    if strange:
+        raise ExpertConfigError(
+            f"sequence axes {strange} are not among the token axes "
+            f"{[axis.name for axis in token_axes]}; what cuts sequences splits tokens too"
+        )
+    return cut

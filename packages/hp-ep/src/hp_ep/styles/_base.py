@@ -16,7 +16,7 @@ from .._parameters import check_plain, replicate_parameters, split_experts
 from ..balance._placement import Placement
 from ..balance._replicas import ReplicaSum
 from ..dispatch._protocol import TokenDispatcher
-from ..routing._router import TopKRouter, as_axes
+from ..routing._router import TopKRouter, as_axes, check_axes
 from ._choose import make_dispatcher
 from ._split import Split
 from ._wrap import wrap_forward
@@ -37,12 +37,13 @@ class BaseExpertParallel(ParallelStyle):
     Parameters become DTensors of the values that this rank has; nothing is communicated, so
     initialise them alike on all ranks. Apply before FSDP.
 
-    ``token_axes`` go to `TopKRouter.split_tokens_over`; a `MoE` whose router needs the load of the
-    whole batch needs them, ``()`` where no axis splits the tokens. ``placement`` says which experts
-    live where; replicas' gradients are summed in backward, by one all-to-all over the experts'
-    axis. ``sequence_mesh`` is for tensor parallelism with whole experts: the 1-D mesh over which
-    the `MoE`'s input is sharded by sequence. Parameters of the router and of the shared experts
-    become DTensors replicated over it, whose gradients are Partial: sums over its ranks are due.
+    ``token_axes`` and ``sequence_axes`` go to `TopKRouter.split_tokens_over`; a `MoE` whose router
+    needs the load of the whole batch needs them, ``()`` where no axis splits the tokens.
+    ``placement`` says which experts live where; replicas' gradients are summed in backward, by one
+    all-to-all over the experts' axis. ``sequence_mesh`` is for tensor parallelism with whole
+    experts: the 1-D mesh over which the `MoE`'s input is sharded by sequence. Parameters of the
+    router and of the shared experts become DTensors replicated over it, whose gradients are
+    Partial: sums over its ranks are due.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class BaseExpertParallel(ParallelStyle):
         dispatcher: Literal["auto"] | TokenDispatcher = "auto",
         *,
         token_axes: AxisMesh | Sequence[Axis] | None = None,
+        sequence_axes: AxisMesh | Sequence[Axis] = (),
         sequence_mesh: DeviceMesh | None = None,
         placement: Placement | None = None,
         node_mesh: AxisMesh | None = None,
@@ -59,6 +61,7 @@ class BaseExpertParallel(ParallelStyle):
             raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
         self._dispatcher = dispatcher
         self._token_axes = token_axes
+        self._sequence_axes = sequence_axes
         self._sequence_mesh = sequence_mesh
         self._placement = placement
         self._node_mesh = node_mesh
@@ -78,6 +81,7 @@ class BaseExpertParallel(ParallelStyle):
         self.prepare(module, mesh)()
         return module
 
+    # What torch's parallelize_module calls; it has no public name for it.
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.apply(module, device_mesh)
 
@@ -99,7 +103,9 @@ class BaseExpertParallel(ParallelStyle):
         for module in replicated:
             check_plain(module)
         token_axes = None if self._token_axes is None else as_axes(self._token_axes)
+        sequence_axes = check_axes(token_axes or (), self._sequence_axes)
         _check_balance(layer.router, token_axes)
+        _check_noise(layer.router, split.summed_over)
         given = None if isinstance(self._dispatcher, str) else self._dispatcher
         dispatcher = make_dispatcher(
             layer, split, given, self._placement, self._node_mesh, self._collectives
@@ -118,7 +124,9 @@ class BaseExpertParallel(ParallelStyle):
                 for module in replicated:
                     replicate_parameters(module, self._sequence_mesh)
             if token_axes is not None:
-                layer.router.split_tokens_over(token_axes, self._collectives)
+                layer.router.split_tokens_over(
+                    token_axes, self._collectives, sequence_axes=sequence_axes
+                )
             layer.dispatcher = dispatcher
             layer.replicated_over = split.summed_over
 
@@ -148,12 +156,18 @@ class BaseExpertParallel(ParallelStyle):
                 "a dispatcher moves tokens of a whole MoE; apply the style to the MoE, or use "
                 "dispatcher='auto' for a GroupedExperts"
             )
-        options = (self._token_axes, self._sequence_mesh, self._placement, self._node_mesh)
+        options = (
+            self._token_axes,
+            self._sequence_axes or None,
+            self._sequence_mesh,
+            self._placement,
+            self._node_mesh,
+        )
         if any(option is not None for option in options):
             raise ExpertConfigError(
-                "token_axes and sequence_mesh are for the router and the shared experts of a whole "
-                "MoE, placement and node_mesh for its dispatcher; apply the style to the MoE, or "
-                "leave them out for a GroupedExperts"
+                "token_axes, sequence_axes and sequence_mesh are for the router and the shared "
+                "experts of a whole MoE, placement and node_mesh for its dispatcher; apply the "
+                "style to the MoE, or leave them out for a GroupedExperts"
             )
         split.check(experts, None)
         check_plain(experts)
@@ -167,6 +181,14 @@ class BaseExpertParallel(ParallelStyle):
             wrap_forward(experts, split, self._collectives)
 
         return change
+
+
+def _check_noise(router: TopKRouter, alike: Axis | None) -> None:
+    if alike is not None and router.noise:
+        raise ExpertConfigError(
+            f"noise={router.noise} is drawn on each rank, but the ranks of {alike.name} have a "
+            "part of every expert and must choose alike; use noise=0, or whole experts"
+        )
 
 
 def _check_balance(router: TopKRouter, token_axes: tuple[Axis, ...] | None) -> None:

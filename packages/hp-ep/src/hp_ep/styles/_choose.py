@@ -11,7 +11,7 @@ from ..dispatch._dedup import Dedup
 from ..dispatch._hierarchical import Hierarchical
 from ..dispatch._local import Local
 from ..dispatch._placed import Placed
-from ..dispatch._protocol import TokenDispatcher
+from ..dispatch._protocol import SpreadDispatcher, TokenDispatcher
 from ..dispatch._tensor_parallel import Summed
 from ._split import Split
 
@@ -31,6 +31,7 @@ def make_dispatcher(
     elif node_mesh is not None:
         raise ExpertConfigError("node_mesh is for dispatcher='auto'; a given one has its own mesh")
     else:
+        _check_given(given, split, num_slots)
         dispatcher = given
     if placement is not None:
         index = 0 if split.expert_axis is None else split.expert_axis.index
@@ -39,6 +40,29 @@ def make_dispatcher(
     if split.summed_over is not None:
         dispatcher = Summed(dispatcher, split.summed_over, collectives)
     return dispatcher
+
+
+def _check_given(given: TokenDispatcher, split: Split, num_slots: int) -> None:
+    """Raise unless ``given`` brings tokens to where the split puts their experts."""
+    if isinstance(given, Placed | Summed):
+        raise ExpertConfigError(
+            f"the style puts a {type(given).__name__} around the dispatcher where one is due; give "
+            "it the inner one, and placement= where experts have one"
+        )
+    if not isinstance(given, SpreadDispatcher):
+        return
+    kind = type(given).__name__
+    if given.num_experts not in (None, num_slots):
+        raise ExpertConfigError(
+            f"{kind} for {given.num_experts} experts in a layer that has {num_slots} experts or "
+            "slots of a placement; make it for as many"
+        )
+    ranks = () if split.expert_axis is None else split.expert_axis.ranks
+    if given.ranks is not None and given.ranks != ranks and max(len(given.ranks), len(ranks)) > 1:
+        raise ExpertConfigError(
+            f"{kind} over ranks {list(given.ranks)}, but the blocks of experts lie on "
+            f"{list(ranks) or 'each rank'}; make it over the axis that splits experts, in its order"
+        )
 
 
 def _best(

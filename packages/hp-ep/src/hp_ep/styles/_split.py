@@ -49,6 +49,11 @@ class Split:
 
     def check(self, experts: GroupedExperts, placement: Placement | None) -> None:
         """Raise an `ExpertConfigError` where the axes do not suit these experts."""
+        if placement is not None and self.expert_axis is None:
+            raise ExpertConfigError(
+                "a placement says which rank holds which experts, but no axis splits them here; "
+                "leave placement out"
+            )
         if placement is not None:
             _check_placement(placement, experts.num_experts, self.num_ranks)
         elif self.expert_axis is not None:

@@ -1,0 +1,207 @@
+"""What one rank alone can see to be wrong is raised by all; what differs is evened out."""
+
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import cached
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_dtensor import AxisMesh, SimulatedCollectives, SimulatedWorld
+from hp_ep import GroupedExperts, TokenDispatcher
+from hp_ep.dispatch._exchange import RowExchange
+from hp_ep.styles._wrap import _over_ranks as over_ranks
+
+from .dispatching import OVER_RANKS, error_of, make_dispatcher
+from .reference import assert_close
+from .strategies import MISFITS
+
+FAULTS = [([[0, 4]], "expert id 4 is not one of 0 .. 3"), ([[2, 2]], "a token names expert 2")]
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+@pytest.mark.parametrize("guilty", range(4))
+def test_a_fault_on_one_rank_is_raised_by_all_and_names_it(name: str, guilty: int) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[str]:
+        dispatcher = make_dispatcher(name, door.mesh, 4, 4, door)
+        found = []
+        for ids, _ in FAULTS:
+            mine = torch.tensor([[0, 1], [2, 3]] if me != guilty else ids)
+            x, w = torch.ones(len(mine), 2), torch.ones(mine.shape)
+            found.append(error_of(lambda x=x, w=w, mine=mine: dispatcher.dispatch(x, w, mine)))  # type: ignore[misc]
+        shapes = [(2, 1), (2, 1), (2, 1)] if me != guilty else [(3, 1), (2, 1), (3, 1)]
+        x, w, i = (torch.zeros(s) for s in shapes)
+        found.append(error_of(lambda: dispatcher.dispatch(x, w, i.long())))
+        wide = torch.ones(2, 3 + (me == guilty))
+        two = torch.zeros(2, 1)
+        found.append(error_of(lambda: dispatcher.dispatch(wide, two, two.long())))
+        found.append(error_of(lambda: dispatcher.dispatch(two, two, two.long())))
+        return found
+
+    results = SimulatedWorld(4).run(rank)
+    assert results == [results[0]] * 4
+    starts = [f"rank {guilty}: {text}" for _, text in FAULTS]
+    starts += [f"rank {guilty}: weights are for 2 tokens, but x has 3"]
+    starts += ["all ranks must give rows of one length and dtype", "no error"]
+    for found, start in zip(results[0], starts, strict=True):
+        assert found.startswith(start)
+    assert f"rank {guilty}: 4 of torch.float32" in results[0][3]
+
+
+@pytest.mark.parametrize("name", OVER_RANKS[1:])
+@pytest.mark.parametrize(("x", "weights", "ids", "text"), MISFITS)
+def test_shapes_that_do_not_fit_are_raised_by_all(
+    name: str, x: tuple[int, ...], weights: tuple[int, ...], ids: tuple[int, ...], text: str
+) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        dispatcher = make_dispatcher(name, door.mesh, 3, 3, door)
+        shapes = (x, weights, ids) if me == 1 else ((2, 1),) * 3
+        a, b, c = (torch.zeros(s) for s in shapes)
+        return error_of(lambda: dispatcher.dispatch(a, b, c.long()))
+
+    errors = SimulatedWorld(3).run(rank)
+    assert errors == [errors[0]] * 3
+    assert errors[0].startswith("rank 1: " + text)
+
+
+def _gloo_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> AxisMesh:
+    return cached((shape, names), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def _wide_weights(me: int, dispatcher: TokenDispatcher) -> str:
+    x, ids = torch.ones(2, 3), torch.tensor([[0, 1], [2, 3]])
+    weights = torch.ones(2, 2, dtype=torch.float64 if me else torch.float32)
+    return error_of(lambda: dispatcher.dispatch(x, weights, ids))
+
+
+def _wide_weights_on_gloo(me: int) -> list[str]:
+    dispatchers = [make_dispatcher(name, _gloo_mesh, 2, 4, None) for name in OVER_RANKS]
+    return [_wide_weights(me, dispatcher) for dispatcher in dispatchers]
+
+
+WIDE = (
+    "all ranks must give weights of one dtype, also without tokens; got rank 0: torch.float32; "
+    "rank 1: torch.float64"
+)
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_weights_of_another_dtype_on_one_rank_are_refused_by_all(name: str) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        return _wide_weights(me, make_dispatcher(name, door.mesh, 2, 4, door))
+
+    assert SimulatedWorld(2).run(rank) == [WIDE] * 2
+
+
+def test_real_ranks_refuse_weights_of_another_dtype_together(ranks: Any) -> None:
+    assert ranks(2).run(_wide_weights_on_gloo) == [[WIDE] * len(OVER_RANKS)] * 2
+
+
+def _idle_step(
+    me: int, idle: int, dispatcher: TokenDispatcher, leaves: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of tokens and weights, of which rank ``idle`` has none and needs none.
+
+    ``leaves`` says which of the two need a gradient elsewhere; the experts double each row.
+    """
+    tokens = 0 if me == idle else 3
+    x, w = torch.full((tokens, 2), 2.0), torch.full((tokens, 2), 0.5)
+    x.requires_grad_(leaves[0] and me != idle)
+    w.requires_grad_(leaves[1] and me != idle)
+    ids = torch.tensor([[0, 1], [1, 3], [3, 2]])[:tokens]
+    rows, _, state = dispatcher.dispatch(x, w, ids)
+    gain = torch.full((), 2.0, requires_grad=True)  # as experts' weights do
+    y = dispatcher.combine(rows * gain, state)
+    (y**2).sum().backward()
+    return x.grad, w.grad
+
+
+def _check_idle(results: list[Any], idle: int, leaves: tuple[bool, bool]) -> None:
+    for me, (gx, gw) in enumerate(results):
+        if me == idle:
+            continue
+        x, w = torch.full((3, 2), 2.0), torch.full((3, 2), 0.5)
+        x.requires_grad_()
+        w.requires_grad_()
+        ((2 * x * w.sum(1, keepdim=True)) ** 2).sum().backward()
+        for needed, found, expected in zip(leaves, (gx, gw), (x.grad, w.grad), strict=True):
+            if needed:
+                assert_close(found, expected)
+
+
+LEAVES = [(True, True), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("leaves", LEAVES)
+@pytest.mark.parametrize(
+    ("name", "validate"),
+    [(name, True) for name in OVER_RANKS] + [(name, False) for name in OVER_RANKS[:-1]],
+)
+def test_a_rank_that_needs_no_gradient_takes_part_in_its_peers_backward(
+    name: str, leaves: tuple[bool, bool], validate: bool
+) -> None:
+    for idle in range(4):
+
+        def rank(me: int, door: SimulatedCollectives, idle: int = idle) -> Any:
+            dispatcher = make_dispatcher(name, door.mesh, 4, 4, door, validate=validate)
+            return _idle_step(me, idle, dispatcher, leaves)
+
+        _check_idle(SimulatedWorld(4).run(rank), idle, leaves)
+
+
+def _idle_on_gloo(me: int) -> list[Any]:
+    return [
+        _idle_step(me, 1, make_dispatcher(name, _gloo_mesh, 2, 4, None), leaves)
+        for name in OVER_RANKS
+        for leaves in LEAVES
+    ]
+
+
+def test_real_ranks_that_need_no_gradient_take_part_in_their_peers_backward(ranks: Any) -> None:
+    first, second = ranks(2).run(_idle_on_gloo)
+    for i, leaves in enumerate(LEAVES * len(OVER_RANKS)):
+        _check_idle([first[i], second[i]], 1, leaves)
+
+
+def test_experts_of_a_rank_without_rows_take_part_in_the_backward_of_the_others_rows() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> Tensor:
+        experts = GroupedExperts(3, 5, 1, dtype=torch.float64)
+        forward = over_ranks(GroupedExperts.forward, RowExchange(door.axis("ep"), 2, door))
+        rows = torch.ones(2 * me, 3, dtype=torch.float64, requires_grad=me > 0)
+        forward(experts, rows, torch.tensor([me, me])).sum().backward()
+        return rows
+
+    idle, busy = SimulatedWorld(2).run(rank)
+    assert idle.grad is None
+    assert busy.grad is not None
+    assert busy.grad.all()
+
+
+def test_where_ranks_do_not_hear_of_each_other_weights_that_need_a_gradient_are_enough() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> Tensor:
+        dispatcher = make_dispatcher("Padded", door.mesh, 2, 2, door, validate=False)
+        x = torch.ones(2 if me else 0, 3, requires_grad=me > 0)
+        w = torch.ones(x.shape[0], 1, requires_grad=True)
+        rows, _, state = dispatcher.dispatch(x, w, torch.zeros(w.shape, dtype=torch.int64))
+        dispatcher.combine(rows, state).sum().backward()
+        return x
+
+    _, x = SimulatedWorld(2).run(rank)
+    assert x.grad is not None
+    assert x.grad.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_no_rank_is_given_a_backward_that_none_needs(name: str) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> bool:
+        dispatcher = make_dispatcher(name, door.mesh, 2, 2, door)
+        one, ids = torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)
+        with torch.no_grad():
+            x, w = one.clone().requires_grad_(), one.clone().requires_grad_()
+            rows, _, state = dispatcher.dispatch(x, w, ids)
+            y = dispatcher.combine(rows, state)
+        rows, _, state = dispatcher.dispatch(one, one, ids)
+        return y.requires_grad or rows.requires_grad
+
+    assert SimulatedWorld(2).run(rank) == [False, False]
