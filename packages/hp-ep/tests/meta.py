@@ -100,9 +100,7 @@ class _Shapes:
     def all_reduce(self, axis: Axis, tensors: Any, op: ReduceOp = "sum") -> Work:
         return _Done(list(tensors))
 
-    def exchange(
-        self, axis: Axis, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
-    ) -> Work:
+    def exchange(self, axis: Axis, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Work:
         raise AssertionError
 
     def broadcast(self, axis: Axis, tensors: Any, source: int = 0) -> Work:
