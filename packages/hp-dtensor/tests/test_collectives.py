@@ -44,6 +44,11 @@ def gather_list(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.all_gather(axis, [numbers(axis.index, 3, 2), numbers(axis.index + 9, 1)]).wait()
 
 
+def gather_small_and_large(door: Collectives, axis: Axis) -> list[Tensor]:
+    parts = [numbers(axis.index, 2), numbers(axis.index, 2**17), numbers(axis.index + 9, 1)]
+    return door.all_gather(axis, parts).wait()
+
+
 def gather_into(door: Collectives, axis: Axis) -> list[Tensor]:
     out = torch.zeros(3 * axis.size + 1, dtype=torch.double)
     door.all_gather(axis, [numbers(axis.index, 3)], [out[1:]]).wait()
@@ -114,6 +119,7 @@ OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
 PROGRAMS: list[Program] = [
     gather,
     gather_list,
+    gather_small_and_large,
     gather_into,
     scatter,
     scatter_list,
@@ -132,6 +138,11 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
     gather: lambda me, n: [torch.cat([numbers(r, 3, 2) for r in range(n)])],
     gather_list: lambda me, n: [
         torch.cat([numbers(r, 3, 2) for r in range(n)]),
+        torch.cat([numbers(r + 9, 1) for r in range(n)]),
+    ],
+    gather_small_and_large: lambda me, n: [
+        torch.cat([numbers(r, 2) for r in range(n)]),
+        torch.cat([numbers(r, 2**17) for r in range(n)]),
         torch.cat([numbers(r + 9, 1) for r in range(n)]),
     ],
     gather_into: lambda me, n: [
@@ -216,6 +227,7 @@ def test_torch_collectives_give_the_definition(ranks: Callable[[int], RankPool],
 RECEIVED: dict[Program, Callable[[int, int], int]] = {
     gather: lambda me, n: (n - 1) * 48,
     gather_list: lambda me, n: (n - 1) * 56,
+    gather_small_and_large: lambda me, n: (n - 1) * (16 + 2**20 + 8),
     gather_into: lambda me, n: (n - 1) * 24,
     scatter: lambda me, n: (n - 1) * 48,
     scatter_list: lambda me, n: (n - 1) * 24,

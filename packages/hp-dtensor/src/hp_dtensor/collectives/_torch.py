@@ -24,6 +24,11 @@ _OPS: dict[ReduceOp, Any] = {
     "avg": dist.ReduceOp.AVG,
 }
 
+_Pair = tuple[Tensor, Tensor]
+# Gloo coalesces through a buffer of all inputs and one of all outputs, each copied: from so many
+# bytes on that takes longer than a call for each.
+_ALONE = 2**20
+
 
 class _Done:
     def __init__(self, outputs: list[Tensor]) -> None:
@@ -75,11 +80,12 @@ class TorchCollectives:
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
         group = _group(axis)
-        if len(inputs) == 1:
-            work = all_gather_single(outs[0], inputs[0], group=group, async_op=True)
-        else:
-            work = all_gather_coalesced(group, outs, list(inputs))
-        return _Pending([work], outs, inputs)
+        pairs = list(zip(outs, inputs, strict=True))
+        alone, together = _split_by_size(pairs, group)
+        works = [all_gather_single(*pair, group=group, async_op=True) for pair in alone]
+        if together:
+            works.append(all_gather_coalesced(group, *map(list, zip(*together, strict=True))))
+        return _Pending(works, outs, inputs)
 
     def reduce_scatter(
         self,
@@ -171,6 +177,21 @@ class TorchCollectives:
             for tensor in outs
         ]
         return _Pending(works, outs)
+
+
+def _split_by_size(pairs: list[_Pair], group: dist.ProcessGroup) -> tuple[list[_Pair], list[_Pair]]:
+    """Return which outputs and inputs are gathered each alone, and which in one coalesced call."""
+    if len(pairs) == 1:
+        return pairs, []
+    if dist.get_backend(group) != "gloo":
+        return [], pairs
+    large = [_bytes(tensor) >= _ALONE for _, tensor in pairs]
+    alone = [pair for pair, is_large in zip(pairs, large, strict=True) if is_large]
+    return alone, [pair for pair, is_large in zip(pairs, large, strict=True) if not is_large]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
