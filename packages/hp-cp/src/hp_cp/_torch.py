@@ -1,7 +1,7 @@
 """Names of torch that are not public, in one place."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,27 @@ _forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attentio
 _backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Finished(NamedTuple):
+    """A forward whose gradient came: what kernels of the backward are given."""
+
+    grad: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    causal: bool
+    scale: float | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors, in the order in which kernels take them."""
+        return self[:6]
+
+
 def flash_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -25,18 +46,9 @@ def flash_cpu(
     return out, lse
 
 
-def flash_cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_cpu_backward(x: Finished) -> Gradients:
     """Return the gradients of q, k and v."""
-    dq, dk, dv = _backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    dq, dk, dv = _backward(*x.tensors, 0.0, x.causal, scale=x.scale)
     return dq, dk, dv
 
 
@@ -64,20 +76,12 @@ def flash_cuda(
     return out, lse
 
 
-def flash_cuda_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_cuda_backward(x: Finished) -> Gradients:
     """Return the gradients of q, k and v."""
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    state = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
-    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse.contiguous(), *state, scale=scale)
+    seed = torch.zeros(2, dtype=torch.uint64, device=x.q.device)
+    state = None, None, x.q.shape[2], x.k.shape[2], 0.0, x.causal, seed, seed
+    *tensors, lse = x.tensors
+    dq, dk, dv = _flash_backward(*tensors, lse.contiguous(), *state, scale=x.scale)
     return dq, dk, dv
 
 
@@ -90,24 +94,15 @@ def efficient_cuda(
     return out, lse.narrow(2, 0, q.shape[2])
 
 
-def efficient_cuda_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def efficient_cuda_backward(x: Finished) -> Gradients:
     """Return the gradients of q, k and v."""
-    rest = lse.new_full((*lse.shape[:2], -q.shape[2] % _EFFICIENT_ROWS), torch.inf)
-    padded = torch.cat([lse, rest], 2)  # rows of infinity weigh nothing
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    around = grad, q, _repeated(k, q), _repeated(v, q), None, out, padded
+    rest = x.lse.new_full((*x.lse.shape[:2], -x.q.shape[2] % _EFFICIENT_ROWS), torch.inf)
+    padded = torch.cat([x.lse, rest], 2)  # rows of infinity weigh nothing
+    seed = torch.zeros((), dtype=torch.int64, device=x.q.device)
+    around = x.grad, x.q, _repeated(x.k, x.q), _repeated(x.v, x.q), None, x.out, padded
     wanted = [True, True, True, False]
-    dq, dk, dv, _ = _efficient_backward(*around, seed, seed, 0.0, wanted, causal, scale=scale)
-    return dq, _summed(dk, k), _summed(dv, v)
+    dq, dk, dv, _ = _efficient_backward(*around, seed, seed, 0.0, wanted, x.causal, scale=x.scale)
+    return dq, _summed(dk, x.k), _summed(dv, x.v)
 
 
 def cudnn_cuda(
@@ -118,21 +113,12 @@ def cudnn_cuda(
     return out, lse.squeeze(-1)
 
 
-def cudnn_cuda_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cudnn_cuda_backward(x: Finished) -> Gradients:
     """Return the gradients of q, k and v."""
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    state = seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
-    over_all = out.contiguous(), lse.unsqueeze(-1).contiguous()
-    dq, dk, dv = _cudnn_backward(grad, q, k, v, *over_all, *state, scale=scale)
+    seed = torch.zeros((), dtype=torch.int64, device=x.q.device)
+    state = seed, seed, None, None, None, x.q.shape[2], x.k.shape[2], 0.0, x.causal
+    around = x.grad, x.q, x.k, x.v, x.out.contiguous(), x.lse.unsqueeze(-1).contiguous()
+    dq, dk, dv = _cudnn_backward(*around, *state, scale=x.scale)
     return dq, dk, dv
 
 
@@ -151,21 +137,12 @@ def varlen_cuda(
 
 
 def varlen_cuda_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    edges: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Finished, edges: tuple[Tensor, Tensor], longest: tuple[int, int]
+) -> Gradients:
     """Return the gradients of q, k and v."""
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    state = (*edges, *longest, 0.0, causal, seed, seed)
-    dq, dk, dv = _varlen_backward(grad, q, k, v, out, lse, *state, scale=scale)
+    seed = torch.zeros(2, dtype=torch.uint64, device=x.q.device)
+    state = *edges, *longest, 0.0, x.causal, seed, seed
+    dq, dk, dv = _varlen_backward(*x.tensors, *state, scale=x.scale)
     return dq, dk, dv
 
 

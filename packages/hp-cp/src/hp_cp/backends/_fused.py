@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .._bands import Kernel
 from .._torch import (
+    Finished,
+    Gradients,
     cudnn_cuda,
     cudnn_cuda_backward,
     efficient_cuda,
@@ -19,10 +21,7 @@ from .._torch import (
 )
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float | None],
-    tuple[Tensor, Tensor, Tensor],
-]
+Backward = Callable[[Finished], Gradients]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,8 @@ class FusedBackend:
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's share of dq, dk, dv."""
-        return self.kernels[q.device.type].backward(grad, q, k, v, out, lse, causal, scale)
+        finished = Finished(grad, q, k, v, out, lse, causal, scale)
+        return self.kernels[q.device.type].backward(finished)
 
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .._torch import varlen_cuda, varlen_cuda_backward
+from .._torch import Finished, varlen_cuda, varlen_cuda_backward
 from ._fused import SDPA, FusedBackend
 
 
@@ -53,7 +53,8 @@ class VarlenBackend(FusedBackend):
         longest = max(rows), max(keys)
         batch, grad, q, k, v, out = q.shape[0], *map(_flat, (grad, q, k, v, out))
         lse = lse.transpose(0, 1).flatten(1).contiguous()
-        dq, dk, dv = varlen_cuda_backward(grad, q, k, v, out, lse, edges, longest, causal, scale)
+        finished = Finished(grad, q, k, v, out, lse, causal, scale)
+        dq, dk, dv = varlen_cuda_backward(finished, edges, longest)
         return _unflat(dq, batch), _unflat(dk, batch), _unflat(dv, batch)
 
 
