@@ -1,4 +1,4 @@
-"""Any order of dims, any scale, autocast, compiled callers."""
+"""Any order of dims, any scale, autocast, compiled callers, layers with several masks."""
 
 from typing import Any
 
@@ -7,9 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hp_cp import MaskSpec, context_parallel_attention
+from hp_cp import (
+    Auto,
+    ContextParallel,
+    Greedy,
+    InputError,
+    LayoutError,
+    MaskSpec,
+    PerDocument,
+    Pinned,
+    Zigzag,
+    context_parallel_attention,
+    shard_sequence,
+)
+from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
-from .strategies import cp_mesh, inputs, leaves, with_gradients
+from .strategies import cp_mesh, dense_attention, inputs, leaves, single, with_gradients
 
 CAUSAL = MaskSpec(causal=True)
 
@@ -70,23 +83,84 @@ def test_autocast_casts_as_it_casts_sdpa(ranks: Any, dtype: torch.dtype, degree:
         torch.testing.assert_close(torch.cat(part, 2), right, rtol=0, atol=atol)
 
 
-def compiled(rank: int, degree: int, tensors: tuple[Tensor, ...]) -> list[list[Tensor]]:
-    """Return the results of a caller as it is and compiled."""
-    q, k, v, grad = (x.chunk(2, 2)[rank] for x in tensors)
-    mesh = cp_mesh(2)
+class Core(torch.nn.Module):
+    """A core attention without weights."""
 
-    def caller(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = context_parallel_attention(2 * q, k, v, mesh, mask=CAUSAL, ulysses_degree=degree)
-        return out * 3
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        """Return the attention."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+
+def compiled(rank: int, degree: int, lengths: list[int]) -> list[list[Tensor]]:
+    """Return the results of a caller as it is and compiled, for every mask and length in turn."""
+    mesh = cp_mesh(2)
+    style = ContextParallel(2, 1, ulysses_degree=degree, mask=MaskSpec(causal=True, window=3))
+    core = style.apply(Core(), mesh)
+
+    def caller(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
+        out = context_parallel_attention(2 * q, k, v, mesh, mask=mask, ulysses_degree=degree)
+        result: Tensor = core(out, k, v) * 3
+        return result
 
     results = []
     for call in (caller, torch.compile(caller, backend="eager")):
-        local = leaves(q, k, v)
-        results.append(with_gradients(call(*local), local, grad))
+        for length in lengths:
+            packed = MaskSpec(causal=True, cu_seqlens=(0, 3, length))
+            for mask in (MaskSpec(causal=True), MaskSpec(causal=True, window=2), packed):
+                q, k, v, grad = (x.chunk(2, 2)[rank] for x in inputs(4, 2, length))
+                local = leaves(q, k, v)
+                results.append(with_gradients(call(*local, mask), local, grad))
     return results
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_compiled_caller_gets_the_same_bits(ranks: Any, degree: int) -> None:
-    for plain, traced in ranks(2).run(compiled, degree, inputs(4, 2, 16)):
-        assert all(map(torch.equal, plain, traced))
+def test_a_compiled_caller_gets_the_same_bits_whatever_the_mask_and_length(
+    ranks: Any, degree: int
+) -> None:
+    for results in ranks(2).run(compiled, degree, [16, 12, 20]):
+        plain, traced = results[: len(results) // 2], results[len(results) // 2 :]
+        for expected, found in zip(plain, traced, strict=True):
+            assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("scale", ["0.1", torch.tensor(0.3), float("nan"), True])
+def test_a_scale_that_is_no_number_is_refused(scale: Any) -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    mesh = door.mesh((2,), ("cp",))
+    q, k, v, _ = inputs(2, 2, 8)
+    with pytest.raises(InputError, match=r"scale=.* is no finite number"):
+        context_parallel_attention(q, k, v, mesh, mask=CAUSAL, scale=scale, collectives=door)
+
+
+def test_layers_with_other_masks_share_the_cut_of_one() -> None:
+    cut_by, seq_len = CAUSAL, 37
+    whole = inputs(2, 2, seq_len)
+    packed = MaskSpec(causal=False, cu_seqlens=(0, 20, 37))
+    masks = [MaskSpec(causal=True, window=5), packed, cut_by]
+    for layout in (Greedy(2), Greedy(8), Auto(), PerDocument()):
+        pinned = Pinned(layout, cut_by)
+        indices = layout.indices(3, seq_len, cut_by)
+        for mask in masks:
+
+            def rank(
+                rank: int, door: SimulatedCollectives, mask: MaskSpec = mask, pinned: Any = pinned
+            ) -> list[Tensor]:
+                mesh = door.mesh((3,), ("cp",))
+                q, k, v, grad = shard_sequence(whole, mesh, pinned, 2)
+                local = leaves(q, k, v)
+                out = context_parallel_attention(
+                    *local, mesh, mask=mask, layout=pinned, seq_len=seq_len, collectives=door
+                )
+                return with_gradients(out, local, grad)
+
+            expected = single(whole, mask, dense_attention)
+            for held, results in zip(indices, SimulatedWorld(3).run(rank), strict=True):
+                for result, reference in zip(results, expected, strict=True):
+                    right = reference[:, :, list(held)]
+                    torch.testing.assert_close(result, right, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("parts", [(3, CAUSAL), (Zigzag(), (0, 8))])
+def test_a_pinned_layout_wants_a_layout_and_a_mask(parts: Any) -> None:
+    with pytest.raises(LayoutError, match="must be a"):
+        Pinned(*parts)

@@ -107,8 +107,9 @@ class Errors(NamedTuple):
 
 
 def errors_between(results: list[Tensor], exact: list[Tensor]) -> list[Errors]:
-    """Return the errors of output and gradients."""
+    """Return the errors of output and gradients; what is no number is infinitely wrong."""
     away = [(a.double() - b).abs() for a, b in zip(results, exact, strict=True)]
+    away = [x.nan_to_num(nan=torch.inf, posinf=torch.inf) for x in away]
     return [Errors(x.max().item() if x.numel() else 0.0, x.square().sum().item()) for x in away]
 
 
@@ -142,6 +143,12 @@ def over_ranks(per_rank: Iterable[list[Errors]]) -> list[Errors]:
         Errors(max(part.largest for part in parts), sum(part.squares for part in parts))
         for parts in zip(*per_rank, strict=True)
     ]
+
+
+def test_what_is_no_number_is_an_error_without_bound() -> None:
+    exact = [torch.zeros(3, dtype=torch.double)]
+    found = errors_between([torch.tensor([0.0, torch.nan, 1.0])], exact)
+    assert over_ranks([errors_between(exact, exact), found]) == [Errors(torch.inf, torch.inf)]
 
 
 @pytest.mark.parametrize(("n", "seq_len"), [(2, UNEVEN), (2, EVEN), (4, UNEVEN), (4, EVEN)])

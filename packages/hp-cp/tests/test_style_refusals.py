@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hp_cp import BackendError, ContextParallel, DegreeError, InputError, LayoutError, Zigzag
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
+from .strategies import cp_mesh
 from .test_style import TENSORS, Core, simulated
 
 
@@ -261,3 +262,27 @@ def test_a_call_without_tensors_of_four_dims_is_refused() -> None:
             return ContextParallel(ulysses_degree=degree, collectives=door)
 
         assert simulated(2, style, call) == [said] * 2
+
+
+@pytest.mark.parametrize("name", ["flex", "varlen", "cudnn", "efficient"])
+def test_a_backend_without_kernels_for_the_meshs_devices_is_refused_when_applied(
+    ranks: Any, name: str
+) -> None:
+    for error in ranks(2).run(refused_when_applied, {"backend": name, "ulysses_degree": 1}):
+        assert error is not None
+        assert f"backend '{name}' computes nothing on cpu, the device of the mesh" in error
+
+
+def test_a_backend_is_refused_where_the_modules_own_forward_runs(ranks: Any) -> None:
+    for error in ranks(2).run(refused_when_applied, {"backend": "sdpa"}):
+        assert error is not None
+        assert "backend='sdpa' would not be used where the module's own forward runs" in error
+    assert ranks(2).run(refused_when_applied, {"backend": "auto"}) == [None, None]
+
+
+def refused_when_applied(rank: int, options: dict[str, Any]) -> str | None:
+    try:
+        ContextParallel(**options).apply(Core(), cp_mesh(2))
+    except BackendError as error:
+        return str(error)
+    return None

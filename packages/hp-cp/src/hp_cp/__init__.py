@@ -18,6 +18,7 @@ from .layouts._documents import PerDocument as PerDocument
 from .layouts._fixed import Contiguous as Contiguous
 from .layouts._fixed import Zigzag as Zigzag
 from .layouts._interface import Layout as Layout
+from .layouts._pinned import Pinned as Pinned
 from .plans._blocks import Block as Block
 from .plans._plan import AttentionPlan as AttentionPlan
 from .plans._plan import plan_attention as plan_attention
@@ -62,6 +63,7 @@ __all__ = [
     "LayoutError",
     "MaskSpec",
     "PerDocument",
+    "Pinned",
     "Zigzag",
     "__version__",
     "plan_attention",

@@ -7,6 +7,7 @@ from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 from ._inputs import (
     as_autocast,
     check_dims,
+    check_scale,
     check_tensors,
     from_batch_first,
     plan_inputs,
@@ -15,12 +16,14 @@ from ._inputs import (
 from ._masks import MaskSpec
 from ._planned import planned_attention
 from ._seats import seats_of
+from ._torch import keep_eager
 from .backends._choose import choose_backend
 from .backends._interface import AttentionBackend
 from .layouts._interface import Layout
 from .plans._routes import Schedule
 
 
+@keep_eager  # a plan is no tensor program
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -43,7 +46,8 @@ def context_parallel_attention(
 
     q, k and v are this rank's rows, 4-D with the head size last: ``[batch, heads, rows, size]``
     where ``seq_dim=2, head_dim=1``. q may have a multiple of the heads of k and v (grouped
-    queries). ``layout`` says which positions the rows are; None means `Contiguous`. ``seq_len`` is
+    queries). ``layout`` says which positions the rows are; None means `Contiguous`, and one that
+    follows the mask follows this one (`Pinned` keeps that of another). ``seq_len`` is
     the length of the whole sequence. None means the local length times the number of ranks: ranks
     that hold unequal lengths must be given it, or each infers another whole, and collectives that
     do not match hang or abort. Under autocast the inputs are cast as SDPA casts them.
@@ -56,8 +60,8 @@ def context_parallel_attention(
     exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the
     output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
     ``mesh`` of two axes the last one is that of Ulysses, and ``u`` its size. `plan_attention` tells
-    blocks and bytes. The same inputs give the same bits every time, and Ulysses on all ranks those
-    of one process (but for the gradients of kv heads that several ranks read, and for windows where
+    blocks and bytes. The same inputs give the same bits every time where the kernels do so (on CUDA
+    some need ``torch.use_deterministic_algorithms``), and Ulysses on all ranks those of one process (but for the gradients of kv heads that several ranks read, and for windows where
     several threads of a CPU process split the merge of many rows).
 
     Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
@@ -67,6 +71,7 @@ def context_parallel_attention(
     door: Collectives = TorchCollectives() if collectives is None else collectives
     check_dims(seq_dim, head_dim)
     check_tensors(q, k, v)
+    check_scale(scale)
     seats = seats_of(mesh, ulysses_degree, door)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(

@@ -11,14 +11,23 @@ from hp_dtensor import AxisMesh
 
 from ._call import Call
 from ._dtensors import take_local_rows
+from ._errors import BackendError, described
 from ._inner import exchange_around
-from ._inputs import as_autocast, check_tensors, from_batch_first, plan_inputs, to_batch_first
+from ._inputs import (
+    as_autocast,
+    check_scale,
+    check_tensors,
+    from_batch_first,
+    plan_inputs,
+    to_batch_first,
+)
 from ._masks import MaskSpec
 from ._options import check_options, check_others, check_replaceable
 from ._planned import exchange_of, planned_attention
 from ._seats import Seats, seats_of
 from ._settings import Settings
-from .backends._choose import choose_backend
+from ._torch import keep_eager
+from .backends._choose import check_device, choose_backend
 from .layouts._fixed import Contiguous
 from .plans._plan import AttentionPlan
 
@@ -32,7 +41,8 @@ class ContextParallelForward:
         """Take the place of ``inner`` on ``n`` ranks.
 
         Raises `InputError` where ``inner`` will not run and what it computes cannot be told from
-        its parameters.
+        its parameters, and `BackendError` for a backend that is not used or has no kernels for the
+        devices of ``mesh``.
         """
         functools.update_wrapper(self, inner)
         self._inner = inner
@@ -44,7 +54,15 @@ class ContextParallelForward:
         self._runs_inner = in_order and settings.mask is None
         if not self._runs_inner:
             check_replaceable(self._parameters, settings)
+            check_device(settings.backend, mesh)
+        elif settings.backend != "auto":
+            raise BackendError(
+                f"backend={described(settings.backend)} would not be used where the module's own "
+                f"forward runs; leave it 'auto', or give the style a mask, a layout or a "
+                f"ulysses_degree under which the forward is replaced"
+            )
 
+    @keep_eager  # a plan is no tensor program
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, with this rank's rows of the attention."""
         settings = self._settings
@@ -58,6 +76,7 @@ class ContextParallelForward:
         seats = seats_of(self._mesh, self._ulysses_degree, settings.collectives)
         if not self._runs_inner:
             check_others(call, keys)
+            check_scale(call.option("scale"))
             q, k, v = (as_autocast(x) for x in (q, k, v))
         mask = settings.mask or MaskSpec(causal=bool(call.option("is_causal")))
         plan = self._planned(q, k, v, seats, mask, seq_len)

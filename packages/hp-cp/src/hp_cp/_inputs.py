@@ -1,5 +1,8 @@
 """Check the tensors of a call and make its plan; nothing here communicates."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -30,6 +33,15 @@ def check_tensors(q: object, k: object, v: object) -> None:
                 f"attention takes 4-D tensors whose last dim is the head size, got {name} of "
                 f"shape {tuple(x.shape)}"
             )
+
+
+def check_scale(scale: Any) -> None:
+    """Raise `InputError` unless scores are scaled by a number, or by default."""
+    if scale is not None and (type(scale) not in (int, float) or not math.isfinite(scale)):
+        raise InputError(
+            f"scale={described(scale)} is no finite number, and no gradient goes to it; pass a "
+            f"float, or None for head_size ** -0.5"
+        )
 
 
 def plan_inputs(

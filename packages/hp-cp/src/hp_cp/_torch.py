@@ -1,7 +1,7 @@
 """Names of torch that are not public, in one place."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,12 +11,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map as _tree_map
 from torch.utils._pytree import tree_structure as _tree_structure
 
+# torch.compiler.disable (2.11 to 2.13) that loads the compiler with the first call, as torch's
+# optimizers have it. The public one loads it with this module.
+_disable: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+
 # The flash kernels of scaled_dot_product_attention on CPU (2.11 to 2.13), forward and backward.
 # The public function returns no log-sum-exp, without which partial results cannot be merged.
 _forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+F = TypeVar("F", bound=Callable[..., Any])
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -158,6 +163,11 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
         return grad
     total: Tensor = grad.unflatten(1, (x.shape[1], -1)).sum(2)
     return total
+
+
+def keep_eager(function: F) -> F:
+    """Return ``function`` as one that compilers call as it is, without a look inside."""
+    return cast(F, _disable(function))
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:

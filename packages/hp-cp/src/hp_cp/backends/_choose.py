@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_dtensor import AxisMesh
 
 from .._bands import Kernel
 from .._errors import BackendError, described
@@ -13,6 +16,9 @@ from ._varlen import VARLEN
 
 _AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FlexBackend())
 _BY_NAME: dict[str, AttentionBackend] = {b.name: b for b in (*_AUTOMATIC, CUDNN, VARLEN)}
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_USUAL_HEAD = 64
 
 
 def register_backend(backend: AttentionBackend) -> None:
@@ -38,6 +44,20 @@ def check_backend_name(backend: object) -> None:
         raise BackendError(
             f"no backend {backend!r}; use one of {['auto', *_BY_NAME]} or an AttentionBackend "
             f"object"
+        )
+
+
+def check_device(backend: str | AttentionBackend, mesh: AxisMesh) -> None:
+    """Raise `BackendError` for a backend that computes nothing on the devices of a `DeviceMesh`."""
+    if backend == "auto" or not isinstance(mesh, DeviceMesh):
+        return
+    chosen = _BY_NAME[backend] if isinstance(backend, str) else backend
+    device = torch.device(mesh.device_type)
+    reasons = [chosen.supports("full", device, dtype, _USUAL_HEAD) for dtype in _DTYPES]
+    if all(reasons):
+        raise BackendError(
+            f"backend {chosen.name!r} computes nothing on {device.type}, the device of the mesh: "
+            f"{reasons[0]}; use 'auto'"
         )
 
 
