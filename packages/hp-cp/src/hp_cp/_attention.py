@@ -47,10 +47,10 @@ def context_parallel_attention(
     q, k and v are this rank's rows, 4-D with the head size last: ``[batch, heads, rows, size]``
     where ``seq_dim=2, head_dim=1``. q may have a multiple of the heads of k and v (grouped
     queries). ``layout`` says which positions the rows are; None means `Contiguous`, and one that
-    follows the mask follows this one (`Pinned` keeps that of another). ``seq_len`` is
-    the length of the whole sequence. None means the local length times the number of ranks: ranks
-    that hold unequal lengths must be given it, or each infers another whole, and collectives that
-    do not match hang or abort. Under autocast the inputs are cast as SDPA casts them.
+    follows the mask follows this one (`Pinned` keeps that of another). ``seq_len`` is the length of
+    the whole sequence. None means the local length times the number of ranks: ranks that hold
+    unequal lengths must be given it, or each infers another whole, and collectives that do not
+    match hang or abort. Under autocast the inputs are cast as SDPA casts them.
 
     Keys and values come by the ``schedule``, and by the same way again in the backward unless
     ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
@@ -61,8 +61,9 @@ def context_parallel_attention(
     output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
     ``mesh`` of two axes the last one is that of Ulysses, and ``u`` its size. `plan_attention` tells
     blocks and bytes. The same inputs give the same bits every time where the kernels do so (on CUDA
-    some need ``torch.use_deterministic_algorithms``), and Ulysses on all ranks those of one process (but for the gradients of kv heads that several ranks read, and for windows where
-    several threads of a CPU process split the merge of many rows).
+    some need ``torch.use_deterministic_algorithms``), and Ulysses on all ranks those of one process
+    (but for the gradients of kv heads that several ranks read, and for windows where several
+    threads of a CPU process split the merge of many rows).
 
     Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
