@@ -4,7 +4,7 @@ Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3. Rows travel seque
 received rows are already in rank order and only layouts that interleave ranks need another copy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ class Exchange:
     shares: tuple[HeadShare, ...]
 
 
+Move = Callable[[Sequence[Tensor], HeadRanges, Exchange], list[Tensor]]
+
+
 def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
     """Return ``[batch, heads, rows, size]`` as this rank's heads of the rows of all peers.
 
@@ -36,7 +39,7 @@ def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[
     all-to-all; backward one more, in which the copies of a head sum in rank order.
     """
     heads = [[h.q for h in exchange.shares], *[[h.kv for h in exchange.shares]] * 2]
-    out: tuple[Tensor, ...] = _ToHeads.apply(exchange, heads, q, k, v)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _Exchanged.apply(_to_heads, _to_rows, exchange, heads, q, k, v)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -46,39 +49,24 @@ def heads_to_rows(x: Tensor, exchange: Exchange) -> Tensor:
     The inverse of `rows_to_heads` for q. One all-to-all; backward one more.
     """
     heads = [[h.q for h in exchange.shares]]
-    (out,) = _ToRows.apply(exchange, heads, x)  # type: ignore[no-untyped-call]
+    (out,) = _Exchanged.apply(_to_rows, _to_heads, exchange, heads, x)  # type: ignore[no-untyped-call]
     result: Tensor = out
     return result
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, heads: HeadRanges, *tensors: Tensor
+        ctx: Any, there: Move, back: Move, exchange: Exchange, heads: HeadRanges, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.saved = exchange, heads
-        return tuple(_to_heads(tensors, heads, exchange))
+        ctx.saved = back, exchange, heads
+        return tuple(there(tensors, heads, exchange))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exchange, heads = ctx.saved
-        return None, None, *_to_rows(grads, heads, exchange)
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: Exchange, heads: HeadRanges, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.saved = exchange, heads
-        return tuple(_to_rows(tensors, heads, exchange))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exchange, heads = ctx.saved
-        return None, None, *_to_heads(grads, heads, exchange)
+        back, exchange, heads = ctx.saved
+        return None, None, None, None, *back(grads, heads, exchange)
 
 
 def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
