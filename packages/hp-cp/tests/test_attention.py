@@ -194,14 +194,3 @@ def test_ulysses_with_few_kv_heads_or_uneven_shares_is_one_process(
     # partial sums over the query heads of a group add in another order
     torch.testing.assert_close(dk, expected[2], rtol=0, atol=1e-13)
     torch.testing.assert_close(dv, expected[3], rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["gather", "direct", "ring", "double_ring"])
-def test_five_repeats_are_bitwise_equal(ranks: Any, schedule: str, degree: int) -> None:
-    mask = MaskSpec(causal=True, window=40, cu_seqlens=(0, 50, 51, 128))
-    tensors = inputs(8, 2, 128, dtype=torch.float32)
-    answers = ranks(4).run(attend, 4, tensors, mask, ALL_LAYOUTS[2], degree, schedule, 5)
-    for first, *rest in answers:
-        for results in rest:
-            assert all(map(torch.equal, results, first))
