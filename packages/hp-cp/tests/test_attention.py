@@ -20,7 +20,6 @@ from hp_cp import (
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
 from .strategies import (
-    ALL_LAYOUTS,
     LAYOUTS,
     MASKS,
     all_layouts,
