@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._intervals import Ranks
-from ..backends._interface import PackedBackend
 from ..plans._blocks import Block
 from ._packed import backward_packed, forward_packed
 from ._run import Held, Run
@@ -20,8 +19,8 @@ def forward_blocks(
     for group in _groups(blocks, run):
         causal = group[0].kind != "full"
         inputs = [_inputs(block, q, held, run) for block in group]
-        if isinstance(run.backend, PackedBackend) and len(group) > 1:
-            yield from forward_packed(group, inputs, run.backend, causal, run.scale)
+        if run.packer is not None and len(group) > 1:
+            yield from forward_packed(group, inputs, run.packer, causal, run.scale)
             continue
         (block,), (mine,) = group, inputs
         tiled = (_tiled(x, block) for x in mine)
@@ -44,8 +43,8 @@ def backward_blocks(
         inputs = [
             (_rows(grad, b), *_inputs(b, q, held, run), _rows(out, b), _rows(lse, b)) for b in group
         ]
-        if isinstance(run.backend, PackedBackend) and len(group) > 1:
-            shares = backward_packed(group, inputs, run.backend, causal, run.scale)
+        if run.packer is not None and len(group) > 1:
+            shares = backward_packed(group, inputs, run.packer, causal, run.scale)
             for block, dq, dk, dv in shares:
                 yield block, dq, _per_kv(dk, run.repeats), _per_kv(dv, run.repeats)
             continue
@@ -58,7 +57,7 @@ def backward_blocks(
 
 def _groups(blocks: Sequence[Block], run: Run) -> list[list[Block]]:
     """Return the blocks that are computed together: by kernel where the backend can."""
-    if not isinstance(run.backend, PackedBackend):
+    if run.packer is None:
         return [[block] for block in blocks]
     full = [block for block in blocks if block.kind == "full"]
     squares = [block for block in blocks if block.kind != "full"]
