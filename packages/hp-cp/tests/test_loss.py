@@ -21,6 +21,7 @@ from hp_cp import (
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
+from .operations import Called
 from .strategies import LAYOUTS, layouts
 
 ZIGZAG = LAYOUTS[1]
@@ -39,6 +40,71 @@ def test_the_last_label_of_each_document_is_ignored() -> None:
     assert shift_labels(labels, mask).tolist() == [[-100, 3, 4, -100, 6, 7, 8, -100]]
     with pytest.raises(LayoutError, match="cu_seqlens end at 8 but the sequence has 4"):
         shift_labels(labels[:, :4], mask)
+
+
+def test_the_ends_of_all_documents_are_ignored_at_once() -> None:
+    mask = MaskSpec(causal=True, cu_seqlens=tuple(range(0, 4097, 8)))
+    with Called() as called:
+        shifted = shift_labels(torch.ones(1, 4096, dtype=torch.int64), mask)
+    assert (shifted == -100).sum() == 512
+    assert called.times.total() < 10
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "kind", "said"),
+    [
+        ([[1, 2]], {}, InputError, "labels must be a tensor, got an object of type list"),
+        (
+            torch.ones(2, 4),
+            {"seq_dim": 5},
+            InputError,
+            r"\(2, 4\) has no dim 5 .* \[-2, -1, 0, 1\]",
+        ),
+        (torch.ones(2, 4), {"seq_dim": "1"}, InputError, r"\(2, 4\) has no dim '1'"),
+        (torch.ones(2, 4), {"mask": (0, 4)}, LayoutError, "mask must be a MaskSpec, got"),
+        (
+            torch.ones(2, 4),
+            {"mask": "causal"},
+            LayoutError,
+            "mask must be a MaskSpec, got 'causal'",
+        ),
+    ],
+    ids=str,
+)
+def test_labels_that_cannot_be_shifted_are_refused(
+    labels: Any, options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        shift_labels(labels, **options)
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3], dtype=torch.int32)])
+def test_no_count_changes_the_shape_of_the_loss_or_is_changed(count: Any) -> None:
+    def rank(_: int, door: SimulatedCollectives) -> Tensor:
+        return cp_loss(torch.tensor(6.0), count, door.mesh((2,), ("cp",)), collectives=door)
+
+    shares = SimulatedWorld(2).run(rank)
+    assert [share.shape for share in shares] == [torch.Size()] * 2
+    assert [share.item() for share in shares] == [1.0] * 2
+    assert int(count) == 3
+
+
+def test_a_count_that_is_an_int_is_filled_in_where_the_loss_is_and_not_copied_there() -> None:
+    def rank(_: int, door: SimulatedCollectives) -> set[str]:
+        loss_sum, mesh = torch.tensor(6.0), door.mesh((1,), ("cp",))
+        with Called() as called:
+            cp_loss(loss_sum, 3, mesh, collectives=door)
+        return set(called.times)
+
+    (names,) = SimulatedWorld(1).run(rank)
+    assert "aten.full.default" in names
+    assert not names & {"aten.lift_fresh.default", "aten._to_copy.default"}
+
+
+def test_a_loss_that_is_no_tensor_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    with pytest.raises(InputError, match=r"loss_sum must be a tensor, got 2\.0; use cross_entropy"):
+        cp_loss(2.0, 3, mesh)  # type: ignore[arg-type]
 
 
 def test_no_labels_shift_to_no_labels() -> None:
@@ -91,7 +157,9 @@ def test_position_ids_are_the_layouts_indices() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [1.5, True, "3", torch.tensor(2.0), torch.tensor([1, 2]), torch.tensor(True)], ids=str
+    "count",
+    [1.5, True, "3", -1, torch.tensor(2.0), torch.tensor([1, 2]), torch.tensor(True)],
+    ids=str,
 )
 def test_a_count_that_is_no_integer_is_refused(count: Any) -> None:
     def rank(_: int, door: SimulatedCollectives) -> str:

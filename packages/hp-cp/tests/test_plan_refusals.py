@@ -10,6 +10,7 @@ from hp_cp import (
     DegreeError,
     DoubleRing,
     Greedy,
+    InputError,
     Layout,
     LayoutError,
     MaskSpec,
@@ -87,9 +88,9 @@ def test_a_mask_that_is_no_spec_is_refused(mask: Any, said: str) -> None:
     ("options", "said"),
     [
         ({"causal": 1}, "causal is 1; use True or False"),
-        ({"window": 0}, "window=0 shows a query no key; use an int of at least 1"),
+        ({"window": 0}, "window=0 is no number of keys; use an int of at least 1"),
         ({"window": True}, "window=True"),
-        ({"window": 2.0}, "window=an object of type float"),
+        ({"window": 2.0}, "window=2.0 is no number of keys"),
         ({"cu_seqlens": [0, 8]}, r"tuple of ints, got an object of type list; .*tolist\(\)\)"),
         ({"cu_seqlens": (0, 2.0)}, "tuple of ints"),
         ({"cu_seqlens": ((0, 3, 8), (0, 8))}, "shared by all rows of the batch"),
@@ -153,6 +154,55 @@ def test_an_unknown_schedule_is_named() -> None:
     said = r"no schedule 'rong'; use one of \['gather', 'direct', 'ring', 'double_ring'\]"
     with pytest.raises(LayoutError, match=said):
         plan_attention(CAUSAL, None, 4, 8, schedule="rong")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inner", [2.0, "2", 0, -1, True])
+def test_a_double_ring_of_no_number_of_ranks_is_refused(inner: Any) -> None:
+    with pytest.raises(DegreeError, match=f"inner={inner!r} is no number of ranks; use a divisor"):
+        DoubleRing(inner)
+
+
+def test_a_degree_that_is_text_is_shown_as_such() -> None:
+    with pytest.raises(DegreeError, match=r"ulysses_degree='2' does not divide 4 .* use 1, 2 or 4"):
+        plan_attention(CAUSAL, None, 4, 8, ulysses_degree="2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"itemsize": -4}, InputError, "itemsize=-4 is no size; use an int from 1 on"),
+        ({"itemsize": 0}, InputError, "itemsize=0 is no size"),
+        ({"batch": None}, InputError, "batch=None is no size; use an int from 0 on"),
+        ({"head_size": -1}, InputError, "head_size=-1 is no size"),
+        ({"head_size": 8.0}, InputError, "head_size=8.0 is no size"),
+        ({"q_heads": "8"}, DegreeError, "numbers of heads are ints, got q_heads='8'"),
+        ({"kv_heads": 2.0}, DegreeError, "numbers of heads are ints, .* kv_heads=2.0"),
+        ({"keep_kv": "no"}, InputError, "keep_kv is 'no'; use True, False or None"),
+        ({"load_balance": "no"}, InputError, "load_balance is 'no'; use True or False"),
+        ({"load_balance": None}, InputError, "load_balance is None; use True or False"),
+    ],
+)
+def test_sizes_and_flags_that_are_none_make_no_plan(
+    options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        plan_attention(CAUSAL, None, 2, 8, **options)
+
+
+@pytest.mark.parametrize("rank", [4, -1, 1.0, "1", True])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_plan_has_no_other_ranks_than_its_own(rank: Any, degree: int) -> None:
+    plan = plan_attention(CAUSAL, None, 4, 8, ulysses_degree=degree)
+    for ask in (plan.blocks, plan.fetches, plan.bytes_received):
+        with pytest.raises(InputError, match=f"a plan of 4 ranks has no rank {rank!r}; use 0 to 3"):
+            ask(rank)
+
+
+@pytest.mark.parametrize("layout", [PerDocument(), Greedy(), Auto()])
+@pytest.mark.parametrize("mask", [(0, 8), "causal", [0, 8]], ids=str)
+def test_layouts_that_follow_the_mask_want_a_mask(layout: Layout, mask: Any) -> None:
+    with pytest.raises(LayoutError, match=r"mask must be a MaskSpec, got .*; use MaskSpec\(causal"):
+        layout.indices(2, 8, mask)
 
 
 @pytest.mark.parametrize("chunks_per_rank", [0, 1.5, True])

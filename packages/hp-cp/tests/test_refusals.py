@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 
 from hp_cp import (
     BackendError,
+    ContextParallel,
     ContextParallelError,
     Contiguous,
     DegreeError,
@@ -17,6 +19,10 @@ from hp_cp import (
     MaskSpec,
     Zigzag,
     context_parallel_attention,
+    cp_loss,
+    position_ids,
+    shard_sequence,
+    unshard_sequence,
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
@@ -102,21 +108,43 @@ def test_what_does_not_fit_is_named_before_any_communication(
     assert re.search(said, text)
 
 
-def test_a_length_that_the_layout_does_not_give_names_both() -> None:
-    door = SimulatedCollectives(SimulatedWorld(4), 2)
-    with pytest.raises(InputError) as info:
-        context_parallel_attention(
-            *shapes((1, 1, 1024, 8), (1, 1, 1024, 8)),
-            door.mesh((4,), ("cp",)),
-            mask=CAUSAL,
-            layout=Zigzag(),
-            seq_len=8192,
-            collectives=door,
+def test_a_length_that_the_layout_does_not_give_names_both_on_its_rank() -> None:
+    def call(rank: int, door: SimulatedCollectives) -> str:
+        record = RecordingCollectives(door)
+        with pytest.raises(InputError) as info:
+            context_parallel_attention(
+                *shapes((1, 1, 1024, 8), (1, 1, 1024, 8)),
+                door.mesh((4,), ("cp",)),
+                mask=CAUSAL,
+                layout=Zigzag(),
+                seq_len=8192,
+                collectives=record,
+            )
+        assert record.by_axis == {}
+        return str(info.value)
+
+    for rank, said in enumerate(SimulatedWorld(4).run(call)):
+        assert said.startswith(
+            f"q has 1024 local tokens but Zigzag(n=4, S=8192) gives rank {rank} 2048; "
+            f"shard with shard_sequence first"
         )
-    assert str(info.value).startswith(
-        "q has 1024 local tokens but Zigzag(n=4, S=8192) gives rank 2 2048; "
-        "shard with shard_sequence first"
-    )
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, "cp", ProcessGroup(HashStore(), 0, 1)], ids=["None", "text", "group"]
+)
+def test_what_is_no_mesh_is_refused_by_all_helpers(mesh: Any) -> None:
+    said = r"mesh must be a DeviceMesh, got .*; make one with init_device_mesh and .* mesh\['cp'\]"
+    for call in (
+        lambda: shard_sequence(torch.zeros(4), mesh, Zigzag(), 0),
+        lambda: unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0),
+        lambda: position_ids(mesh, Zigzag(), 8),
+        lambda: cp_loss(torch.tensor(1.0), 2, mesh),
+        lambda: ContextParallel().apply(torch.nn.Identity(), mesh),
+        lambda: context_parallel_attention(*shapes((1, 1, 4, 8), (1, 1, 4, 8)), mesh, mask=CAUSAL),
+    ):
+        with pytest.raises(InputError, match=said):
+            call()
 
 
 def test_unequal_dtypes_are_refused() -> None:

@@ -184,16 +184,6 @@ def test_a_layout_that_is_none_is_refused_even_without_tensors(layout: Any) -> N
         position_ids(mesh, layout, 8)
 
 
-def test_positions_count_from_the_start_of_the_sequence_or_of_the_document() -> None:
-    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
-    documents = MaskSpec(causal=True, cu_seqlens=(0, 6, 8))
-    assert position_ids(mesh, Zigzag(), 8).tolist() == [0, 1, 6, 7]
-    assert position_ids(mesh, Zigzag(), 8, documents).tolist() == [0, 1, 0, 1]
-    held = PerDocument().indices(2, 8, documents)[0]
-    expected = [i if i < 6 else i - 6 for i in held]
-    assert position_ids(mesh, PerDocument(), 8, documents).tolist() == expected
-
-
 def test_layouts_that_follow_the_mask_want_it() -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     mesh = door.mesh((2,), ("cp",))

@@ -155,6 +155,38 @@ def test_after_an_exception_between_exchanges_of_heads_the_next_call_is_right(
     check_next_call(ranks, mode, [at] * 4)
 
 
+class FailingCore(Core):
+    """Fails once, in its own forward."""
+
+    failing = True
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Fail, or attend."""
+        if self.failing:
+            self.failing = False
+            raise RuntimeError("a module failed")
+        return super().forward(*args, **options)
+
+
+def module_failing_once(rank: int, tensors: tuple[Tensor, ...]) -> tuple[str, list[Tensor]]:
+    q, k, v, grad = (x.chunk(4, 2)[rank] for x in tensors)
+    module, local = ContextParallel().apply(FailingCore(), cp_mesh(4)), leaves(q, k, v)
+
+    def attend() -> Tensor:
+        return rows(module(*map(rows, local), is_causal=True))
+
+    with pytest.raises(RuntimeError) as info:
+        attend()
+    return str(info.value), with_gradients(attend(), local, grad)
+
+
+def test_after_an_exception_in_the_modules_own_forward_the_next_call_is_right(ranks: Any) -> None:
+    tensors = inputs(4, 4, 16)
+    answers = ranks(4).run(module_failing_once, tensors)
+    assert [said for said, _ in answers] == ["a module failed"] * 4
+    check(together([results for _, results in answers]), single(tensors, CAUSAL))
+
+
 @pytest.mark.parametrize("at", [[1, 2, 3, 2], [3, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("mode", SCHEDULED, ids=str)
 def test_after_exceptions_at_different_blocks_of_a_step_the_next_call_is_right(

@@ -148,8 +148,8 @@ def test_the_styles_mask_goes_before_the_calls(degree: int | None) -> None:
 @pytest.mark.parametrize("degree", [None, 1])
 def test_keywords_by_the_forwards_own_names_and_by_given_names(degree: int | None) -> None:
     class Named(nn.Module):
-        def forward(self, layer: int = 3, **tensors: Tensor) -> Tensor:
-            assert layer == 3
+        def forward(self, layer: int = 0, **tensors: Tensor) -> Tensor:
+            assert layer == 0
             q, k, v = (tensors[name] for name in ("query", "key", "value"))
             out: Tensor = Core()(q, k, v, is_causal=True)
             return out

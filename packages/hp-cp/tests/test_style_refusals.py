@@ -99,6 +99,9 @@ def test_arguments_equal_to_their_defaults_are_taken_and_of_another_type_or_valu
     assert simulated(2, style, call, Capped) == [[f"arguments ['{name}']" for name in names]] * 2
 
 
+SLOPES = torch.zeros(2)  # of several elements, which have no truth
+
+
 class Causal(nn.Module):
     """Causal without being told."""
 
@@ -121,6 +124,35 @@ class SoftCapped(nn.Module):
     ) -> Tensor:
         """Return q."""
         return q
+
+
+class EarlyCapped(nn.Module):
+    """Asks for more before v, and by a tensor."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        softcap: float = 50.0,
+        v: Tensor | None = None,
+        is_causal: bool = False,
+        slopes: Tensor = SLOPES,
+        sinks: int = 0,
+        temperature: float = 0.0,
+    ) -> Tensor:
+        """Return q."""
+        return q
+
+
+@pytest.mark.parametrize("names", [(), ("q", "k", "v")], ids=str)
+def test_a_default_with_a_meaning_is_seen_before_v_and_where_it_is_a_tensor(
+    names: tuple[str, ...],
+) -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    style = ContextParallel(ulysses_degree=1, qkv_indices=(0, 1, 3), qkv_kwarg_names=names)
+    said = r"the defaults \['softcap=50.0', 'slopes=tensor\(\[0., 0.\]\)'\]"
+    with pytest.raises(InputError, match=said):
+        style.apply(EarlyCapped(), mesh)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class BackendError(ContextParallelError):
 
 def described(value: object) -> str:
     """Return what was given in a few words: plain values as they are, others by their type."""
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, type):
         return f"the class {value.__name__}"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ._errors import InputError
 from ._inputs import from_batch_first, to_batch_first
+from ._repeats import repeat_heads
 from ._ulysses import Exchange, heads_to_rows, rows_to_heads
 
 Forward = Callable[[Tensor, Tensor, Tensor], Any]
@@ -25,9 +26,8 @@ def exchange_around(
     dims = (seq_dim, head_dim)
     q, k, v = (to_batch_first(x, *dims) for x in qkv)
     q, k, v = rows_to_heads(q, k, v, exchange)
-    repeats = exchange.shares[exchange.peers.index].repeats
-    if repeats is not None:  # the module groups heads evenly, which these do not
-        k, v = (x[:, list(repeats)] for x in (k, v))
+    repeats = exchange.shares[exchange.peers.index].repeats  # the module groups heads evenly
+    k, v = (repeat_heads(x, repeats) for x in (k, v))
     q, k, v = (from_batch_first(x, *dims) for x in (q, k, v))
     shape = q.shape
     result = forward(q, k, v)

@@ -29,7 +29,7 @@ class MaskSpec:
             raise LayoutError(f"causal is {described(self.causal)}; use True or False")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise LayoutError(
-                f"window={described(self.window)} shows a query no key; use an int of at least 1, "
+                f"window={described(self.window)} is no number of keys; use an int of at least 1, "
                 f"or None"
             )
         if self.cu_seqlens is not None:

@@ -18,19 +18,32 @@ def check_replaceable(parameters: Sequence[inspect.Parameter], settings: Setting
             f"this module's forward has no is_causal, so that nothing tells whether what replaces "
             f"it is to be causal; give the style a mask, MaskSpec(causal=...), or {ways_out}"
         )
-    first = max(settings.qkv_indices) + 1
+    known = (*_HONOURED, *_names_of_qkv(parameters, settings))
     meant = [
         f"{parameter.name}={parameter.default!r}"
-        for parameter in parameters[first:]
-        if parameter.name not in (*_HONOURED, *settings.qkv_kwarg_names)
-        and parameter.default is not parameter.empty
-        and parameter.default not in (None, False, 0)
+        for parameter in parameters
+        if parameter.name not in known and _has_meaning(parameter.default)
     ]
     if meant:
         raise InputError(
             f"this module's forward has the defaults {meant}, which have no meaning for the "
             f"attention that replaces it; make them None, False or 0, or {ways_out}"
         )
+
+
+def _names_of_qkv(parameters: Sequence[inspect.Parameter], settings: Settings) -> list[str]:
+    """Return the parameters that take q, k and v: those named, else those at the positions."""
+    names = [parameter.name for parameter in parameters]
+    if settings.qkv_kwarg_names and set(settings.qkv_kwarg_names) <= set(names):
+        return list(settings.qkv_kwarg_names)
+    return [names[i] for i in settings.qkv_indices if i < len(names)]
+
+
+def _has_meaning(default: object) -> bool:
+    """Return whether a default asks for something; no tensor is compared, which may hold many."""
+    if default is None or default is inspect.Parameter.empty:
+        return False
+    return bool(default) if isinstance(default, (bool, int, float)) else True
 
 
 def check_others(call: Call, keys: list[Key]) -> None:

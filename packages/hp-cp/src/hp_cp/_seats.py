@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from ._errors import DegreeError
+from ._errors import DegreeError, InputError, described
 from .plans._checks import check_degree
 from .schedules._peers import Peers
 
@@ -19,8 +19,21 @@ class Seats:
     across: Peers
 
 
+def check_mesh(mesh: object) -> None:
+    """Raise `InputError` for what is no mesh."""
+    if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_local_rank")):
+        raise InputError(
+            f"mesh must be a DeviceMesh, got {described(mesh)}; make one with init_device_mesh "
+            f"and pass its axis, as mesh['cp']"
+        )
+
+
 def axes_of(mesh: AxisMesh) -> list[Axis]:
-    """Return the one or two axes of a context parallel mesh, the outer one first."""
+    """Return the one or two axes of a context parallel mesh, the outer one first.
+
+    Raises `InputError` for what is no mesh, and `DegreeError` for one of more axes.
+    """
+    check_mesh(mesh)
     if mesh.ndim not in (1, 2):
         raise DegreeError(
             f"context parallelism runs over a mesh of one axis, or of two, (outer, ulysses), got "

@@ -9,6 +9,7 @@ from torch import Tensor
 from hp_dtensor import AxisMesh, Collectives, all_gather
 
 from ._errors import InputError
+from ._intervals import overlaps
 from ._masks import MaskSpec, check_mask
 from ._seats import axes_of, place_of
 from ._torch import map_tensors, share_structure
@@ -40,7 +41,7 @@ def shard_sequence(
     check_layout(layout)
 
     def cut_of(x: Tensor, seq_dim: object) -> _Cut:
-        dim = _dim(x, seq_dim)
+        dim = checked_dim(x, seq_dim)
         return _Cut(dim, checked_chunks(layout, n, x.shape[dim], mask))
 
     cuts = map_tensors(cut_of, tree, _each_dim(tree, seq_dim))
@@ -77,7 +78,7 @@ def unshard_sequence(
     given = ends[-1] if ends is not None and seq_len is None else seq_len
 
     def cut_of(x: Tensor, seq_dim: object) -> _Cut:
-        dim = _dim(x, seq_dim)
+        dim = checked_dim(x, seq_dim)
         length = x.shape[dim] * n if given is None else given
         chunks = checked_chunks(layout, n, length, mask)
         if x.shape[dim] != lengths_of(chunks)[rank]:
@@ -110,10 +111,12 @@ def position_ids(
     """
     n, rank = place_of(mesh)
     chunks = checked_chunks(layout, n, seq_len, mask)
-    positions = torch.arange(seq_len, device=device)
-    for document in () if mask is None else mask.documents(seq_len):
-        positions[document.start : document.stop] -= document.start
-    return _cut(positions, chunks[rank], 0)
+    documents = (range(seq_len),) if mask is None else mask.documents(seq_len)
+    parts = []
+    for _, i, part in overlaps(chunks[rank], documents):
+        start = documents[i].start
+        parts.append(torch.arange(part.start - start, part.stop - start, device=device))
+    return torch.cat(parts or [torch.arange(0, device=device)])
 
 
 def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:
@@ -155,7 +158,11 @@ def _each_dim(tree: Any, seq_dim: Any) -> Any:
     return seq_dim
 
 
-def _dim(x: Tensor, seq_dim: object) -> int:
-    if not isinstance(seq_dim, int) or not -x.ndim <= seq_dim < x.ndim:
-        raise InputError(f"a tensor of shape {tuple(x.shape)} has no dim {seq_dim} to cut")
+def checked_dim(x: Tensor, seq_dim: object) -> int:
+    """Return the dim of ``x`` that ``seq_dim`` means, or raise `InputError` where there is none."""
+    if type(seq_dim) is not int or not -x.ndim <= seq_dim < x.ndim:
+        raise InputError(
+            f"a tensor of shape {tuple(x.shape)} has no dim {seq_dim!r} for the sequence; use one "
+            f"of {list(range(-x.ndim, x.ndim))}"
+        )
     return seq_dim % x.ndim

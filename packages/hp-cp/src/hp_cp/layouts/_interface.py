@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from .._errors import LayoutError, described
 from .._intervals import Ranges, joined
-from .._masks import MaskSpec
+from .._masks import MaskSpec, check_mask
 
 Chunks = tuple[Ranges, ...]
 
@@ -106,10 +106,11 @@ def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> Non
 
 
 def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
-    """Return the mask that a layout follows, or raise `LayoutError` where there is none."""
+    """Return the mask that a layout follows, or raise `LayoutError` for none or another object."""
     if mask is None:
         raise LayoutError(
             f"{layout!r} lies as the mask wants; give the mask, mask=MaskSpec(...), or use "
             f"Contiguous() or Zigzag()"
         )
+    check_mask(mask)
     return mask

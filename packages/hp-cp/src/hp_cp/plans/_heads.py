@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .._intervals import within
 from ..layouts._interface import cut, even_edges
 
 
@@ -9,18 +10,13 @@ from ..layouts._interface import cut, even_edges
 class HeadShare:
     """One rank's query heads, and the kv heads that these read.
 
-    ``repeats`` says for each query head which of the kv heads it reads, counted from the first,
-    where query heads do not read the kv heads in equal groups; else it is None.
+    ``repeats`` says of each kv head how many query heads, one behind the other, read it, where
+    these are no equal groups; else it is None.
     """
 
     q: range
     kv: range
     repeats: tuple[int, ...] | None
-
-    @property
-    def kv_heads(self) -> int:
-        """Return the number of kv heads that the kernel is given."""
-        return len(self.kv) if self.repeats is None else len(self.repeats)
 
 
 def split_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
@@ -34,7 +30,5 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...
 
 def _share(q: range, group: int) -> HeadShare:
     kv = range(q.start // group, (q.stop - 1) // group + 1)
-    reads = tuple(head // group - kv.start for head in q)
-    even, left = divmod(len(q), len(kv))
-    equal = not left and reads == tuple(i // even for i in range(len(q)))
-    return HeadShare(q=q, kv=kv, repeats=None if equal else reads)
+    repeats = tuple(len(within(q, range(h * group, (h + 1) * group))) for h in kv)
+    return HeadShare(q=q, kv=kv, repeats=None if len(set(repeats)) == 1 else repeats)

@@ -10,7 +10,15 @@ from .._work import pairs_of
 from ..layouts._fixed import Contiguous
 from ..layouts._interface import Chunks, Layout, check_layout, check_size, cut, lengths_of
 from ._blocks import Block
-from ._checks import check_balance, check_degree, check_heads, checked_chunks
+from ._checks import (
+    check_balance,
+    check_degree,
+    check_flags,
+    check_heads,
+    check_rank,
+    check_sizes,
+    checked_chunks,
+)
 from ._heads import HeadShare, split_heads
 from ._parts import Part, make_part
 from ._routes import Ring, Schedule, check_schedule, ring_of
@@ -25,7 +33,8 @@ class AttentionPlan:
 
     With ``ulysses_degree = u`` each ``u`` neighbouring ranks attend the rows of all of them, each
     on its share of the heads, and the schedule runs over the ``n / u`` groups: its ranks, which
-    `Block.source` counts, are ``rank // u``.
+    `Block.source` counts, are ``rank // u``. The parts of dK and dV sum in the order in which these
+    ranks meet an owner's keys, which is the same every time but not ascending.
     """
 
     mask: MaskSpec
@@ -88,6 +97,7 @@ class AttentionPlan:
         Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
         is without keys. A rank without positions has no blocks.
         """
+        check_rank(rank, self.n)
         by_source = part_of(self, rank // self.ulysses_degree).blocks
         return tuple(block for blocks in by_source.values() for block in blocks)
 
@@ -97,6 +107,7 @@ class AttentionPlan:
         By source, in the order in which they are used. Direct fetches what the mask shows and
         nothing more, the other schedules all.
         """
+        check_rank(rank, self.n)
         wanted = part_of(self, rank // self.ulysses_degree).wanted
         return {source: keys for source, keys in wanted.items() if keys}
 
@@ -109,6 +120,7 @@ class AttentionPlan:
         fetched again are ``(n - 1) U`` less or more. ``load_balance`` adds ``2 Q``; Ulysses moves
         ``2 (n - 1) / n (2 Q + U)``, with each kv head counted for each rank that reads it.
         """
+        check_rank(rank, self.n)
         group, place = divmod(rank, self.ulysses_degree)
         row = self.batch * self.head_size * self.itemsize
         keys = 2 * len(self.heads[place].kv) * row * self._key_rows(group)
@@ -209,7 +221,8 @@ def plan_attention(
     holds before any exchange, by default one per Ulysses rank; ``head_size`` and ``itemsize``
     (bytes) are those of every tensor. Raises `DegreeError` for degrees that ranks or heads do not
     allow, `LayoutError` for a mask that is no `MaskSpec` of this length, an unknown schedule, and a
-    layout that is none or does not partition the sequence.
+    layout that is none or does not partition the sequence, `InputError` for sizes and flags that
+    are none. So do the plan's methods for a rank that is none of ``n``.
     """
     layout = Contiguous() if layout is None else layout
     check_schedule(schedule)
@@ -220,6 +233,8 @@ def plan_attention(
     q_heads = ulysses_degree if q_heads is None else q_heads
     kv_heads = q_heads if kv_heads is None else kv_heads
     check_heads(q_heads, kv_heads, ulysses_degree)
+    check_sizes(batch=batch, head_size=head_size, itemsize=itemsize)
+    check_flags(keep_kv=keep_kv, load_balance=load_balance)
     ring_of(schedule, n // ulysses_degree)
     if load_balance:
         check_balance(layout, n, seq_len, ulysses_degree, schedule)

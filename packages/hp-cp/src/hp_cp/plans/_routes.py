@@ -16,9 +16,17 @@ class DoubleRing:
     Keys go around an inner ring once for each hop between rings, which has that long to arrive
     (LoongTrain, arXiv 2406.18485, section 4.3): with ``inner`` the ranks of a node, one hop in
     ``inner`` crosses nodes. ``inner=None`` is the greatest divisor up to the square root.
+    Raises `DegreeError` for what is no number of ranks.
     """
 
     inner: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.inner is not None and (type(self.inner) is not int or self.inner < 1):
+            raise DegreeError(
+                f"inner={self.inner!r} is no number of ranks; use a divisor of the ranks of the "
+                f"schedule, or None"
+            )
 
 
 Schedule = ScheduleName | DoubleRing

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from .._intervals import Ranks
-from ..backends._interface import PackedBackend
+from .._repeats import repeat_heads, sum_heads
 from ..plans._blocks import Block
 from ._packed import backward_packed, forward_packed
 from ._run import Held, Run
@@ -20,8 +19,8 @@ def forward_blocks(
     for group in _groups(blocks, run):
         causal = group[0].kind != "full"
         inputs = [_inputs(block, q, held, run) for block in group]
-        if isinstance(run.backend, PackedBackend) and len(group) > 1:
-            yield from forward_packed(group, inputs, run.backend, causal, run.scale)
+        if run.packer is not None and len(group) > 1:
+            yield from forward_packed(group, inputs, run.packer, causal, run.scale)
             continue
         (block,), (mine,) = group, inputs
         tiled = (_tiled(x, block) for x in mine)
@@ -44,21 +43,21 @@ def backward_blocks(
         inputs = [
             (_rows(grad, b), *_inputs(b, q, held, run), _rows(out, b), _rows(lse, b)) for b in group
         ]
-        if isinstance(run.backend, PackedBackend) and len(group) > 1:
-            shares = backward_packed(group, inputs, run.backend, causal, run.scale)
+        if run.packer is not None and len(group) > 1:
+            shares = backward_packed(group, inputs, run.packer, causal, run.scale)
             for block, dq, dk, dv in shares:
-                yield block, dq, _per_kv(dk, run.repeats), _per_kv(dv, run.repeats)
+                yield block, dq, sum_heads(dk, run.repeats), sum_heads(dv, run.repeats)
             continue
         (block,), (mine,) = group, inputs
         tiled = (_tiled(x, block) for x in mine)
         grads = run.backend.backward(*tiled, causal=causal, scale=run.scale)
         dq, dk, dv = (_untiled(x, block) for x in grads)
-        yield block, dq, _per_kv(dk, run.repeats), _per_kv(dv, run.repeats)
+        yield block, dq, sum_heads(dk, run.repeats), sum_heads(dv, run.repeats)
 
 
 def _groups(blocks: Sequence[Block], run: Run) -> list[list[Block]]:
     """Return the blocks that are computed together: by kernel where the backend can."""
-    if not isinstance(run.backend, PackedBackend):
+    if run.packer is None:
         return [[block] for block in blocks]
     full = [block for block in blocks if block.kind == "full"]
     squares = [block for block in blocks if block.kind != "full"]
@@ -67,7 +66,7 @@ def _groups(blocks: Sequence[Block], run: Run) -> list[list[Block]]:
 
 def _inputs(block: Block, q: Tensor, held: Held, run: Run) -> tuple[Tensor, Tensor, Tensor]:
     keys = as_slice(Ranks(held.rows).of(block.keys))
-    k, v = (_per_query(x[:, :, keys], run.repeats) for x in (held.k, held.v))
+    k, v = (repeat_heads(x[:, :, keys], run.repeats) for x in (held.k, held.v))
     return _rows(q, block), k, v
 
 
@@ -91,15 +90,3 @@ def _untiled(x: Tensor, block: Block) -> Tensor:
     if block.tiles > 1:
         x = x.unflatten(0, (-1, block.tiles)).transpose(1, 2).flatten(2, 3)
     return x
-
-
-def _per_query(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
-    """Return kv heads once for each query head that reads them, where groups are unequal."""
-    return x if repeats is None else x[:, list(repeats)]
-
-
-def _per_kv(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
-    if repeats is None:
-        return x
-    counts = [repeats.count(head) for head in range(repeats[-1] + 1)]
-    return torch.cat([part.sum(1, keepdim=True) for part in x.split(counts, 1)], 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._intervals import Ranges, size
-from ..backends._interface import AttentionBackend
+from ..backends._interface import AttentionBackend, PackedBackend
 from ..plans._blocks import Block
 from ..plans._plan import AttentionPlan, part_of
 from ..plans._routes import Ring
@@ -19,7 +19,8 @@ class Run:
     """What one rank of a schedule computes, receives and sends; keeps no tensors.
 
     ``wanted`` are the local key rows that come here by source, in the order of their use, and
-    ``given`` this rank's rows that go to each of the others. ``repeats`` is that of `HeadShare`.
+    ``given`` this rank's rows that go to each of the others. ``repeats`` is that of `HeadShare`,
+    ``packer`` the backend where it computes many blocks in one call.
     """
 
     blocks: Mapping[int, tuple[Block, ...]]
@@ -32,6 +33,7 @@ class Run:
     repeats: tuple[int, ...] | None
     peers: Peers
     backend: AttentionBackend
+    packer: PackedBackend | None
     scale: float | None
 
     @property
@@ -70,6 +72,7 @@ def run_of(
         repeats=plan.heads[place].repeats,
         peers=peers,
         backend=backend,
+        packer=backend if isinstance(backend, PackedBackend) else None,
         scale=scale,
     )
 
