@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_dtensor import Axis
+
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._sizes import check_sizes
@@ -111,7 +113,8 @@ class GroupedExperts(nn.Module):
 class SharedExperts(nn.Module):
     """One gated feed-forward network for every token; ``hidden_dim`` is that of all of them.
 
-    Parameters as in `GroupedExperts`, without the experts' dimension. `MoE` makes it.
+    Parameters as in `GroupedExperts`, without the experts' dimension. `MoE` makes it. A style sets
+    ``replicated_over`` to the axis whose ranks hold the same tokens.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class SharedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
+        self.replicated_over: Axis | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -136,7 +140,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the result for each of ``x [tokens, dim]``."""
-        w1, w2, w3 = map(local_weight, (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (local_weight(w, self.replicated_over) for w in (self.w1, self.w2, self.w3))
         return _gated(_GATES[self.activation], x, w1, w2, w3)
 
 

@@ -48,7 +48,8 @@ class TopKRouter(KeepsDtype):
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
     counted. ``token_axes`` are the axes given to `split_tokens_over`, None
-    before. `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
+    before; ``replicated_over`` is the axis whose ranks hold the same tokens, as a style sets it.
+    `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
     experts or than the kept groups have, groups that do not divide, negative factors.
     """
 
@@ -104,6 +105,7 @@ class TopKRouter(KeepsDtype):
         self.register_buffer("bias", bias)
         self.token_axes: tuple[Axis, ...] | None = None
         self.sequence_axes: tuple[Axis, ...] = ()
+        self.replicated_over: Axis | None = None
         self.collectives: Collectives = TorchCollectives()
         self.reset_parameters()
 
@@ -178,7 +180,7 @@ class TopKRouter(KeepsDtype):
         ``sequence_loss``, ``sequence_ids [tokens]`` (int64) say which of ``num_sequences`` each
         token is of; without them all are of one.
         """
-        weight = local_weight(self.weight)
+        weight = local_weight(self.weight, self.replicated_over)
         # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
         dtype = torch.promote_types(x.dtype, weight.dtype)
         logits = F.linear(x.to(dtype), weight.to(dtype))
