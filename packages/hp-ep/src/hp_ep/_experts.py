@@ -13,7 +13,7 @@ from hp_dtensor import Axis
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._sizes import check_sizes
-from ._torch import EXTRA_STATE, before_loading, can_group, grouped_linear
+from ._torch import EXTRA_STATE, as_autocast, before_loading, can_group, grouped_linear
 from .balance._replicas import ReplicaSum
 
 Activation = Literal["swiglu", "geglu"]
@@ -88,11 +88,20 @@ class GroupedExperts(nn.Module):
 
         ``rows [rows, dim]`` lie by expert, ``counts [local experts]`` of them for each. Grouped
         products where torch has them for the dtype and shapes, else one expert after the other,
-        which copies the counts to the host. `RoutingError` where ``counts`` on the CPU are
-        negative or do not sum to the rows; on other devices that is not looked at.
+        which copies the counts to the host; both in autocast's dtype where that is on.
+        `ExpertConfigError` for rows of another width or dtype than the weights'. `RoutingError`
+        where ``counts`` on the CPU are negative or do not sum to the rows; on other devices that
+        is not looked at.
         """
         weights = tuple(map(local_weight, (self.w1, self.w2, self.w3)))
-        w1, w2, w3 = weights if self.replicas is None else self.replicas.share(weights)
+        shared = weights if self.replicas is None else self.replicas.share(weights)
+        # Autocast knows linear products only, not grouped ones.
+        rows, w1, w2, w3 = (as_autocast(tensor) for tensor in (rows, *shared))
+        if rows.shape[1:] != (self.dim,) or rows.dtype != w1.dtype:
+            raise ExpertConfigError(
+                f"rows are {rows.dtype} of shape {tuple(rows.shape)}; these experts take "
+                f"{w1.dtype} of shape [rows, {self.dim}]"
+            )
         if counts.shape != w1.shape[:1]:
             raise ExpertConfigError(
                 f"counts {tuple(counts.shape)} must have one number per expert here: "

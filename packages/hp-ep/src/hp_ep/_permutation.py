@@ -136,13 +136,15 @@ def _check_slots(order: Tensor, places: Tensor, tokens: int) -> None:
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return each row's inner product; torch's own makes a temporary as large as ``a``."""
-    if not a.is_cpu:  # there a kernel launch costs more than the temporary
-        whole: Tensor = torch.linalg.vecdot(a, b)
-        return whole
-    step = max(1, _BLOCK // max(1, a.shape[1]))
+    """Return each row's inner product, in float32 where that is wider.
+
+    In blocks: torch's own product makes a temporary as large as ``a``.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    # Elsewhere a kernel launch costs more than a larger temporary.
+    step = max(1, (_BLOCK if a.is_cpu else 16 * _BLOCK) // max(1, a.shape[1]))
     blocks = zip(a.split(step), b.split(step), strict=True)
-    return torch.cat([torch.linalg.vecdot(x, y) for x, y in blocks])
+    return torch.cat([torch.linalg.vecdot(x.to(wide), y.to(wide)) for x, y in blocks])
 
 
 class _Reorder(torch.autograd.Function):
