@@ -76,6 +76,12 @@ class GroupedExperts(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise an `ExpertConfigError` unless ``state`` is the order that the weights have here."""
+        if not isinstance(state, Tensor) or state.dtype != torch.int64:
+            kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
+            raise ExpertConfigError(
+                f"the order of the experts in the state dict ({EXTRA_STATE}) is {kind}; it must be "
+                "torch.int64: leave that entry as it was saved when others are cast or averaged"
+            )
         saved, here = state.tolist(), self.get_extra_state().tolist()
         if saved != here:
             raise ExpertConfigError(

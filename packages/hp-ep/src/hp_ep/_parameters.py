@@ -48,9 +48,10 @@ def check_alike(module: nn.Module, alike: Axis) -> None:
     The gradient over such an axis would be neither whole on each rank nor a sum over all.
     """
     for name, parameter in module.named_parameters(recurse=False):
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        for axis in range(0 if mesh is None else mesh.ndim):
-            ranks = Axis.of(mesh, axis).ranks
+        if not isinstance(parameter, DTensor):
+            continue
+        for axis in range(parameter.device_mesh.ndim):
+            ranks = Axis.of(parameter.device_mesh, axis).ranks
             if ranks != alike.ranks and len(set(ranks) & set(alike.ranks)) > 1:
                 raise ExpertConfigError(
                     f"{name} is a DTensor over ranks {list(ranks)}, of which {list(alike.ranks)} "

@@ -2,9 +2,9 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from ._errors import ExpertConfigError
 
@@ -60,6 +60,24 @@ def check_groups(num_groups: Any, top_groups: object, num_experts: int, top_k: i
             f"top_groups={top_groups!r} of num_groups={groups} must hold top_k={top_k} of "
             f"num_experts={num_experts} experts; use an integer from {least} to {groups}"
         )
+
+
+class Listed(Protocol):
+    """Numbers that become a list at once, as a tensor's do."""
+
+    def tolist(self) -> list[float]:
+        """Return the numbers."""
+        ...
+
+
+def as_loads(load: "Sequence[float] | Listed") -> tuple[float, ...]:
+    """Return ``load`` as numbers, a tensor's by one read; `ExpertConfigError` for anything else."""
+    found = load if isinstance(load, Sequence) else load.tolist() if hasattr(load, "tolist") else ()
+    if not found or not all(isinstance(x, Real) and 0 <= x < math.inf for x in found):
+        raise ExpertConfigError(
+            f"loads {load!r} must be finite numbers of at least 0, one for each expert"
+        )
+    return tuple(found)
 
 
 def is_count(value: Any, least: int, most: float = math.inf) -> bool:

@@ -60,6 +60,7 @@ class AllToAll(OverlappingDispatcher):
     and dtypes are always checked. A rank that finds a fault tells all others in the exchange of
     counts, and all raise the same `RoutingError`. ``payload`` is a narrower floating dtype for the
     rows, results and gradients while they travel; sums are made in the dtype of ``x``.
+    Values beyond its range, 65504 in float16, become infinite unseen.
     `ExpertConfigError` where the axis does not divide ``num_experts``.
     """
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._permutation import bag_sum, gather_rows
+from .._sizes import check_sizes
 from ._faults import as_numbers, check_ids, check_routing, checks_data
 from ._host import read_tables
 from ._protocol import DispatchState, consume
@@ -29,6 +30,7 @@ class Local:
     """
 
     def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:
+        check_sizes({"num_experts": num_experts})
         self.num_experts: Final = num_experts
         self.ranks: Final[tuple[int, ...]] = ()
         self._validate = validate

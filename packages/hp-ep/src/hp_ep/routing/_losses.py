@@ -58,8 +58,9 @@ def attach(
 ) -> Tensor:
     """Return ``x``; its backward adds ``counts`` to ``load`` and a gradient to ``loss``.
 
-    The gradient is what ``scale`` returns then. Forward runs twice where activations are recomputed, so the load is counted in backward: in the
-    first one, where the graph is kept for several.
+    The gradient is what ``scale`` returns then. Forward runs twice where activations are
+    recomputed, so the load is counted in backward: in the first one, where the graph is kept for
+    several.
     """
     return run_function(_Attach, x, loss, scale, load, counts)
 

@@ -43,9 +43,10 @@ class TopKRouter(KeepsDtype):
     logarithm of the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient
     through the weights and are not returned. They are added to a loss that is summed over ranks;
     what else scales that loss scales them if it is in the attribute ``loss_scale`` when backward
-    runs: a gradient scaler's factor, the number of ranks over which gradients are averaged. With ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even
-    where the model is cast) is added to scores where experts are chosen, not to weights, and
-    `update_router_bias` moves it (loss-free balancing, Wang et al., arXiv 2408.15664, section 3).
+    runs: a gradient scaler's factor, the number of ranks over which gradients are averaged. With
+    ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even where the model is cast)
+    is added to scores where experts are chosen, not to weights, and `update_router_bias` moves it
+    (loss-free balancing, Wang et al., arXiv 2408.15664, section 3).
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is

@@ -57,8 +57,13 @@ class BaseExpertParallel(ParallelStyle):
         node_mesh: AxisMesh | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        if isinstance(dispatcher, str) and dispatcher != "auto":
+        if dispatcher != "auto" and not isinstance(dispatcher, TokenDispatcher):
             raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
+        if placement is not None and not isinstance(placement, Placement):
+            raise ExpertConfigError(
+                f"placement={placement!r} is not a Placement; make one by plan_placement or "
+                "Placement.contiguous"
+            )
         self._dispatcher = dispatcher
         self._token_axes = token_axes
         self._sequence_axes = sequence_axes
