@@ -74,7 +74,7 @@ class GroupedExperts(nn.Module):
         experts = range(self.num_experts)
         return row_order(experts if self.replicas is None else self.replicas.placement.experts)
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, state: Any) -> None:
         """Raise an `ExpertConfigError` unless ``state`` is the order that the weights have here."""
         if not isinstance(state, Tensor) or state.dtype != torch.int64:
             kind = state.dtype if isinstance(state, Tensor) else type(state).__name__

@@ -36,8 +36,7 @@ def check_shared(num_shared_experts: object) -> None:
 def check_factors(factors: Mapping[str, Any]) -> None:
     """Raise an `ExpertConfigError` for the first factor that is no finite number of at least 0."""
     for name, value in factors.items():
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if not (real and 0 <= value < math.inf):
+        if not is_factor(value):
             raise ExpertConfigError(
                 f"{name}={value!r} must be a finite number of at least 0; 0 is none"
             )
@@ -70,14 +69,19 @@ class Listed(Protocol):
         ...
 
 
-def as_loads(load: "Sequence[float] | Listed") -> tuple[float, ...]:
+def as_loads(load: Any) -> tuple[float, ...]:
     """Return ``load`` as numbers, a tensor's by one read; `ExpertConfigError` for anything else."""
-    found = load if isinstance(load, Sequence) else load.tolist() if hasattr(load, "tolist") else ()
-    if not found or not all(isinstance(x, Real) and 0 <= x < math.inf for x in found):
+    found = load.tolist() if hasattr(load, "tolist") else load
+    if not (isinstance(found, Sequence) and found and all(map(is_factor, found))):
         raise ExpertConfigError(
             f"loads {load!r} must be finite numbers of at least 0, one for each expert"
         )
     return tuple(found)
+
+
+def is_factor(value: Any) -> bool:
+    """Return whether ``value`` is a finite real number of at least 0, of any type but bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def is_count(value: Any, least: int, most: float = math.inf) -> bool:

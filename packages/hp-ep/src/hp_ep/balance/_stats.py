@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 from .._errors import ExpertConfigError
-from .._sizes import Listed, as_loads
+from .._sizes import Listed, as_loads, is_factor
 from ._placement import Placement
 
 
@@ -63,7 +62,7 @@ def smooth_load(
 
     `ExpertConfigError` for a decay outside 0 .. 1 and for loads of different lengths.
     """
-    if not isinstance(decay, Real) or not 0 <= decay < 1:
+    if not is_factor(decay) or decay >= 1:
         raise ExpertConfigError(f"decay={decay!r} must be at least 0 and below 1")
     load = as_loads(load)
     if before is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from .._permutation import bag_sum, gather_rows
+from .._permutation import sum_slots, take_slots
 from ._exchange import RowExchange, RowPlan, expert_axis
 from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._sorting import SortedSlots, sort_slots
@@ -45,7 +45,7 @@ class _Combining:
         """Return each token's weighted sum, once its results are here."""
         slots = self.state.slots
         back = arrive(self.trip).to(self.state.dtype)
-        return bag_sum(back, slots.order, slots.places, self.state.weights)
+        return sum_slots(back, slots.order, slots.places, self.state.weights)
 
 
 class AllToAll(OverlappingDispatcher):
@@ -85,7 +85,7 @@ class AllToAll(OverlappingDispatcher):
         slots = sort_slots(ready.expert_ids, self.num_experts)
         announcement = self._exchange.announce(slots.counts, ready.report)
         # While the counts travel:
-        sorted_rows = gather_rows(self._terms.narrow(ready.x), slots.order, slots.places)
+        sorted_rows = take_slots(self._terms.narrow(ready.x), slots.order, slots.places)
         plan = self._exchange.plan(announcement)
         state = _AllToAllState(
             owner=self,
