@@ -112,7 +112,7 @@ def test_integer_tokens_or_weights_are_refused(kind: Any, which: int, validate: 
     def run(me: int, door: SimulatedCollectives) -> str:
         mesh = door.mesh((1,), ("ep",))
         options: dict[str, Any] = {"capacity": 2} if kind is Padded else {}
-        made = Local(4) if kind is Local else kind(mesh, 4, door, validate=validate, **options)
+        made: Any = Local(4) if kind is Local else kind(mesh, 4, door, validate=validate, **options)
         given = [torch.ones(2, 3), torch.ones(2, 1)]
         given[which] = given[which].long()
         return error_of(lambda: made.dispatch(*given, torch.zeros(2, 1, dtype=torch.int64)))
