@@ -81,8 +81,8 @@ def main() -> int:
         return 0
     torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(os.path.join(folder, "store"), 1)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        meeting = "file://" + os.path.join(folder, "store")
+        dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1)
         try:
             return _report()
         finally:

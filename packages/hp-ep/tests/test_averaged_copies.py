@@ -29,15 +29,17 @@ def _averaged(rank: int, moves: str) -> Tensor:
     ExpertParallel(placement=home).apply(layer, mesh)
     average = AveragedModel(layer, avg_fn=get_ema_avg_fn(0.5))
     average.update_parameters(layer)
+    copied = average.module
+    assert isinstance(copied, MoE)
     with torch.no_grad():
         for p in layer.experts.parameters():
             p.mul_(3)
     if moves:
         migrate_experts(layer, TURNED)
         if moves == "both":
-            migrate_experts(average.module, TURNED)
+            migrate_experts(copied, TURNED)
     average.update_parameters(layer)
-    return _by_expert(average.module, TURNED if moves else home)
+    return _by_expert(copied, TURNED if moves else home)
 
 
 def test_an_average_that_migrates_with_its_layer_is_the_one_without_migration(ranks: Any) -> None:

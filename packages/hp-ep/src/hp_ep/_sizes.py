@@ -81,7 +81,8 @@ def as_loads(load: Any) -> tuple[float, ...]:
 
 def is_factor(value: Any) -> bool:
     """Return whether ``value`` is a finite real number of at least 0, of any type but bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return real and 0 <= value < math.inf
 
 
 def is_count(value: Any, least: int, most: float = math.inf) -> bool:
