@@ -123,9 +123,9 @@ def test_an_equal_load_near_today_s_placement_moves_nothing(problem: dict[str, A
     [
         (dict(num_replicas=1), "num_replicas=1 with 6 experts does not fill the slots of 3 ranks"),
         (dict(num_replicas=15), "use 0, 3, 6, 9 or more in such steps, at most 12"),
-        (dict(num_ranks=0), "6 experts on 0 ranks"),
-        (dict(load=[1.0, -1.0, 1.0]), "must be finite and at least 0"),
-        (dict(load=[1.0, math.nan, 1.0]), "must be finite and at least 0"),
+        (dict(num_ranks=0), "num_ranks=0 must be a positive integer"),
+        (dict(load=[1.0, -1.0, 1.0]), "must be finite numbers of at least 0"),
+        (dict(load=[1.0, math.nan, 1.0]), "must be finite numbers of at least 0"),
         (dict(node_size=2), "node_size=2 must divide num_ranks=3"),
     ],
 )

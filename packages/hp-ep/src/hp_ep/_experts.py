@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hp_dtensor import Axis
+
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._sizes import check_sizes
-from ._torch import EXTRA_STATE, before_loading, can_group, grouped_linear
+from ._torch import EXTRA_STATE, as_autocast, before_loading, can_group, grouped_linear
 from .balance._replicas import ReplicaSum
 
 Activation = Literal["swiglu", "geglu"]
@@ -72,8 +74,14 @@ class GroupedExperts(nn.Module):
         experts = range(self.num_experts)
         return row_order(experts if self.replicas is None else self.replicas.placement.experts)
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, state: Any) -> None:
         """Raise an `ExpertConfigError` unless ``state`` is the order that the weights have here."""
+        if not isinstance(state, Tensor) or state.dtype != torch.int64:
+            kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
+            raise ExpertConfigError(
+                f"the order of the experts in the state dict ({EXTRA_STATE}) is {kind}; it must be "
+                "torch.int64: leave that entry as it was saved when others are cast or averaged"
+            )
         saved, here = state.tolist(), self.get_extra_state().tolist()
         if saved != here:
             raise ExpertConfigError(
@@ -86,11 +94,20 @@ class GroupedExperts(nn.Module):
 
         ``rows [rows, dim]`` lie by expert, ``counts [local experts]`` of them for each. Grouped
         products where torch has them for the dtype and shapes, else one expert after the other,
-        which copies the counts to the host. `RoutingError` where ``counts`` on the CPU are
-        negative or do not sum to the rows; on other devices that is not looked at.
+        which copies the counts to the host; both in autocast's dtype where that is on.
+        `ExpertConfigError` for rows of another width or dtype than the weights'. `RoutingError`
+        where ``counts`` on the CPU are negative or do not sum to the rows; on other devices that
+        is not looked at.
         """
         weights = tuple(map(local_weight, (self.w1, self.w2, self.w3)))
-        w1, w2, w3 = weights if self.replicas is None else self.replicas.share(weights)
+        shared = weights if self.replicas is None else self.replicas.share(weights)
+        # Autocast knows linear products only, not grouped ones.
+        rows, w1, w2, w3 = (as_autocast(tensor) for tensor in (rows, *shared))
+        if rows.shape[1:] != (self.dim,) or rows.dtype != w1.dtype:
+            raise ExpertConfigError(
+                f"rows are {rows.dtype} of shape {tuple(rows.shape)}; these experts take "
+                f"{w1.dtype} of shape [rows, {self.dim}]"
+            )
         if counts.shape != w1.shape[:1]:
             raise ExpertConfigError(
                 f"counts {tuple(counts.shape)} must have one number per expert here: "
@@ -111,7 +128,8 @@ class GroupedExperts(nn.Module):
 class SharedExperts(nn.Module):
     """One gated feed-forward network for every token; ``hidden_dim`` is that of all of them.
 
-    Parameters as in `GroupedExperts`, without the experts' dimension. `MoE` makes it.
+    Parameters as in `GroupedExperts`, without the experts' dimension. `MoE` makes it. A style sets
+    ``replicated_over`` to the axis whose ranks hold the same tokens.
     """
 
     def __init__(
@@ -128,6 +146,7 @@ class SharedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
+        self.replicated_over: Axis | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -136,7 +155,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the result for each of ``x [tokens, dim]``."""
-        w1, w2, w3 = map(local_weight, (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (local_weight(w, self.replicated_over) for w in (self.w1, self.w2, self.w3))
         return _gated(_GATES[self.activation], x, w1, w2, w3)
 
 

@@ -66,6 +66,8 @@ class MoE(nn.Module):
                 device=device,
                 dtype=dtype,
             )
+        elif not isinstance(router, TopKRouter):
+            raise ExpertConfigError(f"router is a {type(router).__name__}; give a TopKRouter")
         elif (router.dim, router.num_experts, router.top_k) != (dim, num_experts, top_k):
             raise ExpertConfigError(
                 f"a router with dim={router.dim}, num_experts={router.num_experts}, "

@@ -7,20 +7,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from hp_dtensor import Axis
+
 from ._errors import ExpertConfigError
 from .balance._placement import Placement as ExpertPlacement
 
 
-def local_weight(weight: Tensor) -> Tensor:
+def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:
     """Return what this rank computes with; of a DTensor, its local part.
 
     Where the DTensor is replicated over an axis, the ranks of that axis hold different tokens, so
-    the gradient is Partial over it. Communicates nothing.
+    the gradient is Partial over it; those of ``alike`` hold the same tokens, and each has the whole
+    gradient. Communicates nothing.
     """
     if not isinstance(weight, DTensor):
         return weight
+    whole = None if alike is None else alike.ranks
     placements: list[Placement] = [
-        Partial() if placement.is_replicate() else placement for placement in weight.placements
+        Partial()
+        if placement.is_replicate() and Axis.of(weight.device_mesh, axis).ranks != whole
+        else placement
+        for axis, placement in enumerate(weight.placements)
     ]
     return weight.to_local(grad_placements=placements)
 
@@ -33,6 +40,23 @@ def check_plain(module: nn.Module) -> None:
                 f"{name} is already a DTensor with placements {parameter.placements}; apply an "
                 "expert-parallel style once, before FSDP"
             )
+
+
+def check_alike(module: nn.Module, alike: Axis) -> None:
+    """Raise an `ExpertConfigError` if ranks of ``alike`` share an axis of a parameter with others.
+
+    The gradient over such an axis would be neither whole on each rank nor a sum over all.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        if not isinstance(parameter, DTensor):
+            continue
+        for axis in range(parameter.device_mesh.ndim):
+            ranks = Axis.of(parameter.device_mesh, axis).ranks
+            if ranks != alike.ranks and len(set(ranks) & set(alike.ranks)) > 1:
+                raise ExpertConfigError(
+                    f"{name} is a DTensor over ranks {list(ranks)}, of which {list(alike.ranks)} "
+                    "hold the same tokens; distribute it over a mesh that has these as an axis"
+                )
 
 
 def split_experts(

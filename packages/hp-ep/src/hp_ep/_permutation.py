@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._errors import ExpertConfigError
+from ._order_checks import check_counts, check_permutation, check_slots
 from ._torch import run_function
 
 _BLOCK = 1 << 20  # elements of a temporary that the allocator keeps instead of returning it
@@ -26,7 +27,9 @@ def permute_indices(
     of rank 0 for expert 0, of rank 0 for expert 1, ..., of rank 1 for expert 0, .... The results
     are int64: ``indices [rows]``, to be used with `permute`, and ``tokens_per_expert
     [experts_per_rank]``. ``num_rows``, the sum of the counts where the caller knows it, spares a
-    device-to-host synchronisation. Communicates nothing.
+    device-to-host synchronisation. Communicates nothing. `ExpertConfigError` for counts of another
+    shape or no integers and, on the CPU, for negative ones and ones that do not sum to
+    ``num_rows``.
     """
     counts = tokens_per_expert_group
     if counts.shape != (num_ranks * experts_per_rank,):
@@ -34,6 +37,14 @@ def permute_indices(
             f"tokens_per_expert_group has shape {tuple(counts.shape)}; {num_ranks} ranks x "
             f"{experts_per_rank} experts per rank need ({num_ranks * experts_per_rank},)"
         )
+    check_counts(counts, num_rows)
+    return block_indices(counts, experts_per_rank, num_ranks, num_rows)
+
+
+def block_indices(
+    counts: Tensor, experts_per_rank: int, num_ranks: int, num_rows: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `permute_indices` does, of counts that are known to be right."""
     counts = counts.long()
     starts = counts.cumsum(0) - counts
     lengths = counts.view(num_ranks, experts_per_rank).t().reshape(-1)
@@ -51,7 +62,7 @@ def permute(rows: Tensor, indices: Tensor) -> Tensor:
     `ExpertConfigError` for indices of another shape or dtype and, on the CPU, for indices that are
     no permutation; on other devices their values are not looked at.
     """
-    _check_permutation(rows, indices)
+    check_permutation(rows, indices)
     return reorder(rows, indices, invert(indices))
 
 
@@ -60,7 +71,7 @@ def unpermute(rows: Tensor, indices: Tensor) -> Tensor:
 
     The errors are those of `permute`.
     """
-    _check_permutation(rows, indices)
+    check_permutation(rows, indices)
     return reorder(rows, invert(indices), indices)
 
 
@@ -69,9 +80,15 @@ def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
 
     Slot ``t * k + j`` is the ``j``-th choice of token ``t``. ``order [tokens * k]`` lists the slots
     in the order of the result, and ``places [tokens, k]`` is its inverse: each slot's row. Backward
-    is `bag_sum` without weights.
+    is `bag_sum` without weights. `ExpertConfigError` for other shapes and dtypes and, on the CPU,
+    for ``places`` that do not invert ``order``.
     """
-    _check_slots(order, places, x.shape[0])
+    check_slots(order, places, x.shape[0])
+    return take_slots(x, order, places)
+
+
+def take_slots(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return what `gather_rows` does, of an order that is known to be right."""
     return run_function(_GatherRows, x, order, places)
 
 
@@ -80,9 +97,10 @@ def bag_sum(rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None 
 
     ``rows [tokens * k, dim]`` lie in ``order``; ``weights [tokens, k]`` (1 by default) multiply
     the rows at ``places``. The sum is deterministic. Gradients: of ``rows``, the token's gradient
-    times the weight; of ``weights``, the inner product of row and gradient.
+    times the weight; of ``weights``, the inner product of row and gradient. The errors are those of
+    `gather_rows`, and for rows or weights that are not one for each slot.
     """
-    _check_slots(order, places, places.shape[0])
+    check_slots(order, places, places.shape[0])
     if rows.shape[0] != places.numel():
         raise ExpertConfigError(
             f"bag_sum got {rows.shape[0]} rows for {tuple(places.shape)} slots; give one per slot"
@@ -91,6 +109,11 @@ def bag_sum(rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None 
         raise ExpertConfigError(
             f"weights {tuple(weights.shape)} and places {tuple(places.shape)} must agree"
         )
+    return sum_slots(rows, order, places, weights)
+
+
+def sum_slots(rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return what `bag_sum` does, of an order that is known to be right."""
     return run_function(_BagSum, rows, order, places, weights)
 
 
@@ -105,44 +128,16 @@ def invert(indices: Tensor) -> Tensor:
     return torch.empty_like(indices).scatter_(0, indices, steps)
 
 
-def _check_permutation(rows: Tensor, indices: Tensor) -> None:
-    if indices.shape != rows.shape[:1]:
-        raise ExpertConfigError(
-            f"a permutation of {rows.shape[0]} rows has shape ({rows.shape[0]},), "
-            f"got indices {tuple(indices.shape)}"
-        )
-    if indices.dtype != torch.int64:
-        raise ExpertConfigError(f"indices are {indices.dtype}; they must be torch.int64")
-    if not indices.is_cpu:  # looking would synchronise
-        return
-    number = indices.shape[0]
-    counts = torch.zeros(number, dtype=torch.uint8)
-    # Where one index is out of range another is missing: count the others.
-    known = indices[(indices >= 0) & (indices < number)]
-    missing = counts.index_fill_(0, known, 1) == 0
-    if missing.any():
-        raise ExpertConfigError(
-            f"indices are no permutation of {number} rows: {missing.nonzero()[0].item()} is not "
-            f"among them; each of 0 .. {number - 1} must be there once"
-        )
-
-
-def _check_slots(order: Tensor, places: Tensor, tokens: int) -> None:
-    if places.dim() != 2 or places.shape[0] != tokens or order.shape != (places.numel(),):
-        raise ExpertConfigError(
-            f"order {tuple(order.shape)} and places {tuple(places.shape)} must be [tokens * k] and "
-            f"[tokens, k] for {tokens} tokens"
-        )
-
-
 def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return each row's inner product; torch's own makes a temporary as large as ``a``."""
-    if not a.is_cpu:  # there a kernel launch costs more than the temporary
-        whole: Tensor = torch.linalg.vecdot(a, b)
-        return whole
-    step = max(1, _BLOCK // max(1, a.shape[1]))
+    """Return each row's inner product, in float32 where that is wider.
+
+    In blocks: torch's own product makes a temporary as large as ``a``.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    # Elsewhere a kernel launch costs more than a larger temporary.
+    step = max(1, (_BLOCK if a.is_cpu else 16 * _BLOCK) // max(1, a.shape[1]))
     blocks = zip(a.split(step), b.split(step), strict=True)
-    return torch.cat([torch.linalg.vecdot(x, y) for x, y in blocks])
+    return torch.cat([torch.linalg.vecdot(x.to(wide), y.to(wide)) for x, y in blocks])
 
 
 class _Reorder(torch.autograd.Function):

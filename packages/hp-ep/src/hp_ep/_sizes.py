@@ -2,9 +2,9 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from ._errors import ExpertConfigError
 
@@ -36,8 +36,7 @@ def check_shared(num_shared_experts: object) -> None:
 def check_factors(factors: Mapping[str, Any]) -> None:
     """Raise an `ExpertConfigError` for the first factor that is no finite number of at least 0."""
     for name, value in factors.items():
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if not (real and 0 <= value < math.inf):
+        if not is_factor(value):
             raise ExpertConfigError(
                 f"{name}={value!r} must be a finite number of at least 0; 0 is none"
             )
@@ -60,6 +59,30 @@ def check_groups(num_groups: Any, top_groups: object, num_experts: int, top_k: i
             f"top_groups={top_groups!r} of num_groups={groups} must hold top_k={top_k} of "
             f"num_experts={num_experts} experts; use an integer from {least} to {groups}"
         )
+
+
+class Listed(Protocol):
+    """Numbers that become a list at once, as a tensor's do."""
+
+    def tolist(self) -> list[float]:
+        """Return the numbers."""
+        ...
+
+
+def as_loads(load: Any) -> tuple[float, ...]:
+    """Return ``load`` as numbers, a tensor's by one read; `ExpertConfigError` for anything else."""
+    found = load.tolist() if hasattr(load, "tolist") else load
+    if not (isinstance(found, Sequence) and found and all(map(is_factor, found))):
+        raise ExpertConfigError(
+            f"loads {load!r} must be finite numbers of at least 0, one for each expert"
+        )
+    return tuple(found)
+
+
+def is_factor(value: Any) -> bool:
+    """Return whether ``value`` is a finite real number of at least 0, of any type but bool."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return real and 0 <= value < math.inf
 
 
 def is_count(value: Any, least: int, most: float = math.inf) -> bool:

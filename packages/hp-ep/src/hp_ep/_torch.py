@@ -45,6 +45,14 @@ def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return run_function(_DenseGradient, product)
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """Return ``x`` in autocast's dtype where that is on for its device; as torch, not float64."""
+    device = x.device.type
+    # Devices without autocast, as meta, have no dtype to ask for.
+    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if known and x.dtype in _GROUPED_DTYPES else x
+
+
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Let ``hook(module, state_dict, prefix, ...)`` see what ``module`` is about to load."""
     module.register_load_state_dict_pre_hook(hook)

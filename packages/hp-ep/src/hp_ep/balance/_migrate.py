@@ -24,13 +24,16 @@ def migrate_experts(
 
     Parameters, their gradients if there are any, and all of the optimizer's state that has a row
     per slot keep their identity and get the values of the slots' new experts; training goes on as
-    if nothing had happened. Call it between steps, with the same placement on all ranks. One
+    if nothing had happened. Copies of the layer, as those of averaged weights, do not move with it:
+    migrate each in the same step. Call it between steps, with the same placement on all ranks. One
     all-to-all over the experts' axis for each of these tensors, of the slots that change rank.
 
     `ExpertConfigError`, before any communication, for a layer that no style gave a placement, for
     another number of slots, and for tensors that another axis cuts along their experts: shard those
     along another dimension.
     """
+    if not isinstance(layer, MoE):
+        raise ExpertConfigError(f"got a {type(layer).__name__}; experts move with their whole MoE")
     replicas = layer.experts.replicas
     if replicas is None:
         raise ExpertConfigError(

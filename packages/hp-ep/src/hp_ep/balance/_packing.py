@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .._errors import ExpertConfigError
+from .._sizes import Listed, as_loads, check_sizes, is_count
 from ._nearness import near_placement
 from ._placement import Placement
 from ._rebalance import rebalance
@@ -13,7 +14,7 @@ NEAR = 1.05  # this much less even is worth not moving everything
 
 
 def plan_placement(
-    load: Sequence[float],
+    load: Sequence[float] | Listed,
     num_ranks: int,
     *,
     num_replicas: int = 0,
@@ -21,6 +22,8 @@ def plan_placement(
     near: Placement | None = None,
 ) -> Placement:
     """Return a placement of ``len(load)`` experts whose ranks have about the same load.
+
+    ``load`` are numbers, or a tensor of them, which is read once.
 
     ``num_replicas`` slots beyond one per expert go, one after the other, to the expert with the
     most load per replica. Then the heaviest first, each goes to the least loaded rank with room
@@ -34,7 +37,8 @@ def plan_placement(
     `ExpertConfigError` where slots do not divide by ranks, ranks by nodes, for more replicas than
     ranks can hold, and for loads that are negative or not finite.
     """
-    _check(load, num_ranks, num_replicas, node_size)
+    load = as_loads(load)
+    _check(len(load), num_ranks, num_replicas, node_size)
     copies = _copies(load, num_replicas, num_ranks)
     items = sorted(
         (e for e, n in enumerate(copies) for _ in range(n)), key=lambda e: (-load[e] / copies[e], e)
@@ -65,23 +69,19 @@ def _placed(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
     return Placement(num_ranks=len(ranks), num_experts=num_experts, experts=experts)
 
 
-def _check(load: Sequence[float], num_ranks: int, num_replicas: int, node_size: int | None) -> None:
-    num_experts = len(load)
-    if num_experts < 1 or num_ranks < 1:
-        raise ExpertConfigError(f"{num_experts} experts on {num_ranks} ranks; use at least 1 each")
-    if not all(0 <= x < float("inf") for x in load):
-        raise ExpertConfigError(f"loads {list(load)} must be finite and at least 0")
+def _check(num_experts: int, num_ranks: int, num_replicas: int, node_size: int | None) -> None:
+    check_sizes({"num_ranks": num_ranks})
     most = num_experts * (num_ranks - 1)
-    if not 0 <= num_replicas <= most or (num_experts + num_replicas) % num_ranks:
+    if not is_count(num_replicas, 0, most) or (num_experts + num_replicas) % num_ranks:
         least = -num_experts % num_ranks
         legal = list(range(least, most + 1, num_ranks))[:4]
         raise ExpertConfigError(
-            f"num_replicas={num_replicas} with {num_experts} experts does not fill the slots of "
+            f"num_replicas={num_replicas!r} with {num_experts} experts does not fill the slots of "
             f"{num_ranks} ranks evenly; use {', '.join(map(str, legal))} or more in such steps, "
             f"at most {most}"
         )
-    if node_size is not None and (node_size < 1 or num_ranks % node_size):
-        raise ExpertConfigError(f"node_size={node_size} must divide num_ranks={num_ranks}")
+    if node_size is not None and (not is_count(node_size, 1) or num_ranks % node_size):
+        raise ExpertConfigError(f"node_size={node_size!r} must divide num_ranks={num_ranks}")
 
 
 def _copies(load: Sequence[float], num_replicas: int, most: int) -> list[int]:

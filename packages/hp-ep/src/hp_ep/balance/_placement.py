@@ -21,6 +21,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         check_sizes({"num_experts": self.num_experts, "num_ranks": self.num_ranks})
+        if not isinstance(self.experts, tuple):
+            raise ExpertConfigError(
+                f"experts={self.experts!r} must be a tuple of integers, so that placements compare"
+            )
         if len(self.experts) % self.num_ranks:
             raise ExpertConfigError(
                 f"{len(self.experts)} slots on {self.num_ranks} ranks; every rank must have as many"
@@ -62,7 +66,9 @@ class Placement:
         return tuple(map(tuple, found))
 
     def on_rank(self, rank: int) -> tuple[int, ...]:
-        """Return the experts on one rank, by slot."""
+        """Return the experts on one rank, by slot; `ExpertConfigError` for a rank of none."""
+        if not is_count(rank, 0, self.num_ranks - 1):
+            raise ExpertConfigError(f"rank={rank!r} is not one of 0 .. {self.num_ranks - 1}")
         size = self.slots_per_rank
         return self.experts[rank * size : (rank + 1) * size]
 

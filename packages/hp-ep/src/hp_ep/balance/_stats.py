@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._errors import ExpertConfigError
+from .._sizes import Listed, as_loads, is_factor
 from ._placement import Placement
 
 
@@ -12,17 +13,15 @@ from ._placement import Placement
 class LoadStats:
     """A step's load: how many tokens chose each expert, on all ranks together.
 
-    `ExpertConfigError` for no experts, negative numbers, and a placement of other experts.
+    A tensor of them is read once. `ExpertConfigError` for no experts, negative numbers, and a
+    placement of other experts.
     """
 
     expert_load: tuple[float, ...]
     placement: Placement
 
     def __post_init__(self) -> None:
-        if not self.expert_load or not all(0 <= x < math.inf for x in self.expert_load):
-            raise ExpertConfigError(
-                f"loads {list(self.expert_load)} must be finite numbers of at least 0, one each"
-            )
+        object.__setattr__(self, "expert_load", as_loads(self.expert_load))
         self.placement.rank_load(self.expert_load)
 
     @property
@@ -57,16 +56,17 @@ class LoadStats:
 
 
 def smooth_load(
-    before: Sequence[float] | None, load: Sequence[float], decay: float
+    before: Sequence[float] | None, load: Sequence[float] | Listed, decay: float
 ) -> tuple[float, ...]:
     """Return ``decay`` times the average so far plus the rest of the new load; a first load as is.
 
     `ExpertConfigError` for a decay outside 0 .. 1 and for loads of different lengths.
     """
-    if not 0 <= decay < 1:
-        raise ExpertConfigError(f"decay={decay} must be at least 0 and below 1")
+    if not is_factor(decay) or decay >= 1:
+        raise ExpertConfigError(f"decay={decay!r} must be at least 0 and below 1")
+    load = as_loads(load)
     if before is None:
-        return tuple(load)
+        return load
     if len(before) != len(load):
         raise ExpertConfigError(f"loads of {len(before)} and {len(load)} experts; give one length")
     return tuple(decay * a + (1 - decay) * b for a, b in zip(before, load, strict=True))

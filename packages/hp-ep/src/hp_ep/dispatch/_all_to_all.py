@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from .._permutation import bag_sum, gather_rows
+from .._permutation import sum_slots, take_slots
 from ._exchange import RowExchange, RowPlan, expert_axis
 from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._sorting import SortedSlots, sort_slots
@@ -45,7 +45,7 @@ class _Combining:
         """Return each token's weighted sum, once its results are here."""
         slots = self.state.slots
         back = arrive(self.trip).to(self.state.dtype)
-        return bag_sum(back, slots.order, slots.places, self.state.weights)
+        return sum_slots(back, slots.order, slots.places, self.state.weights)
 
 
 class AllToAll(OverlappingDispatcher):
@@ -60,6 +60,7 @@ class AllToAll(OverlappingDispatcher):
     and dtypes are always checked. A rank that finds a fault tells all others in the exchange of
     counts, and all raise the same `RoutingError`. ``payload`` is a narrower floating dtype for the
     rows, results and gradients while they travel; sums are made in the dtype of ``x``.
+    Values beyond its range, 65504 in float16, become infinite unseen.
     `ExpertConfigError` where the axis does not divide ``num_experts``.
     """
 
@@ -84,7 +85,7 @@ class AllToAll(OverlappingDispatcher):
         slots = sort_slots(ready.expert_ids, self.num_experts)
         announcement = self._exchange.announce(slots.counts, ready.report)
         # While the counts travel:
-        sorted_rows = gather_rows(self._terms.narrow(ready.x), slots.order, slots.places)
+        sorted_rows = take_slots(self._terms.narrow(ready.x), slots.order, slots.places)
         plan = self._exchange.plan(announcement)
         state = _AllToAllState(
             owner=self,

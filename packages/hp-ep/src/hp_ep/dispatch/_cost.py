@@ -91,7 +91,9 @@ def choose_dispatcher(
     """Return the dispatcher with the fewest expected bytes that is worth its bookkeeping.
 
     A simpler one stays unless the next saves more than a factor of `SAVING`: in all bytes for
-    ``dedup`` over ``all_to_all``, in bytes between nodes for ``hierarchical`` over both.
+    ``dedup`` over ``all_to_all``, in bytes between nodes for ``hierarchical`` over both. A router
+    that keeps a token's experts on few groups sends less than expected here: give the style a
+    `Dedup` or `Hierarchical` of your own then.
     `ExpertConfigError` as `expected_bytes`.
     """
     sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, row_bytes=row_bytes)

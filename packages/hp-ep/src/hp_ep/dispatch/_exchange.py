@@ -8,7 +8,7 @@ from torch import Tensor
 from hp_dtensor import Axis, AxisMesh, Collectives, Work
 
 from .._errors import ExpertConfigError
-from .._permutation import invert, permute_indices, reorder
+from .._permutation import block_indices, invert, reorder
 from ._faults import REPORT_SIZE
 from ._host import read_tables
 from ._terms import check_number_of_ranks, or_torch
@@ -109,7 +109,7 @@ class RowExchange:
                 inverse=None,
                 needs_grad=rows_need_grad,
             )
-        indices, per_expert = permute_indices(
+        indices, per_expert = block_indices(
             counts.reshape(-1), local, self.axis.size, num_rows=sum(receive)
         )
         return RowPlan(

@@ -37,6 +37,8 @@ class Fault(IntEnum):
     COUNT_SHAPE = 14
     COUNT_DTYPE = 15
     OVERFLOW = 16
+    ROW_DTYPE = 17
+    WEIGHT_DTYPE = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,10 @@ def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: i
         return Fault.CHOICES, weights.shape[1], num_experts
     if expert_ids.dtype != torch.int64:
         return Fault.ID_DTYPE, DTYPES.index(expert_ids.dtype), 0
+    if not x.is_floating_point():
+        return Fault.ROW_DTYPE, DTYPES.index(x.dtype), 0
+    if not weights.is_floating_point():
+        return Fault.WEIGHT_DTYPE, DTYPES.index(weights.dtype), 0
     return _given(x, weights)
 
 
@@ -112,6 +118,8 @@ def check_rows(rows: Tensor, counts: Tensor, num_experts: int, dim: int) -> Repo
         return Fault.COUNT_SHAPE, counts.numel(), num_experts
     if counts.dtype not in (torch.int64, torch.int32):
         return Fault.COUNT_DTYPE, DTYPES.index(counts.dtype), 0
+    if not rows.is_floating_point():
+        return Fault.ROW_DTYPE, DTYPES.index(rows.dtype), 0
     return _given(rows, rows)
 
 

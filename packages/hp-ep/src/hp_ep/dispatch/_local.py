@@ -6,7 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .._permutation import bag_sum, gather_rows
+from .._permutation import sum_slots, take_slots
+from .._sizes import check_sizes
 from ._faults import as_numbers, check_ids, check_routing, checks_data
 from ._host import read_tables
 from ._protocol import DispatchState, consume
@@ -29,6 +30,7 @@ class Local:
     """
 
     def __init__(self, num_experts: int, *, validate: bool | None = None) -> None:
+        check_sizes({"num_experts": num_experts})
         self.num_experts: Final = num_experts
         self.ranks: Final[tuple[int, ...]] = ()
         self._validate = validate
@@ -48,7 +50,7 @@ class Local:
             expert_ids, numbers = check_ids(expert_ids, self.num_experts, numbers)
             raise_faults(read_tables(numbers[None])[0], None)
         slots = sort_slots(expert_ids, self.num_experts)
-        rows = gather_rows(x, slots.order, slots.places)
+        rows = take_slots(x, slots.order, slots.places)
         state = _LocalState(
             owner=self,
             num_rows=rows.shape[0],
@@ -62,4 +64,4 @@ class Local:
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Return each token's weighted sum; see `TokenDispatcher.combine`."""
         own = consume(state, self, _LocalState, rows)
-        return bag_sum(rows.to(own.dtype), own.slots.order, own.slots.places, own.weights)
+        return sum_slots(rows.to(own.dtype), own.slots.order, own.slots.places, own.weights)

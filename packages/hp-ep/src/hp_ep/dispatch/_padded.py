@@ -13,13 +13,15 @@ from .._bags import Bags, bags_of, collect, spread
 from .._errors import ExpertConfigError
 from .._sizes import check_sizes
 from ._exchange import expert_axis
-from ._faults import check_overflow, check_routing, checks_data
+from ._faults import REPORT_SIZE, check_overflow, check_routing, checks_data
 from ._host import read_tables
 from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._sorting import SortedSlots, sort_slots
 from ._terms import Prepared, check_terms
 from ._trip import Trip, arrive, connect, depart
-from ._verdict import needs_grad, raise_faults
+from ._verdict import needs_grad, raise_faults, raise_unequal
+
+_OVERFLOWS = ("drop", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +71,8 @@ class Padded(OverlappingDispatcher):
     synchronisation. Faults of one rank are told to all only where reading is free or asked for: on
     the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. Elsewhere a
     rank takes part in the backward of its peers' tokens only if its own tokens or weights need a
-    gradient. ``payload`` and other errors are those of `AllToAll`.
+    gradient, and ``capacity`` that is not the same on all ranks is undefined; ``validate`` and
+    ``overflow`` must be the same everywhere. ``payload`` and other errors are those of `AllToAll`.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Padded(OverlappingDispatcher):
         self._axis = axis = expert_axis(ep_mesh)
         self._terms = check_terms(num_experts, axis.name, axis.size, collectives, validate, payload)
         check_sizes({"capacity": capacity})
-        if overflow not in ("drop", "error"):
+        if overflow not in _OVERFLOWS:
             raise ExpertConfigError(f"overflow={overflow!r} is not 'drop' or 'error'")
         self.num_experts: Final = num_experts
         self.ranks: Final = axis.ranks
@@ -136,11 +139,16 @@ class Padded(OverlappingDispatcher):
         report = ready.report
         if self._refuses:
             report = check_overflow(slots.counts, self.capacity, report)
+        options = (self.capacity, int(self._refuses))
+        report = torch.cat([report, *(report.new_full((1,), option) for option in options)])
         received = report.expand(self._axis.size, -1).contiguous()
         if self._axis.size > 1:
             (received,) = self._terms.collectives.all_to_all(self._axis, received).wait()
-        (reports,) = read_tables(received)
+        (told,) = read_tables(received)
+        reports = [row[:REPORT_SIZE] for row in told]
         raise_faults(reports, self.ranks)
+        given = [f"{row[-2]}, {_OVERFLOWS[row[-1]]!r}" for row in told]
+        raise_unequal("one capacity and overflow", given, reports, self.ranks)
         return needs_grad(reports)[0]
 
     def _layout(self, ready: Prepared, slots: SortedSlots) -> tuple[Bags, Tensor]:

@@ -38,6 +38,7 @@ class DispatchState:
     _once: _Once = field(default_factory=_Once, repr=False)
 
 
+@runtime_checkable
 class TokenDispatcher(Protocol):
     """Brings tokens to their experts and the results back, summed by routing weight.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hp_dtensor import Axis, Collectives, Work
 
 from .._bags import Bags, spread
-from .._permutation import invert, permute_indices, reorder
+from .._permutation import block_indices, invert, reorder
 from ._slots import Slots, SlotTrip, arrive_slots, depart_slots
 from ._trip import Trip, arrive, connect, depart
 
@@ -118,7 +118,7 @@ class Stage:
         slots = depart_slots(wanted.places, weights, self.axis, *lengths, self._collectives)
         trip = depart(rows, self.axis, sizes.send, sizes.receive, self._collectives)
         number = sum(sizes.receive_slots)
-        order, counts = permute_indices(
+        order, counts = block_indices(
             sizes.counts.reshape(-1), self.experts_here, self.axis.size, num_rows=number
         )
         return Hop(

@@ -8,6 +8,7 @@ from torch import Tensor
 from hp_dtensor import Collectives, TorchCollectives
 
 from .._errors import ExpertConfigError
+from .._sizes import check_sizes
 from ._faults import Fault, as_numbers, check_ids, check_routing, checks_data
 
 _PAYLOADS = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,8 +67,10 @@ def check_terms(
 ) -> Terms:
     """Return the terms; `ExpertConfigError` where ``num_ranks`` do not divide the experts.
 
-    ``name`` is what the ranks are called. Also for a ``payload`` that is not meant for rows.
+    ``name`` is what the ranks are called. Also for a number of experts that is none, and for a
+    ``payload`` that is not meant for rows.
     """
+    check_sizes({"num_experts": num_experts})
     check_number_of_ranks(name, num_ranks, num_experts)
     if payload is not None and payload not in _PAYLOADS:
         raise ExpertConfigError(f"payload={payload} is not one of {list(_PAYLOADS)} or None")

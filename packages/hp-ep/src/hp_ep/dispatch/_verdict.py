@@ -26,7 +26,11 @@ _TEXTS: dict[int, str] = {
     Fault.OVERFLOW: "an expert was chosen {given} times by this rank's tokens, but has room for "
     "{expected}; raise the capacity or drop what does not fit",
     Fault.COUNT_DTYPE: "counts are {dtype}; they must be torch.int64 or torch.int32",
+    Fault.ROW_DTYPE: "the tokens or rows are {dtype}; they must be of a floating dtype",
+    Fault.WEIGHT_DTYPE: "weights are {dtype}; they must be of a floating dtype",
 }
+
+_DTYPE_FAULTS = (Fault.ID_DTYPE, Fault.COUNT_DTYPE, Fault.ROW_DTYPE, Fault.WEIGHT_DTYPE)
 
 
 def raise_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | None) -> None:
@@ -39,10 +43,20 @@ def raise_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | None) 
         raise describe_faults(reports, ranks)
     if len(set(map(tuple, reports))) == 1:
         return
-    names = _names(reports, ranks)
     every = [Given.read(given, packed) for _, given, packed in reports]
-    _compare("rows of one length and dtype", [f"{g.length} of {g.dtype}" for g in every], names)
-    _compare("weights of one dtype", [str(g.weights) for g in every], names)
+    rows = [f"{g.length} of {g.dtype}" for g in every]
+    raise_unequal("rows of one length and dtype", rows, reports, ranks)
+    raise_unequal("weights of one dtype", [str(g.weights) for g in every], reports, ranks)
+
+
+def raise_unequal(
+    what: str, given: Sequence[str], reports: Sequence[object], ranks: Sequence[int] | None
+) -> None:
+    """Raise a `RoutingError` that lists what each rank has ``given`` unless it is all the same."""
+    if len(set(given)) > 1:
+        names = _names(reports, ranks)
+        each = "; ".join(name + text for name, text in zip(names, given, strict=True))
+        raise RoutingError(f"all ranks must give {what}, also without tokens; got {each}")
 
 
 def describe_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | None) -> RoutingError:
@@ -68,11 +82,5 @@ def _names(reports: Sequence[object], ranks: Sequence[int] | None) -> list[str]:
     return [""] * len(reports) if ranks is None else [f"rank {rank}: " for rank in ranks]
 
 
-def _compare(what: str, given: Sequence[str], names: Sequence[str]) -> None:
-    if len(set(given)) > 1:
-        each = "; ".join(name + text for name, text in zip(names, given, strict=True))
-        raise RoutingError(f"all ranks must give {what}, also without tokens; got {each}")
-
-
 def _dtype(kind: int, given: int) -> torch.dtype | None:
-    return DTYPES[given] if kind in (Fault.ID_DTYPE, Fault.COUNT_DTYPE) else None
+    return DTYPES[given] if kind in _DTYPE_FAULTS else None

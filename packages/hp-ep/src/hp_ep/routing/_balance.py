@@ -25,11 +25,11 @@ def collect_loads(
     """
     routers = _routers(model)
     over = _axes(routers) if axes is None else as_axes(axes)
-    door = next(iter(routers.values())).collectives if collectives is None else collectives
+    used = next(iter(routers.values())).collectives if collectives is None else collectives
     loads = [router.load.clone() for router in routers.values()]
     for axis in over:
         if axis.size > 1:
-            door.all_reduce(axis, loads).wait()
+            used.all_reduce(axis, loads).wait()
     for router in routers.values():
         router.load.zero_()
     return dict(zip(routers, loads, strict=True))

@@ -1,5 +1,6 @@
 """The losses of routing, and how they reach the gradient without being returned."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,20 +53,31 @@ def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().sum() / num_tokens.to(logits.dtype).clamp(min=1)
 
 
-def attach(x: Tensor, loss: Tensor, load: Tensor, counts: Tensor) -> Tensor:
-    """Return ``x``; its backward gives ``loss`` a gradient of 1 and adds ``counts`` to ``load``.
+def attach(
+    x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor], load: Tensor, counts: Tensor
+) -> Tensor:
+    """Return ``x``; its backward adds ``counts`` to ``load`` and a gradient to ``loss``.
 
-    Forward runs twice where activations are recomputed, so the load is counted in backward: in the
-    first one, where the graph is kept for several.
+    The gradient is what ``scale`` returns then. Forward runs twice where activations are
+    recomputed, so the load is counted in backward: in the first one, where the graph is kept for
+    several.
     """
-    return run_function(_Attach, x, loss, load, counts)
+    return run_function(_Attach, x, loss, scale, load, counts)
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, load: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        loss: Tensor,
+        scale: Callable[[], float | Tensor],
+        load: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
         # Not save_for_backward: that would refuse the load, which other calls change meanwhile.
         ctx.load = load
+        ctx.scale = scale
         ctx.save_for_backward(counts)
         ctx.loss = loss.shape, loss.dtype, loss.device
         return x.view_as(x)
@@ -78,4 +90,5 @@ class _Attach(torch.autograd.Function):
             ctx.load += counts
             ctx.load = None
         shape, dtype, device = ctx.loss
-        return grads[0], torch.ones(shape, dtype=dtype, device=device), None, None
+        grad = torch.ones(shape, dtype=dtype, device=device) * ctx.scale()
+        return grads[0], grad.to(dtype), None, None, None

@@ -16,6 +16,7 @@ from .._sizes import check_choices, check_factors, check_groups, check_sizes
 from .._torch import KeepsDtype
 from ..dispatch._sorting import count_ids
 from ._choice import choose_experts
+from ._inputs import check_sequences, check_tokens
 from ._losses import attach, load_balancing_share, sequence_balancing_share, z_share
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -40,15 +41,18 @@ class TopKRouter(KeepsDtype):
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
     each sequence alone (arXiv 2412.19437, equations 17 to 20) and ``z_loss`` times the mean squared
     logarithm of the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient
-    through the weights; they are added to a loss that is summed over ranks, whatever its scale, and
-    are not returned. With ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even
-    where the model is cast) is added to scores where experts are chosen, not to weights, and
-    `update_router_bias` moves it (loss-free balancing, Wang et al., arXiv 2408.15664, section 3).
+    through the weights and are not returned. They are added to a loss that is summed over ranks;
+    what else scales that loss scales them if it is in the attribute ``loss_scale`` when backward
+    runs: a gradient scaler's factor, the number of ranks over which gradients are averaged. With
+    ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even where the model is cast)
+    is added to scores where experts are chosen, not to weights, and `update_router_bias` moves it
+    (loss-free balancing, Wang et al., arXiv 2408.15664, section 3).
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
     counted. ``token_axes`` are the axes given to `split_tokens_over`, None
-    before. `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
+    before; ``replicated_over`` is the axis whose ranks hold the same tokens, as a style sets it.
+    `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
     experts or than the kept groups have, groups that do not divide, negative factors.
     """
 
@@ -104,6 +108,8 @@ class TopKRouter(KeepsDtype):
         self.register_buffer("bias", bias)
         self.token_axes: tuple[Axis, ...] | None = None
         self.sequence_axes: tuple[Axis, ...] = ()
+        self.replicated_over: Axis | None = None
+        self.loss_scale: float | Tensor = 1.0
         self.collectives: Collectives = TorchCollectives()
         self.reset_parameters()
 
@@ -176,9 +182,14 @@ class TopKRouter(KeepsDtype):
 
         Equal inputs give equal ids, so recomputed activations meet the same experts. For
         ``sequence_loss``, ``sequence_ids [tokens]`` (int64) say which of ``num_sequences`` each
-        token is of; without them all are of one.
+        token is of; without them all are of one. `ExpertConfigError` for an input of another
+        shape or no floating dtype, and for sequences that are not those of the tokens; their ids'
+        values are looked at on the CPU.
         """
-        weight = local_weight(self.weight)
+        check_tokens(x, self.dim)
+        if sequence_ids is not None:
+            check_sequences(sequence_ids, x.shape[0], num_sequences)
+        weight = local_weight(self.weight, self.replicated_over)
         # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
         dtype = torch.promote_types(x.dtype, weight.dtype)
         logits = F.linear(x.to(dtype), weight.to(dtype))
@@ -207,7 +218,7 @@ class TopKRouter(KeepsDtype):
                     sequence_ids = expert_ids.new_zeros(expert_ids.shape[0])
                 balance = self._sequence_loss(scores, expert_ids, sequence_ids, num_sequences)
                 total = total + self.sequence_loss * balance
-            weights = attach(weights, total, self.load, counts)
+            weights = attach(weights, total, lambda: self.loss_scale, self.load, counts)
         return weights, expert_ids
 
     def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
 from .._moe import MoE
-from .._parameters import check_plain, replicate_parameters, split_experts
+from .._parameters import check_alike, check_plain, replicate_parameters, split_experts
 from ..balance._placement import Placement
 from ..balance._replicas import ReplicaSum
 from ..dispatch._protocol import TokenDispatcher
@@ -57,8 +57,13 @@ class BaseExpertParallel(ParallelStyle):
         node_mesh: AxisMesh | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        if isinstance(dispatcher, str) and dispatcher != "auto":
+        if dispatcher != "auto" and not isinstance(dispatcher, TokenDispatcher):
             raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
+        if placement is not None and not isinstance(placement, Placement):
+            raise ExpertConfigError(
+                f"placement={placement!r} is not a Placement; make one by plan_placement or "
+                "Placement.contiguous"
+            )
         self._dispatcher = dispatcher
         self._token_axes = token_axes
         self._sequence_axes = sequence_axes
@@ -99,9 +104,13 @@ class BaseExpertParallel(ParallelStyle):
     def _prepare_layer(self, layer: MoE, split: Split) -> Callable[[], None]:
         split.check(layer.experts, self._placement)
         check_plain(layer.experts)
-        replicated = self._replicated(layer, split)
-        for module in replicated:
-            check_plain(module)
+        beside = [m for m in (layer.router, layer.shared_experts) if m is not None]
+        self._check_sequence_mesh(split)
+        for module in beside:
+            if self._sequence_mesh is not None:
+                check_plain(module)
+            if split.summed_over is not None:
+                check_alike(module, split.summed_over)
         token_axes = None if self._token_axes is None else as_axes(self._token_axes)
         sequence_axes = check_axes(token_axes or (), self._sequence_axes)
         _check_balance(layer.router, token_axes)
@@ -121,21 +130,21 @@ class BaseExpertParallel(ParallelStyle):
                     device=layer.experts.w1.device,
                 )
             if self._sequence_mesh is not None:
-                for module in replicated:
+                for module in beside:
                     replicate_parameters(module, self._sequence_mesh)
             if token_axes is not None:
                 layer.router.split_tokens_over(
                     token_axes, self._collectives, sequence_axes=sequence_axes
                 )
             layer.dispatcher = dispatcher
-            layer.replicated_over = split.summed_over
+            for each in (layer, *beside):
+                each.replicated_over = split.summed_over
 
         return change
 
-    def _replicated(self, layer: MoE, split: Split) -> list[nn.Module]:
-        """Return the modules whose weights all ranks of ``sequence_mesh`` share."""
+    def _check_sequence_mesh(self, split: Split) -> None:
         if self._sequence_mesh is None:
-            return []
+            return
         if self._sequence_mesh.ndim != 1:
             raise ExpertConfigError(
                 f"sequence_mesh has axes {self._sequence_mesh.mesh_dim_names}; pass the 1-D mesh "
@@ -147,8 +156,6 @@ class BaseExpertParallel(ParallelStyle):
                 f"sequence_mesh is for whole experts, but {tensor.name}={tensor.size} cuts them; "
                 "its ranks must hold the same tokens: leave sequence_mesh out"
             )
-        modules = [layer.router, layer.shared_experts]
-        return [module for module in modules if module is not None]
 
     def _prepare_experts(self, experts: GroupedExperts, split: Split) -> Callable[[], None]:
         if self._dispatcher != "auto":
