@@ -32,8 +32,9 @@ def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chun
 
 def check_degree(ulysses_degree: int, n: int) -> None:
     """Raise `DegreeError` unless ``n`` ranks can run at ``ulysses_degree``."""
-    legal = [u for u in range(1, n + 1) if n % u == 0]
-    if type(ulysses_degree) is not int or ulysses_degree not in legal:
+    given = ulysses_degree
+    if type(given) is not int or not 1 <= given <= n or n % given:
+        legal = [u for u in range(1, n + 1) if n % u == 0]
         where = "one context parallel rank" if n == 1 else f"{n} context parallel ranks"
         raise DegreeError(
             f"ulysses_degree={ulysses_degree!r} does not divide {where}; use {_listed(legal)}"

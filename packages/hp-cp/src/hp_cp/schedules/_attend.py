@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..plans._blocks import Block
 from ._calls import Calls
 from ._fetch import Arrivals, fetch
 from ._kernels import backward_blocks, forward_blocks
@@ -35,8 +36,7 @@ class _Attend(torch.autograd.Function):
             for source, held in fetch(k, v, run, calls):
                 if keep and source != run.rank:
                     kept += (held.k, held.v)
-                for block, *part in forward_blocks(run.blocks[source], q, held, run):
-                    rows.merge(block.queries, *part)
+                forward_blocks(run.blocks[source], q, held, run, rows.merge)
         out, lse = rows.result()
         ctx.save_for_backward(q, k, v, out, lse, *kept)
         ctx.run = run
@@ -56,9 +56,14 @@ class _Attend(torch.autograd.Function):
             for source, held in _kept_or_fetched(k, v, kept, run, calls):
                 share = own if source == run.rank else KeySum(k, held.rows)
                 blocks = run.blocks[source]
-                for block, part, dk, dv in backward_blocks(blocks, grad, q, held, out, lse, run):
+
+                def add(
+                    block: Block, part: Tensor, dk: Tensor, dv: Tensor, share: KeySum = share
+                ) -> None:
                     dq.add(block.queries, part)
                     share.add(block.keys, dk, dv)
+
+                backward_blocks(blocks, grad, q, held, out, lse, run, add)
                 if source != run.rank:
                     returns.add(source, share.pair if blocks else None)
             returns.finish()

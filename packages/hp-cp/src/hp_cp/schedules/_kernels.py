@@ -1,6 +1,6 @@
 """Blocks through a backend, which knows full rectangles and causal squares."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -13,19 +13,24 @@ from ._sums import as_slice
 
 
 def forward_blocks(
-    blocks: Sequence[Block], q: Tensor, held: Held, run: Run
-) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Yield each block with the output and log-sum-exp of its rows, which are new tensors."""
+    blocks: Sequence[Block],
+    q: Tensor,
+    held: Held,
+    run: Run,
+    take: Callable[[Block, Tensor, Tensor], None],
+) -> None:
+    """Hand each block to ``take`` with the output and log-sum-exp of its rows, new tensors.
+
+    Nothing of a block is kept here while the next one is computed.
+    """
     for group in _groups(blocks, run):
-        causal = group[0].kind != "full"
         inputs = [_inputs(block, q, held, run) for block in group]
+        causal = group[0].kind != "full"
         if run.packer is not None and len(group) > 1:
-            yield from forward_packed(group, inputs, run.packer, causal, run.scale)
-            continue
-        (block,), (mine,) = group, inputs
-        tiled = (_tiled(x, block) for x in mine)
-        out, lse = run.backend.forward(*tiled, causal=causal, scale=run.scale)
-        yield block, _untiled(out, block), _untiled(lse, block)
+            for block, out, lse in forward_packed(group, inputs, run.packer, causal, run.scale):
+                take(block, out, lse)
+        else:
+            take(group[0], *_forward_alone(group[0], inputs[0], run))
 
 
 def backward_blocks(
@@ -36,23 +41,39 @@ def backward_blocks(
     out: Tensor,
     lse: Tensor,
     run: Run,
-) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
-    """Yield each block with its share of dq, dk and dv; ``out`` and ``lse`` are over all keys."""
+    take: Callable[[Block, Tensor, Tensor, Tensor], None],
+) -> None:
+    """Hand each block to ``take`` with its share of dq, dk and dv.
+
+    ``out`` and ``lse`` are over all keys. Nothing of a block is kept here while the next one is
+    computed.
+    """
     for group in _groups(blocks, run):
-        causal = group[0].kind != "full"
         inputs = [
             (_rows(grad, b), *_inputs(b, q, held, run), _rows(out, b), _rows(lse, b)) for b in group
         ]
+        causal = group[0].kind != "full"
         if run.packer is not None and len(group) > 1:
             shares = backward_packed(group, inputs, run.packer, causal, run.scale)
             for block, dq, dk, dv in shares:
-                yield block, dq, sum_heads(dk, run.repeats), sum_heads(dv, run.repeats)
-            continue
-        (block,), (mine,) = group, inputs
-        tiled = (_tiled(x, block) for x in mine)
-        grads = run.backend.backward(*tiled, causal=causal, scale=run.scale)
-        dq, dk, dv = (_untiled(x, block) for x in grads)
-        yield block, dq, sum_heads(dk, run.repeats), sum_heads(dv, run.repeats)
+                take(block, dq, sum_heads(dk, run.repeats), sum_heads(dv, run.repeats))
+        else:
+            take(group[0], *_backward_alone(group[0], inputs[0], run))
+
+
+def _forward_alone(block: Block, inputs: Sequence[Tensor], run: Run) -> tuple[Tensor, Tensor]:
+    tiled = (_tiled(x, block) for x in inputs)
+    out, lse = run.backend.forward(*tiled, causal=block.kind != "full", scale=run.scale)
+    return _untiled(out, block), _untiled(lse, block)
+
+
+def _backward_alone(
+    block: Block, inputs: Sequence[Tensor], run: Run
+) -> tuple[Tensor, Tensor, Tensor]:
+    tiled = (_tiled(x, block) for x in inputs)
+    grads = run.backend.backward(*tiled, causal=block.kind != "full", scale=run.scale)
+    dq, dk, dv = (_untiled(x, block) for x in grads)
+    return dq, sum_heads(dk, run.repeats), sum_heads(dv, run.repeats)
 
 
 def _groups(blocks: Sequence[Block], run: Run) -> list[list[Block]]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._intervals import Ranges, Ranks, size
 from .._merge import accumulator, merge
+from ..plans._blocks import Block
 from ._peers import Pair
 
 
@@ -17,8 +18,9 @@ class RowsOut:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def merge(self, queries: range, out: Tensor, lse: Tensor) -> None:
-        """Take the attention of some rows over further keys."""
+    def merge(self, block: Block, out: Tensor, lse: Tensor) -> None:
+        """Take the attention of a block's rows over its keys."""
+        queries = block.queries
         if self._out is None or self._lse is None:
             if len(queries) == self._q.shape[2]:  # kept as it is while no other part comes
                 self._out, self._lse = out, lse
