@@ -73,19 +73,25 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 @nox.session
-@nox.parametrize("package", [*PACKAGES, "tools"], ids=[*PACKAGES, "tools"])
-def types(session: nox.Session, package: str) -> None:
-    """Check one package and its tests, or the tools, with mypy --strict."""
-    if package == "tools":
-        install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "mypy", "nox"))
+def types(session: nox.Session) -> None:
+    """Check packages, their tests and the tools with mypy --strict; some of them after ``--``.
+
+    One environment and one cache serve all: most of the work of each check is reading torch.
+    """
+    chosen = session.posargs or [*PACKAGES, "tools"]
+    if unknown := set(chosen) - {*PACKAGES, "tools"}:
+        session.error(f"no package: {', '.join(sorted(unknown))}; use {', '.join(PACKAGES)}, tools")
+    needs = [need for package in PACKAGES for need in test_requirements(package)]
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needs, "mypy", "nox"))
+    for package in chosen:
+        if package != "tools":
+            session.run("mypy", "-p", import_name(package))
+            session.run("mypy", f"packages/{package}/tests")
+            continue
         session.run("mypy", "noxfile.py", *map(str, ROOT.glob("tools/*.py")))
         session.run("mypy", "-p", "rank_pool")
         session.run("mypy", "tools/train")
         session.run("mypy", "tests-integration", env={"MYPYPATH": "tools"})
-        return
-    install(session, package, extras=(*TEST_TOOLS, *test_requirements(package), "mypy"))
-    session.run("mypy", "-p", import_name(package))
-    session.run("mypy", f"packages/{package}/tests")
 
 
 @nox.session
