@@ -108,11 +108,6 @@ def single(
     return with_gradients(out, whole, grad)
 
 
-def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """Return the largest difference of each result."""
-    return [(a.double() - b).abs().max().item() for a, b in zip(results, exact, strict=True)]
-
-
 def cp_mesh(n: int) -> DeviceMesh:
     """Return the mesh of all ``n`` real ranks, one axis."""
     return cached("cp", lambda: init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)))

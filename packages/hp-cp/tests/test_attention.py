@@ -25,7 +25,6 @@ from .strategies import (
     all_layouts,
     cp_mesh,
     dense_attention,
-    errors,
     inputs,
     leaves,
     masked,
@@ -162,13 +161,19 @@ def on_ranks(
 def test_longer_sequences_are_about_as_exact_as_one_process(
     ranks: Any, schedule: str, dtype: torch.dtype
 ) -> None:
-    allowed = 1.5 if dtype == torch.float32 else 2.0
+    """By root mean square: which single element is worst depends on the processor's kernels."""
+    allowed = 1.1 if dtype == torch.float32 else 1.3
     for mask in MASKS:
         tensors = inputs(8, 4, 256, size=32, dtype=dtype)
         exact = single(tuple(x.double() for x in tensors), mask, dense_attention)
-        ours = errors(on_ranks(ranks, 4, tensors, mask, Zigzag(), 1, schedule), exact)
-        for mine, theirs in zip(ours, errors(single(tensors, mask), exact), strict=True):
-            assert mine <= allowed * theirs
+        together = on_ranks(ranks, 4, tensors, mask, Zigzag(), 1, schedule)
+        alone = single(tensors, mask)
+        for ours, theirs, true in zip(together, alone, exact, strict=True):
+            assert root_mean_square(ours - true) <= allowed * root_mean_square(theirs - true)
+
+
+def root_mean_square(difference: Tensor) -> float:
+    return difference.double().square().mean().sqrt().item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
