@@ -1,17 +1,20 @@
 """Start one process per rank on this machine, and end them all when one fails or on a signal."""
 
 import contextlib
+import faulthandler
+import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 RENDEZVOUS = "TRAIN_RENDEZVOUS"  # the folder that the ranks of one local run share
 POLL_SECONDS = 0.05
@@ -42,9 +45,15 @@ class Interrupted(Exception):
         self.number = number
 
 
-def launch(command: Sequence[str], world_size: int) -> int:
-    """Run ``command`` once per rank and return the exit status of the whole.
+Program = Sequence[str] | Callable[[], int]
+Pipe = tuple[int, int]  # the end that is read and the end that is written
 
+
+def launch(program: Program, world_size: int) -> int:
+    """Run ``program`` once per rank and return the exit status of the whole.
+
+    A command is executed anew. A function is called in a fork of this process, which saves the
+    ranks all that this process has imported; it must hold no thread and no GPU by then.
     The ranks find each other through a file store and get ``RANK``, ``LOCAL_RANK`` and
     ``WORLD_SIZE``. What they write to standard error is kept and shown when one fails, that of the
     rank that failed first before the others'. SIGINT, SIGTERM and SIGHUP end all of them; the
@@ -52,16 +61,27 @@ def launch(command: Sequence[str], world_size: int) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="train-") as name, _signals_raise():
         folder = Path(name)
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[_Process] = []
+        watched = os.pipe()
         try:
-            for rank in range(world_size):
-                processes.append(_start(command, rank, world_size, folder))
+            with _signals_wait() as mask:  # no signal may find a fork with this process's handlers
+                for rank in range(world_size):
+                    start = _Start(
+                        program=program,
+                        environment=_environment(rank, world_size, folder),
+                        errors=_stderr_path(folder, rank),
+                        watched=watched,
+                        mask=mask,
+                    )
+                    processes.append(_Process(start))
             failures = _wait(processes, folder)
         except Interrupted as interruption:
             print(f"{interruption}: ending {world_size} ranks", file=sys.stderr)
             return 128 + interruption.number
         finally:
             _end(processes)
+            for end in watched:
+                os.close(end)
         if failures:
             _explain(failures, folder)
             return 1
@@ -72,7 +92,7 @@ def launch(command: Sequence[str], world_size: int) -> int:
 def watch_parent() -> None:
     """End this rank at once when the process that launched it is gone.
 
-    The launcher holds the other end of this process's standard input and never writes to it.
+    The launcher holds the other end of the ranks' standard input and never writes to it.
     """
 
     def wait_for_end() -> None:
@@ -88,10 +108,8 @@ def note_failure(rank: int) -> None:
     _note(Path(os.environ[RENDEZVOUS]), rank).write_text(repr(time.monotonic()))
 
 
-def _start(
-    command: Sequence[str], rank: int, world_size: int, folder: Path
-) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
+def _environment(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    return {
         RENDEZVOUS: str(folder),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -100,17 +118,77 @@ def _start(
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-    with _stderr_path(folder, rank).open("wb") as errors:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,  # Ctrl-C reaches the launcher only, which ends them in order
-        )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[Failure]:
+class _Process:
+    """One rank: a fork that runs its program in a session of its own.
+
+    Ctrl-C so reaches the launcher only, which ends the ranks in order.
+    """
+
+    def __init__(self, start: "_Start") -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            _become(start)
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the signal for a killed rank, None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal unless the rank has ended."""
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the rank has ended or the monotonic clock shows ``deadline``."""
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What a rank runs, its standard input and error, and the signals that it is to hear."""
+
+    program: Program
+    environment: dict[str, str]
+    errors: Path
+    watched: Pipe
+    mask: set[signal.Signals]
+
+
+def _become(start: _Start) -> NoReturn:
+    """Be a rank, in the fork: never return."""
+    try:
+        os.setsid()
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, start.mask)
+        reading, writing = start.watched
+        os.dup2(reading, 0)
+        os.close(writing)
+        os.dup2(os.open(start.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+        os.environ.update(start.environment)
+        if not callable(start.program):
+            os.execvp(start.program[0], list(start.program))
+        faulthandler.enable()
+        status = start.program()
+    except BaseException:  # noqa: BLE001 - nothing may return into the launcher's code
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _wait(processes: list[_Process], folder: Path) -> list[Failure]:
     """Return what failed, the cause first; empty when every rank ended well."""
     while True:
         statuses = [process.poll() for process in processes]
@@ -140,21 +218,16 @@ def _explain(failures: list[Failure], folder: Path) -> None:
     sys.stderr.flush()
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(processes: list[_Process]) -> None:
     """Leave no process behind, whatever signals arrive meanwhile."""
     previous = [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS]
     for process in processes:
-        if process.poll() is None:
-            process.terminate()
+        process.send(signal.SIGTERM)
     deadline = time.monotonic() + TERMINATE_SECONDS
     for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+        process.wait(deadline)
+        process.send(signal.SIGKILL)
+        process.wait(math.inf)
     for number, handler in zip(_SIGNALS, previous, strict=True):
         signal.signal(number, handler)
 
@@ -172,6 +245,16 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, handler in zip(heard, previous, strict=True):
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[set[signal.Signals]]:
+    """Let signals wait; give the mask that was set before."""
+    before = {signal.Signals(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)}
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _noted_at(folder: Path, rank: int) -> float:

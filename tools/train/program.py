@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hp_mesh import ParallelDimsError
@@ -43,8 +44,19 @@ def main(argv: Sequence[str]) -> int:
         return run_rank(options)
     number = options.world_size
     print(f"starting {number} {'process' if number == 1 else 'processes'}", flush=True)
-    program = [sys.executable, str(Path(__file__).resolve().parent)]
-    return launch([*program, *argv, "--out", str(options.out)], number)
+    words = [*argv, "--out", str(options.out)]
+    if options.device != "cpu" or sys.platform != "linux":
+        return launch([sys.executable, str(Path(__file__).resolve().parent), *words], number)
+    _import_for_ranks()
+    return launch(partial(main, words), number)
+
+
+def _import_for_ranks() -> None:
+    """Import here, once, what each rank needs: most of the time until the first step."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # with threads, this process could not be forked safely
+    import torch._dynamo  # noqa: F401 - what the first step of an optimizer imports
+
+    from . import rank  # noqa: F401
 
 
 def _check_gpus(processes: int) -> None:
