@@ -61,7 +61,6 @@ def fail_from(first: int) -> Callable[[int], None]:
     return before
 
 
-@pytest.mark.xfail(strict=True, reason="the groups made before are lost")
 @pytest.mark.parametrize(
     ("way", "made_before"),
     # Rank 5 alone, then with others; where all ranks make all groups, the sixth is rank 5's first.
@@ -83,7 +82,6 @@ def test_a_build_that_fails_half_way_destroys_the_groups_that_it_made(
         assert DIMS.build_mesh()["tp"].size() == 2
 
 
-@pytest.mark.xfail(strict=True, reason="the groups made before are lost")
 def test_a_build_that_fails_after_its_last_group_destroys_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,7 +97,6 @@ def test_a_build_that_fails_after_its_last_group_destroys_all_of_them(
         assert known() == before
 
 
-@pytest.mark.xfail(strict=True, reason="the error does not name the group")
 def test_a_group_that_cannot_be_made_is_named_in_the_error() -> None:
     with fake_world(8, 5), creation(fail_from(2)), pytest.raises(Broken) as caught:
         DIMS.build_mesh()
@@ -141,7 +138,6 @@ def build_where_one_rank_fails(
     return error, left, sums
 
 
-@pytest.mark.xfail(strict=True, reason="other ranks do not learn of it and keep their groups")
 @pytest.mark.parametrize(
     ("moment", "together", "told"),
     # Who waits for a rank that makes no more groups, or for one that waited for it, fails itself.
@@ -199,14 +195,12 @@ def build_beside_a_thread(rank: int) -> list[int]:
     return sums
 
 
-@pytest.mark.xfail(strict=True, reason="the thread's group gets the store of the build")
 def test_a_group_that_another_thread_makes_meanwhile_meets_in_the_stores_own_place(
     ranks: Pool,
 ) -> None:
     assert ranks(2).run(build_beside_a_thread, timeout=40) == [[3], [3]]
 
 
-@pytest.mark.xfail(strict=True, reason="ParallelMesh is no context manager")
 @pytest.mark.parametrize("fails", [False, True])
 def test_leaving_a_mesh_destroys_the_groups_that_it_made_and_no_others(fails: bool) -> None:
     with fake_world(8, 5):
@@ -225,7 +219,6 @@ def test_leaving_a_mesh_destroys_the_groups_that_it_made_and_no_others(fails: bo
             pass
 
 
-@pytest.mark.xfail(strict=True, reason="ParallelMesh is no context manager")
 def test_of_nested_blocks_of_one_mesh_the_inner_one_closes_it() -> None:
     with fake_world(8, 5):
         before = known()

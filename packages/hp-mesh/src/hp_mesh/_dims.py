@@ -209,13 +209,33 @@ class ParallelDims:
         """Create the process groups of all axes and return them as torch device meshes.
 
         Collective: every rank of the default process group calls it with the same degrees. One
-        all-reduce over the world compares them first. ``device_type`` is by default the
-        accelerator's unless the world runs on gloo alone; an accelerator's device must have been
-        set before. ``topology`` must fit the world; the mesh then knows which of its axes cross a
-        node. ``timeout`` is that of the new groups, torch's default if None. Raises `MeshError`
-        without a default process group, for a device type or timeout that is none and where ranks
-        disagree, `ParallelDimsError` on ranks whose degrees or topology do not make its world;
-        where only some ranks have such degrees, the others raise `MeshError`.
+        all-reduce over the world compares them before a group is created, another one tells
+        afterwards whether all ranks succeeded. Where one fails, every rank destroys the groups
+        that it created and raises.
+
+        Args:
+            device_type: One that the default process group has a backend for, or ``"meta"``. By
+                default the accelerator's, unless the world runs on gloo alone or has no backend for
+                it. An accelerator's device must have been set before.
+            topology: How many ranks a node has; it must fit the world. The mesh then knows which of
+                its axes cross a node.
+            timeout: Timeout of the new groups, torch's default if None. A rank whose peer fails
+                while they create a group waits for it that long.
+
+        Returns:
+            The meshes; as a context manager it destroys its groups at the end of the block.
+
+        Raises:
+            MeshError: There is no default process group, ranks disagree, the device type has no
+                backend in this world, the device type or the timeout is none, or another rank
+                failed.
+            ParallelDimsError: On ranks whose degrees or topology do not make its world; where only
+                some ranks have such degrees, the others raise `MeshError`.
+            RuntimeError: Torch could not create a group of this rank; a note names the group.
+
+        Example:
+            >>> with ParallelDims(tp=2).build_mesh() as mesh:
+            ...     train(mesh["dp_replicate", "fsdp"], mesh["tp"])
         """
         from ._mesh import build_mesh
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._device import checked_device_type
 from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
-from ._groups import create_groups, tell_refusal
+from ._groups import agree, all_or_none, create_groups, destroy_groups, tell_refusal
 from ._layout import RankLayout, View
 from ._topology import Topology, topology_violations
-from ._torch import is_registered, share_ranks
+from ._torch import share_ranks
 
 if TYPE_CHECKING:
     from ._dims import ParallelDims
@@ -104,19 +104,38 @@ class ParallelMesh:
         return self[name].get_group()
 
     def close(self) -> None:
-        """Destroy the groups that the build created, not the default one; may be called again.
+        """Destroy the groups that the build created; may be called again.
 
-        Groups that are gone already, as after the default one was destroyed, are left alone.
-        Collective. DTensor caches what it knows of a mesh by its ranks and names, groups and all:
-        in one process, use no DTensor over an equal mesh that is built after closing this one.
+        Groups that this mesh only uses stay: the default one, which is the group of an axis over
+        the whole world, and those of other meshes, also of equal ones. Groups that are gone
+        already, as after the default one was destroyed, are left alone. Meshes that were taken from
+        this one, and what is sharded over them, cannot communicate afterwards.
+
+        Every rank calls it, after its last collective over these groups. DTensor caches what it
+        knows of a mesh by its ranks and names, groups and all: in one process, use no DTensor over
+        an equal mesh that is built after closing this one.
         """
         self._closed = True
         self._meshes.clear()
         self._views.clear()
-        while self._created:
-            group = self._created.pop()
-            if is_registered(group):
-                dist.destroy_process_group(group)
+        destroy_groups(self._created)
+
+    def __enter__(self) -> Self:
+        """Return this mesh, which the end of the block closes; see `close`.
+
+        Where blocks of one mesh are nested, the inner one closes it. Meshes that are built inside
+        the block have groups of their own, and are closed on their own.
+
+        Raises:
+            MeshError: The mesh is closed.
+        """
+        if self._closed:
+            raise MeshError("this mesh is closed; build another")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the mesh, also where the block raises."""
+        self.close()
 
 
 def build_mesh(
@@ -138,8 +157,16 @@ def build_mesh(
     except (MeshError, ParallelDimsError) as error:
         tell_refusal(str(error))
         raise
-    agreed = f"{dims.to_dict()} on {device_type}"
-    groups, created = create_groups(layout, dist.get_rank(), timeout, agreed)
+    agreement = agree(f"{dims.to_dict()} on {device_type}")
+    created: list[dist.ProcessGroup] = []
+    with all_or_none(created):
+        groups = create_groups(layout, timeout, agreement, created)
+        return ParallelMesh(dims, layout, _views(layout, groups, device_type), created, topology)
+
+
+def _views(
+    layout: RankLayout, groups: Mapping[str, dist.ProcessGroup], device_type: str
+) -> dict[str, DeviceMesh]:
     views: dict[str, DeviceMesh] = {}
     for name, view in layout.views.items():
         ranks = _rank_tensor(view)
@@ -150,7 +177,7 @@ def build_mesh(
             mesh_dim_names=view.axes,
         )
         share_ranks(views[name], views["dense"])
-    return ParallelMesh(dims, layout, views, created, topology)
+    return views
 
 
 def _check_kinds(topology: object, timeout: object) -> None:
