@@ -29,8 +29,15 @@ if TYPE_CHECKING:
     from ._mesh import ParallelMesh
 
 
+class _Origin:
+    """Where a value of `ParallelDims` came from: no field, so neither compared nor listed."""
+
+    __slots__ = ("_etp_from_tp",)
+    _etp_from_tp: bool
+
+
 @dataclass(frozen=True, slots=True)
-class ParallelDims:
+class ParallelDims(_Origin):
     """How many ranks each axis has, checked as far as the numbers given allow.
 
     ``dp_replicate * dp_shard * cp * tp * pp`` is the world. One of these may be -1 and then follows
@@ -62,11 +69,19 @@ class ParallelDims:
     fsdp_folds_cp: bool = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_etp_from_tp", False)
         for name, value in settle(self._fields()).items():
             object.__setattr__(self, name, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self._fields(), "_etp_from_tp": self._etp_from_tp}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
     def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _resolved(self) -> dict[str, int]:
         return resolved_degrees(self._fields())
@@ -84,14 +99,25 @@ class ParallelDims:
     def from_config(cls, config: object, world_size: int) -> "ParallelDims":
         """Return the resolved degrees that a mapping or any object's attributes give.
 
-        Absent and None mean default, except that ``etp`` is then ``tp``. ``dp`` is taken as an
-        older name of ``dp_shard``. Other names are ignored; a configuration that can have no names,
-        such as a number or a list, raises `ParallelDimsError`.
+        Absent and None mean default, except that ``etp`` is then ``tp``, as in Megatron-LM; the
+        constructor's own default is 1, as torchtitan's is, and `summary` says where ``etp`` was
+        taken from ``tp``. ``dp`` is read as an older name of ``dp_shard``. Other names are ignored.
+
+        Args:
+            config: The degrees by name, among other things; an empty mapping is all defaults.
+            world_size: Number of ranks.
+
+        Raises:
+            ParallelDimsError: A value is no degree, the degrees do not make the world, or the
+                configuration has none of the names that are read or can have no names at all, as a
+                number or a list.
         """
         arguments, found = arguments_from_config(config)
         given = {**_DEFAULTS, **arguments, "world_size": world_size}
         etp_is_tp = "etp" not in arguments
-        return cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
+        dims = cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
+        object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
+        return dims
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "ParallelDims":
@@ -242,8 +268,8 @@ class ParallelDims:
         return build_mesh(self, device_type, topology, timeout)
 
     def summary(self) -> str:
-        """Return one line with every degree."""
-        return summarize(self._fields())
+        """Return one line with every degree, and whether `from_config` took ``etp`` from ``tp``."""
+        return summarize(self._fields(), etp_from_tp=self._etp_from_tp)
 
     @property
     def dp_size(self) -> int:
