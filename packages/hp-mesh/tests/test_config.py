@@ -238,7 +238,6 @@ NAMES = (
 )
 
 
-@pytest.mark.xfail(strict=True, reason="taken as the defaults without a word")
 @pytest.mark.parametrize(
     ("config", "given"),
     [
