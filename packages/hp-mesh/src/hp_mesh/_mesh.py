@@ -47,13 +47,31 @@ class ParallelMesh:
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of one axis or alias, or of several axes of one view.
 
-        Raises `LayoutError` for names that are none or that no view has together.
+        Its axes are named as in the view, whatever alias was given; but ``mesh["batch"]``, which
+        data loaders ask for by that name, has the one axis ``"batch"``.
+
+        Raises:
+            LayoutError: A name is none, or no view has all of them.
+            MeshError: The mesh is closed.
         """
         key = names if isinstance(names, str) else _as_names(names)
         mesh = self._meshes.get(key)
         if mesh is None:
             mesh = self._meshes[key] = self._slice((key,) if isinstance(key, str) else key)
         return mesh
+
+    def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
+        """Return the mesh that ``mesh[names]`` is, or None if one of its axes has one rank.
+
+        For code that leaves a kind of parallelism out where its axis has one rank; ``mesh[names]``
+        resolves then too.
+
+        Raises:
+            LayoutError: A name is none, or no view has all of them.
+            MeshError: The mesh is closed.
+        """
+        mesh = self[names]
+        return None if 1 in mesh.shape else mesh
 
     def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
         view, axes = self.layout.find(*names)
@@ -63,6 +81,8 @@ class ParallelMesh:
                 f"{[axis for axis in view.axes if axis in axes]}"
             )
         full = self.view(view.name)
+        if names == ("batch",):
+            full, axes = _renamed(full, axes[0], "batch"), names
         mesh = full[axes]
         share_ranks(mesh, full)
         return mesh
@@ -195,6 +215,19 @@ def _as_names(names: object) -> tuple[str, ...]:
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         return tuple(names)
     raise LayoutError(f"mesh[{names!r}] given; use the name of an axis, or several in a tuple")
+
+
+def _renamed(full: DeviceMesh, axis: str, name: str) -> DeviceMesh:
+    """Return the same mesh over the same groups, one of its axes under another name."""
+    axes = full.mesh_dim_names or ()
+    renamed = DeviceMesh.from_group(
+        [full.get_group(each) for each in axes],
+        full.device_type,
+        mesh=full.mesh,
+        mesh_dim_names=tuple(name if each == axis else each for each in axes),
+    )
+    share_ranks(renamed, full)
+    return renamed
 
 
 def _rank_tensor(view: View) -> torch.Tensor:
