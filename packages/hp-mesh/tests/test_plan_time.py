@@ -233,7 +233,6 @@ def test_the_longest_sequences_are_mostly_attention() -> None:
     assert per_token[1] > 5 * per_token[0]
 
 
-@pytest.mark.xfail(strict=True, reason="rejected")
 def test_a_tied_embedding_on_two_stages_is_reduced_between_them_once_a_step() -> None:
     cluster = Cluster(world_size=8, accelerator="H100")
     train = replace(TRAIN, seq_len=1024)

@@ -190,7 +190,7 @@ def layers_over_pp(subject: Subject) -> Iterator[Violation]:
 
 
 def tied_embeddings_on_one_stage(subject: Subject) -> Iterator[Violation]:
-    """Tied input and output embeddings are one weight, which two stages cannot both hold."""
+    """Tied embeddings best are on one stage: two keep the weight twice and sum its gradients."""
     pp = subject.degrees["pp"]
     if pp == 1:
         return
@@ -199,8 +199,11 @@ def tied_embeddings_on_one_stage(subject: Subject) -> Iterator[Violation]:
         yield Violation(
             rule="tied-pp",
             values={"pp": pp, name: tied},
-            reason=f"pp={pp} puts the two ends of a model with {name}=True on different ranks",
+            reason=f"pp={pp} with {name}=True keeps the embedding on the first and the last stage: "
+            "both hold it with its gradient and optimizer state, and its gradients must be summed "
+            "over the two in each step",
             legal={"pp": (1,)},
+            level="advice",
         )
 
 
