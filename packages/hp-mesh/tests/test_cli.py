@@ -295,7 +295,6 @@ def test_neighbouring_ranks_are_told_as_a_range() -> None:
     assert rank_list(range(0, 80, 2), 4) == "0 2 4 ... 78"
 
 
-@pytest.mark.xfail(strict=True, reason="no such option")
 def test_a_run_without_sequence_parallelism_may_say_so() -> None:
     argv = ["check", "tp=4", "--seq-len", "61"]
     code, out, _ = run(*argv)

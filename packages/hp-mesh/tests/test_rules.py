@@ -272,7 +272,6 @@ def test_tied_embeddings_on_two_stages_are_advice_that_says_what_they_cost() -> 
     dims.validate(model)
 
 
-@pytest.mark.xfail(strict=True, reason="refused, and nothing says that the sequence is not cut")
 @pytest.mark.parametrize("seq_len", [61, 1, 64])
 def test_without_sequence_parallelism_tp_asks_nothing_of_a_sequence(seq_len: int) -> None:
     dims = ParallelDims(tp=4, dp_shard=1)
@@ -282,7 +281,6 @@ def test_without_sequence_parallelism_tp_asks_nothing_of_a_sequence(seq_len: int
     assert rules["sequence"].verdict == "idle"
 
 
-@pytest.mark.xfail(strict=True, reason="no such argument")
 @given(dims(), st.integers(1, 512), st.booleans())
 @settings(deadline=None, max_examples=100)
 def test_without_sequence_parallelism_a_sequence_is_checked_as_if_tp_were_one(
@@ -296,7 +294,6 @@ def test_without_sequence_parallelism_a_sequence_is_checked_as_if_tp_were_one(
     assert (sequence.verdict in ("error", "advice")) == bool(report)
 
 
-@pytest.mark.xfail(strict=True, reason="no such argument")
 def test_a_sequence_is_taken_as_cut_over_tp_unless_told_otherwise() -> None:
     dims = ParallelDims(tp=4, cp=2, dp_shard=1)
     with pytest.raises(ParallelDimsError, match=r"^cp\*tp=2\*4=8 does not divide seq_len=61; use "):

@@ -159,24 +159,47 @@ class ParallelDims(_Origin):
         global_batch: int | None = None,
         *,
         causal_balance: bool = False,
+        sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> Report:
         """Return every rule that these degrees break for a model, its sequences and its batch.
 
-        ``model`` is a mapping or configuration object (Hugging Face ones as they are), or has one
-        as ``config``; what can have no fields, such as a name, raises. ``seq_len`` counts tokens,
-        ``global_batch`` samples over all ranks. With ``causal_balance`` the sequence must also cut
-        into twice ``cp`` parts, so that each rank gets an early and a late one. With a ``topology``
-        the axes that cross a node are advice. A known field that is not a positive integer is an
-        error of rule ``"number"``; None is absent. Rules whose fields are absent do not apply, and
-        the fields are named in ``skipped``. Unknown fields are ignored.
+        Rules whose fields are absent do not apply, and the fields are named in ``skipped``. Unknown
+        fields are ignored, None is absent; a known field that is not a positive integer is an error
+        of rule ``"number"``.
+
+        Args:
+            model: A mapping or configuration object (Hugging Face ones as they are), or an object
+                that has one as ``config``.
+            seq_len: Tokens of one sequence.
+            global_batch: Samples of one step over all ranks.
+            causal_balance: The sequence must also cut into twice ``cp`` parts, so that each rank
+                gets an early and a late one.
+            sequence_parallel: Ranks of ``tp`` hold parts of the sequence between the layers, so
+                that ``tp`` must divide it too. False for plain tensor parallelism, whose ranks all
+                hold the whole sequence there.
+            topology: With one, axes that cross a node are advice.
+
+        Returns:
+            Errors and advice, and the names of the fields that were absent.
+
+        Raises:
+            ParallelDimsError: The model can have no fields, as a name or a number, or a degree is
+                still to be inferred.
         """
-        report = check_rules(self._subject(model, seq_len, global_batch, causal_balance))
+        report = check_rules(
+            self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
+        )
         nodes = () if topology is None else topology_violations(self.layout(), topology)
         return Report([*report, *nodes], report.skipped)
 
     def _subject(
-        self, model: object, seq_len: object, global_batch: object, causal_balance: bool
+        self,
+        model: object,
+        seq_len: object,
+        global_batch: object,
+        causal_balance: bool,
+        sequence_parallel: bool,
     ) -> Subject:
         numbers, wrong = read_numbers(model, seq_len, global_batch)
         return Subject(
@@ -185,6 +208,7 @@ class ParallelDims(_Origin):
             numbers=numbers,
             wrong=wrong,
             causal_balance=causal_balance,
+            sequence_parallel=sequence_parallel,
         )
 
     def validate(
@@ -194,9 +218,25 @@ class ParallelDims(_Origin):
         global_batch: int | None = None,
         *,
         causal_balance: bool = False,
+        sequence_parallel: bool = True,
     ) -> None:
-        """Raise one `ParallelDimsError` with every error that `check` finds."""
-        raise_errors(self.check(model, seq_len, global_batch, causal_balance=causal_balance))
+        """Raise one error with every error that `check` finds; arguments as there.
+
+        Raises:
+            ParallelDimsError: At least one rule is broken; ``violations`` has all of them.
+
+        Example:
+            >>> ParallelDims(tp=4, dp_shard=1).validate({}, seq_len=61, sequence_parallel=False)
+        """
+        raise_errors(
+            self.check(
+                model,
+                seq_len,
+                global_batch,
+                causal_balance=causal_balance,
+                sequence_parallel=sequence_parallel,
+            )
+        )
 
     def explain(
         self,
@@ -205,11 +245,12 @@ class ParallelDims(_Origin):
         global_batch: int | None = None,
         *,
         causal_balance: bool = False,
+        sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
         """Return every rule with its numbers and what it says of them; arguments as in `check`."""
         model = {} if model is None else model
-        subject = self._subject(model, seq_len, global_batch, causal_balance)
+        subject = self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
         nodes = () if topology is None else explain_topology(self.layout(), topology)
         return (*explain_rules(subject, self.ep_mode), *nodes)
 
@@ -289,7 +330,10 @@ class ParallelDims(_Origin):
 
     @property
     def seq_len_divisor(self) -> int:
-        """Return what a sequence length must be a multiple of, causal balance included."""
+        """Return what a sequence length must be a multiple of.
+
+        With causal balance and with sequence parallelism over ``tp``.
+        """
         degrees = self._resolved()
         return degrees["tp"] * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
 
