@@ -94,7 +94,6 @@ REPLICATED_OVER_CP = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="no view has dp_replicate and fsdp together")
 @pytest.mark.parametrize("degrees", REPLICATED_OVER_CP, ids=name)
 def test_parameters_that_are_replicated_over_cp_train_as_one_process(
     ranks: Ranks, degrees: dict[str, int]

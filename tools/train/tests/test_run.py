@@ -94,7 +94,6 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_summary_is_whole(
     assert not [*out.glob("loss.*")]
 
 
-@pytest.mark.xfail(strict=True, reason="no view has dp_replicate and fsdp together")
 @pytest.mark.timeout(200)
 def test_a_run_whose_parameters_are_not_sharded_over_cp_equals_one_process(tmp_path: Path) -> None:
     summary, _, _ = _train(tmp_path, "--fsdp-folds-cp", "false", "--cp", "2", *_two(2))
