@@ -281,7 +281,6 @@ def experts_that_were_not_sharded_first(rank: int, shape: tuple[int, int]) -> tu
     return message, isinstance(experts.weight, DTensor)
 
 
-@pytest.mark.xfail(strict=True, reason="the message does not say what was forgotten")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=lambda s: "x".join(map(str, s)))
 def test_experts_that_were_not_sharded_first_are_named_with_the_call_that_mends_it(
     ranks: Ranks, shape: tuple[int, int]
