@@ -84,6 +84,26 @@ def test_experts_cut_like_the_layers_train_as_one_process(
     assert_same(outcomes, reference(torch.float64), 1e-12)
 
 
+REPLICATED_OVER_CP = [
+    {"cp": 2},
+    {"cp": 4, "ep": 4, "ulysses_degree": 2},
+    {"dp_shard": 2, "cp": 2, "ep": 4},
+    {"dp_replicate": 2, "cp": 2, "ep": 2},
+    {"cp": 2, "tp": 2, "ep": 2},
+    {"cp": 2, "tp": 2, "ep": 2, "etp": 2},
+]
+
+
+@pytest.mark.parametrize("degrees", REPLICATED_OVER_CP, ids=name)
+def test_parameters_that_are_replicated_over_cp_train_as_one_process(
+    ranks: Ranks, degrees: dict[str, int]
+) -> None:
+    size = prod(degrees.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
+    outcomes = ranks(size).run(on_rank, {**degrees, "fsdp_folds_cp": False}, torch.float64)
+    assert_same(outcomes, reference(torch.float64), 1e-12)
+    assert all("replicate" in outcome.traffic for outcome in outcomes)
+
+
 FLOAT32 = [
     {"dp_shard": 2, "cp": 2, "ep": 4},
     {"dp_replicate": 2, "dp_shard": 2, "ep": 2},

@@ -145,8 +145,12 @@ def recompute_blocks(model: LanguageModel) -> None:
 
 
 def apply_fully_shard(model: LanguageModel, mesh: ParallelMesh, collectives: Collectives) -> None:
-    """Shard what is left: experts over ``efsdp``, the rest over ``fsdp``, and sum gradients."""
-    dense, sparse = mesh["dp_replicate", "fsdp"], mesh["dp_replicate", "efsdp"]
+    """Shard what is left: experts over ``efsdp``, the rest over ``fsdp``, and sum gradients.
+
+    Where ``fsdp`` leaves ``cp`` out, ``replicate`` has it: ranks that saw other parts of a sequence
+    then hold replicas. Else it is ``dp_replicate``.
+    """
+    dense, sparse = mesh["replicate", "fsdp"], mesh["dp_replicate", "efsdp"]
     units: list[tuple[nn.Module, DeviceMesh]] = [
         (block.mlp.experts, sparse) for block in model.blocks if isinstance(block.mlp, MoE)
     ]

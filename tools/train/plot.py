@@ -4,13 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed
-
-from matplotlib import pyplot
-from matplotlib.ticker import MaxNLocator
-
 RUN, REFERENCE, INK = "#1f4e9c", "#f0a84b", "#404040"
 
 
@@ -45,7 +38,17 @@ def _relative(value: float, reference: float) -> float:
 def plot_losses(
     losses: Mapping[int, float], reference: Mapping[int, float], title: str, folder: Path
 ) -> None:
-    """Write ``loss.png`` and ``loss.svg`` to ``folder``; losses are nats per byte by step."""
+    """Write ``loss.png`` and ``loss.svg`` to ``folder``; losses are nats per byte by step.
+
+    Needs matplotlib, which takes a second to load, and raises what it raises.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # files only: no display is needed
+
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
     difference = largest_difference(losses, reference)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if reference:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hp_dtensor import Traffic
 
 from .loop import StepResult
 from .options import CHECKPOINT, LOG_FILE, Options, counted, name_degrees
+from .plot import largest_difference, plot_losses
 
 
 class Report:
@@ -73,14 +75,11 @@ class Report:
         self._traffic = dict(traffic)
 
     def finish(self) -> None:
-        """Write the summary and the curves, and show the summary."""
-        from .plot import largest_difference, plot_losses  # a second of imports, at the end only
-
+        """Write the summary, then the curves where they can be drawn, and show the summary."""
         self._log.close()
         options, out = self._options, self._options.out
         losses = {int(record["step"]): float(record["loss"]) for record in self._records}
         difference = largest_difference(losses, self._reference)
-        plot_losses(losses, self._reference, name_degrees(options.dims.to_dict()), out)
         summary = {
             "steps": options.steps,
             "first_loss": self._records[0]["loss"],
@@ -95,9 +94,20 @@ class Report:
             "checkpoint": str(out / CHECKPOINT),
         }
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        self._show(summary)
+        self._show(summary, self._draw(losses))
 
-    def _show(self, summary: Mapping[str, Any]) -> None:
+    def _draw(self, losses: Mapping[int, float]) -> str:
+        """Draw the curves and return where they are, or why there are none, in one line."""
+        out = self._options.out
+        try:
+            plot_losses(losses, self._reference, name_degrees(self._options.dims.to_dict()), out)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run is done and saved
+            reason = escape(" ".join(f"{type(error).__name__}: {error}".split()))
+            missing = isinstance(error, ImportError)
+            return f"not drawn: {reason}" + ("; pip install matplotlib" if missing else "")
+        return f"{out}/loss.png, loss.svg"
+
+    def _show(self, summary: Mapping[str, Any], curves: str) -> None:
         first, final = summary["first_loss"], summary["final_loss"]
         rows = [("loss", f"{first:.4f} -> {final:.4f} ({final / first - 1:+.1%})")]
         if summary["reference_max_rel_diff"] is not None:
@@ -117,7 +127,7 @@ class Report:
         if self._options.dims.tp > 1:
             rows.append(("not counted", "what torch's own tensor parallel moves over tp"))
         out = self._options.out
-        rows += [("checkpoint", summary["checkpoint"]), ("curves", f"{out}/loss.png, loss.svg")]
+        rows += [("checkpoint", summary["checkpoint"]), ("curves", curves)]
         rows += [("log, summary", f"{out}/log.jsonl, summary.json")]
         if not self._console.is_terminal:
             for name, value in rows:

@@ -260,3 +260,38 @@ def overlapping(rank: int) -> str:
 def test_a_parameter_on_the_same_axis_is_refused(ranks: Ranks) -> None:
     for message in ranks(2).run(overlapping):
         assert "weight is a DTensor on a mesh with axes ['fsdp'], which share ['fsdp']" in message
+
+
+def experts_that_were_not_sharded_first(rank: int, shape: tuple[int, int]) -> tuple[str, bool]:
+    """Shard blocks over all ranks whose experts lie on an axis of another mesh."""
+    mesh, over = mesh_of(shape, ("efsdp", "ep")), mesh_of((4,), ("fsdp",))
+    block = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"experts": nn.Linear(4, 4)}))
+    experts = cast(Any, block[1])["experts"]
+    for name in ("weight", "bias"):
+        whole = getattr(experts, name).data
+        setattr(experts, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [Shard(0)])))
+    message = ""
+    try:
+        fully_shard(block, over)
+    except MeshError as error:
+        message = str(error)
+    # What the message says: a call of their own for the experts, before the one around them.
+    fully_shard(experts, mesh["efsdp"])
+    fully_shard(block, over)
+    return message, isinstance(experts.weight, DTensor)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=lambda s: "x".join(map(str, s)))
+def test_experts_that_were_not_sharded_first_are_named_with_the_call_that_mends_it(
+    ranks: Ranks, shape: tuple[int, int]
+) -> None:
+    for message, mended in ranks(4).run(experts_that_were_not_sharded_first, shape):
+        assert "1.experts.weight lies on axes ['ep'], which cannot be joined with ['fsdp']" in (
+            message
+        )
+        assert message.endswith(
+            "; if fully_shard was forgotten for 1.experts, call fully_shard(1.experts, mesh) "
+            "first, over other axes of the mesh that has ['ep'], such as those over which experts "
+            "are replicated"
+        )
+        assert mended

@@ -293,3 +293,15 @@ def test_neighbouring_ranks_are_told_as_a_range() -> None:
     assert rank_list((4, 6)) == "4 6"
     assert rank_list((7,)) == "7"
     assert rank_list(range(0, 80, 2), 4) == "0 2 4 ... 78"
+
+
+def test_a_run_without_sequence_parallelism_may_say_so() -> None:
+    argv = ["check", "tp=4", "--seq-len", "61"]
+    code, out, _ = run(*argv)
+    assert (code, "tp=4 does not divide seq_len=61" in out) == (2, True)
+    code, out, _ = run(*argv, "--no-sequence-parallel")
+    assert (code, "no error" in out) == (0, True)
+    assert "seq_len" in run("explain", *argv[1:])[1]
+    assert "seq_len" not in run("explain", *argv[1:], "--no-sequence-parallel")[1]
+    code, _, err = run(*argv, "tp5", "--no-sequence-parallel")
+    assert (code, "seq_len" in err) == (2, False)

@@ -1,9 +1,11 @@
 """Degrees from mappings, objects and command lines, and back."""
 
+import copy
 import json
+import pickle
 import sys
 from argparse import ArgumentParser
-from dataclasses import make_dataclass
+from dataclasses import asdict, make_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -210,3 +212,71 @@ def test_all_that_is_wrong_in_a_configuration_is_reported_at_once() -> None:
     with pytest.raises(ParallelDimsError) as caught:
         ParallelDims.from_config({"dp": 2, "dp_shard": 4, "order": 5}, None)  # type: ignore[arg-type]
     assert [v.rule for v in caught.value.violations] == ["dp", "value", "order"]
+
+
+def test_a_summary_says_that_etp_was_taken_from_tp() -> None:
+    taken = ParallelDims.from_config({"tp": 2, "ep": 2}, 8)
+    given = ParallelDims.from_config({"tp": 2, "ep": 2, "etp": 2}, 8)
+    words = "pp=1 dp_replicate=1 dp_shard=4 cp=1 tp=2 ep=2 etp=2"
+    assert taken.summary() == f"{words} (from tp) world=8"
+    assert given.summary() == ParallelDims(tp=2, ep=2, etp=2, world_size=8).summary()
+    assert given.summary() == f"{words} world=8"
+    # Nothing was taken where there is nothing to take, and how it came about is no other degree.
+    assert ParallelDims.from_config({"ep": 2}, 8).summary().endswith("tp=1 ep=2 etp=1 world=8")
+    assert (taken == given, hash(taken), repr(taken)) == (True, hash(given), repr(given))
+    assert taken.to_dict() == given.to_dict()
+    assert ParallelDims(**asdict(taken)) == taken
+    assert taken.resolve(8).summary() == copy.copy(taken).summary() == taken.summary()
+    assert pickle.loads(pickle.dumps(taken)).summary() == taken.summary()
+    assert replace(taken, etp=1).summary().endswith("tp=2 ep=2 etp=1 world=8")
+    assert replace(taken, etp=2).summary() == given.summary()
+
+
+NAMES = (
+    "dp_replicate, dp_shard, cp, tp, pp, ep, etp, ulysses_degree, ep_mode, order, fsdp_folds_cp "
+    "or dp"
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        ({"tensor_model_parallel_size": 4, "world_size": 8}, "it has tensor_model_parallel_size"),
+        (
+            SimpleNamespace(data_parallel_shard_degree=2, tensor_parallel_degree=4),
+            "it has data_parallel_shard_degree and tensor_parallel_degree",
+        ),
+        ({1: 2}, "it has 1"),
+        ({f"option_{i}": i for i in range(40)}, "it has option_0, option_1, option_2, "),
+        (object(), "it has no fields"),
+    ],
+    ids=["megatron", "torchtitan", "no text", "many", "none"],
+)
+def test_a_configuration_with_none_of_the_names_is_refused_with_all_of_them(
+    config: object, given: str
+) -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config(config, 8)
+    (violation,) = caught.value.violations
+    assert violation.rule == "fields"
+    name = type(config).__name__
+    assert str(violation).startswith(f"config of type {name} has none of the names {NAMES}; ")
+    assert given in str(violation)
+    assert len(str(violation)) < 400
+
+
+@pytest.mark.parametrize("config", [{}, SimpleNamespace(cp=None), {"dp": None}, {"etp": 1}])
+def test_a_configuration_that_is_empty_or_has_one_of_the_names_is_none_the_worse(
+    config: object,
+) -> None:
+    assert ParallelDims.from_config(config, 8) == ParallelDims(world_size=8)
+
+
+def test_a_model_whose_attributes_are_computed_may_be_a_configuration() -> None:
+    class Lazy:
+        def __getattr__(self, name: str) -> int:
+            if name == "tp":
+                return 2
+            raise AttributeError(name)
+
+    assert ParallelDims.from_config(Lazy(), 8).tp == 2

@@ -70,3 +70,40 @@ def test_what_is_no_device_type_is_refused_with_those_of_the_world(
             assert "'cpu', 'cuda'" in str(caught.value)
         with pytest.raises(MeshError, match=r"^device_type="):
             build_expert_parallel_mesh(-1, device_type)
+
+
+def test_a_device_type_without_a_backend_in_this_world_is_refused_before_a_group_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **settings: object) -> None:
+        raise AssertionError("a group was created")
+
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "new_group", refuse)
+        for build in (ParallelDims().build_mesh, lambda kind: build_world_mesh(device_type=kind)):
+            with pytest.raises(MeshError) as caught:
+                build("xpu")
+            assert str(caught.value) == (
+                "device_type='xpu' has no backend in this world; this world has backends for "
+                "'cpu' or 'cuda', and None takes the default"
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("config", "device_type"),
+    [
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda"),
+        ("cpu:mpi,hpu:hccl", "cpu"),
+    ],
+)
+def test_the_default_device_type_has_a_backend(
+    monkeypatch: pytest.MonkeyPatch, config: str, device_type: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    backends(monkeypatch, config)
+    assert _device.default_device_type() == device_type

@@ -255,3 +255,35 @@ def test_a_mesh_is_typed_for_its_users() -> None:
         mesh: ParallelMesh = ParallelDims(tp=2).build_mesh()
         assert isinstance(mesh, ParallelMesh)
         assert mesh.dims == ParallelDims(tp=2, world_size=2)
+
+
+def test_the_mesh_of_the_name_batch_has_that_name() -> None:
+    with fake_world(16, 5):
+        mesh = ParallelDims(dp_replicate=2, cp=2, tp=2, ep=4).build_mesh()
+        batch = mesh["batch"]
+        assert batch.mesh_dim_names == ("batch",)
+        assert batch.get_group("batch") is mesh.group("batch") is mesh.group("dp")
+        assert batch.mesh.tolist() == mesh["dp"].mesh.tolist() == [1, 5, 9, 13]
+        assert batch.get_local_rank("batch") == mesh["dp"].get_local_rank()
+        assert batch.device_type == mesh.device_type
+        assert mesh["batch"] is batch
+
+
+def test_an_axis_of_one_rank_has_no_optional_mesh() -> None:
+    with fake_world(16, 5):
+        mesh = ParallelDims(cp=2, tp=2).build_mesh()
+        for name in mesh.names:
+            found = mesh.get_optional_mesh(name)
+            assert found is (mesh[name] if mesh.layout.size(name) > 1 else None)
+        assert mesh.get_optional_mesh("pp") is None
+        assert mesh.get_optional_mesh("tp") is mesh["tp"]
+        assert mesh.get_optional_mesh(("fsdp", "tp")) is mesh["fsdp", "tp"]
+        assert mesh.get_optional_mesh(["dp_replicate", "fsdp"]) is None
+        with pytest.raises(LayoutError, match=r"no axis 'dq'; use pp, "):
+            mesh.get_optional_mesh("dq")
+        with pytest.raises(LayoutError, match=r"fsdp is in dense, cp is in base"):
+            mesh.get_optional_mesh(("fsdp", "cp"))
+        mesh.close()
+        for name in ("pp", "tp"):
+            with pytest.raises(MeshError, match="closed"):
+                mesh.get_optional_mesh(name)

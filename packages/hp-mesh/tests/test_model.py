@@ -86,12 +86,11 @@ MODEL = {
             {"tp": 2},
             {"ffn-tp"},
         ),
-        (transformers.LlamaConfig(tie_word_embeddings=True), {"pp": 2}, {"tied-pp"}),
-        (transformers.GPT2Config(n_layer=3), {"pp": 4}, {"layers-pp", "tied-pp"}),
+        (transformers.GPT2Config(n_layer=3), {"pp": 4}, {"layers-pp"}),
         (
             transformers.Gemma3Config(text_config={"num_hidden_layers": 3}),
             {"pp": 4},
-            {"layers-pp", "tied-pp"},
+            {"layers-pp"},
         ),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
@@ -101,6 +100,21 @@ def test_configurations_of_transformers_are_read_as_they_are(
 ) -> None:
     dims = ParallelDims(**{"dp_shard": 1, **degrees})  # type: ignore[arg-type]
     assert {violation.rule for violation in dims.check(config).errors} == rules
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(tie_word_embeddings=True),
+        transformers.GPT2Config(),
+        transformers.Gemma3Config(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_tied_embeddings_of_transformers_are_advice(config: object) -> None:
+    report = ParallelDims(pp=2, dp_shard=1).check(config)
+    assert [found.rule for found in report] == ["tied-pp"]
+    assert report.errors == ()
 
 
 @given(st.lists(st.integers(1, 48), min_size=1, max_size=4), st.integers(2, 4))

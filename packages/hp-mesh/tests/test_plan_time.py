@@ -231,3 +231,23 @@ def test_the_longest_sequences_are_mostly_attention() -> None:
     # Operations on one token grow with the sequence, and so does the time it takes.
     per_token = [c.time.compute / c.tokens for c in (short, long)]
     assert per_token[1] > 5 * per_token[0]
+
+
+def test_a_tied_embedding_on_two_stages_is_reduced_between_them_once_a_step() -> None:
+    cluster = Cluster(world_size=8, accelerator="H100")
+    train = replace(TRAIN, seq_len=1024)
+    shape = ModelShape(layers=8, hidden=1024, heads=8, ffn=4096, vocab=50304)
+    for pp, dims in ((1, ParallelDims(world_size=8)), (4, ParallelDims(pp=4, world_size=8))):
+        apart, tied = (
+            estimate(replace(shape, tied=is_tied), cluster, train, dims).time.communication
+            for is_tied in (False, True)
+        )
+        assert ("pp" in tied) == (pp > 1)
+        if pp > 1:
+            # Four bytes for each element of the shard, one way over a link inside the node.
+            rate = Links(cluster).send(
+                groups_of(point_of(dims), dims.order)["pp"], 4 * 50304 * 1024 / 2
+            )
+            assert tied["pp"] - apart["pp"] == pytest.approx(rate, rel=1e-6)
+    found = plan(replace(shape, tied=True), cluster, train)
+    assert {candidate.dims.pp for candidate in found.candidates} == {1, 2, 4, 8}

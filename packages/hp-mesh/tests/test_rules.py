@@ -156,15 +156,9 @@ def test_what_works_with_unequal_shares_is_advice_and_no_error(
     ("degrees", "model", "message"),
     [
         ({"pp": 4}, {"n_layers": 3}, "pp=4 is more stages than n_layers=3; use 1 or 3"),
-        (
-            {"pp": 2},
-            {"n_layers": 4, "tie_word_embeddings": True},
-            "pp=2 puts the two ends of a model with tie_word_embeddings=True on different ranks; "
-            "use 1",
-        ),
     ],
 )
-def test_stages_without_layers_and_shared_ends_on_two_stages_are_refused(
+def test_stages_without_layers_are_refused(
     degrees: dict[str, int], model: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ParallelDimsError) as caught:
@@ -263,3 +257,47 @@ def test_a_dense_member_of_a_family_with_experts_is_no_error_unless_ep_is_asked_
     assert not ParallelDims(dp_shard=4).check(dense, seq_len=8)
     (violation,) = ParallelDims(dp_shard=4, ep=4).check(dense, seq_len=8)
     assert str(violation) == "ep=4 has no experts to divide: num_experts=0; use 1"
+
+
+def test_tied_embeddings_on_two_stages_are_advice_that_says_what_they_cost() -> None:
+    dims = ParallelDims(pp=2, dp_shard=1)
+    model = {"n_layers": 4, "tie_word_embeddings": True}
+    (found,) = dims.check(model)
+    assert (found.rule, found.level, found.legal) == ("tied-pp", "advice", {"pp": (1,)})
+    assert str(found) == (
+        "pp=2 with tie_word_embeddings=True keeps the embedding on the first and the last stage: "
+        "both hold it with its gradient and optimizer state, and its gradients must be summed over "
+        "the two in each step; use 1"
+    )
+    dims.validate(model)
+
+
+@pytest.mark.parametrize("seq_len", [61, 1, 64])
+def test_without_sequence_parallelism_tp_asks_nothing_of_a_sequence(seq_len: int) -> None:
+    dims = ParallelDims(tp=4, dp_shard=1)
+    dims.validate({}, seq_len=seq_len, sequence_parallel=False)
+    assert not dims.check({}, seq_len, sequence_parallel=False)
+    rules = {e.rule: e for e in dims.explain({}, seq_len, sequence_parallel=False)}
+    assert rules["sequence"].verdict == "idle"
+
+
+@given(dims(), st.integers(1, 512), st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_without_sequence_parallelism_a_sequence_is_checked_as_if_tp_were_one(
+    dims: ParallelDims, number: int, balance: bool
+) -> None:
+    alone = ParallelDims(dp_shard=dims.dp_shard, cp=dims.cp, dp_replicate=dims.dp_replicate)
+    report = dims.check({}, number, causal_balance=balance, sequence_parallel=False)
+    assert list(report) == list(alone.check({}, number, causal_balance=balance))
+    explained = dims.explain({}, number, causal_balance=balance, sequence_parallel=False)
+    (sequence,) = (e for e in explained if e.rule == "sequence")
+    assert (sequence.verdict in ("error", "advice")) == bool(report)
+
+
+def test_a_sequence_is_taken_as_cut_over_tp_unless_told_otherwise() -> None:
+    dims = ParallelDims(tp=4, cp=2, dp_shard=1)
+    with pytest.raises(ParallelDimsError, match=r"^cp\*tp=2\*4=8 does not divide seq_len=61; use "):
+        dims.validate({}, seq_len=61)
+    (advice,) = dims.check({}, 61, sequence_parallel=False)
+    assert str(advice) == "cp=2 does not divide seq_len=61; use 1 or 61"
+    assert advice.level == "advice"

@@ -1,5 +1,6 @@
 """What is asked of torch's names that are not public."""
 
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,5 +72,38 @@ def test_a_name_that_comes_again_is_another_place_in_the_store_under_a_prefix() 
         with pytest.raises(ValueError, match="rank"), meet_under("elsewhere", world):
             dist.new_group([5], use_local_synchronization=False)
         assert keys_after_a_group() == second
+    finally:
+        dist.destroy_process_group()
+
+
+def test_each_of_several_threads_meets_under_its_own_prefix_and_others_under_none() -> None:
+    def store_of_new_groups() -> Any:
+        _, store = dist.distributed_c10d._world.pg_map[world]
+        return store
+
+    def other_thread() -> None:
+        with meet_under("other", world):
+            inside.set()
+            left.wait(20)
+            store_of_new_groups().set("key", "other")
+
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        world: Any = dist.group.WORLD
+        inside, left, thread = Event(), Event(), Thread(target=other_thread)
+        thread.start()
+        assert inside.wait(20)
+        plain = store_of_new_groups()
+        with meet_under("this", world):
+            store_of_new_groups().set("key", "this")
+        # The other thread is in its block still; then nobody is.
+        store_of_new_groups().set("key", "plain")
+        left.set()
+        thread.join()
+        assert store_of_new_groups() is plain
+        assert plain.get("key") == b"plain"
+        assert [plain.get(f"{name}/key") for name in ("this", "other")] == [b"this", b"other"]
+        assert type(dist.distributed_c10d._world.pg_map[world]) is tuple
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Whole runs of the program, in processes of their own."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,12 @@ SUMMARY = {
 Losses = list[tuple[int, float, float]]
 
 
-def _train(out: Path, *words: str) -> tuple[dict[str, Any], Losses, str]:
+def _train(out: Path, *words: str, **environment: str) -> tuple[dict[str, Any], Losses, str]:
     done = subprocess.run(
-        [sys.executable, PROGRAM, "--out", str(out), *words], capture_output=True, text=True
+        [sys.executable, PROGRAM, "--out", str(out), *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -61,6 +65,40 @@ def test_the_reference_is_one_process_without_traffic(tmp_path: Path) -> None:
     assert summary["bytes_by_axis"] == {}
     assert summary["reference_max_rel_diff"] is None
     assert [step for step, _, _ in losses] == [1]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("raise ImportError('none here')", "ImportError: none here; pip install matplotlib"),
+        ("def use(name):\n    raise OSError('no\\n[space] left')", "OSError: no [space] left"),
+    ],
+    ids=["missing", "broken"],
+)
+def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_summary_is_whole(
+    tmp_path: Path, module: str, reason: str
+) -> None:
+    modules, out = tmp_path / "modules", tmp_path / "out"
+    modules.mkdir()
+    (modules / "matplotlib.py").write_text(module + "\n")
+    path = os.pathsep.join([str(modules), *filter(None, [os.environ.get("PYTHONPATH")])])
+    summary, losses, shown = _train(out, *_two(1), PYTHONPATH=path)
+    assert set(summary) == SUMMARY
+    assert summary["reference_max_rel_diff"] < 1e-12
+    assert summary["final_loss"] == losses[0][1]
+    (line,) = (line for line in shown.splitlines() if line.startswith("curves"))
+    assert line.split(maxsplit=1)[1] == f"not drawn: {reason}"
+    assert "largest difference" in shown
+    assert not [*out.glob("loss.*")]
+
+
+@pytest.mark.timeout(200)
+def test_a_run_whose_parameters_are_not_sharded_over_cp_equals_one_process(tmp_path: Path) -> None:
+    summary, _, _ = _train(tmp_path, "--fsdp-folds-cp", "false", "--cp", "2", *_two(2))
+    assert summary["dims"]["fsdp_folds_cp"] is False
+    assert summary["reference_max_rel_diff"] < 1e-12
+    assert summary["bytes_by_axis"]["replicate"]["bytes"] > 0
 
 
 def _two(steps: int) -> list[str]:

@@ -214,13 +214,14 @@ def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
     if not data_names or not own_names:
         raise MeshError(
             f"{name} is a DTensor on mesh {own}, to be sharded over {data}: both meshes need axis "
-            "names, as submeshes of one root mesh have"
+            f"names, as submeshes of one root mesh have{_own_call(name, own)}"
         )
     shared = sorted(set(data_names) & set(own_names))
     if shared:
         raise MeshError(
             f"{name} is a DTensor on a mesh with axes {list(own_names)}, which share {shared} with "
             f"the axes {list(data_names)} to shard over; place it on the other axes only"
+            f"{_own_call(name, own)}"
         )
     try:
         return concatenate_meshes([data, own])
@@ -228,4 +229,17 @@ def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
         raise MeshError(
             f"{name} lies on axes {list(own_names)}, which cannot be joined with "
             f"{list(data_names)}: both must be slices of one root mesh that do not overlap"
+            f"{_own_call(name, own)}"
         ) from error
+
+
+def _own_call(name: str, own: DeviceMesh) -> str:
+    """Return what to do where a module inside the unit, as experts are, was to be a unit itself."""
+    module, _, _ = name.rpartition(".")
+    if not module:
+        return ""
+    axes = f"the mesh that has {list(own.mesh_dim_names)}" if own.mesh_dim_names else "its own mesh"
+    return (
+        f"; if fully_shard was forgotten for {module}, call fully_shard({module}, mesh) first, "
+        f"over other axes of {axes}, such as those over which experts are replicated"
+    )

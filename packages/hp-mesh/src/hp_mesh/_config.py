@@ -27,6 +27,9 @@ OTHERS = {
 }
 SETTINGS = (*HELP, *OTHERS)
 FIELDS = (*SETTINGS, "world_size")
+READ = (*SETTINGS, "dp")  # of a configuration, whose world is given beside it
+MOST_NAMES = 6  # of a configuration's own that a sentence lists
+MOST_LETTERS = 30  # of each
 
 
 def read_field(source: object, name: str) -> Any:
@@ -51,9 +54,13 @@ def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
 def arguments_from_config(config: object) -> tuple[dict[str, Any], list[Violation]]:
     """Return the constructor arguments that a configuration gives, and what is wrong among them.
 
-    Absent and None mean default. ``dp`` is an older name of ``dp_shard``; both may not differ.
+    Absent and None mean default. ``dp`` is an older name of ``dp_shard``; both may not differ. A
+    configuration that has fields, but none of these, is wrong: it may have degrees by other names.
     """
     check_named("config", config)
+    empty = isinstance(config, Mapping) and not config
+    if not empty and not any(_has_field(config, name) for name in READ):
+        return {}, [_unread(config)]
     given = {name: read_field(config, name) for name in SETTINGS}
     arguments = {name: value for name, value in given.items() if value is not None}
     dp = read_field(config, "dp")
@@ -65,6 +72,27 @@ def arguments_from_config(config: object) -> tuple[dict[str, Any], list[Violatio
         return arguments, []
     reason = f"dp={one} and dp_shard={other} differ, but dp is an older name of dp_shard; give one "
     return arguments, [Violation(rule="dp", values=values, reason=f"{reason}of them")]
+
+
+def _has_field(source: object, name: str) -> bool:
+    return name in source if isinstance(source, Mapping) else hasattr(source, name)
+
+
+def _unread(config: object) -> Violation:
+    # Not the value itself: what an object shows of itself may differ between ranks.
+    names = [*map(str, config)] if isinstance(config, Mapping) else _public_names(config)
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    has = join_words([*(name[:MOST_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
+    return Violation(
+        rule="fields",
+        values={"config": type(config).__name__},
+        reason=f"config of type {type(config).__name__} has none of the names {join_words(READ)}; "
+        f"it has {has or 'no fields'}",
+    )
+
+
+def _public_names(source: object) -> list[str]:
+    return [name for name in dir(source) if not name.startswith("_")]
 
 
 def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation]]:

@@ -29,8 +29,15 @@ if TYPE_CHECKING:
     from ._mesh import ParallelMesh
 
 
+class _Origin:
+    """Where a value of `ParallelDims` came from: no field, so neither compared nor listed."""
+
+    __slots__ = ("_etp_from_tp",)
+    _etp_from_tp: bool
+
+
 @dataclass(frozen=True, slots=True)
-class ParallelDims:
+class ParallelDims(_Origin):
     """How many ranks each axis has, checked as far as the numbers given allow.
 
     ``dp_replicate * dp_shard * cp * tp * pp`` is the world. One of these may be -1 and then follows
@@ -62,11 +69,19 @@ class ParallelDims:
     fsdp_folds_cp: bool = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_etp_from_tp", False)
         for name, value in settle(self._fields()).items():
             object.__setattr__(self, name, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self._fields(), "_etp_from_tp": self._etp_from_tp}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
     def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in _DEFAULTS}
 
     def _resolved(self) -> dict[str, int]:
         return resolved_degrees(self._fields())
@@ -84,14 +99,25 @@ class ParallelDims:
     def from_config(cls, config: object, world_size: int) -> "ParallelDims":
         """Return the resolved degrees that a mapping or any object's attributes give.
 
-        Absent and None mean default, except that ``etp`` is then ``tp``. ``dp`` is taken as an
-        older name of ``dp_shard``. Other names are ignored; a configuration that can have no names,
-        such as a number or a list, raises `ParallelDimsError`.
+        Absent and None mean default, except that ``etp`` is then ``tp``, as in Megatron-LM; the
+        constructor's own default is 1, as torchtitan's is, and `summary` says where ``etp`` was
+        taken from ``tp``. ``dp`` is read as an older name of ``dp_shard``. Other names are ignored.
+
+        Args:
+            config: The degrees by name, among other things; an empty mapping is all defaults.
+            world_size: Number of ranks.
+
+        Raises:
+            ParallelDimsError: A value is no degree, the degrees do not make the world, or the
+                configuration has none of the names that are read or can have no names at all, as a
+                number or a list.
         """
         arguments, found = arguments_from_config(config)
         given = {**_DEFAULTS, **arguments, "world_size": world_size}
         etp_is_tp = "etp" not in arguments
-        return cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
+        dims = cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
+        object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
+        return dims
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "ParallelDims":
@@ -133,24 +159,47 @@ class ParallelDims:
         global_batch: int | None = None,
         *,
         causal_balance: bool = False,
+        sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> Report:
         """Return every rule that these degrees break for a model, its sequences and its batch.
 
-        ``model`` is a mapping or configuration object (Hugging Face ones as they are), or has one
-        as ``config``; what can have no fields, such as a name, raises. ``seq_len`` counts tokens,
-        ``global_batch`` samples over all ranks. With ``causal_balance`` the sequence must also cut
-        into twice ``cp`` parts, so that each rank gets an early and a late one. With a ``topology``
-        the axes that cross a node are advice. A known field that is not a positive integer is an
-        error of rule ``"number"``; None is absent. Rules whose fields are absent do not apply, and
-        the fields are named in ``skipped``. Unknown fields are ignored.
+        Rules whose fields are absent do not apply, and the fields are named in ``skipped``. Unknown
+        fields are ignored, None is absent; a known field that is not a positive integer is an error
+        of rule ``"number"``.
+
+        Args:
+            model: A mapping or configuration object (Hugging Face ones as they are), or an object
+                that has one as ``config``.
+            seq_len: Tokens of one sequence.
+            global_batch: Samples of one step over all ranks.
+            causal_balance: The sequence must also cut into twice ``cp`` parts, so that each rank
+                gets an early and a late one.
+            sequence_parallel: Ranks of ``tp`` hold parts of the sequence between the layers, so
+                that ``tp`` must divide it too. False for plain tensor parallelism, whose ranks all
+                hold the whole sequence there.
+            topology: With one, axes that cross a node are advice.
+
+        Returns:
+            Errors and advice, and the names of the fields that were absent.
+
+        Raises:
+            ParallelDimsError: The model can have no fields, as a name or a number, or a degree is
+                still to be inferred.
         """
-        report = check_rules(self._subject(model, seq_len, global_batch, causal_balance))
+        report = check_rules(
+            self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
+        )
         nodes = () if topology is None else topology_violations(self.layout(), topology)
         return Report([*report, *nodes], report.skipped)
 
     def _subject(
-        self, model: object, seq_len: object, global_batch: object, causal_balance: bool
+        self,
+        model: object,
+        seq_len: object,
+        global_batch: object,
+        causal_balance: bool,
+        sequence_parallel: bool,
     ) -> Subject:
         numbers, wrong = read_numbers(model, seq_len, global_batch)
         return Subject(
@@ -159,6 +208,7 @@ class ParallelDims:
             numbers=numbers,
             wrong=wrong,
             causal_balance=causal_balance,
+            sequence_parallel=sequence_parallel,
         )
 
     def validate(
@@ -168,9 +218,25 @@ class ParallelDims:
         global_batch: int | None = None,
         *,
         causal_balance: bool = False,
+        sequence_parallel: bool = True,
     ) -> None:
-        """Raise one `ParallelDimsError` with every error that `check` finds."""
-        raise_errors(self.check(model, seq_len, global_batch, causal_balance=causal_balance))
+        """Raise one error with every error that `check` finds; arguments as there.
+
+        Raises:
+            ParallelDimsError: At least one rule is broken; ``violations`` has all of them.
+
+        Example:
+            >>> ParallelDims(tp=4, dp_shard=1).validate({}, seq_len=61, sequence_parallel=False)
+        """
+        raise_errors(
+            self.check(
+                model,
+                seq_len,
+                global_batch,
+                causal_balance=causal_balance,
+                sequence_parallel=sequence_parallel,
+            )
+        )
 
     def explain(
         self,
@@ -179,11 +245,12 @@ class ParallelDims:
         global_batch: int | None = None,
         *,
         causal_balance: bool = False,
+        sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
         """Return every rule with its numbers and what it says of them; arguments as in `check`."""
         model = {} if model is None else model
-        subject = self._subject(model, seq_len, global_batch, causal_balance)
+        subject = self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
         nodes = () if topology is None else explain_topology(self.layout(), topology)
         return (*explain_rules(subject, self.ep_mode), *nodes)
 
@@ -209,21 +276,41 @@ class ParallelDims:
         """Create the process groups of all axes and return them as torch device meshes.
 
         Collective: every rank of the default process group calls it with the same degrees. One
-        all-reduce over the world compares them first. ``device_type`` is by default the
-        accelerator's unless the world runs on gloo alone; an accelerator's device must have been
-        set before. ``topology`` must fit the world; the mesh then knows which of its axes cross a
-        node. ``timeout`` is that of the new groups, torch's default if None. Raises `MeshError`
-        without a default process group, for a device type or timeout that is none and where ranks
-        disagree, `ParallelDimsError` on ranks whose degrees or topology do not make its world;
-        where only some ranks have such degrees, the others raise `MeshError`.
+        all-reduce over the world compares them before a group is created, another one tells
+        afterwards whether all ranks succeeded. Where one fails, every rank destroys the groups
+        that it created and raises.
+
+        Args:
+            device_type: One that the default process group has a backend for, or ``"meta"``. By
+                default the accelerator's, unless the world runs on gloo alone or has no backend for
+                it. An accelerator's device must have been set before.
+            topology: How many ranks a node has; it must fit the world. The mesh then knows which of
+                its axes cross a node.
+            timeout: Timeout of the new groups, torch's default if None. A rank whose peer fails
+                while they create a group waits for it that long.
+
+        Returns:
+            The meshes; as a context manager it destroys its groups at the end of the block.
+
+        Raises:
+            MeshError: There is no default process group, ranks disagree, the device type has no
+                backend in this world, the device type or the timeout is none, or another rank
+                failed.
+            ParallelDimsError: On ranks whose degrees or topology do not make its world; where only
+                some ranks have such degrees, the others raise `MeshError`.
+            RuntimeError: Torch could not create a group of this rank; a note names the group.
+
+        Example:
+            >>> with ParallelDims(tp=2).build_mesh() as mesh:
+            ...     train(mesh["dp_replicate", "fsdp"], mesh["tp"])
         """
         from ._mesh import build_mesh
 
         return build_mesh(self, device_type, topology, timeout)
 
     def summary(self) -> str:
-        """Return one line with every degree."""
-        return summarize(self._fields())
+        """Return one line with every degree, and whether `from_config` took ``etp`` from ``tp``."""
+        return summarize(self._fields(), etp_from_tp=self._etp_from_tp)
 
     @property
     def dp_size(self) -> int:
@@ -243,7 +330,10 @@ class ParallelDims:
 
     @property
     def seq_len_divisor(self) -> int:
-        """Return what a sequence length must be a multiple of, causal balance included."""
+        """Return what a sequence length must be a multiple of.
+
+        With causal balance and with sequence parallelism over ``tp``.
+        """
         degrees = self._resolved()
         return degrees["tp"] * (2 * degrees["cp"] if degrees["cp"] > 1 else 1)
 

@@ -1,6 +1,7 @@
 """Which process groups a rank needs, each set of ranks once, and their collective creation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -12,7 +13,14 @@ import torch.distributed as dist
 from ._device import comparison_device_type
 from ._errors import MeshError
 from ._layout import RankLayout
-from ._torch import meet_under, registered_groups, splits_world
+from ._torch import (
+    is_registered,
+    meet_under,
+    named_groups,
+    registered_groups,
+    skip_names,
+    splits_world,
+)
 
 PREFIX = "parallel_mesh"  # in the world's store
 
@@ -42,32 +50,82 @@ def own_groups(layout: RankLayout, rank: int) -> list[OwnGroup]:
 
 
 def create_groups(
-    layout: RankLayout, rank: int, timeout: timedelta | None, agreed: str
-) -> tuple[dict[str, dist.ProcessGroup], list[dist.ProcessGroup]]:
-    """Create this rank's groups; return the group of each axis, and those that are new.
+    layout: RankLayout,
+    timeout: timedelta | None,
+    agreement: "Agreement",
+    created: list[dist.ProcessGroup],
+) -> dict[str, dist.ProcessGroup]:
+    """Create this rank's groups and return the group of each axis; new ones go to ``created``.
 
-    Collective over the world: one all-reduce, in which ranks compare what they have ``agreed`` on,
-    then the groups, in one order on every rank.
+    Collective over the world: every rank creates them in one order. If one cannot be created, its
+    error has a note that names it, and those before it are in ``created``.
     """
     world = _world()
-    agreement = _compare(world, agreed)
-    if not agreement.same:
-        raise MeshError(f"ranks build different meshes; this rank has {agreed}")
     create = _choose_way(world, agreement)
     by_axis: dict[str, dist.ProcessGroup] = {}
-    created: list[dist.ProcessGroup] = []
     with meet_under(f"{PREFIX}/{agreement.serial}", world):
-        for own in own_groups(layout, rank):
+        for own in own_groups(layout, world.rank()):
             group = world
             if own.ranks:
-                group = create(layout, own, timeout)
-                created.append(group)
+                try:
+                    group = create(layout, own, timeout, created)
+                except Exception as error:
+                    axes, ranks = ", ".join(own.axes), list(own.ranks)
+                    error.add_note(f"while creating the process group of {axes} over ranks {ranks}")
+                    raise
             by_axis |= dict.fromkeys(own.axes, group)
-    return by_axis, created
+    return by_axis
+
+
+@contextmanager
+def all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
+    """Destroy the groups that are in ``created`` after the block if it failed, here or elsewhere.
+
+    Collective over the world: in one all-reduce after the block each rank says whether it failed.
+    A rank that did raises its own error, all others `MeshError`. A rank that is interrupted (by
+    ``KeyboardInterrupt`` and the like) leaves at once and tells nobody.
+    """
+    with ExitStack() as undo:
+        undo.callback(destroy_groups, created)
+        try:
+            yield
+        except Exception:
+            with suppress(RuntimeError, MeshError):  # the others, or the world, may be gone
+                _first_failed_rank(failed=True)
+            raise
+        failed = _first_failed_rank(failed=False)
+        if failed is not None:
+            raise MeshError(
+                f"rank {failed} could not build its part of this mesh; its own error says why, and "
+                "no rank keeps a group of it"
+            )
+        undo.pop_all()
+
+
+def destroy_groups(created: list[dist.ProcessGroup]) -> None:
+    """Destroy the groups in a list, the last first, and empty it.
+
+    Those that are gone already, alone or with the default one, are left alone.
+    """
+    while created:
+        group = created.pop()
+        if is_registered(group):
+            dist.destroy_process_group(group)
+
+
+def agree(agreed: str) -> "Agreement":
+    """Compare over the world, in one all-reduce, what ranks have ``agreed`` on.
+
+    Raises `MeshError` on all ranks unless it is the same text on all of them.
+    """
+    agreement = _compare(_world(), agreed)
+    if not agreement.same:
+        raise MeshError(f"ranks build different meshes; this rank has {agreed}")
+    return agreement
 
 
 def tell_refusal(reason: str) -> None:
-    """Take part in the comparison of `create_groups` with the reason why this rank creates none.
+    """Take part in the comparison of `agree` with the reason why this rank creates no groups.
 
     All others would wait for this rank otherwise; those that could create groups raise instead.
     """
@@ -112,6 +170,23 @@ def _compare(world: dist.ProcessGroup, text: str) -> Agreement:
     )
 
 
+def _first_failed_rank(*, failed: bool) -> int | None:
+    """Return the first of the ranks that failed, None without one; an all-reduce over the world."""
+    world = _world()
+    if dist.get_backend(world) == "fake":
+        return None
+    # The smallest rank that failed has the largest of these; none failed where all are 0.
+    mine = [world.size() - world.rank() if failed else 0, named_groups()]
+    most = torch.tensor(mine, dtype=torch.int64, device=comparison_device_type())
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
+    before_end, names = most.tolist()
+    if before_end == 0:
+        return None
+    # Ranks may have stopped at different groups: the next that all create has one name again.
+    skip_names(names)
+    return world.size() - int(before_end)
+
+
 def _choose_way(world: dist.ProcessGroup, agreement: Agreement) -> "Way":
     if splits_world(world):
         return _split
@@ -120,7 +195,10 @@ def _choose_way(world: dist.ProcessGroup, agreement: Agreement) -> "Way":
 
 
 def _create_locally(
-    layout: RankLayout, own: OwnGroup, timeout: timedelta | None
+    layout: RankLayout,
+    own: OwnGroup,
+    timeout: timedelta | None,
+    created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """Only members take part: a rank makes a dozen calls, not one for each group of the world."""
     group: dist.ProcessGroup = dist.new_group(
@@ -129,21 +207,32 @@ def _create_locally(
         use_local_synchronization=True,
         group_desc=",".join(own.axes),
     )
+    created.append(group)
     return group
 
 
 def _create_together(
-    layout: RankLayout, own: OwnGroup, timeout: timedelta | None
+    layout: RankLayout,
+    own: OwnGroup,
+    timeout: timedelta | None,
+    created: list[dist.ProcessGroup],
 ) -> dist.ProcessGroup:
     """All ranks make all groups of an axis, as torch does when nothing else is asked for."""
     mine: dist.ProcessGroup | None = None
     for ranks in layout.groups(own.axes[0]):
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=",".join(own.axes))
-        mine = group if ranks == own.ranks else mine
+        if ranks == own.ranks:
+            mine = group
+            created.append(mine)
     return _member(mine)
 
 
-def _split(layout: RankLayout, own: OwnGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+def _split(
+    layout: RankLayout,
+    own: OwnGroup,
+    timeout: timedelta | None,
+    created: list[dist.ProcessGroup],
+) -> dist.ProcessGroup:
     """All ranks split the world's communicator into the groups of an axis, in one call.
 
     Where NCCL was initialised eagerly every new group comes from ``ncclCommSplit``, a collective
@@ -154,7 +243,9 @@ def _split(layout: RankLayout, own: OwnGroup, timeout: timedelta | None) -> dist
         timeout=timeout,
         group_desc=",".join(own.axes),
     )
-    return _member(group)
+    mine = _member(group)
+    created.append(mine)
+    return mine
 
 
 def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -163,4 +254,6 @@ def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-Way: TypeAlias = Callable[[RankLayout, OwnGroup, timedelta | None], dist.ProcessGroup]
+Way: TypeAlias = Callable[
+    [RankLayout, OwnGroup, timedelta | None, list[dist.ProcessGroup]], dist.ProcessGroup
+]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._device import checked_device_type
 from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
-from ._groups import create_groups, tell_refusal
+from ._groups import agree, all_or_none, create_groups, destroy_groups, tell_refusal
 from ._layout import RankLayout, View
 from ._topology import Topology, topology_violations
-from ._torch import is_registered, share_ranks
+from ._torch import share_ranks
 
 if TYPE_CHECKING:
     from ._dims import ParallelDims
@@ -47,13 +47,31 @@ class ParallelMesh:
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of one axis or alias, or of several axes of one view.
 
-        Raises `LayoutError` for names that are none or that no view has together.
+        Its axes are named as in the view, whatever alias was given; but ``mesh["batch"]``, which
+        data loaders ask for by that name, has the one axis ``"batch"``.
+
+        Raises:
+            LayoutError: A name is none, or no view has all of them.
+            MeshError: The mesh is closed.
         """
         key = names if isinstance(names, str) else _as_names(names)
         mesh = self._meshes.get(key)
         if mesh is None:
             mesh = self._meshes[key] = self._slice((key,) if isinstance(key, str) else key)
         return mesh
+
+    def get_optional_mesh(self, names: str | Sequence[str]) -> DeviceMesh | None:
+        """Return the mesh that ``mesh[names]`` is, or None if one of its axes has one rank.
+
+        For code that leaves a kind of parallelism out where its axis has one rank; ``mesh[names]``
+        resolves then too.
+
+        Raises:
+            LayoutError: A name is none, or no view has all of them.
+            MeshError: The mesh is closed.
+        """
+        mesh = self[names]
+        return None if 1 in mesh.shape else mesh
 
     def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
         view, axes = self.layout.find(*names)
@@ -63,6 +81,8 @@ class ParallelMesh:
                 f"{[axis for axis in view.axes if axis in axes]}"
             )
         full = self.view(view.name)
+        if names == ("batch",):
+            full, axes = _renamed(full, axes[0], "batch"), names
         mesh = full[axes]
         share_ranks(mesh, full)
         return mesh
@@ -104,19 +124,38 @@ class ParallelMesh:
         return self[name].get_group()
 
     def close(self) -> None:
-        """Destroy the groups that the build created, not the default one; may be called again.
+        """Destroy the groups that the build created; may be called again.
 
-        Groups that are gone already, as after the default one was destroyed, are left alone.
-        Collective. DTensor caches what it knows of a mesh by its ranks and names, groups and all:
-        in one process, use no DTensor over an equal mesh that is built after closing this one.
+        Groups that this mesh only uses stay: the default one, which is the group of an axis over
+        the whole world, and those of other meshes, also of equal ones. Groups that are gone
+        already, as after the default one was destroyed, are left alone. Meshes that were taken from
+        this one, and what is sharded over them, cannot communicate afterwards.
+
+        Every rank calls it, after its last collective over these groups. DTensor caches what it
+        knows of a mesh by its ranks and names, groups and all: in one process, use no DTensor over
+        an equal mesh that is built after closing this one.
         """
         self._closed = True
         self._meshes.clear()
         self._views.clear()
-        while self._created:
-            group = self._created.pop()
-            if is_registered(group):
-                dist.destroy_process_group(group)
+        destroy_groups(self._created)
+
+    def __enter__(self) -> Self:
+        """Return this mesh, which the end of the block closes; see `close`.
+
+        Where blocks of one mesh are nested, the inner one closes it. Meshes that are built inside
+        the block have groups of their own, and are closed on their own.
+
+        Raises:
+            MeshError: The mesh is closed.
+        """
+        if self._closed:
+            raise MeshError("this mesh is closed; build another")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the mesh, also where the block raises."""
+        self.close()
 
 
 def build_mesh(
@@ -138,8 +177,16 @@ def build_mesh(
     except (MeshError, ParallelDimsError) as error:
         tell_refusal(str(error))
         raise
-    agreed = f"{dims.to_dict()} on {device_type}"
-    groups, created = create_groups(layout, dist.get_rank(), timeout, agreed)
+    agreement = agree(f"{dims.to_dict()} on {device_type}")
+    created: list[dist.ProcessGroup] = []
+    with all_or_none(created):
+        groups = create_groups(layout, timeout, agreement, created)
+        return ParallelMesh(dims, layout, _views(layout, groups, device_type), created, topology)
+
+
+def _views(
+    layout: RankLayout, groups: Mapping[str, dist.ProcessGroup], device_type: str
+) -> dict[str, DeviceMesh]:
     views: dict[str, DeviceMesh] = {}
     for name, view in layout.views.items():
         ranks = _rank_tensor(view)
@@ -150,7 +197,7 @@ def build_mesh(
             mesh_dim_names=view.axes,
         )
         share_ranks(views[name], views["dense"])
-    return ParallelMesh(dims, layout, views, created, topology)
+    return views
 
 
 def _check_kinds(topology: object, timeout: object) -> None:
@@ -168,6 +215,19 @@ def _as_names(names: object) -> tuple[str, ...]:
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         return tuple(names)
     raise LayoutError(f"mesh[{names!r}] given; use the name of an axis, or several in a tuple")
+
+
+def _renamed(full: DeviceMesh, axis: str, name: str) -> DeviceMesh:
+    """Return the same mesh over the same groups, one of its axes under another name."""
+    axes = full.mesh_dim_names or ()
+    renamed = DeviceMesh.from_group(
+        [full.get_group(each) for each in axes],
+        full.device_type,
+        mesh=full.mesh,
+        mesh_dim_names=tuple(name if each == axis else each for each in axes),
+    )
+    share_ranks(renamed, full)
+    return renamed
 
 
 def _rank_tensor(view: View) -> torch.Tensor:

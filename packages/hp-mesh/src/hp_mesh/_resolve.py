@@ -125,10 +125,15 @@ def resolved_degrees(fields: Mapping[str, Any]) -> dict[str, int]:
     )
 
 
-def summarize(fields: Mapping[str, Any]) -> str:
-    """Return one line with every degree, and whatever else is not as by default."""
+def summarize(fields: Mapping[str, Any], *, etp_from_tp: bool = False) -> str:
+    """Return one line with every degree, and whatever else is not as by default.
+
+    With ``etp_from_tp`` it says so where there is something to take.
+    """
     words: dict[str, object] = {**degrees_of(fields)}
     words = {name: words[name] for name in (*BASE_AXES, "ep", "etp")}
+    if etp_from_tp and fields["tp"] != 1:
+        words["etp"] = f"{words['etp']} (from tp)"
     others = {"ulysses": "ulysses_degree", "world": "world_size"}
     words |= {word: fields[name] for word, name in others.items() if fields[name] is not None}
     words |= {"ep_mode": "peer"} if fields["ep_mode"] == "peer" else {}

@@ -14,7 +14,8 @@ class Subject:
 
     ``degrees`` have the Ulysses degree too, 1 where there is none; ``sharding`` are the axes, next
     to ``dp_replicate``, whose ranks see other samples. ``numbers`` are ``{field: (its spelling, its
-    value)}``; ``wrong`` has the fields that are given, but are none.
+    value)}``; ``wrong`` has the fields that are given, but are none. With ``sequence_parallel``
+    ranks of tp hold parts of the sequence between the layers.
     """
 
     degrees: Mapping[str, int]
@@ -22,6 +23,7 @@ class Subject:
     numbers: Mapping[str, tuple[str, int]]
     wrong: Mapping[str, Violation]
     causal_balance: bool
+    sequence_parallel: bool = True
 
 
 # What a run may change without another model.
@@ -190,7 +192,7 @@ def layers_over_pp(subject: Subject) -> Iterator[Violation]:
 
 
 def tied_embeddings_on_one_stage(subject: Subject) -> Iterator[Violation]:
-    """Tied input and output embeddings are one weight, which two stages cannot both hold."""
+    """Tied embeddings best are on one stage: two keep the weight twice and sum its gradients."""
     pp = subject.degrees["pp"]
     if pp == 1:
         return
@@ -199,17 +201,23 @@ def tied_embeddings_on_one_stage(subject: Subject) -> Iterator[Violation]:
         yield Violation(
             rule="tied-pp",
             values={"pp": pp, name: tied},
-            reason=f"pp={pp} puts the two ends of a model with {name}=True on different ranks",
+            reason=f"pp={pp} with {name}=True keeps the embedding on the first and the last stage: "
+            "both hold it with its gradient and optimizer state, and its gradients must be summed "
+            "over the two in each step",
             legal={"pp": (1,)},
+            level="advice",
         )
 
 
 def sequence_over_cp_and_tp(subject: Subject) -> Iterator[Violation]:
     """A sequence divides over cp and tp; balanced causal attention cuts it into twice cp parts.
 
-    Without tp the parts may be unequal, which costs balance.
+    Without tp, or where tp ranks all hold the whole sequence, the parts may be unequal, which costs
+    balance.
     """
     cp, tp = subject.degrees["cp"], subject.degrees["tp"]
+    if not subject.sequence_parallel:
+        tp = 1
     if cp * tp == 1:
         return
     factor = 2 if subject.causal_balance and cp > 1 else 1

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock, get_ident
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 
 def splits_world(world: dist.ProcessGroup) -> bool:
@@ -39,22 +41,75 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def named_groups() -> int:
+    """Return the number from which torch names the next group that all ranks create together.
+
+    ``_world.group_count`` (2.11 to 2.13); `torch.distributed.distributed_c10d.get_pg_count` reads
+    it too.
+    """
+    return int(distributed_c10d._world.group_count)
+
+
+def skip_names(count: int) -> None:
+    """Let torch name the next group that all ranks create together ``count``, if not higher.
+
+    Ranks that stopped at different groups would otherwise give the next one different names, and
+    wait for each other under them. Numbers are only left out, so that no name comes again.
+    """
+    distributed_c10d._world.group_count = max(named_groups(), count)
+
+
+class _StoreByThread(tuple[str, Store]):
+    """The backend and the store of a group, with another store for some threads.
+
+    ``_world.pg_map`` has such pairs, which `torch.distributed.new_group` unpacks.
+    """
+
+    given: tuple[str, Store]  # the pair as all other threads see it
+    stores: dict[int, Store]  # by the identifier of a thread
+
+    @classmethod
+    def of(cls, pair: tuple[str, Store]) -> "_StoreByThread":
+        """Return a pair that is the same to every thread so far."""
+        made = cls(pair)
+        made.given, made.stores = pair, {}
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        backend, store = self.given
+        return iter((backend, self.stores.get(get_ident(), store)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return (*self,)[index]
+
+
+_changing = Lock()  # of the map, not of what is done meanwhile
+
+
 @contextmanager
 def meet_under(prefix: str, world: dist.ProcessGroup) -> Iterator[None]:
-    """Let the members of groups that are made in the block meet under a prefix in the store.
+    """Let members of groups that this thread creates in the block meet under a prefix in the store.
 
     Local creation names a group after its ranks and `registered_groups`. After a group is
     destroyed the same name can come again, and members would read the old addresses, which stay in
-    the store. ``_world.pg_map`` (2.11 to 2.13) holds the store that new groups get. A public
-    replacement would be a name or a store that the caller gives to ``new_group``.
+    the store. ``_world.pg_map`` (2.11 to 2.13) holds the store that new groups get; groups of other
+    threads keep getting the world's own. A public replacement would be a name or a store that the
+    caller gives to ``new_group``.
     """
-    known = distributed_c10d._world.pg_map
-    backend, store = known[world]
-    known[world] = backend, PrefixStore(prefix, store)
+    known: dict[dist.ProcessGroup, tuple[str, Store]] = distributed_c10d._world.pg_map
+    thread = get_ident()
+    with _changing:
+        pair = known[world]
+        if not isinstance(pair, _StoreByThread):
+            pair = known[world] = _StoreByThread.of(pair)
+        pair.stores[thread] = PrefixStore(prefix, pair.given[1])
     try:
         yield
     finally:
-        known[world] = backend, store
+        with _changing:
+            del pair.stores[thread]
+            if not pair.stores and known.get(world) is pair:
+                known[world] = pair.given
 
 
 def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:

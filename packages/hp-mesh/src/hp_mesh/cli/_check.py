@@ -9,7 +9,7 @@ from .._dims import ParallelDims
 from .._errors import Violation, raise_errors
 from .._topology import Topology
 from ._blocks import Answer, Block, Cell, Line, Table, Tone, cells
-from ._command import Command, add_balance, add_degrees, add_model
+from ._command import Command, add_degrees, add_model, add_sequence
 from ._degrees import make_dims, read_values
 from ._documents import dims_document, violation_document
 from ._judge import judge_apart
@@ -36,6 +36,7 @@ class Question:
     seq_len: int | None
     global_batch: int | None
     causal_balance: bool
+    sequence_parallel: bool
     topology: Topology | None
 
 
@@ -58,7 +59,16 @@ def read_question(args: Namespace) -> Question:
         ranks_per_node = read_count("--ranks-per-node", args.ranks_per_node)
     if problems:
         with problems.noted():
-            raise_errors(judge_apart(fields, model, seq_len, global_batch, args.causal_balance))
+            raise_errors(
+                judge_apart(
+                    fields,
+                    model,
+                    seq_len,
+                    global_batch,
+                    args.causal_balance,
+                    args.sequence_parallel,
+                )
+            )
     problems.raise_all()
     return Question(
         dims=dims,
@@ -66,6 +76,7 @@ def read_question(args: Namespace) -> Question:
         seq_len=seq_len,
         global_batch=global_batch,
         causal_balance=args.causal_balance,
+        sequence_parallel=args.sequence_parallel,
         topology=choose_nodes(dims.layout().world_size, ranks_per_node),
     )
 
@@ -73,7 +84,7 @@ def read_question(args: Namespace) -> Question:
 def _add_options(parser: ArgumentParser) -> None:
     add_degrees(parser)
     add_model(parser)
-    add_balance(parser)
+    add_sequence(parser)
 
 
 def answer_check(args: Namespace) -> Answer:
@@ -84,6 +95,7 @@ def answer_check(args: Namespace) -> Answer:
         asked.seq_len,
         asked.global_batch,
         causal_balance=asked.causal_balance,
+        sequence_parallel=asked.sequence_parallel,
         topology=asked.topology,
     )
     errors, advice = len(report.errors), len(report) - len(report.errors)
@@ -125,6 +137,7 @@ def answer_explain(args: Namespace) -> Answer:
         asked.seq_len,
         asked.global_batch,
         causal_balance=asked.causal_balance,
+        sequence_parallel=asked.sequence_parallel,
         topology=asked.topology,
     )
     rows = tuple(

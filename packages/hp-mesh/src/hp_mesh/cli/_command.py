@@ -70,12 +70,18 @@ def add_model(parser: ArgumentParser, *, required: bool = False) -> None:
     )
 
 
-def add_balance(parser: ArgumentParser) -> None:
-    """Add ``--causal-balance``."""
+def add_sequence(parser: ArgumentParser) -> None:
+    """Add ``--causal-balance`` and ``--no-sequence-parallel``."""
     parser.add_argument(
         "--causal-balance",
         action="store_true",
         help="sequences are cut into twice cp parts, so that causal attention is balanced",
+    )
+    parser.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        help="ranks of tp all hold the whole sequence between the layers, so tp need not divide it",
     )
 
 

@@ -15,6 +15,7 @@ def judge_apart(
     seq_len: int | None,
     global_batch: int | None,
     causal_balance: bool,
+    sequence_parallel: bool,
 ) -> tuple[Violation, ...]:
     """Return the errors of models that stay errors whatever the unknown degrees become.
 
@@ -31,6 +32,7 @@ def judge_apart(
         numbers=numbers,
         wrong=wrong,
         causal_balance=causal_balance,
+        sequence_parallel=sequence_parallel,
     )
     return check_rules(subject).errors
 

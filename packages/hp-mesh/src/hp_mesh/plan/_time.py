@@ -109,7 +109,7 @@ class TimeModel:
             "fsdp": fsdp,
             "dp_replicate": replicate,
             "ep": microbatches * share * one.ep,
-            "pp": microbatches * send,
+            "pp": microbatches * send + self._tied_ends(point, groups),
         }
         return TimeSplit(
             compute=microbatches * compute,
@@ -117,6 +117,16 @@ class TimeModel:
             bubble=(pp - 1) / stages * (compute + waiting + send),
             optimizer=OPTIMIZER_BYTES * memory.parameters / MASTER_BYTES / self._bandwidth,
         )
+
+    def _tied_ends(self, point: Point, groups: Mapping[str, Group]) -> float:
+        """Return the seconds in which the two stages of a tied embedding sum its gradients.
+
+        Each of the two sends its shard to the other, once in a step.
+        """
+        if not self._model.tied:
+            return 0.0
+        shard = self._model.embedding_parameters / (point.tp * point.fsdp)
+        return self._links.send(groups["pp"], GRADIENT_BYTES * shard)
 
     def _microbatch(
         self, point: Point, groups: Mapping[str, Group], micro_batch: int, recompute: Recompute

@@ -1,0 +1,52 @@
+"""What the READMEs list, where the code has the same list."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hp_mesh import ParallelDims
+from hp_mesh._model import NESTED, SPELLINGS
+from hp_mesh.plan import ModelShape
+from hp_mesh.plan._reading import SIZES
+
+README = Path(__file__).parents[1] / "packages" / "hp-mesh" / "README.md"
+SHAPE = {"n_layers": 2, "dim": 8, "n_heads": 4, "ffn": 8, "vocab": 8, "top_k": 1, "expert_ffn": 8}
+
+
+def rows() -> dict[str, set[str]]:
+    """Return the table of field names: what is after the field in each row, in backticks."""
+    text = README.read_text(encoding="utf-8").partition("| field | names |")[2]
+    table = text.strip().partition("\n\n")[0].splitlines()[1:]
+    cells = [line.strip("|").split("|") for line in table]
+    return {field.strip(): {*re.findall(r"`(\w+)`", names)} for field, names, *_ in cells}
+
+
+def test_the_readme_of_hp_mesh_lists_every_name_that_the_checks_read() -> None:
+    listed = rows()
+    assert [n for f, names in SPELLINGS.items() for n in names if n not in listed[f]] == []
+    text = README.read_text(encoding="utf-8")
+    assert [name for name in NESTED if f"`{name}`" not in text] == []
+
+
+def test_the_readme_of_hp_mesh_lists_every_name_that_the_planner_reads() -> None:
+    listed = rows()
+    missing = {
+        field: {*names} - listed.get(field, set())
+        for field, names in SIZES.items()
+        if not {*names} <= listed.get(field, set())
+    }
+    assert missing == {}
+
+
+@pytest.mark.parametrize("field", ["heads", "kv_heads", "ffn", "vocab", "layers", "experts"])
+def test_every_name_in_the_readme_of_hp_mesh_is_read(field: str) -> None:
+    dims = ParallelDims(tp=3, dp_shard=2, pp=5, ep=3)
+    for name in rows()[field]:
+        checked = any(name in found.values for found in dims.check({name: 4}))
+        assert checked or read_by_the_planner(field, name), name
+
+
+def read_by_the_planner(field: str, name: str) -> bool:
+    rest = {key: value for key, value in SHAPE.items() if key not in SIZES[field]}
+    return bool(getattr(ModelShape.from_config({**rest, name: 4}), field) == 4)
