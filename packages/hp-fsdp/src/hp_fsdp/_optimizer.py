@@ -51,6 +51,8 @@ def sharded_optimizer(
         if unit is not None and unit not in seen:
             seen.add(unit)
             unit.reshard()
+            if not all(group.in_place for group in unit.groups):
+                unit.adopt(final=True)
             groups += unit.groups
     segments = [segment for group in groups for segment in segments_of(group)]
     if not segments and all(group.flat for group in groups):

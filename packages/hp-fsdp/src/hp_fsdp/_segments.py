@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ._buffers import in_own_storage
 from ._errors import StateError
 from ._group import ParameterGroup
 from ._parameters import ShardedParameter
@@ -27,7 +28,7 @@ class Piece:
         """Return this parameter's view of a tensor that is laid out like the segment."""
         local = self.owner.part(self.parameter)
         held = flat[self.start : self.start + local.numel()]
-        return self.owner.wrap(held.view(local.shape))
+        return self.owner.wrap(in_own_storage(held.view(local.shape)))
 
 
 class Segment:
@@ -58,7 +59,7 @@ class Segment:
         Where no piece has one, neither has ``flat``. Raises `StateError` if only some have, or the
         group was laid out anew.
         """
-        if self._group.layout.shard is not self._shard:
+        if self._group.layout.shard is not self._shard or self._group.moved:
             raise StateError(
                 "parameters were converted or moved after the optimizer was made; make it anew"
             )
