@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
-from rank_pool import RankError, RankPool
+from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -360,22 +360,7 @@ def mapping_outputs(rank: int, kind: str, sharded: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            kind,
-            marks=pytest.mark.xfail(strict=True, raises=raises, reason="not looked into as pytree"),
-        )
-        for kind, raises in (
-            ("fields", RankError),
-            ("registered", RankError),
-            ("user", AssertionError),
-            ("proxy", AssertionError),
-            ("own", AssertionError),
-        )
-    ],
-)
+@pytest.mark.parametrize("kind", list(OUTPUTS))
 def test_outputs_in_mappings_of_any_kind_are_cast(ranks: Ranks, kind: str) -> None:
     plain = mapping_outputs(0, kind, False)
     for found in ranks(2).run(mapping_outputs, kind, True):
