@@ -100,13 +100,17 @@ def check_gradient_mode(mode: GradientMode) -> GradientMode:
     return mode
 
 
-def world_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
-    """Return one axis over all ranks, on the device type of the parameters."""
-    types = {p.device.type for module in modules for p in module.parameters()} - {"meta"}
-    if len(types) > 1:
-        raise MeshError(f"parameters on devices {sorted(types)}; give the mesh to shard over")
-    kind = types.pop() if types else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+def world_mesh() -> DeviceMesh:
+    """Return one axis over all ranks on the accelerator, or on CPUs where there is none.
+
+    Without a name, so that it is equal to the mesh that torch's ``fully_shard`` makes by default.
+    Initialises the default process group where nobody did, as torch's does.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

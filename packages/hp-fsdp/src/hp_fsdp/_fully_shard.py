@@ -122,7 +122,9 @@ def fully_shard(
     Args:
         module: a module with a ``forward``, or a list of such modules. Parameters on the meta
             device get memory later, by ``to_empty`` or ``load_state_dict(assign=True)``.
-        mesh: 1-D, or 2-D ``(replicate, shard)``; by default 1-D over the world.
+        mesh: 1-D, or 2-D ``(replicate, shard)``. By default 1-D over the world, without a name, on
+            the accelerator if there is one, wherever the parameters are; the default process group
+            is then initialised if nobody did.
         layout: ``"exact"``, the shards of torch, or ``"ragged"``: all parameters of a unit are one
             buffer in equal shares, and each a `RaggedTensor` of hp-dtensor. Nothing is copied to
             gather them, nothing padded but up to 16 bytes a rank.
@@ -170,7 +172,7 @@ def fully_shard(
     modules = modules_of(module)
     check_modules(modules)
     if mesh is None:
-        mesh = world_mesh(modules)
+        mesh = world_mesh()
     place = place_on(mesh, dp_mesh_dims)
     options = Options(
         reshard_after_forward=check_reshard(reshard_after_forward, place.axes.shard.size),
