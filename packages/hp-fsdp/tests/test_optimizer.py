@@ -251,7 +251,6 @@ def grown(rank: int, layout: str, flat: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="added parameters are not stepped")
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 def test_added_parameters_are_stepped_as_the_optimizer_itself_does(
     ranks: Ranks, layout: str
