@@ -246,7 +246,6 @@ def chunked_plainly(beside: str) -> Gradients:
     return gradients(plain)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the order is that of the last call")
 @pytest.mark.parametrize("beside", ["head", "another root"])
 def test_a_unit_that_is_called_alone_leaves_the_learned_order_to_its_root(
     ranks: Ranks, beside: str

@@ -14,13 +14,17 @@ from ._states import GradientState
 from ._torch import call_after_backward
 from ._unit import Unit, unit_of
 
+Order = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
+
 
 class Schedule:
     """The step of all units under one root module.
 
-    Every forward pass of the root records the order in which units begin and end. The next pass
-    follows it: a unit that begins starts the gather of the one that began after it. Backward goes
-    through the recorded ends in reverse, one gather ahead. Where a pass leaves the recorded order,
+    Every forward pass records the order in which units begin and end, for the unit that it began
+    with: the root, or a part that is called alone. The next pass that begins there follows it: a
+    unit that begins starts the gather of the one that began after it. Backward goes through the
+    ends that the last pass recorded in reverse, one gather ahead, and where it comes to a unit of
+    an earlier pass goes on with that one's. Where a pass leaves the recorded order,
     it does without prefetch to its end. All collectives are thus issued in program order, the same
     on all ranks that run the same program.
     """
@@ -42,8 +46,9 @@ class Schedule:
         self._pass_root: Unit | None = None
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
-        self._begin_order: list[Unit] = []
-        self._end_order: list[Unit] = []
+        self._orders: dict[Unit, Order] = {}  # by the root of the pass, the latest pass last
+        self._begin_order: list[Unit] = []  # what this pass follows
+        self._end_order: list[Unit] = []  # what a backward goes through
         self._following = False
         self._backward = False
         self._cursor = 0
@@ -106,6 +111,7 @@ class Schedule:
             self.starts_after.wait()
             self.starts_after = None
         self._begun, self._ended = [], []
+        self._begin_order = self._orders[root][0] if root in self._orders else []
         self._following = True
         # What an earlier pass left gathered never met its backward (an exception, a discarded
         # loss); an optimizer may have stepped since.
@@ -127,7 +133,9 @@ class Schedule:
         for other in self.units:
             if other.passage.half_run:
                 other.passage.leave(self)
-        self._begin_order, self._end_order = self._begun, self._ended
+        self._orders.pop(unit, None)
+        self._orders[unit] = self._begun, self._ended
+        self._end_order = self._ended
         self._cursor = len(self._end_order)
         self._pass_root = None
         self._drop_unused_gathers()
@@ -146,7 +154,8 @@ class Schedule:
         """
         chosen = unit.options.reshard_after_forward
         if chosen is None:
-            last = self._end_order[-2] if len(self._end_order) > 1 else None
+            _, order = self._orders.get(self._pass_root or unit, ([], []))
+            last = order[-2] if len(order) > 1 else None
             chosen = unit is not self._pass_root and not (self._following and unit is last)
         if chosen is True:
             unit.reshard()
@@ -172,12 +181,14 @@ class Schedule:
                 self._prefetch_backward(chosen)
             return
         order = self._end_order
-        at = next((i for i in reversed(range(self._cursor)) if order[i] is unit), None)
+        at = _last(order, unit, self._cursor)
         if at is None:
-            # A second pass through the same units: start again from the end.
-            at = next((i for i in reversed(range(len(order))) if order[i] is unit), None)
+            # A second pass through the same units, or an earlier pass: start from its end.
+            earlier = [ended for _, ended in reversed(self._orders.values())]
+            order = next((each for each in [order, *earlier] if unit in each), order)
+            at = _last(order, unit, len(order))
         if at is not None:
-            self._cursor = at
+            self._end_order, self._cursor = order, at
             if at:
                 self._prefetch_backward(order[at - 1])
 
@@ -235,3 +246,8 @@ class Schedule:
         self._backward = False
         self._following = False
         self._cursor = len(self._end_order)
+
+
+def _last(order: list[Unit], unit: Unit, end: int) -> int | None:
+    """Return the last place before ``end`` that a unit has in an order; None if it has none."""
+    return next((i for i in reversed(range(end)) if order[i] is unit), None)
