@@ -44,6 +44,7 @@ class ParameterGroup:
         self.storage = storage
         self.smaller: Axis | None = None  # what `keep` shards over between forward and backward
         self.partial = PartialSum()
+        self.path = ""  # from the root of the step to the unit, once there is one
         self._collectives = collectives
         self._work: Work | None = None
         self._writes_noted: int | None = None
@@ -131,7 +132,7 @@ class ParameterGroup:
         if not kept and self.state is not ParameterState.SHARDED:
             return
         if self.layout.shard.is_meta:
-            raise no_memory(self.parameters)
+            raise no_memory(self.parameters, self.path)
         self.state = advance(self.state, Event.GATHER)
         if kept and self.smaller is not None:
             self._work = self.layout.gather_kept(self.smaller, self._collectives)

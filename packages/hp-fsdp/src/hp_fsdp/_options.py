@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ._errors import ShardingError, shown
+from ._errors import ArgumentTypeError, ShardingError, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,15 @@ class Options:
             )
         alive: object = self.in_flight
         if isinstance(alive, bool) or not isinstance(alive, int) or alive < 1:
-            raise ShardingError(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
+            wrong = isinstance(alive, bool) or not isinstance(alive, int)
+            kind = ArgumentTypeError if wrong else ShardingError
+            raise kind(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
         check_precision(self.precision)
 
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ShardingError(f"{name} is {shown(value)}; legal are True and False")
+        raise ArgumentTypeError(f"{name} is {shown(value)}; legal are True and False")
 
 
 def check_reshard(choice: object, degree: int) -> bool | int | None:
@@ -104,7 +106,7 @@ def check_reshard(choice: object, degree: int) -> bool | int | None:
 def check_precision(policy: object) -> None:
     """Raise `ShardingError` unless ``policy`` is a policy of floating dtypes."""
     if not isinstance(policy, MixedPrecisionPolicy):
-        raise ShardingError(f"mp_policy is {shown(policy)}; legal is a MixedPrecisionPolicy")
+        raise ArgumentTypeError(f"mp_policy is {shown(policy)}; legal is a MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype: object = getattr(policy, name)
         if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

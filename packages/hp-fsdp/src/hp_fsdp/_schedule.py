@@ -40,6 +40,7 @@ class Schedule:
                     unit.schedule.check_no_backward()
                 unit.schedule = self
                 self.units.append(unit)
+        self._name_groups()
         self.device = self.units[0].device
         self.starts_after: torch.Event | None = None
         self._split_axes()
@@ -63,6 +64,11 @@ class Schedule:
             if unit is not None:
                 found.setdefault(unit, path or "(root)")
         return [found.get(unit, "(removed)") for unit in self.units]
+
+    def _name_groups(self) -> None:
+        for unit, path in zip(self.units, self.paths(), strict=True):
+            for group in unit.groups:
+                group.path = "" if path == "(root)" else path
 
     def _split_axes(self) -> None:
         """Make the process groups of units that reshard to fewer ranks, one per set of ranks."""

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ._axes import DataAxes, new_axis
-from ._errors import ModuleError, ShardingError, StateError, UnsupportedError, shown
+from ._errors import (
+    ModuleError,
+    ModuleStateError,
+    ShardingError,
+    StateError,
+    UnsupportedError,
+    shown,
+)
 from ._options import ReductionHook
 from ._unit import Unit, unit_of
 
@@ -193,7 +200,7 @@ class Setters:
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
         if unit is None:
-            raise ModuleError(f"{type(self).__name__} was not given to fully_shard")
+            raise ModuleStateError(f"{type(self).__name__} was not given to fully_shard")
         return unit
 
     def _units(self, recurse: bool) -> list[Unit]:
