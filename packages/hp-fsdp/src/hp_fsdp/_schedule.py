@@ -1,5 +1,7 @@
 """When units gather, prefetch and reduce: the order is learned, never asked of the data."""
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -45,6 +47,7 @@ class Schedule:
         self.starts_after: torch.Event | None = None
         self._split_axes()
         self._pass_root: Unit | None = None
+        self._compared_divisors = False
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
         self._orders: dict[Unit, Order] = {}  # by the root of the pass, the latest pass last
@@ -113,6 +116,9 @@ class Schedule:
 
     def _begin_pass(self, root: Unit) -> None:
         self._pass_root = root
+        if not self._compared_divisors and root is self.units[0]:
+            self._compared_divisors = True
+            self._warn_of_divisors()
         if self.starts_after is not None:
             self.starts_after.wait()
             self.starts_after = None
@@ -126,6 +132,23 @@ class Schedule:
                 unit.passage.forget()
             if unit.in_pass or unit.stale:
                 unit.reshard()
+
+    def _warn_of_divisors(self) -> None:
+        """Warn where units divide their gradients by different numbers."""
+        found: dict[float, dict[str, None]] = {}
+        for unit, path in zip(self.units, self.paths(), strict=True):
+            for group in unit.groups:
+                if any(parameter.sharded.requires_grad for parameter in group.parameters):
+                    by = unit.options.divisor(group.reduce_axes.size)
+                    found.setdefault(by, {})[path] = None
+        if len(found) > 1:
+            said = "; ".join(f"{', '.join(paths)} by {by:g}" for by, paths in found.items())
+            warnings.warn(
+                f"units divide the sum of their gradients by different numbers: {said}. Give all "
+                "of them the same gradient_reduction, or call set_gradient_divide_factor(factor, "
+                "recurse=True) on the root",
+                stacklevel=2,
+            )
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.sharded and all(group.available for group in unit.groups):

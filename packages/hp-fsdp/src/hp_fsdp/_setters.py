@@ -93,8 +93,9 @@ class Setters:
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Divide the sum of the ranks' gradients by ``factor``; 1.0 leaves the sum.
 
-        None restores the default: the mean over all ranks of the mesh. Raises `ShardingError` for
-        anything but a positive finite number or None.
+        None restores what ``gradient_reduction`` of `fully_shard` says: the mean over all ranks of
+        the mesh, or the sum. Without ``recurse`` units below keep theirs. Raises `ShardingError`
+        for anything but a positive finite number or None.
         """
         self._edit(recurse, divide=None if factor is None else float(factor))
 
