@@ -1,6 +1,7 @@
 """Small models and what every test does with them: build, feed, compare with one process."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -90,6 +91,19 @@ def full(tensor: Tensor) -> Tensor:
 
 def gradients(model: nn.Module) -> Gradients:
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def in_one_run(sharded: Iterable[Any]) -> bool:
+    """Return whether this rank's parts lie in one buffer: they take no more room than in one."""
+    starts, ends, room = [], [], 0
+    for p in sharded:
+        local = p.to_local()
+        rows = -(-p.shape[0] // p.device_mesh.size())
+        room += rows * math.prod(p.shape[1:]) * p.element_size() + 16  # padded rows, and alignment
+        if local.numel():
+            starts.append(local.data_ptr())
+            ends.append(local.data_ptr() + local.nbytes)
+    return max(ends, default=0) - min(starts, default=0) <= room
 
 
 def parameters(model: nn.Module) -> Gradients:

@@ -293,7 +293,7 @@ def class_facts(rank: int) -> dict[str, bool]:
         "slice": not isinstance(pair[:1], FSDPModule) and type(pair[:1]) is nn.Sequential,
         "no copy": not copies,
         "no third axis": not axes,
-        "world by default": default.plan_report().groups[0].axes == {"fsdp": 2},
+        "world by default": default.plan_report().groups[0].axes == {"dim0": 2},
         "report": "blocks" not in str(model.blocks[0].plan_report()),
     }
 

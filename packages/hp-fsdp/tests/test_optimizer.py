@@ -205,3 +205,61 @@ def with_ignored(rank: int) -> tuple[bool, int]:
 
 def test_ignored_parameters_are_stepped_as_they_are(ranks: Ranks) -> None:
     assert ranks(2).run(with_ignored) == [(True, 3)] * 2
+
+
+def grown(rank: int, layout: str, flat: bool) -> dict[str, Any]:
+    """Thaw layers and add them, and a tensor of another module, while training."""
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]), layout=layout)
+    late = [model.head.weight, model.head.bias, model.blocks[0].up.weight]
+    for p in late:
+        p.requires_grad_(False)
+    beside = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    cls = torch.optim.AdamW
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    optimizer: Any = (
+        sharded_optimizer(cls, model, **options)
+        if flat
+        else cls([p for p in model.parameters() if p.requires_grad], **options)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(3):
+        if step == 1:
+            for p in late:
+                p.requires_grad_(True)
+            optimizer.add_param_group({"params": late, "lr": 0.1})
+            optimizer.add_param_group({"params": beside})
+        (loss_of(model, tokens(rank, step)) * beside.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    said = ""
+    try:
+        optimizer.add_param_group({"params": [model.head.bias]})
+    except ValueError as error:
+        said = str(error)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    loss_of(model, tokens(rank, 9)).backward()
+    optimizer.step()
+    end = {**parameters(model), "beside": beside.detach().clone()}
+    return {
+        "end": end,
+        "moments": moments(optimizer, model),
+        "rates": [group["lr"] for group in optimizer.param_groups],
+        "numbers": [group["params"] for group in state["param_groups"]],
+        "said": said,
+    }
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_added_parameters_are_stepped_as_the_optimizer_itself_does(
+    ranks: Ranks, layout: str
+) -> None:
+    flat = ranks(2).run(grown, layout, True)
+    single = ranks(2).run(grown, layout, False)
+    for mine, other in zip(flat, single, strict=True):
+        assert worst(mine["end"], other["end"]) < 1e-12
+        assert worst(mine["moments"], other["moments"]) < 1e-12
+        assert mine["rates"] == other["rates"]
+        assert list(map(len, mine["numbers"])) == list(map(len, other["numbers"]))
+        assert mine["said"] == other["said"] != ""

@@ -1,8 +1,10 @@
 """Mixed precision: what is computed, reduced, stored and returned in which dtype."""
 
+import collections
 import dataclasses
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -255,3 +257,118 @@ def widened(rank: int) -> tuple[Any, Any]:
 
 def test_the_reduction_keeps_its_dtype_when_the_model_is_converted(ranks: Ranks) -> None:
     assert ranks(2).run(widened) == [(0, torch.float64)] * 2
+
+
+@dataclasses.dataclass
+class Fixed(collections.OrderedDict):  # type: ignore[type-arg]
+    """A mapping whose items are also its fields, and which refuses ``update``.
+
+    Outputs of models in other libraries are such.
+    """
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Have the fields as items."""
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Change the field too."""
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        """Make a copy of the fields."""
+        return type(self), tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse."""
+        raise TypeError("no update")
+
+
+class Registered(Fixed):
+    """The same, known to torch's pytree."""
+
+
+class View(Mapping[str, Any]):
+    """A mapping that is no dict and cannot be changed."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        """Hold the items."""
+        self.held = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        """Return an item."""
+        return self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the keys."""
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.held)
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "fields": lambda y: Fixed(y, (y + 1,)),
+    "registered": lambda y: Registered(y, (y + 1,)),
+    "user": lambda y: collections.UserDict({"logits": y, "hidden": (y + 1,)}),
+    "proxy": lambda y: MappingProxyType({"logits": y, "hidden": (y + 1,)}),
+    "own": lambda y: View({"logits": y, "hidden": (y + 1,)}),
+}
+
+
+class Answers(nn.Module):
+    """A layer whose output comes in a mapping."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the layer's output, and another."""
+        return OUTPUTS[self.kind](self.lin(x))
+
+
+def mapping_outputs(rank: int, kind: str, sharded: bool) -> dict[str, Any]:
+    """Return what a forward gives in a dtype of its own, and the gradient behind it."""
+    if Registered not in torch.utils._pytree.SUPPORTED_NODES:
+        torch.utils._pytree.register_pytree_node(
+            Registered,
+            lambda value: (list(value.values()), list(value)),
+            lambda values, keys: Registered(**dict(zip(keys, values, strict=True))),
+        )
+    torch.manual_seed(0)
+    model: Any = Answers(kind)
+    if sharded:
+        policy = MixedPrecisionPolicy(output_dtype=torch.float64)
+        fully_shard(model, mesh_of((2,), ("fsdp",)), mp_policy=policy)
+    out = model(torch.ones(2, 4))
+    (out["logits"].sum() + out["hidden"][0].pow(2).sum()).backward()
+    return {
+        "type": type(out).__name__,
+        "keys": list(out),
+        "dtypes": [out["logits"].dtype, out["hidden"][0].dtype],
+        "fields": not isinstance(out, Fixed) or out.logits is out["logits"],
+        "values": {"logits": out["logits"].detach(), "hidden": out["hidden"][0].detach()},
+        "gradients": gradients(model),
+    }
+
+
+@pytest.mark.parametrize("kind", list(OUTPUTS))
+def test_outputs_in_mappings_of_any_kind_are_cast(ranks: Ranks, kind: str) -> None:
+    plain = mapping_outputs(0, kind, False)
+    for found in ranks(2).run(mapping_outputs, kind, True):
+        assert found["type"] == plain["type"]
+        assert found["keys"] == plain["keys"] == ["logits", "hidden"]
+        assert found["dtypes"] == [torch.float64, torch.float64]
+        assert found["fields"]
+        assert all(
+            torch.equal(found["values"][k], plain["values"][k].double()) for k in plain["values"]
+        )
+        assert worst(found["gradients"], plain["gradients"]) < 1e-6

@@ -1,14 +1,16 @@
 """Which module is the root of a step, which units there are, and which meshes they may be on."""
 
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as theirs
 from rank_pool import RankPool, cached
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from hp_fsdp import FSDPModule, MeshError, UnshardHandle, fully_shard
@@ -202,3 +204,56 @@ def by_hand(rank: int) -> bool:
 
 def test_resharding_by_hand_changes_no_value(ranks: Ranks) -> None:
     assert all(ranks(2).run(by_hand))
+
+
+def without_mesh(rank: int) -> dict[str, bool]:
+    """Compare what is sharded without a mesh with what torch shards so."""
+    model: Any = make(Net)
+    other: Any = make(Net)
+    for sharded, wrap in ((model, fully_shard), (other, theirs.fully_shard)):
+        for block in (*sharded.blocks, sharded):
+            wrap(block)
+    facts = {
+        "mesh": all(p.device_mesh == init_device_mesh("cpu", (2,)) for p in model.parameters()),
+        "no names": all(p.device_mesh.mesh_dim_names is None for p in model.parameters()),
+    }
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    model.load_state_dict(other.state_dict())
+    facts["loaded"] = all(
+        torch.equal(full(one), full(two))
+        for one, two in zip(model.parameters(), other.parameters(), strict=True)
+    )
+    with torch.no_grad():
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            one.copy_(two + 1.0)
+    loss_of(model, tokens(rank)).backward()
+    loss_of(other, tokens(rank)).backward()
+    both = [p.grad for p in (*model.parameters(), *other.parameters())]
+    norm = nn.utils.get_total_norm(cast(Any, both))
+    wanted = torch.stack([full(each).norm() for each in cast(Any, both)]).norm()
+    facts["clipped together"] = torch.allclose(full(norm), wanted)
+    return facts
+
+
+def test_without_a_mesh_parameters_lie_on_the_mesh_that_torch_makes(ranks: Ranks) -> None:
+    for facts in ranks(2).run(without_mesh):
+        assert all(facts.values()), facts
+
+
+def without_group(rank: int) -> tuple[bool, int]:
+    """Shard where nobody has initialised a process group; the environment says how."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    model: Any = fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    return dist.is_initialized(), model.weight.device_mesh.size()
+
+
+def test_without_a_mesh_the_process_group_is_initialised() -> None:
+    pool = RankPool(1)  # of its own: the others' groups stay
+    try:
+        assert pool.run(without_group) == [(True, 1)]
+    finally:
+        pool.close()

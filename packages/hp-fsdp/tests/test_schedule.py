@@ -194,3 +194,70 @@ def test_one_rank_communicates_nothing_and_replicas_only_sum(ranks: Ranks) -> No
     for log, found in ranks(2).run(alone, (2, 1)):
         assert log == [("sum", 2), ("sum", 1), ("sum", 0), ("sum", ROOT)]
         assert worst(found, expected_of(2)) < 1e-12
+
+
+class Chunked(Chain):
+    """A chain whose head is called beside it, once per part of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH * (2 * BLOCKS + 2), 10, bias=False)
+
+
+Events = list[tuple[str, int]]
+
+
+def chunked(rank: int, beside: str) -> tuple[list[Events], list[Events], Gradients]:
+    """Return what was gathered and run, forward and backward, in three steps."""
+    carrier = Logging()
+    model: Any = make(Chunked)
+    mesh = mesh_of((2,), ("fsdp",))
+    for module in (*model.blocks, model.head, model):
+        fully_shard(module, mesh, reshard_after_forward=True, collectives=carrier)
+    for unit, module in enumerate((*model.blocks, model.last, model.head)):
+        carrier.units[sum(p.numel() for p in module.parameters())] = unit
+    for unit, module in enumerate((*model.blocks, model)):
+        module.register_forward_pre_hook(lambda *_, unit=unit: carrier.log.append(("run", unit)))
+    forwards, backwards = [], []
+    for _ in range(3):
+        model.zero_grad()
+        carrier.log = []
+        y = model(input_of(rank))
+        forward, carrier.log = carrier.log, []
+        if beside == "another root":
+            z = model.blocks[1](input_of(rank + 7)).pow(2).mean()
+        else:
+            z = torch.zeros((), dtype=torch.float64)
+        loss = sum((model.head(part).pow(2).sum() for part in y.chunk(2)), z)
+        carrier.log = []
+        cast(Tensor, loss).backward()
+        forwards.append(forward)
+        backwards.append(carrier.log)
+    return forwards, backwards, gradients(model)
+
+
+def chunked_plainly(beside: str) -> Gradients:
+    plain: Any = make(Chunked)
+    for rank in range(2):
+        loss = plain.head(plain(input_of(rank))).pow(2).sum()
+        if beside == "another root":
+            loss = loss + plain.blocks[1](input_of(rank + 7)).pow(2).mean()
+        (loss / 2).backward()
+    return gradients(plain)
+
+
+@pytest.mark.parametrize("beside", ["head", "another root"])
+def test_a_unit_that_is_called_alone_leaves_the_learned_order_to_its_root(
+    ranks: Ranks, beside: str
+) -> None:
+    expected = chunked_plainly(beside)
+    for forwards, backwards, found in ranks(2).run(chunked, beside):
+        assert worst(found, expected) < 1e-12
+        for log in forwards[1:]:  # each gather is started before the unit ahead of it runs
+            assert log.index(("gather", 0)) < log.index(("run", ROOT))
+            assert log.index(("gather", 1)) < log.index(("run", 0))
+            assert log.index(("gather", 2)) < log.index(("run", 1))
+        for log in backwards:
+            log.reverse()  # what is called beside comes first in a backward
+            assert log.index(("gather", 1)) > log.index(("reduce", 2))
+            assert log.index(("gather", 0)) > log.index(("reduce", 1))

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
@@ -472,3 +473,86 @@ def test_hooks_after_gradients_run_on_the_sharded_parameters(ranks: Ranks) -> No
     for none_left, found in ranks(2).run(stepping_in_backward):
         assert none_left
         assert worst(found, reference(2)) < 1e-9  # a difference of parameters
+
+
+def summed_by_default(
+    rank: int, shape: tuple[int, ...], layout: str, grads: str
+) -> list[Gradients]:
+    """Reduce by a sum, with a factor of its own, by the sum again; without shards too."""
+    model = shard(
+        make(Net),
+        mesh_of(shape, NAMES[len(shape)]),
+        layout=layout,
+        grads=grads,
+        gradient_reduction="sum",
+    )
+    seen = []
+    for factor in (None, 3.0, None):
+        model.set_gradient_divide_factor(factor, recurse=True)
+        loss_of(model, tokens(rank)).backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize(
+    ("layout", "grads"), [("exact", "copy"), ("exact", "fused"), ("ragged", "copy")]
+)
+def test_gradients_may_be_summed(
+    ranks: Ranks, shape: tuple[int, ...], layout: str, grads: str
+) -> None:
+    world = torch.Size(shape).numel()
+    for total, third, again in ranks(world).run(summed_by_default, shape, layout, grads):
+        assert worst(total, reference(world, divide=1.0)) < 1e-12
+        assert worst(third, reference(world, divide=3.0)) < 1e-12
+        assert worst(again, reference(world, divide=1.0)) < 1e-12
+
+
+def other_reduction(rank: int) -> str:
+    wrap: Any = fully_shard
+    try:
+        wrap(nn.Linear(2, 2), mesh_of((2,), NAMES[1]), gradient_reduction="avg")
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def test_other_reductions_are_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(other_reduction):
+        assert said == "gradient_reduction is 'avg'; legal are ['mean', 'sum']"
+
+
+def scaled(rank: int, how: str) -> list[list[str]]:
+    """Return the warnings of two steps and an evaluation, one list each."""
+    mesh = mesh_of((2,), NAMES[1])
+    model = shard(make(Net), mesh)
+    if how == "root":
+        model.set_gradient_divide_factor(1.0)
+    elif how == "all":
+        model.set_gradient_divide_factor(1.0, recurse=True)
+    elif how == "the mean by another name":
+        model.set_gradient_divide_factor(2.0)
+    elif how == "frozen":
+        model.blocks[1].set_gradient_divide_factor(1.0)
+        model.blocks[1].requires_grad_(False)
+    seen = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(model, tokens(rank)).backward()
+            seen.append([str(each.message) for each in caught])
+    return seen
+
+
+@pytest.mark.parametrize("how", ["root", "all", "default", "frozen", "the mean by another name"])
+def test_units_that_divide_by_different_numbers_are_warned_of_once(ranks: Ranks, how: str) -> None:
+    for first, second in ranks(2).run(scaled, how):
+        assert second == []
+        if how != "root":
+            assert first == []
+            continue
+        assert len(first) == 1
+        assert "(root) by 1" in first[0]
+        assert "blocks.0, blocks.1, blocks.2 by 2" in first[0]
+        assert "gradient_reduction" in first[0]

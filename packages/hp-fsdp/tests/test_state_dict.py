@@ -1,5 +1,7 @@
 """State dicts: views of the shards, loaded in place, and whole ones on one rank."""
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from hp_fsdp import sharded_optimizer
 
 from .models import (
     Gradients,
@@ -174,3 +178,130 @@ def test_state_on_joint_meshes_is_the_whole_models(ranks: Ranks, shape: tuple[in
     for on, found in ranks(4).run(joint, shape):
         assert on
         assert worst(found, parameters(make(Net))) == 0
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def loaded(value: object) -> Any:
+    return torch.load(io.BytesIO(saved(value)), weights_only=True)
+
+
+def stepped(rank: int, layout: str, flat: bool = False, steps: int = 1) -> tuple[Any, Any]:
+    """Return a model and its optimizer after some steps."""
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]), layout=layout)
+    cls = torch.optim.AdamW
+    options: dict[str, Any] = {"lr": 0.1}
+    optimizer = (
+        sharded_optimizer(cls, model, **options) if flat else cls(model.parameters(), **options)
+    )
+    for step in range(steps):
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def copied_models(rank: int, layout: str, how: str) -> dict[str, bool]:
+    """Copy a model's state, or save and load it, and give it to a fresh model."""
+    model, _ = stepped(rank, layout)
+    wanted = parameters(model)
+    state = model.state_dict()
+    found = copy.deepcopy(state) if how == "deepcopy" else loaded(state)
+    facts = {
+        "kinds": all(type(found[name]) is type(state[name]) for name in state),
+        "values": all(torch.equal(full(found[name]), wanted[name]) for name in wanted),
+        "placements": all(found[name].placements == state[name].placements for name in state),
+    }
+    loss_of(model, tokens(rank, 5)).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    facts["own memory"] = all(torch.equal(full(found[name]), wanted[name]) for name in wanted)
+    fresh, _ = stepped(rank, layout, steps=0)
+    fresh.load_state_dict(found)
+    facts["loads"] = all(torch.equal(full(p), wanted[n]) for n, p in fresh.named_parameters())
+    return facts
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_a_state_dict_can_be_copied_and_saved(ranks: Ranks, layout: str, how: str) -> None:
+    for facts in ranks(2).run(copied_models, layout, how):
+        assert all(facts.values()), facts
+
+
+def copied_optimizers(rank: int, layout: str, flat: bool, how: str) -> dict[str, bool]:
+    """Copy an optimizer's state, or save and load it, and go on from it."""
+    model, optimizer = stepped(rank, layout, flat)
+    state = optimizer.state_dict()
+    found = copy.deepcopy(state) if how == "deepcopy" else loaded(state)
+    fresh, its = stepped(rank, layout, flat, steps=0)
+    fresh.load_state_dict(model.state_dict())
+    its.load_state_dict(found)
+    for each, own in ((model, optimizer), (fresh, its)):
+        loss_of(each, tokens(rank, 5)).backward()
+        own.step()
+    one, other = parameters(model), parameters(fresh)
+    return {
+        "numbers": list(found["state"]) == list(state["state"]),
+        "next step": all(torch.equal(one[name], other[name]) for name in one),
+    }
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_state_of_an_optimizer_can_be_copied_and_saved(
+    ranks: Ranks, layout: str, flat: bool, how: str
+) -> None:
+    for facts in ranks(2).run(copied_optimizers, layout, flat, how):
+        assert all(facts.values()), facts
+
+
+def saved_alone(rank: int, layout: str, flat: bool) -> dict[str, tuple[int, int]]:
+    """Return for each tensor the bytes of a file of it alone, and of one of its clone."""
+    model, optimizer = stepped(rank, layout, flat)
+    found: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        found[name] = value.to_local()
+        found[f"{name}, parameter"] = model.get_parameter(name).detach().to_local()
+        found[f"{name}, moment"] = optimizer.state[model.get_parameter(name)]["exp_avg"].to_local()
+    return {name: (len(saved(each)), len(saved(each.clone()))) for name, each in found.items()}
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_shard_that_is_saved_alone_takes_the_room_of_its_own_bytes(
+    ranks: Ranks, layout: str, flat: bool
+) -> None:
+    for found in ranks(2).run(saved_alone, layout, flat):
+        for name, (alone, clone) in found.items():
+            assert alone <= clone + 128, name
+
+
+def sent(rank: int, layout: str, flat: bool, move: bool) -> Gradients:
+    """Move shards to shared memory, as sending them to another process does; train on."""
+    model, _ = stepped(rank, layout)
+    for value in model.state_dict().values() if move else ():
+        value.to_local().share_memory_()
+    optimizer: Any = (
+        sharded_optimizer(torch.optim.AdamW, model, lr=0.1)
+        if flat
+        else torch.optim.AdamW(model.parameters(), lr=0.1)
+    )
+    for step in (7, 8):
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model, tokens(rank, 9)).backward()
+    return {**parameters(model), **{f"{n}.grad": g for n, g in gradients(model).items()}}
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_shards_in_shared_memory_still_train(ranks: Ranks, layout: str, flat: bool) -> None:
+    expected = ranks(2).run(sent, layout, flat, False)
+    for found, wanted in zip(ranks(2).run(sent, layout, flat, True), expected, strict=True):
+        assert worst(found, wanted) < 1e-12

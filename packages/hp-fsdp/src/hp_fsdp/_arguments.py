@@ -10,7 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ._buffers import Resize
-from ._errors import MeshError, ModuleError, ShardingError, shown
+from ._errors import (
+    ArgumentTypeError,
+    MeshError,
+    MeshTypeError,
+    ModuleError,
+    ModuleStateError,
+    ModuleTypeError,
+    ShardingError,
+    shown,
+)
 from ._place import DataAxisNames, Place, WholePlace
 from ._storage import GradientMode, Storage
 from ._unit import unit_of
@@ -24,18 +33,18 @@ def modules_of(module: object) -> list[nn.Module]:
     if isinstance(module, nn.Module):
         return [module]
     if isinstance(module, str | torch.Tensor) or not isinstance(module, Iterable):
-        raise ModuleError(f"module is {shown(module)}; {legal}")
+        raise ModuleTypeError(f"module is {shown(module)}; {legal}")
     modules = list(module)
     for position, each in enumerate(modules):
         if not isinstance(each, nn.Module):
-            raise ModuleError(f"module[{position}] is {shown(each)}; {legal}")
+            raise ModuleTypeError(f"module[{position}] is {shown(each)}; {legal}")
     return modules
 
 
 def place_on(mesh: object, dims: DataAxisNames | None) -> Place:
     """Return where parameters are sharded; raises `MeshError` for what is no mesh for it."""
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(
+        raise MeshTypeError(
             f"mesh is {shown(mesh)}; legal are a DeviceMesh of one or two axes, and None for one "
             "axis over the world"
         )
@@ -57,7 +66,7 @@ def storage_of(
 ) -> Storage:
     """Return where shards rest; raises `ShardingError` for what is no policy or no size."""
     if not isinstance(offload, OffloadPolicy):
-        raise ShardingError(
+        raise ArgumentTypeError(
             f"offload_policy is {shown(offload)}; legal are OffloadPolicy() and CPUOffloadPolicy()"
         )
     if direct_bytes is not None and not direct_bytes >= 0:
@@ -85,7 +94,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         name = type(module).__name__
         if unit_of(module) is not None:
-            raise ModuleError(f"{name} is sharded already; a module can be sharded once")
+            raise ModuleStateError(f"{name} is sharded already; a module can be sharded once")
         if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"{name} has no forward, so it cannot gather its parameters; shard the modules in "
@@ -100,13 +109,17 @@ def check_gradient_mode(mode: GradientMode) -> GradientMode:
     return mode
 
 
-def world_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
-    """Return one axis over all ranks, on the device type of the parameters."""
-    types = {p.device.type for module in modules for p in module.parameters()} - {"meta"}
-    if len(types) > 1:
-        raise MeshError(f"parameters on devices {sorted(types)}; give the mesh to shard over")
-    kind = types.pop() if types else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+def world_mesh() -> DeviceMesh:
+    """Return one axis over all ranks on the accelerator, or on CPUs where there is none.
+
+    Without a name, so that it is equal to the mesh that torch's ``fully_shard`` makes by default.
+    Initialises the default process group where nobody did, as torch's does.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -170,3 +170,19 @@ class RingBuffer:
         """Release the slot."""
         if self._slot.owner is self:
             self._slot.owner = None
+
+
+def in_own_storage(view: Tensor) -> Tensor:
+    """Return a contiguous view of a flat buffer as a tensor whose storage is these bytes alone.
+
+    It is the same memory, with a version counter of its own, and keeps the buffer alive. A plain
+    view has the storage of the whole buffer, all of which ``torch.save`` writes, and an offset in
+    it, which a DTensor takes over: ``torch.save`` and ``deepcopy`` look for memory behind that
+    offset, where a DTensor has none.
+    """
+    if view.is_meta:
+        return view
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    empty = torch.empty(0, dtype=view.dtype, device=view.device)
+    return empty.set_(storage, 0, view.shape, view.stride())

@@ -1,4 +1,12 @@
-"""What can be wrong with a call; each error is raised before anything is communicated."""
+"""What can be wrong with a call; each error is raised before anything is communicated.
+
+Where torch's `fully_shard` raises another builtin error than ValueError, ours is that one too: by a
+subclass of the same name, which callers need not know of.
+"""
+
+from typing import TypeVar
+
+E = TypeVar("E", bound=Exception)
 
 
 class ShardingError(ValueError):
@@ -27,6 +35,27 @@ class DisagreementError(ShardingError, RuntimeError):
 
 class UnsupportedError(ShardingError, NotImplementedError):
     """A call of torch's surface that this package answers in another way, which it names."""
+
+
+def _also(error: type[E], builtin: type[Exception]) -> type[E]:
+    """Return a subclass of a public error that is also another builtin one, under its name."""
+    members = {
+        "__doc__": error.__doc__,
+        "__module__": error.__module__,
+        "__reduce__": lambda self: (error, self.args),
+    }
+    return type(error.__name__, (error, builtin), members)
+
+
+ArgumentTypeError = _also(ShardingError, TypeError)
+MeshTypeError = _also(MeshError, TypeError)
+ModuleTypeError = _also(ModuleError, TypeError)
+# A module is sharded where it must not be, or is not where it must be.
+ModuleStateError = _also(ModuleError, AssertionError)
+# Legal in torch, but not to be sharded: strides, an uneven cut of another dimension than the first.
+UnsupportedParameterError = _also(ParameterError, NotImplementedError)
+# Without the dimension to shard, or with one of two hooks for gathering.
+InvalidParameterError = _also(ParameterError, AssertionError)
 
 
 def shown(value: object) -> str:

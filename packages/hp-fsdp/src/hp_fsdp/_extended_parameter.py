@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hp_dtensor import Collectives
 
-from ._errors import MeshError, ParameterError, StateError, shown
+from ._errors import InvalidParameterError, MeshError, ParameterError, StateError, shown
 from ._parameters import Owner, ShardedParameter
 from ._place import Place
 from ._torch import is_extended, preserved_versions
@@ -113,11 +113,11 @@ def _takes_all(original: nn.Parameter, name: str) -> bool:
     """Return whether the hook before gathering takes five arguments, not the mesh alone."""
     tensor: Any = original
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
-        raise ParameterError(f"{name} has one of {_PRE} and {_POST}; define both or none")
+        raise InvalidParameterError(f"{name} has one of {_PRE} and {_POST}; define both or none")
     signature = inspect.signature(tensor.fsdp_pre_all_gather)
     count = len(signature.parameters)
     if count not in (1, 5):
-        raise ParameterError(
+        raise InvalidParameterError(
             f"{_PRE} of {name} has the signature {signature}; legal are (mesh) and (mesh, "
             "outer_size, outer_stride, module, mp_policy)"
         )

@@ -7,7 +7,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ._errors import MeshError, ParameterError, shown
+from ._errors import (
+    InvalidParameterError,
+    MeshError,
+    ParameterError,
+    UnsupportedParameterError,
+    shown,
+)
 from ._extended_parameter import ExtendedParameter, check_extension
 from ._parameters import Owner, ShardedParameter, sharded_from
 from ._place import Place
@@ -88,10 +94,12 @@ class Wanted:
             )
         dim, ndim = placement.dim, local.ndim
         if not -ndim <= dim < ndim:
-            raise ParameterError(f"{name} has {ndim} dimensions, so it has no dim {dim} to shard")
+            raise InvalidParameterError(
+                f"{name} has {ndim} dimensions, so it has no dim {dim} to shard"
+            )
         dim %= ndim
         if dim and local.shape[dim] % degree:
-            raise ParameterError(
+            raise UnsupportedParameterError(
                 f"dim {dim} of {name}, of size {local.shape[dim]}, does not divide over {degree} "
                 "ranks; only dim 0 may be cut unevenly"
             )
@@ -103,14 +111,17 @@ def free_parameters(
 ) -> list[ShardedParameter]:
     """Return the parameters of ``modules`` that no unit has yet, each once with all its places.
 
+    Their names are paths from the module, or in a list of several from its position there.
+
     Raises `ParameterError` and `MeshError` for parameters that cannot be sharded.
     """
     taken, places = _of_other_units(modules)
     owners: dict[int, list[Owner]] = {}
     found: dict[int, tuple[nn.Parameter, str]] = {}
     visited: set[nn.Module] = set()
-    for root in modules:
-        for path, inner in root.named_modules():
+    for position, root in enumerate(modules):
+        prefix = f"[{position}]" if len(modules) > 1 else ""
+        for path, inner in root.named_modules(prefix=prefix):
             if inner in visited:
                 continue
             visited.add(inner)
@@ -186,7 +197,7 @@ def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> Non
     if original.ndim == 0:
         raise ParameterError(f"{name} is a scalar; make it a tensor of one element to shard it")
     if not original.is_contiguous():
-        raise ParameterError(
+        raise UnsupportedParameterError(
             f"{name} of shape {tuple(original.shape)} has strides {original.stride()}; only "
             "contiguous parameters can be sharded, so call .contiguous() first"
         )

@@ -26,7 +26,7 @@ from ._extended_group import ExtendedGroup
 from ._extended_parameter import ExtendedParameter
 from ._find import Granularity, ShardPlacement, Wanted, free_parameters
 from ._group import ParameterGroup
-from ._options import Options, check_reshard
+from ._options import GradientReduction, Options, check_reshard
 from ._parameters import ShardedParameter
 from ._place import DataAxisNames, Place
 from ._ragged_group import RaggedGroup
@@ -63,6 +63,7 @@ def fully_shard(
     direct_bytes: float | None = ...,
     buffers: Buffers | None = ...,
     grads: GradientMode = ...,
+    gradient_reduction: GradientReduction = ...,
     collectives: Collectives | None = ...,
 ) -> FSDPModule: ...
 
@@ -84,6 +85,7 @@ def fully_shard(
     direct_bytes: float | None = ...,
     buffers: Buffers | None = ...,
     grads: GradientMode = ...,
+    gradient_reduction: GradientReduction = ...,
     collectives: Collectives | None = ...,
 ) -> list[FSDPModule]: ...
 
@@ -104,6 +106,7 @@ def fully_shard(
     direct_bytes: float | None = None,
     buffers: Buffers | None = None,
     grads: GradientMode = "copy",
+    gradient_reduction: GradientReduction = "mean",
     collectives: Collectives | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters over data-parallel ranks, in place, and return the module.
@@ -117,12 +120,15 @@ def fully_shard(
     gathers them again and reduces the gradients of all parameters, zeros for those that took no
     part, with one reduce-scatter, then one all-reduce over the first of two axes. After backward
     ``parameter.grad`` is laid out like the parameter and is the mean over all ranks of ``mesh``,
-    or what `FSDPModule.set_gradient_divide_factor` says. This function communicates nothing.
+    the sum, or what `FSDPModule.set_gradient_divide_factor` says. This function communicates
+    nothing.
 
     Args:
         module: a module with a ``forward``, or a list of such modules. Parameters on the meta
             device get memory later, by ``to_empty`` or ``load_state_dict(assign=True)``.
-        mesh: 1-D, or 2-D ``(replicate, shard)``; by default 1-D over the world.
+        mesh: 1-D, or 2-D ``(replicate, shard)``. By default 1-D over the world, without a name, on
+            the accelerator if there is one, wherever the parameters are; the default process group
+            is then initialised if nobody did.
         layout: ``"exact"``, the shards of torch, or ``"ragged"``: all parameters of a unit are one
             buffer in equal shares, and each a `RaggedTensor` of hp-dtensor. Nothing is copied to
             gather them, nothing padded but up to 16 bytes a rank.
@@ -154,6 +160,10 @@ def fully_shard(
             unit's backward; ``"accumulate"``, each as it comes, later microbatches added in place;
             ``"fused"``, like that, and weights of ``nn.Linear`` by the matrix product itself, of
             ``nn.Embedding`` row by row. Parameters of fewer than ``direct_bytes`` come last.
+        gradient_reduction: ``"mean"`` over all ranks of ``mesh``, as torch's, or ``"sum"``: for a
+            loss that each rank divides by what the whole batch counts, tokens for example. Give all
+            units the same; the first forward of the root warns where they divide by different
+            numbers.
         collectives: what carries the communication; by default ``torch.distributed``.
 
     Raises:
@@ -170,11 +180,12 @@ def fully_shard(
     modules = modules_of(module)
     check_modules(modules)
     if mesh is None:
-        mesh = world_mesh(modules)
+        mesh = world_mesh()
     place = place_on(mesh, dp_mesh_dims)
     options = Options(
         reshard_after_forward=check_reshard(reshard_after_forward, place.axes.shard.size),
         precision=mp_policy,
+        reduction=gradient_reduction,
     )
     device = device_of(mesh)
     storage = storage_of(mp_policy, offload_policy, device, direct_bytes)

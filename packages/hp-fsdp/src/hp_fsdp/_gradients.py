@@ -190,7 +190,8 @@ def _divisors(options: Options, size: int, dtype: torch.dtype) -> tuple[float | 
 
     float16 overflows in large sums: about half the factor, in powers of two, comes before.
     """
-    factor = options.divide
+    mean = options.divide is None and options.reduction == "mean"
+    factor = None if mean else options.divisor(size)
     small = dtype == torch.float16 and size > 1
     if factor is None:
         if not (options.force_sum or small):

@@ -44,6 +44,7 @@ class ParameterGroup:
         self.storage = storage
         self.smaller: Axis | None = None  # what `keep` shards over between forward and backward
         self.partial = PartialSum()
+        self.path = ""  # from the root of the step to the unit, once there is one
         self._collectives = collectives
         self._work: Work | None = None
         self._writes_noted: int | None = None
@@ -102,6 +103,7 @@ class ParameterGroup:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
             parameter.build_unsharded(full)
         self.layout.free()
+        self._addresses = self._found_addresses()
         self._faces = Faces(self.parameters)
         self._batch = None
         if self.collector is not None:
@@ -130,7 +132,7 @@ class ParameterGroup:
         if not kept and self.state is not ParameterState.SHARDED:
             return
         if self.layout.shard.is_meta:
-            raise no_memory(self.parameters)
+            raise no_memory(self.parameters, self.path)
         self.state = advance(self.state, Event.GATHER)
         if kept and self.smaller is not None:
             self._work = self.layout.gather_kept(self.smaller, self._collectives)
@@ -163,7 +165,8 @@ class ParameterGroup:
 
     def _writes(self) -> int:
         # What is written through a DTensor is counted there, what is written below it is not.
-        return writes_to(self.layout.shard) + sum(writes_to(p.sharded) for p in self.parameters)
+        below = writes_to(self.layout.shard) + sum(map(writes_to, self.layout.shards))
+        return below + sum(writes_to(p.sharded) for p in self.parameters)
 
     def unshard(self) -> None:
         """Wait for the all-gather, started here if need be, and register unsharded parameters."""
@@ -258,12 +261,25 @@ class ParameterGroup:
         if not resting:
             return True
         # A backward gathers what its forward did, wherever parameters were moved in between.
-        return self._faces.sharded_shown and (inside_backward() or self._in_place())
+        return self._faces.sharded_shown and (
+            inside_backward() or (self._in_place() and not self.moved)
+        )
 
     def _in_place(self) -> bool:
         """Return whether the sharded parameters have the flat shard's memory."""
         faces = cast("list[DTensor]", [parameter.sharded for parameter in self.parameters])
         return are_parts(self.layout.shards, faces)
+
+    @property
+    def moved(self) -> bool:
+        """Return whether the memory of a shard is no longer the flat shard's.
+
+        Sending a tensor to another process moves its storage to shared memory, on the CPU.
+        """
+        return self._found_addresses() != self._addresses
+
+    def _found_addresses(self) -> list[int]:
+        return [view.data_ptr() for view in self.layout.shards] if self.flat else []
 
     def refusals(self) -> list[str]:
         """Return why `adopt` cannot take what is registered now: nothing if it can."""
@@ -287,7 +303,7 @@ class ParameterGroup:
         locals_ = [parameter.local() for parameter in self.parameters]
         views = self.layout.shards
         kinds = {(x.dtype, x.device) for x in locals_}
-        if kinds == {(self.layout.shard.dtype, self.layout.shard.device)}:
+        if kinds == {(self.layout.shard.dtype, self.layout.shard.device)} and not self.moved:
             for view, local in zip(views, locals_, strict=True):
                 if local is not view:
                     view.copy_(local)

@@ -2,28 +2,32 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from operator import is_
 from typing import Any
 
 from torch import Tensor
 
+from ._torch import pytree_node
+
+_PLAIN = (dict, list, tuple)  # which pytree knows too, at a higher cost
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Return ``value`` with every tensor replaced by ``function(tensor)``, in a fixed order.
 
-    Looks into lists, tuples (named ones too), dicts and dataclasses; anything else, and any
-    container in which nothing changed, is returned as it is.
+    Looks into lists, tuples (named ones too), mappings, dataclasses and the types that are
+    registered with torch's pytree; anything else, and any container in which nothing changed, is
+    returned as it is.
     """
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, dict):
-        items = {key: map_tensors(function, item) for key, item in value.items()}
-        if all(map(is_, items.values(), value.values())):
-            return value
-        changed = copy.copy(value)
-        changed.update(items)
-        return changed
+    if type(value) not in _PLAIN and (node := pytree_node(value)) is not None:
+        old, rebuild = node
+        new = [map_tensors(function, item) for item in old]
+        return value if all(map(is_, new, old)) else rebuild(new)
+    if isinstance(value, (dict, Mapping)):  # the second takes longer to ask
+        return _map_items(function, value)
     if isinstance(value, (list, tuple)):
         parts = [map_tensors(function, item) for item in value]
         if all(map(is_, parts, value)):
@@ -34,6 +38,21 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_fields(function, value)
     return value
+
+
+def _map_items(function: Callable[[Tensor], Tensor], value: Mapping[Any, Any]) -> Any:
+    old = dict(value.items())
+    new = {key: map_tensors(function, item) for key, item in old.items()}
+    if all(map(is_, new.values(), old.values())):
+        return value
+    if type(value) is dict:
+        return new
+    if not isinstance(value, MutableMapping):
+        return type(value)(new)  # type: ignore[call-arg]
+    changed = copy.copy(value)
+    for key, item in new.items():
+        changed[key] = item  # some mappings have no update(), and fields that follow their items
+    return changed
 
 
 def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -34,7 +34,8 @@ def sharded_optimizer(
 
     ``cls`` is one of torch's optimizers that update every element alone, made with ``kwargs``;
     results are those of ``cls`` on the parameters one by one. The parameter groups, the state and
-    its ``state_dict`` are per parameter, as torch's. Communicates nothing.
+    its ``state_dict`` are per parameter, as torch's. Parameters that ``add_param_group`` adds are
+    stepped one by one. Communicates nothing.
 
     Raises `ModuleError` for a module that has nothing sharded to train, `ShardingError` for an
     optimizer of another kind.
@@ -51,8 +52,11 @@ def sharded_optimizer(
         if unit is not None and unit not in seen:
             seen.add(unit)
             unit.reshard()
+            if not all(group.in_place for group in unit.groups):
+                unit.adopt(final=True)
             groups += unit.groups
-    segments = [segment for group in groups for segment in segments_of(group)]
+    names = {id(p): name for name, p in module.named_parameters()}
+    segments = [segment for group in groups for segment in segments_of(group, names)]
     if not segments and all(group.flat for group in groups):
         raise ModuleError(f"{type(module).__name__} has no sharded parameter that trains")
     sharded = {id(piece.parameter) for segment in segments for piece in segment.pieces}
@@ -81,8 +85,27 @@ class FlatOptimizer(torch.optim.Optimizer):
         flats = [segment.flat for segment in self._segments]
         self._inner = cast(Any, cls)([*flats, *self._others], **options)
         self._shown = 0
+        self._made = False
         super().__init__(list(parameters), dict(self._inner.defaults))
+        self._made = True
         self._show_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, which are stepped one by one from now on.
+
+        Their shards may lie beside those of a segment, which is not made anew for them.
+
+        Args:
+            param_group: Parameters and options, as ``cls`` takes them.
+
+        Raises:
+            ValueError: A parameter is in a group already, or is no leaf.
+        """
+        super().add_param_group(param_group)
+        if self._made:
+            added = self.param_groups[-1]
+            self._inner.add_param_group({**added, "params": list(added["params"])})
+            self._others += added["params"]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters from their gradients; ``closure`` runs first, with gradients."""
@@ -92,8 +115,9 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for segment in self._segments:
             segment.take_gradients()
-        chosen = {key: value for key, value in self.param_groups[0].items() if key != "params"}
-        self._inner.param_groups[0].update(chosen)  # a scheduler may have changed it
+        for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
+            # A scheduler may have changed them.
+            its.update({key: value for key, value in mine.items() if key != "params"})
         self._inner.step()
         for segment in self._segments:
             segment.flat.grad = None

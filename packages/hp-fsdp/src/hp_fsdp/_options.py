@@ -4,13 +4,15 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ._errors import ShardingError, shown
+from ._errors import ArgumentTypeError, ShardingError, shown
+
+GradientReduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class Options:
     """How a unit computes and communicates.
 
     ``reshard_after_forward`` None: the schedule decides; an int is the number of ranks to reshard
-    to. ``divide`` None: the mean over all ranks. ``in_flight``: packed gradients alive at once.
+    to. ``divide`` None: what ``reduction`` says. ``in_flight``: packed gradients alive at once.
     Before the last backward of a step nothing is waited for.
     """
 
@@ -48,6 +50,7 @@ class Options:
     unshard_in_backward: bool = True
     gradient_sync: bool = True
     all_reduce: bool = True
+    reduction: GradientReduction = "mean"
     divide: float | None = None
     force_sum: bool = False
     hook: ReductionHook | None = None
@@ -66,21 +69,33 @@ class Options:
             ("is_last_backward", self.is_last_backward),
         ):
             _check_bool(name, value)
+        legal = list(get_args(GradientReduction))
+        if self.reduction not in legal:
+            raise ShardingError(f"gradient_reduction is {shown(self.reduction)}; legal are {legal}")
         divide = self.divide
         if divide is not None and not (math.isfinite(divide) and divide > 0):
             raise ShardingError(
                 f"factor={divide} must be a positive finite number; 1.0 leaves the sum, None "
-                "restores the mean"
+                "restores what "
+                "gradient_reduction says"
             )
         alive: object = self.in_flight
         if isinstance(alive, bool) or not isinstance(alive, int) or alive < 1:
-            raise ShardingError(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
+            wrong = isinstance(alive, bool) or not isinstance(alive, int)
+            kind = ArgumentTypeError if wrong else ShardingError
+            raise kind(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
         check_precision(self.precision)
+
+    def divisor(self, size: int) -> float:
+        """Return what the sum of the gradients of ``size`` ranks is divided by."""
+        if self.divide is not None:
+            return self.divide
+        return float(size) if self.reduction == "mean" else 1.0
 
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ShardingError(f"{name} is {shown(value)}; legal are True and False")
+        raise ArgumentTypeError(f"{name} is {shown(value)}; legal are True and False")
 
 
 def check_reshard(choice: object, degree: int) -> bool | int | None:
@@ -104,7 +119,7 @@ def check_reshard(choice: object, degree: int) -> bool | int | None:
 def check_precision(policy: object) -> None:
     """Raise `ShardingError` unless ``policy`` is a policy of floating dtypes."""
     if not isinstance(policy, MixedPrecisionPolicy):
-        raise ShardingError(f"mp_policy is {shown(policy)}; legal is a MixedPrecisionPolicy")
+        raise ArgumentTypeError(f"mp_policy is {shown(policy)}; legal is a MixedPrecisionPolicy")
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype: object = getattr(policy, name)
         if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -232,10 +232,11 @@ def mixture(parameters: Sequence[ShardedParameter]) -> str | None:
     return f"a group has parameters {listed}; convert all of them, or none"
 
 
-def no_memory(parameters: Sequence[ShardedParameter]) -> StateError:
-    """Return the error that names the parameters which have no memory yet."""
+def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
+    """Return the error that names the parameters of the unit at ``path`` without memory."""
     names = [parameter.name for parameter in parameters if parameter.local().is_meta]
+    where = f"in {path}: " if path else ""
     return StateError(
-        f"{names} are on the meta device; give them memory with to_empty() and values, or load a "
-        "state dict with assign=True, before the first forward"
+        f"{where}{names} are on the meta device; give them memory with to_empty() and values, or "
+        "load a state dict with assign=True, before the first forward"
     )

@@ -1,5 +1,7 @@
 """When units gather, prefetch and reduce: the order is learned, never asked of the data."""
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -14,13 +16,17 @@ from ._states import GradientState
 from ._torch import call_after_backward
 from ._unit import Unit, unit_of
 
+Order = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
+
 
 class Schedule:
     """The step of all units under one root module.
 
-    Every forward pass of the root records the order in which units begin and end. The next pass
-    follows it: a unit that begins starts the gather of the one that began after it. Backward goes
-    through the recorded ends in reverse, one gather ahead. Where a pass leaves the recorded order,
+    Every forward pass records the order in which units begin and end, for the unit that it began
+    with: the root, or a part that is called alone. The next pass that begins there follows it: a
+    unit that begins starts the gather of the one that began after it. Backward goes through the
+    ends that the last pass recorded in reverse, one gather ahead, and where it comes to a unit of
+    an earlier pass goes on with that one's. Where a pass leaves the recorded order,
     it does without prefetch to its end. All collectives are thus issued in program order, the same
     on all ranks that run the same program.
     """
@@ -36,14 +42,17 @@ class Schedule:
                     unit.schedule.check_no_backward()
                 unit.schedule = self
                 self.units.append(unit)
+        self._name_groups()
         self.device = self.units[0].device
         self.starts_after: torch.Event | None = None
         self._split_axes()
         self._pass_root: Unit | None = None
+        self._compared_divisors = False
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
-        self._begin_order: list[Unit] = []
-        self._end_order: list[Unit] = []
+        self._orders: dict[Unit, Order] = {}  # by the root of the pass, the latest pass last
+        self._begin_order: list[Unit] = []  # what this pass follows
+        self._end_order: list[Unit] = []  # what a backward goes through
         self._following = False
         self._backward = False
         self._cursor = 0
@@ -58,6 +67,11 @@ class Schedule:
             if unit is not None:
                 found.setdefault(unit, path or "(root)")
         return [found.get(unit, "(removed)") for unit in self.units]
+
+    def _name_groups(self) -> None:
+        for unit, path in zip(self.units, self.paths(), strict=True):
+            for group in unit.groups:
+                group.path = "" if path == "(root)" else path
 
     def _split_axes(self) -> None:
         """Make the process groups of units that reshard to fewer ranks, one per set of ranks."""
@@ -102,10 +116,14 @@ class Schedule:
 
     def _begin_pass(self, root: Unit) -> None:
         self._pass_root = root
+        if not self._compared_divisors and root is self.units[0]:
+            self._compared_divisors = True
+            self._warn_of_divisors()
         if self.starts_after is not None:
             self.starts_after.wait()
             self.starts_after = None
         self._begun, self._ended = [], []
+        self._begin_order = self._orders[root][0] if root in self._orders else []
         self._following = True
         # What an earlier pass left gathered never met its backward (an exception, a discarded
         # loss); an optimizer may have stepped since.
@@ -114,6 +132,23 @@ class Schedule:
                 unit.passage.forget()
             if unit.in_pass or unit.stale:
                 unit.reshard()
+
+    def _warn_of_divisors(self) -> None:
+        """Warn where units divide their gradients by different numbers."""
+        found: dict[float, dict[str, None]] = {}
+        for unit, path in zip(self.units, self.paths(), strict=True):
+            for group in unit.groups:
+                if any(parameter.sharded.requires_grad for parameter in group.parameters):
+                    by = unit.options.divisor(group.reduce_axes.size)
+                    found.setdefault(by, {})[path] = None
+        if len(found) > 1:
+            said = "; ".join(f"{', '.join(paths)} by {by:g}" for by, paths in found.items())
+            warnings.warn(
+                f"units divide the sum of their gradients by different numbers: {said}. Give all "
+                "of them the same gradient_reduction, or call set_gradient_divide_factor(factor, "
+                "recurse=True) on the root",
+                stacklevel=2,
+            )
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.sharded and all(group.available for group in unit.groups):
@@ -127,7 +162,9 @@ class Schedule:
         for other in self.units:
             if other.passage.half_run:
                 other.passage.leave(self)
-        self._begin_order, self._end_order = self._begun, self._ended
+        self._orders.pop(unit, None)
+        self._orders[unit] = self._begun, self._ended
+        self._end_order = self._ended
         self._cursor = len(self._end_order)
         self._pass_root = None
         self._drop_unused_gathers()
@@ -146,7 +183,8 @@ class Schedule:
         """
         chosen = unit.options.reshard_after_forward
         if chosen is None:
-            last = self._end_order[-2] if len(self._end_order) > 1 else None
+            _, order = self._orders.get(self._pass_root or unit, ([], []))
+            last = order[-2] if len(order) > 1 else None
             chosen = unit is not self._pass_root and not (self._following and unit is last)
         if chosen is True:
             unit.reshard()
@@ -172,12 +210,14 @@ class Schedule:
                 self._prefetch_backward(chosen)
             return
         order = self._end_order
-        at = next((i for i in reversed(range(self._cursor)) if order[i] is unit), None)
+        at = _last(order, unit, self._cursor)
         if at is None:
-            # A second pass through the same units: start again from the end.
-            at = next((i for i in reversed(range(len(order))) if order[i] is unit), None)
+            # A second pass through the same units, or an earlier pass: start from its end.
+            earlier = [ended for _, ended in reversed(self._orders.values())]
+            order = next((each for each in [order, *earlier] if unit in each), order)
+            at = _last(order, unit, len(order))
         if at is not None:
-            self._cursor = at
+            self._end_order, self._cursor = order, at
             if at:
                 self._prefetch_backward(order[at - 1])
 
@@ -235,3 +275,8 @@ class Schedule:
         self._backward = False
         self._following = False
         self._cursor = len(self._end_order)
+
+
+def _last(order: list[Unit], unit: Unit, end: int) -> int | None:
+    """Return the last place before ``end`` that a unit has in an order; None if it has none."""
+    return next((i for i in reversed(range(end)) if order[i] is unit), None)

@@ -1,11 +1,12 @@
 """Runs of parameters that lie side by side in a flat shard, to be stepped as one tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ._buffers import in_own_storage
 from ._errors import StateError
 from ._group import ParameterGroup
 from ._parameters import ShardedParameter
@@ -17,6 +18,7 @@ class Piece:
 
     owner: ShardedParameter
     start: int
+    name: str
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -27,20 +29,29 @@ class Piece:
         """Return this parameter's view of a tensor that is laid out like the segment."""
         local = self.owner.part(self.parameter)
         held = flat[self.start : self.start + local.numel()]
-        return self.owner.wrap(held.view(local.shape))
+        return self.owner.wrap(in_own_storage(held.view(local.shape)))
 
 
 class Segment:
     """Trainable neighbours in one flat shard. ``flat`` is their memory, as a parameter."""
 
-    def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
-        """Take the parameters of ``group`` at ``members``, in the order of the flat shard."""
+    def __init__(
+        self, group: ParameterGroup, members: Sequence[int], names: Mapping[int, str]
+    ) -> None:
+        """Take the parameters of ``group`` at ``members``, in the order of the flat shard.
+
+        ``names`` are those of parameters by id, as errors give them.
+        """
         spans = [group.layout.spans[i] for i in members]
         first, end = spans[0][0], spans[-1][1]
         self._group = group
         self._shard = group.layout.shard
         self.pieces = [
-            Piece(group.parameters[i], start - first)
+            Piece(
+                (owner := group.parameters[i]),
+                start - first,
+                names.get(id(owner.sharded), owner.name),
+            )
             for i, (start, _) in zip(members, spans, strict=True)
         ]
         # Where shards are uneven, many of a rank's parts may be empty.
@@ -58,7 +69,7 @@ class Segment:
         Where no piece has one, neither has ``flat``. Raises `StateError` if only some have, or the
         group was laid out anew.
         """
-        if self._group.layout.shard is not self._shard:
+        if self._group.layout.shard is not self._shard or self._group.moved:
             raise StateError(
                 "parameters were converted or moved after the optimizer was made; make it anew"
             )
@@ -68,7 +79,7 @@ class Segment:
             self.flat.grad = None
             return
         if len(gradients) < len(found):
-            missing = [p.owner.name for p, g in zip(self.pieces, found, strict=True) if g is None]
+            missing = [p.name for p, g in zip(self.pieces, found, strict=True) if g is None]
             raise StateError(
                 f"{missing} have no gradient, and others that lie beside them have; step all of "
                 "them, or make the optimizer anew after freezing some"
@@ -99,7 +110,7 @@ class Segment:
         return out
 
 
-def segments_of(group: ParameterGroup) -> list[Segment]:
+def segments_of(group: ParameterGroup, names: Mapping[int, str]) -> list[Segment]:
     """Return the segments of a group: cut where a frozen parameter or alignment comes between.
 
     None where shards do not lie in one buffer.
@@ -116,4 +127,4 @@ def segments_of(group: ParameterGroup) -> list[Segment]:
             runs.append([])
         runs[-1].append(i)
         last = spans[i][1]
-    return [Segment(group, run) for run in runs]
+    return [Segment(group, run, names) for run in runs]

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ._axes import DataAxes, new_axis
-from ._errors import ModuleError, ShardingError, StateError, UnsupportedError, shown
+from ._errors import (
+    ModuleError,
+    ModuleStateError,
+    ShardingError,
+    StateError,
+    UnsupportedError,
+    shown,
+)
 from ._options import ReductionHook
 from ._unit import Unit, unit_of
 
@@ -86,8 +93,9 @@ class Setters:
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Divide the sum of the ranks' gradients by ``factor``; 1.0 leaves the sum.
 
-        None restores the default: the mean over all ranks of the mesh. Raises `ShardingError` for
-        anything but a positive finite number or None.
+        None restores what ``gradient_reduction`` of `fully_shard` says: the mean over all ranks of
+        the mesh, or the sum. Without ``recurse`` units below keep theirs. Raises `ShardingError`
+        for anything but a positive finite number or None.
         """
         self._edit(recurse, divide=None if factor is None else float(factor))
 
@@ -193,7 +201,7 @@ class Setters:
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
         if unit is None:
-            raise ModuleError(f"{type(self).__name__} was not given to fully_shard")
+            raise ModuleStateError(f"{type(self).__name__} was not given to fully_shard")
         return unit
 
     def _units(self, recurse: bool) -> list[Unit]:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self, cast
 
 from torch import nn
 
-from ._errors import ModuleError, shown
+from ._errors import ModuleError, ModuleStateError, shown
 from ._report import PlanReport, report
 from ._setters import Setters
 from ._unit import Unit, unit_of
@@ -110,7 +110,7 @@ class FSDPModule(Setters):
 
 
 def _no_deepcopy(self: object, memo: object) -> NoReturn:
-    raise ModuleError(
+    raise ModuleStateError(
         f"{type(self).__name__} cannot be copied: its shards are views of one buffer; copy the "
         "module before fully_shard, or use its state_dict"
     )

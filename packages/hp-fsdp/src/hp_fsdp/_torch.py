@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 # A shard of a dimension that later axes of the mesh have cut already. No public name; without it
 # the order of cuts cannot be said in placements.
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -114,6 +115,21 @@ def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def is_extended(tensor: Tensor) -> bool:
     """Return whether a tensor gathers itself: torch's `fully_shard` looks for these names on it."""
     return hasattr(tensor, "fsdp_pre_all_gather") or hasattr(tensor, "fsdp_post_all_gather")
+
+
+def pytree_node(
+    value: object,
+) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return what a value of a registered type holds, and what makes another of it; else None.
+
+    ``torch.utils._pytree``, with which libraries register the types of their outputs; it has no
+    public name.
+    """
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda new: node.unflatten_fn(new, context)
 
 
 def preserved_versions(tensor: Tensor) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, Work
 
-from .._buffers import Buffer, Buffers, Resize
+from .._buffers import Buffer, Buffers, Resize, in_own_storage
 from .._cut import Cut
 from .._packing import Packing, pack_by_rank
 from .._plan import GroupPlan, Slot, plan_group
@@ -58,7 +58,7 @@ class ExactLayout:
         )
         shapes = [cut.local_shape(self._index) for cut in cuts]
         self.shards = [
-            _narrow(self.shard, slot.shard_offset, math.prod(shape)).view(shape)
+            in_own_storage(_narrow(self.shard, slot.shard_offset, math.prod(shape)).view(shape))
             for slot, shape in zip(self.plan.slots, shapes, strict=True)
         ]
         for view, local in zip(self.shards, locals_, strict=True):

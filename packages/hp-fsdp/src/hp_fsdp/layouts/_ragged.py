@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, Work
 
-from .._buffers import Buffer, Buffers, Resize
+from .._buffers import Buffer, Buffers, Resize, in_own_storage
 from .._cut import Cut
 from .._packing import Packing
 from .._ragged_plan import RaggedPlan
@@ -45,7 +45,8 @@ class RaggedLayout:
         for position, slot in enumerate(self.slots):
             start, end = plan.span(position, axis.index)
             self.spans.append((slot.shard_offset, slot.shard_offset + end - start))
-        self.shards = plan.row(range(len(plan.shapes)), axis.index).views(self.shard)
+        views = plan.row(range(len(plan.shapes)), axis.index).views(self.shard)
+        self.shards = [in_own_storage(view) for view in views]
         for view, local in zip(self.shards, locals_, strict=True):
             view.copy_(local)
         self._output: Buffer = buffers.buffer(plan.degree * plan.share, dtype, device)

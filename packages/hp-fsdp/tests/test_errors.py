@@ -1,0 +1,207 @@
+"""Errors are also what torch raises in the same place, and say which parameter is meant."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from hp_fsdp import ShardingError, fully_shard, sharded_optimizer
+
+from .gathering import Halved
+from .models import Net, loss_of, make, mesh_of, shard, tokens
+
+Ranks = Callable[[int], RankPool]
+
+
+class Half(Halved):
+    """Has one of the two hooks for gathering only."""
+
+    @property
+    def fsdp_post_all_gather(self) -> Any:
+        """Not be there."""
+        raise AttributeError
+
+
+class Narrow(Halved):
+    """Its hook takes two arguments."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:  # type: ignore[override]
+        """Take what no version of torch gives."""
+
+
+def linear(bias: Tensor | None = None) -> Any:
+    found = nn.Linear(6, 3)
+    if bias is not None:
+        found.bias = nn.Parameter(bias)
+    return found
+
+
+def twice(wrap: Any, mesh: Any) -> None:
+    wrap(wrap(linear(), mesh=mesh), mesh=mesh)
+
+
+def copied(wrap: Any, mesh: Any) -> None:
+    copy.deepcopy(wrap(linear(), mesh=mesh))
+
+
+def strided(wrap: Any, mesh: Any) -> None:
+    wrap(linear(torch.zeros(6)[::2]), mesh=mesh)
+
+
+def uneven(wrap: Any, mesh: Any) -> None:
+    wrap(nn.Linear(3, 4, bias=False), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+
+
+def no_dim(wrap: Any, mesh: Any) -> None:
+    wrap(linear(), mesh=mesh, shard_placement_fn=lambda _: Shard(2))
+
+
+def no_placement(wrap: Any, mesh: Any) -> None:
+    wrap(linear(), mesh=mesh, shard_placement_fn=lambda _: "no")
+
+
+def no_module(wrap: Any, mesh: Any) -> None:
+    wrap(3, mesh=mesh)
+
+
+def many_buffers(wrap: Any, mesh: Any) -> None:
+    wrap(linear(), mesh=mesh).set_reduce_scatter_max_input_buffers(1.5)
+
+
+def true_buffers(wrap: Any, mesh: Any) -> None:
+    wrap(linear(), mesh=mesh).set_reduce_scatter_max_input_buffers(True)
+
+
+def no_buffers(wrap: Any, mesh: Any) -> None:
+    wrap(linear(), mesh=mesh).set_reduce_scatter_max_input_buffers(0)
+
+
+def no_state(wrap: Any, mesh: Any) -> None:
+    bare = object.__new__(type(wrap(nn.Tanh(), mesh=mesh)))
+    nn.Module.__init__(bare)
+    bare.set_requires_all_reduce(True, recurse=False)
+
+
+def one_hook(wrap: Any, mesh: Any) -> None:
+    wrap(linear(Half(torch.zeros(3))), mesh=mesh).unshard()
+
+
+def strange_hook(wrap: Any, mesh: Any) -> None:
+    wrap(linear(Narrow(torch.zeros(3))), mesh=mesh).unshard()
+
+
+def scalar(wrap: Any, mesh: Any) -> None:
+    wrap(linear(torch.tensor(1.0)), mesh=mesh)
+
+
+def container(wrap: Any, mesh: Any) -> None:
+    wrap(nn.ModuleList([linear()]), mesh=mesh)
+
+
+def reshard_to(wrap: Any, mesh: Any) -> None:
+    wrap(linear(), mesh=mesh, reshard_after_forward=3)
+
+
+def no_memory(wrap: Any, mesh: Any) -> None:
+    wrap(linear().to("meta"), mesh=mesh)(torch.ones(1, 6))
+
+
+CALLS: list[Callable[[Any, Any], None]] = [
+    no_buffers,
+    scalar,
+    container,
+    reshard_to,
+    no_placement,
+    no_memory,
+    twice,
+    copied,
+    strided,
+    uneven,
+    no_dim,
+    no_module,
+    many_buffers,
+    true_buffers,
+    no_state,
+    one_hook,
+    strange_hook,
+]
+
+
+def raised(rank: int, call: Callable[[Any, Any], None]) -> tuple[bool, bool, str, str]:
+    """Return what ours is, with the names of both errors."""
+    mesh = mesh_of((2,), ("fsdp",))
+    caught: list[Exception] = []
+    for wrap in (fully_shard, theirs.fully_shard):
+        with pytest.raises(Exception) as info:  # noqa: PT011 - which one is the question
+            call(wrap, mesh)
+        caught.append(info.value)
+    ours, other = caught
+    return (
+        isinstance(ours, type(other)),
+        isinstance(ours, ShardingError),
+        type(ours).__name__,
+        type(other).__name__,
+    )
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_is_also_what_torch_raises(ranks: Ranks, call: Callable[[Any, Any], None]) -> None:
+    for as_torch, own, ours, other in ranks(2).run(raised, call):
+        assert as_torch, (ours, other)
+        assert own
+
+
+class Deep(nn.Module):
+    """A part with a parameter that can be no shard."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Module())
+        self.inner[1].scale = nn.Parameter(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what came."""
+        return x
+
+
+def named(rank: int) -> dict[str, str]:
+    """Return what is said of parameters in lists, in deep modules and to optimizers."""
+    mesh = mesh_of((2,), ("fsdp",))
+    said = {}
+    model: Any = shard(make(Net), mesh)
+    optimizer = sharded_optimizer(torch.optim.SGD, model)
+    loss_of(model, tokens(rank)).backward()
+    model.blocks[1].down.bias.grad = None
+    with torch.device("meta"):
+        empty: Any = Net()
+    shard(empty, mesh)
+    for own in (empty.embedding, empty.head):
+        own.to_empty(device="cpu")
+    calls: dict[str, Callable[[], object]] = {
+        "module": lambda: fully_shard(Deep(torch.tensor(1.0)), mesh),
+        "list": lambda: fully_shard([Deep(torch.ones(2)), Deep(torch.tensor(1.0))], mesh),
+        "optimizer": optimizer.step,
+        "part": empty.blocks[2].unshard,
+        "forward": lambda: empty(tokens(rank)),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except ShardingError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_parameter_is_named_by_its_path_from_the_module_that_was_given(ranks: Ranks) -> None:
+    for said in ranks(2).run(named):
+        assert said["module"].startswith("inner.1.scale is a scalar")
+        assert said["list"].startswith("[1].inner.1.scale is a scalar")
+        assert said["optimizer"].startswith("['blocks.1.down.bias'] have no gradient")
+        assert said["part"].startswith("['table', 'one', 'up.weight'")
+        assert said["forward"].startswith("in blocks.0: ['table', 'one', 'up.weight'")
