@@ -97,11 +97,8 @@ def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dic
     return {"said": said, "complete": complete}
 
 
-LOST = pytest.mark.xfail(strict=True, reason="works before the start that raises are lost")
-
-
 @pytest.mark.parametrize("kind", ["all_gather", "broadcast"])
-@pytest.mark.parametrize("start", [0, pytest.param(1, marks=LOST), pytest.param(2, marks=LOST)])
+@pytest.mark.parametrize("start", [0, 1, 2])
 def test_a_start_that_raises_leaves_nothing_under_way(ranks: Ranks, kind: str, start: int) -> None:
     for found in ranks(2).run(part_fails, kind, start, None):
         if start == 0:
@@ -111,9 +108,6 @@ def test_a_start_that_raises_leaves_nothing_under_way(ranks: Ranks, kind: str, s
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "broadcast"])
-@pytest.mark.xfail(
-    strict=True, reason="the rest is dropped when one raises, and the second wait returns"
-)
 @pytest.mark.parametrize("wait", [0, 1])
 def test_waiting_waits_for_all_and_raises_the_first_error_every_time(
     ranks: Ranks, kind: str, wait: int
