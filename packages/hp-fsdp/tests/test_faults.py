@@ -103,7 +103,6 @@ def ring_of_two(rank: int) -> dict[str, bool]:
     return {"refused twice": refused == [True, True], "others": still, "after": after}
 
 
-@pytest.mark.xfail(strict=True, reason="a group's state changes before its gather is issued")
 def test_a_unit_that_was_refused_a_slot_never_shows_another_units_weight(ranks: Ranks) -> None:
     for found in ranks(2).run(ring_of_two):
         assert all(found.values()), found
@@ -160,9 +159,6 @@ def lost_gathers(rank: int, mode: str, when: str, interrupt: bool) -> list[bool]
     return equal
 
 
-@pytest.mark.xfail(
-    run=False, reason="ends the process: memory is resized while gloo writes into it"
-)
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 @pytest.mark.parametrize("mode", LOST)
 def test_memory_of_a_gather_that_nobody_can_wait_for_is_not_used_again(

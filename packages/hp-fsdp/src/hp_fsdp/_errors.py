@@ -1,5 +1,7 @@
 """What can be wrong with a call; each error is raised before anything is communicated."""
 
+from collections.abc import Callable, Iterable
+
 
 class ShardingError(ValueError):
     """A call of this package cannot be carried out; base of the errors below."""
@@ -27,6 +29,17 @@ class DisagreementError(ShardingError, RuntimeError):
 
 class UnsupportedError(ShardingError, NotImplementedError):
     """A call of torch's surface that this package answers in another way, which it names."""
+
+
+def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
+    """Call all ``actions``, whatever each of them raises; return the first error."""
+    errors = []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            errors.append(error)
+    return errors[0] if errors else None
 
 
 def shown(value: object) -> str:

@@ -101,6 +101,7 @@ class ParameterGroup:
     def _build_unsharded(self) -> None:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
             parameter.build_unsharded(full)
+        self._fulls = self.layout.fulls
         self.layout.free()
         self._faces = Faces(self.parameters)
         self._batch = None
@@ -131,12 +132,18 @@ class ParameterGroup:
             return
         if self.layout.shard.is_meta:
             raise no_memory(self.parameters)
-        self.state = advance(self.state, Event.GATHER)
-        if kept and self.smaller is not None:
-            self._work = self.layout.gather_kept(self.smaller, self._collectives)
-        else:
-            self._work = self.layout.gather(self.axes.shard, self._collectives)
-            self._writes_noted = None
+        before = self.state
+        try:
+            if kept and self.smaller is not None:
+                self._work = self.layout.gather_kept(self.smaller, self._collectives)
+            else:
+                self._work = self.layout.gather(self.axes.shard, self._collectives)
+                self._writes_noted = None
+            self.state = advance(self.state, Event.GATHER)
+        except BaseException:
+            self._work, self.state = None, before
+            self.layout.free()
+            raise
 
     @property
     def incomplete(self) -> bool:
@@ -166,54 +173,83 @@ class ParameterGroup:
         return writes_to(self.layout.shard) + sum(writes_to(p.sharded) for p in self.parameters)
 
     def unshard(self) -> None:
-        """Wait for the all-gather, started here if need be, and register unsharded parameters."""
+        """Wait for the all-gather, started here if need be, and register unsharded parameters.
+
+        Where the all-gather failed, the group is sharded again. Where what comes after it raised,
+        the next call goes on from there.
+        """
         self.gather()
         if self.state is ParameterState.GATHERING:
+            if self._work is not None:
+                self._wait(self._work)
             self._finish_gather()
-            self._work = None
-            self.state = advance(self.state, Event.ARRIVE)
             self._faces.show_unsharded()
+            self.state = advance(self.state, Event.ARRIVE)
+            self._work = None
 
+    def _wait(self, work: Work) -> None:
+        try:
+            self.layout.wait(work)
+        except Exception:  # an interrupt says nothing of the gather: it can be awaited again
+            self._come_back()
+            raise
+
+    @torch.no_grad()
     def _finish_gather(self) -> None:
         self.layout.finish_gather(self._work)
+        if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
+            for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
+                parameter.move_unsharded(full)
+            self._fulls = self.layout.fulls
 
     def reshard(self) -> None:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
         if self.state is ParameterState.GATHERING:
-            self.unshard()
-        if self.state is ParameterState.POST_FORWARD:
+            self._stop()
+        elif self.state is ParameterState.POST_FORWARD:
             self.state = advance(self.state, Event.RESHARD)
             self.layout.drop()
-        if self.state is ParameterState.UNSHARDED:
-            self.state = advance(self.state, Event.RESHARD)
+        elif self.state is ParameterState.UNSHARDED:
+            # In this order an exception in between leaves nothing that is shown and not readable.
             self.install_sharded()
+            self.state = advance(self.state, Event.RESHARD)
             self.layout.free()
+
+    def _stop(self) -> None:
+        """Wait for a gather under way, if there is one, and come back to sharded."""
+        if self._work is not None:
+            self._wait(self._work)
+        self._come_back()
+
+    def _come_back(self) -> None:
+        self._work = None
+        self.install_sharded()
+        self.state = advance(self.state, Event.RESET)
+        self.layout.drop()
+        self.layout.free()
 
     def keep(self) -> None:
         """Reshard, but keep what the backward gather over the smaller axis needs."""
         if self.smaller is None or self.axes.shard.size == 1:
             self.reshard()
         elif self.state is ParameterState.UNSHARDED:
-            self.state = advance(self.state, Event.KEEP)
             with torch.no_grad():
                 self.layout.keep(self.smaller.size)
             self.install_sharded()
+            self.state = advance(self.state, Event.KEEP)
             self.layout.free()
 
     def reset(self) -> None:
-        """Come back to sharded from any state; gradients not yet reduced are dropped."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self.state = advance(self.state, Event.RESET)
+        """Come back to sharded from any state; gradients not yet reduced are dropped.
+
+        Communicates nothing. A gather under way is awaited; its error comes last.
+        """
         for parameter in self.parameters:
             parameter.drop_gradient()
-        self.install_sharded()
         if self.collector is not None:
             self.collector.drop()
         self.partial.clear()
-        self.layout.drop()
-        self.layout.free()
+        self._stop()
 
     def hold_gradients(self) -> None:
         """Put gradients that are not to be reduced yet aside, in the dtype of the reduction."""

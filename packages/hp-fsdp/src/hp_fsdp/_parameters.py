@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -95,6 +96,19 @@ class ShardedParameter:
                 view, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
             )
         self.unsharded = nn.Parameter(view, requires_grad=self._requires_grad)
+
+    @torch.no_grad()
+    def move_unsharded(self, view: Tensor) -> None:
+        """Move the unsharded face, the same tensor to autograd and its hooks, to ``view``.
+
+        What was saved for a backward from the memory before must not be used any more: autograd
+        then raises, as after a change in place.
+        """
+        increment_version(self.unsharded)
+        if self._own is None:
+            self.unsharded.data = view
+        else:
+            set_local(cast(DTensor, self.unsharded), view)
 
     def _registered(self) -> nn.Parameter:
         """Return the sharded face, or what something else registered in its place."""

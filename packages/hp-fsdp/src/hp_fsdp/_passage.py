@@ -85,7 +85,11 @@ class Passage:
         self._waiting.discard(module)
         self._running.discard(module)
         if not self._waiting:
-            self.leave(schedule)
+            try:
+                self.leave(schedule)
+            except BaseException:
+                schedule.abandon(unit)
+                raise
         return cast
 
     def _end_forward(self, module: nn.Module, args: Args, output: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._agreement import Act, Agreement
-from ._errors import ParameterError
+from ._errors import ParameterError, first_error
 from ._group import ParameterGroup
 from ._options import Options
 from ._passage import Passage
@@ -77,8 +77,9 @@ class Unit:
     def reshard(self) -> None:
         """Make the sharded parameters the modules' parameters, free the others."""
         self.in_pass = self.kept = False
-        for group in self.groups:
-            group.reshard()
+        error = first_error(group.reshard for group in self.groups)
+        if error is not None:
+            raise error
 
     def keep(self) -> None:
         """Reshard to the smaller number of ranks that the options say."""
@@ -90,8 +91,9 @@ class Unit:
         self.gradients = advance(self.gradients, Event.RESET)
         self.in_pass = self.kept = self._unreduced = False
         self.passage.reset()
-        for group in self.groups:
-            group.reset()
+        error = first_error(group.reset for group in self.groups)
+        if error is not None:
+            raise error
 
     @property
     def sharded(self) -> bool:
