@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self, cast
 
 from torch import nn
 
-from ._errors import ModuleError, shown
+from ._errors import ModuleError, first_error, shown
 from ._report import PlanReport, report
 from ._setters import Setters
 from ._unit import Unit, unit_of
@@ -68,8 +68,9 @@ class FSDPModule(Setters):
         if unit.schedule is not None:
             unit.schedule.reset()
         else:
-            for each in self._units(True):
-                each.reset()
+            error = first_error(each.reset for each in self._units(True))
+            if error is not None:
+                raise error
 
     def reset_iter_state(self) -> None:
         """Do the same as `reset`, under torch's name."""
@@ -81,11 +82,9 @@ class FSDPModule(Setters):
         One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
         are on the parameters. For schedules of a pipeline, which run many backwards a step.
         """
-        for unit in reversed(self._units(True)):
-            unit.reduce_all()
         schedule = self._unit().schedule
         if schedule is not None:
-            schedule.finish_reductions()
+            schedule.reduce_all(reversed(self._units(True)))
 
     def plan_report(self) -> PlanReport:
         """Return bytes, padding and placement of all groups in this module, each with its unit."""
