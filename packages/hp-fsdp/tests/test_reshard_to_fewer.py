@@ -104,6 +104,5 @@ def rests(rank: int) -> list[int]:
     return [level - levels[0] for level in levels[1:]]
 
 
-@pytest.mark.xfail(strict=True, reason="the kept part lives until the next step's forward")
 def test_nothing_that_was_kept_for_backward_outlives_it(ranks: Ranks) -> None:
     assert ranks(4).run(rests) == [[0, 0]] * 4

@@ -186,6 +186,7 @@ class ParameterGroup:
             self._faces.show_unsharded()
             self.state = advance(self.state, Event.ARRIVE)
             self._work = None
+            self.layout.drop()
 
     def _wait(self, work: Work) -> None:
         try:
