@@ -45,7 +45,6 @@ def generate(rank: int, how: str) -> tuple[list[int], list[bool]]:
     return calls, unsharded
 
 
-@pytest.mark.xfail(strict=True, reason="every forward under no_grad reshards")
 @pytest.mark.parametrize("how", ["option", "inference mode", "by hand"])
 def test_generation_gathers_each_unit_once(ranks: Ranks, how: str) -> None:
     for calls, unsharded in ranks(2).run(generate, how):
@@ -79,7 +78,7 @@ class OldStyle(torch.optim.Optimizer):
             p.data.add_(p.grad, alpha=-0.5)
 
 
-def stepping(model: Any, how: str) -> Callable[[], Any]:
+def stepping(model: Any, how: str) -> Any:
     own = list(model.parameters())
     if how == "copy_":
 
@@ -104,12 +103,12 @@ def stepping(model: Any, how: str) -> Callable[[], Any]:
         state = {name: (p * 0.5).detach() for name, p in model.named_parameters()}
         return lambda: model.load_state_dict(state, assign=True)
     if how == "sharded_optimizer":
-        return cast(Any, sharded_optimizer(torch.optim.AdamW, model, lr=0.1).step)
+        return sharded_optimizer(torch.optim.AdamW, model, lr=0.1).step
     if how == "data":
-        return cast(Any, OldStyle(own).step)
+        return OldStyle(own).step
     kind, _, way = how.partition(" ")
     chosen = {way: True} if way != "loop" else {"foreach": False}
-    return cast(Any, getattr(torch.optim, kind)(own, lr=0.1, **chosen).step)
+    return getattr(torch.optim, kind)(own, lr=0.1, **chosen).step
 
 
 def stepped(rank: int, how: str, keep: str, layout: str) -> list[float]:
@@ -165,17 +164,11 @@ STEPS = [
 ]
 
 
-UNSEEN = ("SGD foreach", "AdamW foreach", "AdamW fused", "data")
-
-
 @pytest.mark.parametrize("keep", ["option", "by hand", "backward", "discarded"])
 @pytest.mark.parametrize("how", STEPS)
 def test_weights_that_stay_are_never_older_than_the_shards(
-    ranks: Ranks, how: str, keep: str, request: pytest.FixtureRequest
+    ranks: Ranks, how: str, keep: str
 ) -> None:
-    loaded = how in ("load_state_dict", "assign")
-    if (keep == "backward" and how in UNSEEN) or (keep == "discarded" and not loaded):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="weights from before the step"))
     for found in ranks(2).run(stepped, how, keep, "exact"):
         assert max(found) < 1e-12
 
@@ -221,7 +214,6 @@ def fewer_then_by_hand(rank: int) -> bool:
     return torch.equal(block.up.weight, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="parts from before the write are gathered")
 def test_parts_that_were_kept_are_not_gathered_after_a_write(ranks: Ranks) -> None:
     assert all(ranks(4).run(fewer_then_by_hand))
 
@@ -240,7 +232,6 @@ def gradients_cleared(rank: int, to_none: bool, layout: str) -> tuple[bool, Grad
     return kept, gradients(model), expected
 
 
-@pytest.mark.xfail(strict=True, reason="every forward under no_grad reshards")
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_clears_sharded_gradients_while_weights_stay(

@@ -106,7 +106,7 @@ class ExtendedGroup(ParameterGroup):
             self._faces_new = False
 
     def _writes(self) -> int:
-        return sum(writes_to(p.sharded) + writes_to(p.local()) for p in self.parameters)
+        return sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)
 
 
 def _shown(offered: Sequence[tuple[torch.dtype, torch.Size]]) -> list[str]:

@@ -20,6 +20,7 @@ from ._parameters import ShardedParameter, mixture, no_memory
 from ._plan import is_large
 from ._precision import choose_dtypes
 from ._states import Event, ParameterState, advance
+from ._steps import optimizer_steps
 from ._storage import Storage
 from ._torch import are_parts, inside_backward, local_of, writes_to
 from .layouts._exact import ExactLayout
@@ -46,7 +47,7 @@ class ParameterGroup:
         self.partial = PartialSum()
         self._collectives = collectives
         self._work: Work | None = None
-        self._writes_noted: int | None = None
+        self._noted: tuple[int, int] | None = None
         self.state = ParameterState.SHARDED
         wholes = []
         for parameter in self.parameters:
@@ -138,7 +139,7 @@ class ParameterGroup:
                 self._work = self.layout.gather_kept(self.smaller, self._collectives)
             else:
                 self._work = self.layout.gather(self.axes.shard, self._collectives)
-                self._writes_noted = None
+                self._noted = None
             self.state = advance(self.state, Event.GATHER)
         except BaseException:
             self._work, self.state = None, before
@@ -157,16 +158,24 @@ class ParameterGroup:
         return not resting or self.layout.available
 
     @property
+    def unsharded(self) -> bool:
+        """Return whether modules have the unsharded parameters."""
+        return self.state is ParameterState.UNSHARDED
+
+    @property
     def stale(self) -> bool:
-        """Return whether shards were written to since `note_writes`."""
-        if self._writes_noted is None:
+        """Return whether an optimizer stepped, or shards were written to, since `note_writes`."""
+        if self._noted is None or self.state is ParameterState.SHARDED:
             return False
-        gathered = self.state in (ParameterState.GATHERING, ParameterState.UNSHARDED)
-        return gathered and self._writes() != self._writes_noted
+        return (optimizer_steps(), self._writes()) != self._noted
 
     def note_writes(self) -> None:
-        """Watch for writes to the shards from now on: what is gathered is to stay for a while."""
-        self._writes_noted = self._writes()
+        """Watch for writes to the shards: what is gathered, or a part of it, stays for a while.
+
+        They are watched from now on, or from the first call since the gather.
+        """
+        if self._noted is None:
+            self._noted = optimizer_steps(), self._writes()
 
     def _writes(self) -> int:
         # What is written through a DTensor is counted there, what is written below it is not.

@@ -184,6 +184,14 @@ class ShardedParameter:
         if gradient is not None:
             self._held = gradient.to(dtype) if self._held is None else self._held.add_(gradient)
 
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Remove the sharded gradient, or fill it with zeros."""
+        gradient = self.sharded.grad
+        if gradient is not None and set_to_none:
+            self.sharded.grad = None
+        elif gradient is not None:
+            self.part(gradient).zero_()
+
     def drop_gradient(self) -> None:
         """Forget the unsharded gradient and what was put aside."""
         self._held = None

@@ -137,12 +137,16 @@ class Passage:
     def leave(self, schedule: "Schedule") -> None:
         """End this unit's forward, with modules of its list unrun if the root says so.
 
-        Without a backward to come nobody would come back for the parameters. Where its beginning
-        cannot be seen, nobody could gather them again in time.
+        Without a backward to come nobody would come back for the parameters, so they are given up
+        unless they were asked to stay. Where its beginning cannot be seen, nobody could gather them
+        again in time.
         """
         self.forget()
         if not self._expects_backward:
-            self._unit.reshard()
+            if self._unit.stays:
+                self._unit.stay()
+            else:
+                self._unit.reshard()
         elif not self._watch.active:
             schedule.after_forward(self._unit)
         schedule.leave(self._unit)

@@ -152,7 +152,10 @@ class Schedule:
             chosen = unit is not self._pass_root and not (self._following and unit is last)
         if chosen is True:
             unit.reshard()
-        elif chosen is not False:
+        elif chosen is False:
+            for group in unit.groups:
+                group.note_writes()
+        else:
             unit.keep()
 
     def begin_backward(self) -> None:

@@ -26,6 +26,7 @@ class UnshardHandle:
         Does nothing where no gather is under way: waited for before, or resharded since.
         """
         if self._unit.gathering:
+            self._unit.gather()  # anew, if an optimizer stepped since
             self._unit.unshard()
 
 
@@ -56,6 +57,17 @@ class FSDPModule(Setters):
     def reshard(self) -> None:
         """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
         self._unit().reshard()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters in this module.
+
+        Those of sharded parameters too where modules have the unsharded ones at the moment.
+        """
+        cast(Any, super()).zero_grad(set_to_none)
+        for unit in self._units(True):
+            for group in unit.groups:
+                for parameter in group.parameters if group.unsharded else ():
+                    parameter.clear_gradient(set_to_none)
 
     def reset(self) -> None:
         """Drop the step under way, from any state, so that the next one starts clean.
