@@ -267,6 +267,84 @@ def test_after_a_wait_that_raised_weights_are_gathered_anew(
         assert all(seen), seen
 
 
+class Failed:
+    """A collective that failed: waiting for it raises every time."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> Any:
+        """Wait, and raise."""
+        self._work.wait()
+        raise Injected("a collective")
+
+
+class Fails(TorchCollectives):
+    """The next collective of one kind fails."""
+
+    kind = ""
+
+    def _maybe(self, kind: str, work: Any) -> Any:
+        if kind != self.kind:
+            return work
+        self.kind = ""
+        return Failed(work)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Start, and maybe fail."""
+        return self._maybe("all_gather", super().all_gather(*args, **kwargs))
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
+        """Start, and maybe fail."""
+        return self._maybe("reduce_scatter", super().reduce_scatter(*args, **kwargs))
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Start, and maybe fail."""
+        return self._maybe("all_reduce", super().all_reduce(*args, **kwargs))
+
+
+def failed_collectives(rank: int, kind: str) -> tuple[list[str], Gradients, Gradients]:
+    """Let a collective fail in backward, then one that nobody waits for but reset."""
+    carrier = Fails()
+    mesh = mesh_of((2, 2), NAMES[2])
+    model: Any = make(Net)
+    for block in model.blocks:
+        fully_shard(block, mesh, collectives=carrier, reshard_after_forward=True)
+    fully_shard(model, mesh, collectives=carrier)
+    model(tokens(rank)).pow(2).mean().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    loss = model(tokens(rank)).pow(2).mean()
+    carrier.kind = kind
+    said = []
+
+    def attempt(action: Callable[[], Any]) -> None:
+        try:
+            action()
+            said.append("")
+        except Injected as error:
+            said.append(str(error))
+
+    attempt(loss.backward)
+    attempt(model.reset)
+    carrier.kind = "all_gather"
+    model.blocks[0].unshard(async_op=True)
+    attempt(model.reset)
+    attempt(model.reset)
+    model.zero_grad()
+    model(tokens(rank)).pow(2).mean().backward()
+    return said, gradients(model), expected
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_reset_raises_only_errors_that_nobody_saw_and_is_clean_after_them(
+    ranks: Ranks, kind: str
+) -> None:
+    for said, found, expected in ranks(4).run(failed_collectives, kind):
+        assert said == ["a collective", "", "a collective", ""]
+        assert worst(found, expected) < 1e-12
+
+
 def old_graph(rank: int, when: str) -> tuple[str, Gradients, Gradients]:
     """Run forward, lose a gather of a unit that the graph goes through, then run backward."""
     mesh, carrier = mesh_of((2,), NAMES[1]), Late()

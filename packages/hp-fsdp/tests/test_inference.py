@@ -202,6 +202,22 @@ def test_what_an_optimizers_closure_gathered_is_old_after_the_step(ranks: Ranks)
     assert max(ranks(2).run(closure_evaluates)) < 1e-12
 
 
+def stepped_under_way(rank: int) -> bool:
+    """Write to the shards between the start of a gather by hand and the wait for it."""
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    block = model.blocks[1]
+    handle = block.unshard(async_op=True)
+    with torch.no_grad():
+        block.up.weight.mul_(2)
+    expected = full_of(block.up.weight)
+    handle.wait()
+    return torch.equal(block.up.weight, expected)
+
+
+def test_a_gather_that_was_under_way_during_a_write_is_made_again(ranks: Ranks) -> None:
+    assert all(ranks(2).run(stepped_under_way))
+
+
 def fewer_then_by_hand(rank: int) -> bool:
     """Discard a loss whose forward kept parts, write to the shards, and unshard by hand."""
     model = shard(make(Net), mesh_of((4,), ("fsdp",)), reshard_after_forward=2)
