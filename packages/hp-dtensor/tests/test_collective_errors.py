@@ -12,7 +12,13 @@ from rank_pool import RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import Axis, TorchCollectives, collectives
+from hp_dtensor import (
+    Axis,
+    SimulatedCollectives,
+    SimulatedWorld,
+    TorchCollectives,
+    collectives,
+)
 
 Ranks = Callable[[int], RankPool]
 LARGE = 2**19  # of float32: gloo gathers such tensors one by one
@@ -146,3 +152,20 @@ def test_memory_that_is_dropped_under_way_lives_as_long_as_it_is_used(
 ) -> None:
     for seen in ranks(2).run(abandoned, kind):
         assert all(seen)
+
+
+def waits_twice(rank: int, door: SimulatedCollectives) -> int:
+    """Make another call than the peer, and return how many of two waits raise."""
+    work = door.all_gather(door.axis(), [torch.ones(2 + rank, dtype=torch.float64)])
+    raised = 0
+    for _ in range(2):
+        try:
+            work.wait()
+        except RuntimeError:
+            raised += 1
+    return raised
+
+
+@pytest.mark.xfail(strict=True, reason="the second wait returns no outputs")
+def test_a_simulated_collective_that_failed_raises_at_every_wait() -> None:
+    assert SimulatedWorld(2).run(waits_twice) == [2, 2]
