@@ -67,7 +67,13 @@ def import_name(package: str) -> str:
 @nox.session
 @each_package
 def tests(session: nox.Session, package: str) -> None:
-    """Run one package's tests: properties, simulated worlds, gloo ranks."""
+    """Run one package's tests: properties, simulated worlds, gloo ranks.
+
+    ``--repeat N`` after ``--`` runs them N times: so, with glibc's checks of the heap, hunt for
+    memory that is used after it was freed. ``LD_PRELOAD=libc_malloc_debug.so.0 MALLOC_CHECK_=3
+    MALLOC_PERTURB_=165 nox -s "tests(hp-fsdp)" -- -k "faults or recovery or exceptions" --repeat
+    500`` takes hours.
+    """
     install(session, package, extras=(*TEST_TOOLS, *test_requirements(package)))
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
 

@@ -98,3 +98,15 @@ def test_no_test_at_all_is_refused(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--every 0 runs no test" in result.stderr
+
+
+def test_repeated_tests_run_in_rounds_with_fixtures_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text(
+        "import pytest\n\n@pytest.fixture\ndef seen():\n    return []\n\n"
+        "@pytest.mark.parametrize('n', range(2))\n"
+        "def test_n(n, seen):\n    seen.append(n)\n    assert seen == [n]\n    print(n)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "--repeat=3", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert re.findall(r"^\.?(\d)$", result.stdout, re.MULTILINE) == list("010101")
+    assert "6 passed" in result.stdout

@@ -1,9 +1,11 @@
 """An int ``reshard_after_forward``: backward gathers over fewer ranks."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from rank_pool import RankPool
 from torch.distributed.tensor import DTensor
 
@@ -80,3 +82,27 @@ def test_reset_from_between_forward_and_backward_is_clean(ranks: Ranks) -> None:
     expected = reference(4)
     for found in ranks(4).run(interrupted):
         assert worst(found, expected) < 1e-12
+
+
+def living_bytes() -> int:
+    """Return the bytes of all tensors that live in this process, memory that is shared once."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
+
+
+def rests(rank: int) -> list[int]:
+    """Return by how much the memory at rest grows with the first step, and with the second."""
+    model = shard(make(Net), mesh_of((4,), ("fsdp",)), reshard_after_forward=2)
+    levels = [living_bytes()]
+    for step in range(2):
+        loss_of(model, tokens(rank, step)).backward()
+        model.zero_grad()
+        levels.append(living_bytes())
+    return [level - levels[0] for level in levels[1:]]
+
+
+def test_nothing_that_was_kept_for_backward_outlives_it(ranks: Ranks) -> None:
+    assert ranks(4).run(rests) == [[0, 0]] * 4

@@ -244,7 +244,7 @@ def sharded(model: Any) -> list[bool]:
     ("option", "first", "second", "evaluation"),
     [
         (True, [True] * 4, [True] * 4, [True] * 4),
-        (False, [False] * 4, [False] * 4, [True] * 4),
+        (False, [False] * 4, [False] * 4, [False] * 4),
         # the root keeps its parameters, and once the order is known the last block too
         (None, [True, True, True, False], [True, True, False, False], [True] * 4),
     ],

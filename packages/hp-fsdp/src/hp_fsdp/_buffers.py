@@ -1,5 +1,7 @@
 """Flat memory that comes and goes under views that stay, and who gives it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +16,10 @@ class Buffer(Protocol):
     ``writable`` is the same memory with a version counter of its own, so that gathering the same
     values again does not look to autograd like a change of what it saved. A buffer begins
     allocated, because torch makes views of existing memory only.
+
+    Memory belongs to the collectives that use it. Between `lend` and `returned` it is never freed,
+    resized or given to anyone else: `free` leaves it to the collective, whose own references keep
+    it alive, and the next `allocate` gets new memory, with a new ``tensor`` and ``writable``.
     """
 
     tensor: Tensor
@@ -25,11 +31,19 @@ class Buffer(Protocol):
         ...
 
     def allocate(self) -> None:
-        """Get memory; the contents are arbitrary."""
+        """Get memory; the contents are arbitrary. New memory if the last is still lent."""
+        ...
+
+    def lend(self) -> None:
+        """Note, before it is started, that a collective uses the memory."""
+        ...
+
+    def returned(self) -> None:
+        """Note that waiting for the collective returned: nothing uses the memory any more."""
         ...
 
     def free(self) -> None:
-        """Give the memory back; views become unreadable."""
+        """Give the memory back, unless it is lent; views become unreadable."""
         ...
 
 
@@ -68,9 +82,11 @@ class ResizeBuffer:
     """A flat buffer whose memory is allocated and freed in place."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._make: Callable[[], Tensor] = partial(torch.empty, numel, dtype=dtype, device=device)
+        self.tensor: Tensor = self._make()
         self.writable: Tensor = self.tensor.data
         self._bytes = numel * self.tensor.element_size()
+        self.lent = False
 
     @property
     def available(self) -> bool:
@@ -78,12 +94,29 @@ class ResizeBuffer:
         return True
 
     def allocate(self) -> None:
-        """Get memory; the contents are arbitrary."""
-        self.tensor.untyped_storage().resize_(self._bytes)
+        """Get memory; the contents are arbitrary. New memory if the last is still lent."""
+        if self.lent:
+            self._replace()
+        else:
+            self.tensor.untyped_storage().resize_(self._bytes)
+
+    def _replace(self) -> None:
+        with torch.inference_mode(False):
+            tensor = self._make()
+            self.tensor, self.writable, self.lent = tensor, tensor.data, False
+
+    def lend(self) -> None:
+        """Note, before it is started, that a collective uses the memory."""
+        self.lent = True
+
+    def returned(self) -> None:
+        """Note that waiting for the collective returned: nothing uses the memory any more."""
+        self.lent = False
 
     def free(self) -> None:
-        """Give the memory back; views become unreadable."""
-        self.tensor.untyped_storage().resize_(0)
+        """Give the memory back, unless it is lent; views become unreadable."""
+        if not self.lent:
+            self.tensor.untyped_storage().resize_(0)
 
 
 class Ring:
@@ -135,11 +168,26 @@ class _Slot:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.count = count
         self.owner: RingBuffer | None = None
+        self.lent = False
 
     def grow(self, size: int) -> None:
         storage = self.memory.untyped_storage()
-        if storage.nbytes() < size:
+        if storage.nbytes() >= size:
+            return
+        if self.lent:
+            self._replace(size)
+        else:
             storage.resize_(size)
+
+    def renew(self) -> None:
+        """Leave memory that is still lent to the collective, and get as much anew."""
+        if self.lent:
+            self._replace(self.memory.untyped_storage().nbytes())
+
+    def _replace(self, size: int) -> None:
+        with torch.inference_mode(False):
+            self.memory = torch.empty(size, dtype=torch.uint8, device=self.memory.device)
+        self.lent = False
 
 
 class RingBuffer:
@@ -148,9 +196,17 @@ class RingBuffer:
     def __init__(self, slot: _Slot, numel: int, dtype: torch.dtype) -> None:
         slot.grow(numel * dtype.itemsize)
         self._slot = slot
-        empty = torch.empty(0, dtype=dtype, device=slot.memory.device)
-        self.tensor: Tensor = empty.set_(slot.memory.untyped_storage(), 0, (numel,), (1,))
-        self.writable: Tensor = self.tensor.data
+        self._numel, self._dtype = numel, dtype
+        self.tensor: Tensor
+        self.writable: Tensor
+        self._view()
+
+    def _view(self) -> None:
+        memory = self._slot.memory
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=self._dtype, device=memory.device)
+            tensor = empty.set_(memory.untyped_storage(), 0, (self._numel,), (1,))
+            self.tensor, self.writable, self._memory = tensor, tensor.data, memory
 
     @property
     def available(self) -> bool:
@@ -164,10 +220,22 @@ class RingBuffer:
                 f"a ring of {self._slot.count} slots, and two groups of one slot are needed at "
                 "once; use more slots, or give units that stay gathered memory of their own"
             )
+        self._slot.renew()
+        if self._memory is not self._slot.memory:
+            self._view()
         self._slot.owner = self
 
+    def lend(self) -> None:
+        """Note, before it is started, that a collective uses the memory."""
+        self._slot.lent = True
+
+    def returned(self) -> None:
+        """Note that waiting for the collective returned: nothing uses the memory any more."""
+        if self._memory is self._slot.memory:
+            self._slot.lent = False
+
     def free(self) -> None:
-        """Release the slot."""
+        """Release the slot; its memory stays with a collective that it is lent to."""
         if self._slot.owner is self:
             self._slot.owner = None
 

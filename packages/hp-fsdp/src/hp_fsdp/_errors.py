@@ -4,6 +4,7 @@ Where torch's `fully_shard` raises another builtin error than ValueError, ours i
 subclass of the same name, which callers need not know of.
 """
 
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 E = TypeVar("E", bound=Exception)
@@ -56,6 +57,17 @@ ModuleStateError = _also(ModuleError, AssertionError)
 UnsupportedParameterError = _also(ParameterError, NotImplementedError)
 # Without the dimension to shard, or with one of two hooks for gathering.
 InvalidParameterError = _also(ParameterError, AssertionError)
+
+
+def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
+    """Call all ``actions``, whatever each of them raises; return the first error."""
+    errors = []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            errors.append(error)
+    return errors[0] if errors else None
 
 
 def shown(value: object) -> str:

@@ -37,6 +37,7 @@ class ExtendedGroup(ParameterGroup):
 
     def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> ExtendedLayout:
         self._offered: Offer | None = None
+        self._faces_new = False
         return ExtendedLayout(locals_, self._cuts, self.axes.shard, dtype=compute)
 
     def _collect(self, fused: bool) -> None:
@@ -91,17 +92,21 @@ class ExtendedGroup(ParameterGroup):
     def _finish_gather(self) -> None:
         super()._finish_gather()
         parameters = cast("list[ExtendedParameter]", self.parameters)
-        new = False
+        if self.layout.renewed:
+            for parameter in parameters:
+                parameter.renew()
+            self.layout.renewed = False
         for parameter, outputs in zip(parameters, self.layout.received(), strict=True):
             inner = parameter.receive(outputs, self.dtypes.compute)
             if inner is not None:
+                self._faces_new = True  # stays if a later hook raises
                 self.layout.hold(inner)
-                new = True
-        if new:
+        if self._faces_new:
             self._faces = Faces(parameters)
+            self._faces_new = False
 
     def _writes(self) -> int:
-        return sum(writes_to(p.sharded) + writes_to(p.local()) for p in self.parameters)
+        return sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)
 
 
 def _shown(offered: Sequence[tuple[torch.dtype, torch.Size]]) -> list[str]:

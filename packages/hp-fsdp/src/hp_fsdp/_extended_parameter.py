@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -65,9 +66,20 @@ class ExtendedParameter(ShardedParameter):
                 make(tuple(outputs), self._metadata, dtype, out=self.unsharded)
             return None
         whole, inner = make(tuple(outputs), self._metadata, dtype)
+        before = self.unsharded
         super().build_unsharded(torch.as_strided(whole, self.shape, self.stride, 0))
+        self.unsharded.grad = before.grad
         self._received = True
         return tuple(inner)
+
+    def renew(self) -> None:
+        """Make the unsharded face anew when the next gather arrives.
+
+        What was saved for a backward from the face before must not be used any more: autograd then
+        raises, as after a change in place.
+        """
+        increment_version(self.unsharded)
+        self._received = False
 
     def take_gradient(self, collectives: Collectives) -> Tensor:
         """Remove and return the unsharded gradient; plain zeros where there is none."""

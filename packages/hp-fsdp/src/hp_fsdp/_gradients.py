@@ -148,7 +148,11 @@ class Reduction:
     def finish_scatter(self) -> None:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self._scattering is not None:
-            (shard,) = self._scattering.wait()
+            try:
+                (shard,) = self._scattering.wait()
+            except Exception:  # it has ended, with this error; an interrupt says nothing of it
+                self._scattering = None
+                raise
             self._scattering = None
             if self._rows is not None:
                 self._batch.buffers.give(self._rows)
@@ -159,8 +163,24 @@ class Reduction:
         """Wait for everything; afterwards nothing of this reduction is in flight."""
         self.finish_scatter()
         while self._summing is not None:
-            self._summing.wait()
+            try:
+                self._summing.wait()
+            except Exception:
+                self._summing = None
+                raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
+
+    def drop(self) -> None:
+        """Wait for what is under way and start nothing more: the result is not wanted."""
+        if self._summing is not None:
+            self._summing.wait()
+            self._summing = None
+        if self._scattering is not None:
+            self._scattering.wait()
+            self._scattering = None
+            if self._rows is not None:
+                self._batch.buffers.give(self._rows)
+                self._rows = None
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -20,6 +20,7 @@ from ._parameters import ShardedParameter, mixture, no_memory
 from ._plan import is_large
 from ._precision import choose_dtypes
 from ._states import Event, ParameterState, advance
+from ._steps import optimizer_steps
 from ._storage import Storage
 from ._torch import are_parts, inside_backward, local_of, writes_to
 from .layouts._exact import ExactLayout
@@ -47,7 +48,7 @@ class ParameterGroup:
         self.path = ""  # from the root of the step to the unit, once there is one
         self._collectives = collectives
         self._work: Work | None = None
-        self._writes_noted: int | None = None
+        self._noted: tuple[int, int] | None = None
         self.state = ParameterState.SHARDED
         wholes = []
         for parameter in self.parameters:
@@ -102,6 +103,7 @@ class ParameterGroup:
     def _build_unsharded(self) -> None:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
             parameter.build_unsharded(full)
+        self._fulls = self.layout.fulls
         self.layout.free()
         self._addresses = self._found_addresses()
         self._faces = Faces(self.parameters)
@@ -133,12 +135,18 @@ class ParameterGroup:
             return
         if self.layout.shard.is_meta:
             raise no_memory(self.parameters, self.path)
-        self.state = advance(self.state, Event.GATHER)
-        if kept and self.smaller is not None:
-            self._work = self.layout.gather_kept(self.smaller, self._collectives)
-        else:
-            self._work = self.layout.gather(self.axes.shard, self._collectives)
-            self._writes_noted = None
+        before = self.state
+        try:
+            if kept and self.smaller is not None:
+                self._work = self.layout.gather_kept(self.smaller, self._collectives)
+            else:
+                self._work = self.layout.gather(self.axes.shard, self._collectives)
+                self._noted = None
+            self.state = advance(self.state, Event.GATHER)
+        except BaseException:
+            self._work, self.state = None, before
+            self.layout.free()
+            raise
 
     @property
     def incomplete(self) -> bool:
@@ -152,16 +160,24 @@ class ParameterGroup:
         return not resting or self.layout.available
 
     @property
+    def unsharded(self) -> bool:
+        """Return whether modules have the unsharded parameters."""
+        return self.state is ParameterState.UNSHARDED
+
+    @property
     def stale(self) -> bool:
-        """Return whether shards were written to since `note_writes`."""
-        if self._writes_noted is None:
+        """Return whether an optimizer stepped, or shards were written to, since `note_writes`."""
+        if self._noted is None or self.state is ParameterState.SHARDED:
             return False
-        gathered = self.state in (ParameterState.GATHERING, ParameterState.UNSHARDED)
-        return gathered and self._writes() != self._writes_noted
+        return (optimizer_steps(), self._writes()) != self._noted
 
     def note_writes(self) -> None:
-        """Watch for writes to the shards from now on: what is gathered is to stay for a while."""
-        self._writes_noted = self._writes()
+        """Watch for writes to the shards: what is gathered, or a part of it, stays for a while.
+
+        They are watched from now on, or from the first call since the gather.
+        """
+        if self._noted is None:
+            self._noted = optimizer_steps(), self._writes()
 
     def _writes(self) -> int:
         # What is written through a DTensor is counted there, what is written below it is not.
@@ -169,54 +185,84 @@ class ParameterGroup:
         return below + sum(writes_to(p.sharded) for p in self.parameters)
 
     def unshard(self) -> None:
-        """Wait for the all-gather, started here if need be, and register unsharded parameters."""
+        """Wait for the all-gather, started here if need be, and register unsharded parameters.
+
+        Where the all-gather failed, the group is sharded again. Where what comes after it raised,
+        the next call goes on from there.
+        """
         self.gather()
         if self.state is ParameterState.GATHERING:
+            if self._work is not None:
+                self._wait(self._work)
             self._finish_gather()
-            self._work = None
-            self.state = advance(self.state, Event.ARRIVE)
             self._faces.show_unsharded()
+            self.state = advance(self.state, Event.ARRIVE)
+            self._work = None
+            self.layout.drop()
 
+    def _wait(self, work: Work) -> None:
+        try:
+            self.layout.wait(work)
+        except Exception:  # an interrupt says nothing of the gather: it can be awaited again
+            self._come_back()
+            raise
+
+    @torch.no_grad()
     def _finish_gather(self) -> None:
         self.layout.finish_gather(self._work)
+        if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
+            for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
+                parameter.move_unsharded(full)
+            self._fulls = self.layout.fulls
 
     def reshard(self) -> None:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
         if self.state is ParameterState.GATHERING:
-            self.unshard()
-        if self.state is ParameterState.POST_FORWARD:
+            self._stop()
+        elif self.state is ParameterState.POST_FORWARD:
             self.state = advance(self.state, Event.RESHARD)
             self.layout.drop()
-        if self.state is ParameterState.UNSHARDED:
-            self.state = advance(self.state, Event.RESHARD)
+        elif self.state is ParameterState.UNSHARDED:
+            # In this order an exception in between leaves nothing that is shown and not readable.
             self.install_sharded()
+            self.state = advance(self.state, Event.RESHARD)
             self.layout.free()
+
+    def _stop(self) -> None:
+        """Wait for a gather under way, if there is one, and come back to sharded."""
+        if self._work is not None:
+            self._wait(self._work)
+        self._come_back()
+
+    def _come_back(self) -> None:
+        self._work = None
+        self.install_sharded()
+        self.state = advance(self.state, Event.RESET)
+        self.layout.drop()
+        self.layout.free()
 
     def keep(self) -> None:
         """Reshard, but keep what the backward gather over the smaller axis needs."""
         if self.smaller is None or self.axes.shard.size == 1:
             self.reshard()
         elif self.state is ParameterState.UNSHARDED:
-            self.state = advance(self.state, Event.KEEP)
             with torch.no_grad():
                 self.layout.keep(self.smaller.size)
             self.install_sharded()
+            self.state = advance(self.state, Event.KEEP)
             self.layout.free()
 
     def reset(self) -> None:
-        """Come back to sharded from any state; gradients not yet reduced are dropped."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self.state = advance(self.state, Event.RESET)
+        """Come back to sharded from any state; gradients not yet reduced are dropped.
+
+        Communicates nothing. A gather under way is awaited; its error comes last.
+        """
         for parameter in self.parameters:
             parameter.drop_gradient()
-        self.install_sharded()
         if self.collector is not None:
             self.collector.drop()
         self.partial.clear()
-        self.layout.drop()
-        self.layout.free()
+        self._stop()
 
     def hold_gradients(self) -> None:
         """Put gradients that are not to be reduced yet aside, in the dtype of the reduction."""

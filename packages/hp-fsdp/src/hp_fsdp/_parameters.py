@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -96,6 +97,19 @@ class ShardedParameter:
             )
         self.unsharded = nn.Parameter(view, requires_grad=self._requires_grad)
 
+    @torch.no_grad()
+    def move_unsharded(self, view: Tensor) -> None:
+        """Move the unsharded face, the same tensor to autograd and its hooks, to ``view``.
+
+        What was saved for a backward from the memory before must not be used any more: autograd
+        then raises, as after a change in place.
+        """
+        increment_version(self.unsharded)
+        if self._own is None:
+            self.unsharded.data = view
+        else:
+            set_local(cast(DTensor, self.unsharded), view)
+
     def _registered(self) -> nn.Parameter:
         """Return the sharded face, or what something else registered in its place."""
         for owner in self.owners:
@@ -169,6 +183,14 @@ class ShardedParameter:
         gradient, self.unsharded.grad = self.unsharded.grad, None
         if gradient is not None:
             self._held = gradient.to(dtype) if self._held is None else self._held.add_(gradient)
+
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Remove the sharded gradient, or fill it with zeros."""
+        gradient = self.sharded.grad
+        if gradient is not None and set_to_none:
+            self.sharded.grad = None
+        elif gradient is not None:
+            self.part(gradient).zero_()
 
     def drop_gradient(self) -> None:
         """Forget the unsharded gradient and what was put aside."""

@@ -85,7 +85,11 @@ class Passage:
         self._waiting.discard(module)
         self._running.discard(module)
         if not self._waiting:
-            self.leave(schedule)
+            try:
+                self.leave(schedule)
+            except BaseException:
+                schedule.abandon(unit)
+                raise
         return cast
 
     def _end_forward(self, module: nn.Module, args: Args, output: Any) -> None:
@@ -133,12 +137,16 @@ class Passage:
     def leave(self, schedule: "Schedule") -> None:
         """End this unit's forward, with modules of its list unrun if the root says so.
 
-        Without a backward to come nobody would come back for the parameters. Where its beginning
-        cannot be seen, nobody could gather them again in time.
+        Without a backward to come nobody would come back for the parameters, so they are given up
+        unless they were asked to stay. Where its beginning cannot be seen, nobody could gather them
+        again in time.
         """
         self.forget()
         if not self._expects_backward:
-            self._unit.reshard()
+            if self._unit.stays:
+                self._unit.stay()
+            else:
+                self._unit.reshard()
         elif not self._watch.active:
             schedule.after_forward(self._unit)
         schedule.leave(self._unit)

@@ -1,6 +1,7 @@
 """When units gather, prefetch and reduce: the order is learned, never asked of the data."""
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from torch import nn
 from hp_dtensor import Axis
 
 from ._axes import split_axis
-from ._errors import StateError
+from ._errors import StateError, first_error
 from ._gradients import Reduction
 from ._group import ParameterGroup
 from ._options import Options
@@ -188,7 +189,10 @@ class Schedule:
             chosen = unit is not self._pass_root and not (self._following and unit is last)
         if chosen is True:
             unit.reshard()
-        elif chosen is not False:
+        elif chosen is False:
+            for group in unit.groups:
+                group.note_writes()
+        else:
             unit.keep()
 
     def begin_backward(self) -> None:
@@ -247,17 +251,32 @@ class Schedule:
             if last:
                 unit.reduce()  # what earlier backwards left in units that this one did not reach
                 unit.passage.forget()
-        self._backward = False
         if last:
             self.finish_reductions()
             self._drop_unused_gathers()
             self._cursor = len(self._end_order)
+        self._backward = False
 
     def finish_reductions(self) -> None:
-        """Wait for all reductions and put their results on the parameters' ``grad``."""
-        reductions, self._reductions = self._reductions, []
-        for reduction in reductions:
-            reduction.finish()
+        """Wait for all reductions and put their results on the parameters' ``grad``.
+
+        After an exception those that are not finished are still known, for `reset` to wait for.
+        """
+        while self._reductions:
+            self._reductions[0].finish()
+            del self._reductions[0]
+
+    def reduce_all(self, units: Iterable[Unit]) -> None:
+        """Reduce all gradients of ``units`` that wait, last unit first.
+
+        After an exception a forward demands a `reset`, as after one in backward.
+        """
+        self.check_no_backward()
+        self._backward = True
+        for unit in units:
+            unit.reduce_all()
+        self.finish_reductions()
+        self._backward = False
 
     def _drop_unused_gathers(self) -> None:
         for unit in self.units:
@@ -266,15 +285,15 @@ class Schedule:
 
     def reset(self) -> None:
         """Forget the step under way; see `FSDPModule.reset`."""
-        for reduction in self._reductions:
-            reduction.wait()
+        drops = [reduction.drop for reduction in self._reductions]
+        error = first_error([*drops, *(unit.reset for unit in self.units)])
         self._reductions = []
-        for unit in self.units:
-            unit.reset()
         self._pass_root = None
         self._backward = False
         self._following = False
         self._cursor = len(self._end_order)
+        if error is not None:
+            raise error
 
 
 def _last(order: list[Unit], unit: Unit, end: int) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self, cast
 
 from torch import nn
 
-from ._errors import ModuleError, ModuleStateError, shown
+from ._errors import ModuleError, ModuleStateError, first_error, shown
 from ._report import PlanReport, report
 from ._setters import Setters
 from ._unit import Unit, unit_of
@@ -26,6 +26,7 @@ class UnshardHandle:
         Does nothing where no gather is under way: waited for before, or resharded since.
         """
         if self._unit.gathering:
+            self._unit.gather()  # anew, if an optimizer stepped since
             self._unit.unshard()
 
 
@@ -57,6 +58,17 @@ class FSDPModule(Setters):
         """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
         self._unit().reshard()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters in this module.
+
+        Those of sharded parameters too where modules have the unsharded ones at the moment.
+        """
+        cast(Any, super()).zero_grad(set_to_none)
+        for unit in self._units(True):
+            for group in unit.groups:
+                for parameter in group.parameters if group.unsharded else ():
+                    parameter.clear_gradient(set_to_none)
+
     def reset(self) -> None:
         """Drop the step under way, from any state, so that the next one starts clean.
 
@@ -68,8 +80,9 @@ class FSDPModule(Setters):
         if unit.schedule is not None:
             unit.schedule.reset()
         else:
-            for each in self._units(True):
-                each.reset()
+            error = first_error(each.reset for each in self._units(True))
+            if error is not None:
+                raise error
 
     def reset_iter_state(self) -> None:
         """Do the same as `reset`, under torch's name."""
@@ -81,11 +94,9 @@ class FSDPModule(Setters):
         One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
         are on the parameters. For schedules of a pipeline, which run many backwards a step.
         """
-        for unit in reversed(self._units(True)):
-            unit.reduce_all()
         schedule = self._unit().schedule
         if schedule is not None:
-            schedule.finish_reductions()
+            schedule.reduce_all(reversed(self._units(True)))
 
     def plan_report(self) -> PlanReport:
         """Return bytes, padding and placement of all groups in this module, each with its unit."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._agreement import Act, Agreement
-from ._errors import ParameterError
+from ._errors import ParameterError, first_error
 from ._group import ParameterGroup
 from ._options import Options
 from ._passage import Passage
@@ -61,12 +61,15 @@ class Unit:
         """
         if not all(group.in_place for group in self.groups):
             self.adopt(final=True)
+        if not in_pass and self.stale:
+            self.reshard()
         if self.sharded:
             self._agreement.before(Act.BACKWARD if inside_backward() else Act.FORWARD)
-        self.in_pass |= in_pass
+            self.in_pass |= in_pass
+        stays = not in_pass or not (torch.is_grad_enabled() or inside_backward())
         for group in self.groups:
             group.gather()
-            if not in_pass:
+            if stays:
                 group.note_writes()
 
     def unshard(self) -> None:
@@ -77,21 +80,39 @@ class Unit:
     def reshard(self) -> None:
         """Make the sharded parameters the modules' parameters, free the others."""
         self.in_pass = self.kept = False
+        error = first_error(group.reshard for group in self.groups)
+        if error is not None:
+            raise error
+
+    @property
+    def stays(self) -> bool:
+        """Return whether a forward without a backward to come leaves the parameters gathered.
+
+        Under ``torch.no_grad`` those do that the user gathered, or told to stay after forward.
+        """
+        asked = not self.in_pass or self.options.reshard_after_forward is False
+        return asked and not torch.is_grad_enabled()
+
+    def stay(self) -> None:
+        """Leave the parameters gathered until `reshard`, or a forward that finds them `stale`."""
+        self.in_pass = False
         for group in self.groups:
-            group.reshard()
+            group.note_writes()
 
     def keep(self) -> None:
         """Reshard to the smaller number of ranks that the options say."""
         for group in self.groups:
             group.keep()
+            group.note_writes()
 
     def reset(self) -> None:
         """Forget the step under way."""
         self.gradients = advance(self.gradients, Event.RESET)
         self.in_pass = self.kept = self._unreduced = False
         self.passage.reset()
-        for group in self.groups:
-            group.reset()
+        error = first_error(group.reset for group in self.groups)
+        if error is not None:
+            raise error
 
     @property
     def sharded(self) -> bool:

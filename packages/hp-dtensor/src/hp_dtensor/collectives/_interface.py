@@ -121,7 +121,10 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> list[Tensor]:
-        """Return the outputs, complete for use on the caller's stream; may be called again."""
+        """Return the outputs, complete for use on the caller's stream; may be called again.
+
+        Raises the first error of what it waits for, after waiting for all of it.
+        """
         ...
 
 

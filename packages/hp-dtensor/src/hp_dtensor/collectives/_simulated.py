@@ -271,11 +271,18 @@ class _Deferred:
     def __init__(self, finish: Callable[[], list[Tensor]]) -> None:
         self._finish: Callable[[], list[Tensor]] | None = finish
         self._outputs: list[Tensor] = []
+        self._error: Exception | None = None
 
     def wait(self) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
         finish, self._finish = self._finish, None
         if finish is not None:
-            self._outputs = finish()
+            try:
+                self._outputs = finish()
+            except Exception as error:
+                self._error = error
+                raise
         return self._outputs
 
 

@@ -1,6 +1,7 @@
 """The real thing: collectives of ``torch.distributed`` on an axis's process group."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -39,7 +40,12 @@ class _Done:
 
 
 class _Pending:
-    """Holds inputs and outputs alive until c10d is done, then finishes the outputs."""
+    """Holds inputs and outputs alive until c10d is done, then finishes the outputs.
+
+    `wait` waits for all works, also after one has failed, then raises the first error, each time it
+    is called. An ``error`` of a start that came after other starts counts as one of them. After an
+    interrupt it can be called again, and goes on with the works that are left.
+    """
 
     def __init__(
         self,
@@ -47,20 +53,32 @@ class _Pending:
         outputs: list[Tensor],
         inputs: Sequence[Tensor] = (),
         finish: Callable[[list[Tensor]], None] | None = None,
+        error: Exception | None = None,
     ) -> None:
-        self._works = works
+        self._works = list(works)
         self._outputs = outputs
         self._inputs = inputs
         self._finish = finish
+        self._error = error
 
     def wait(self) -> list[Tensor]:
-        works, self._works = self._works, ()
-        for work in works:
-            work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish(self._outputs)
+        while self._works:
+            try:
+                self._works[0].wait()
+            except Exception as error:  # noqa: BLE001 - raised below, when all works have ended
+                self._error = self._error or error
+            del self._works[0]
         self._inputs = ()
+        if self._error is not None:
+            raise self._error
+        if self._finish is not None:
+            try:
+                self._finish(self._outputs)
+            except BaseException as error:
+                self._error = RuntimeError("the outputs of a collective were not finished")
+                self._error.__cause__ = error
+                raise
+            self._finish = None
         return self._outputs
 
 
@@ -82,10 +100,15 @@ class TorchCollectives:
         group = _group(axis)
         pairs = list(zip(outs, inputs, strict=True))
         alone, together = _split_by_size(pairs, group)
-        works = [all_gather_single(*pair, group=group, async_op=True) for pair in alone]
+        if not together and len(alone) == 1:
+            work = all_gather_single(*alone[0], group=group, async_op=True)
+            return _Pending([work], outs, inputs)
+        starts = [partial(all_gather_single, *pair, group=group, async_op=True) for pair in alone]
         if together:
-            works.append(all_gather_coalesced(group, *map(list, zip(*together, strict=True))))
-        return _Pending(works, outs, inputs)
+            lists = map(list, zip(*together, strict=True))
+            starts.append(partial(all_gather_coalesced, group, *lists))
+        works, error = _started(starts)
+        return _Pending(works, outs, inputs, error=error)
 
     def reduce_scatter(
         self,
@@ -172,11 +195,30 @@ class TorchCollectives:
         if axis.size == 1:
             return _Done(outs)
         group = _group(axis)
-        works = [
-            dist.broadcast(tensor, axis.ranks[source], group=group, async_op=True)
-            for tensor in outs
-        ]
-        return _Pending(works, outs)
+        works, error = _started(
+            [
+                partial(dist.broadcast, tensor, axis.ranks[source], group=group, async_op=True)
+                for tensor in outs
+            ]
+        )
+        return _Pending(works, outs, error=error)
+
+
+def _started(starts: Sequence[Callable[[], Any]]) -> tuple[list[Any], Exception | None]:
+    """Start one after the other; return the works, and the error of a start after the first.
+
+    The first start raises its error itself: nothing is under way. A later one's is for the wait,
+    which waits for the works before it, whose memory the caller may give up once it has the error.
+    """
+    works: list[Any] = []
+    for start in starts:
+        try:
+            works.append(start())
+        except Exception as error:
+            if not works:
+                raise
+            return works, error
+    return works, None
 
 
 def _split_by_size(pairs: list[_Pair], group: dist.ProcessGroup) -> tuple[list[_Pair], list[_Pair]]:

@@ -19,10 +19,14 @@ class ExactLayout:
     """The flat shard of one group and the flat output that it is gathered into.
 
     The rest of the package relies on: `shards` and `fulls`, views per parameter; `gather`,
-    `finish_gather` and `free`, the life of the output; `keep` and `drop`, that of a larger part of
-    it between forward and backward. Sharded views are always readable, full ones between
+    `wait`, `finish_gather` and `free`, the life of the output; `keep` and `drop`, that of a larger
+    part of it between forward and backward. Sharded views are always readable, full ones between
     `finish_gather` and `free`; the output begins allocated, so that faces can be built over it, and
     is then freed. Where shards are stored as they are gathered, one rank's output is its shard.
+
+    What a gather reads and writes is lent to it from before its start until `wait` returned. `free`
+    is legal at any time: memory that is still lent then, because a start or a wait raised, is left
+    to the collective, and the next gather goes to new memory and new ``fulls``.
     """
 
     def __init__(
@@ -72,15 +76,11 @@ class ExactLayout:
             own = Resize() if buffers is None else buffers
             self._output = own.buffer(self.plan.full_numel, dtype, device)
             memory = self._output.tensor
-        self.fulls = [
-            _narrow(memory, slot.full_offset, slot.numel).view(cut.shape)
-            for slot, cut in zip(self.plan.slots, cuts, strict=True)
-        ]
+        self._view(memory)
         self._sent: Buffer | None = None
         if not as_stored:
             self._sent = Resize().buffer(self.plan.shard_numel, dtype, device)
-        source = self.shard if self._sent is None else self._sent.tensor
-        self._inputs = [carried(_narrow(source, start, n)) for start, n in self.plan.segments]
+        self._send_from(self.shard if self._sent is None else self._sent.tensor)
         self._outputs: list[Tensor] = []
         self._arrived: Tensor | None = None
         self._kept: list[Tensor] = []
@@ -88,6 +88,17 @@ class ExactLayout:
             self._wire(self._output.writable)
         if self._sent is not None:
             self._sent.free()
+
+    def _view(self, memory: Tensor) -> None:
+        self.fulls = [
+            _narrow(memory, slot.full_offset, slot.numel).view(cut.shape)
+            for slot, cut in zip(self.plan.slots, self.cuts, strict=True)
+        ]
+        self._memory = memory  # last: an interrupt before it lets the next gather begin again
+
+    def _send_from(self, source: Tensor) -> None:
+        self._inputs = [carried(_narrow(source, start, n)) for start, n in self.plan.segments]
+        self._source = source
 
     def _wire(self, memory: Tensor) -> None:
         plan, degree = self.plan, self.plan.degree
@@ -131,14 +142,27 @@ class ExactLayout:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
         if self._output is None or not self._inputs:
             return None
-        self._output.allocate()
+        output = self._allocated(self._output)
         if self.plan.degree == 1:
-            self._output.writable.copy_(self.shard, non_blocking=True)
+            output.writable.copy_(self.shard, non_blocking=True)
             return None
         if self._sent is not None:
             self._sent.allocate()
+            if self._sent.tensor is not self._source:
+                with torch.inference_mode(False):
+                    self._send_from(self._sent.tensor)
             self._sent.writable.copy_(self.shard, non_blocking=True)
+            self._sent.lend()
+        output.lend()
         return collectives.all_gather(axis, self._inputs, self._outputs)
+
+    def _allocated(self, output: Buffer) -> Buffer:
+        output.allocate()
+        if output.tensor is not self._memory:
+            with torch.inference_mode(False):
+                self._wire(output.writable)
+                self._view(output.tensor)
+        return output
 
     def keep(self, size: int) -> None:
         """Copy what ``size`` neighbours hold together, of the gathered output, to gather it from.
@@ -155,20 +179,27 @@ class ExactLayout:
         """Start an all-gather over a smaller axis of what `keep` copied."""
         if self._output is None or not self._kept:
             return None
-        self._output.allocate()
+        self._allocated(self._output).lend()
         return collectives.all_gather(axis, self._kept, self._outputs)
 
     def drop(self) -> None:
         """Release what `keep` copied."""
         self._kept = []
 
+    def wait(self, work: Work) -> None:
+        """Wait for the all-gather; from then on its memory is used by nobody else."""
+        work.wait()
+        if self._output is not None:
+            self._output.returned()
+        if self._sent is not None:
+            self._sent.returned()
+            self._sent.free()
+
     def finish_gather(self, work: Work | None) -> None:
         """Wait for the all-gather and copy the packed parameters to their places."""
         if work is None:
             return
-        work.wait()
-        if self._sent is not None:
-            self._sent.free()
+        self.wait(work)
         if self._arrived is None:
             return
         if self._widths:
@@ -177,9 +208,11 @@ class ExactLayout:
             full.copy_(arrived)
 
     def free(self) -> None:
-        """Give back the output's memory."""
+        """Give back the memory of the gather, or leave it to a collective that may still use it."""
         if self._output is not None:
             self._output.free()
+        if self._sent is not None:
+            self._sent.free()
 
 
 def _narrow(flat: Tensor, start: int, length: int) -> Tensor:

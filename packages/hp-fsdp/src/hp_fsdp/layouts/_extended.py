@@ -8,7 +8,7 @@ from torch import Tensor, UntypedStorage
 
 from hp_dtensor import Axis, Collectives, Work
 
-from .._buffers import Buffer, Resize
+from .._buffers import ResizeBuffer
 from .._cut import Cut
 from .._packing import Packing, pack_by_rank
 from .._plan import plan_group
@@ -39,7 +39,8 @@ class ExtendedLayout:
         self._degree = axis.size
         self._inputs: list[Tensor] = []
         self._shapes: list[list[torch.Size]] = []
-        self._outputs: list[Buffer] = []
+        self._outputs: list[ResizeBuffer] = []
+        self.renewed = False  # what arrives lies in other memory than full tensors were made of
         self._inner: list[tuple[UntypedStorage, int]] = []
         self._kept: list[Tensor] = []
 
@@ -64,26 +65,36 @@ class ExtendedLayout:
         self._inputs = [flat.view(torch.uint8) for flat in flats]
         if not self._outputs:
             self._outputs = [
-                Resize().buffer(self._degree * flat.numel(), flat.dtype, flat.device)
-                for flat in flats
+                ResizeBuffer(self._degree * flat.numel(), flat.dtype, flat.device) for flat in flats
             ]
 
     def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
         if not self._inputs:
             return None
-        return collectives.all_gather(axis, self._inputs, self._allocated())
+        return collectives.all_gather(axis, self._inputs, self._lent())
 
-    def _allocated(self) -> list[Tensor]:
+    def _lent(self) -> list[Tensor]:
+        if any(output.lent for output in self._outputs):
+            self._inner, self.renewed = [], True
         for output in self._outputs:
             output.allocate()
-        return [output.writable.view(torch.uint8) for output in self._outputs]
+        flats = [output.writable.view(torch.uint8) for output in self._outputs]
+        for output in self._outputs:
+            output.lend()
+        return flats
+
+    def wait(self, work: Work) -> None:
+        """Wait for the all-gather; from then on its memory is used by nobody else."""
+        work.wait()
+        for output in self._outputs:
+            output.returned()
+        self._inputs = []
 
     def finish_gather(self, work: Work | None) -> None:
         """Wait for the all-gather, and get memory for the tensors inside of full ones."""
         if work is not None:
-            work.wait()
-        self._inputs = []
+            self.wait(work)
         for storage, size in self._inner:
             if storage.nbytes() != size:  # some lie in what was gathered
                 storage.resize_(size)
@@ -115,14 +126,19 @@ class ExtendedLayout:
         """Start an all-gather over a smaller axis of what `keep` copied."""
         if not self._kept:
             return None
-        return collectives.all_gather(axis, self._kept, self._allocated())
+        return collectives.all_gather(axis, self._kept, self._lent())
 
     def drop(self) -> None:
         """Release what `keep` copied."""
         self._kept = []
 
     def free(self) -> None:
-        """Give back the memory of what arrived, and of the tensors inside of full ones."""
+        """Give back the memory of what arrived, and of the tensors inside of full ones.
+
+        Leave it to a collective that may still use it; some of the tensors lie in it.
+        """
+        if any(output.lent for output in self._outputs):
+            return
         for output in self._outputs:
             output.free()
         for storage, _ in self._inner:

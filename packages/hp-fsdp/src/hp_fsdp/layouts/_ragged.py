@@ -50,17 +50,20 @@ class RaggedLayout:
         for view, local in zip(self.shards, locals_, strict=True):
             view.copy_(local)
         self._output: Buffer = buffers.buffer(plan.degree * plan.share, dtype, device)
-        whole = self._output.tensor
-        self.fulls = [
-            whole[start : start + math.prod(shape)].view(shape)
-            for start, shape in zip(plan.starts, plan.shapes, strict=True)
-        ]
+        self._view(self._output.tensor)
         as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
         self._sent: Buffer | None = None
         if not as_stored:
             self._sent = Resize().buffer(plan.share, dtype, device)
             self._sent.free()
         self._kept: Tensor | None = None
+
+    def _view(self, memory: Tensor) -> None:
+        self.fulls = [
+            memory[start : start + math.prod(shape)].view(shape)
+            for start, shape in zip(self.plan.starts, self.plan.shapes, strict=True)
+        ]
+        self._memory = memory  # last: an interrupt before it lets the next gather begin again
 
     def packing(self, chosen: Sequence[int], itemsize: int) -> Packing:
         """Return where the gradients of the parameters at ``chosen`` lie: as they are gathered."""
@@ -73,12 +76,20 @@ class RaggedLayout:
 
     def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
         """Start the all-gather of the share over ``axis``."""
-        self._output.allocate()
+        self._allocate()
         source = self.shard
         if self._sent is not None:
             self._sent.allocate()
             source = self._sent.writable.copy_(self.shard, non_blocking=True)
+            self._sent.lend()
+        self._output.lend()
         return collectives.all_gather(axis, [carried(source)], [carried(self._output.writable)])
+
+    def _allocate(self) -> None:
+        self._output.allocate()
+        if self._output.tensor is not self._memory:
+            with torch.inference_mode(False):
+                self._view(self._output.tensor)
 
     def keep(self, size: int) -> None:
         """Copy what this rank is to hold between forward and backward among ``size`` neighbours."""
@@ -88,20 +99,29 @@ class RaggedLayout:
         """Start an all-gather over a smaller axis of what `keep` copied."""
         if self._kept is None:
             return None
-        self._output.allocate()
+        self._allocate()
+        self._output.lend()
         return collectives.all_gather(axis, [carried(self._kept)], [carried(self._output.writable)])
 
     def drop(self) -> None:
         """Release what `keep` copied."""
         self._kept = None
 
+    def wait(self, work: Work) -> None:
+        """Wait for the all-gather; from then on its memory is used by nobody else."""
+        work.wait()
+        self._output.returned()
+        if self._sent is not None:
+            self._sent.returned()
+            self._sent.free()
+
     def finish_gather(self, work: Work | None) -> None:
         """Wait for the all-gather."""
         if work is not None:
-            work.wait()
-        if self._sent is not None:
-            self._sent.free()
+            self.wait(work)
 
     def free(self) -> None:
-        """Give back the output's memory."""
+        """Give back the memory of the gather, or leave it to a collective that may still use it."""
         self._output.free()
+        if self._sent is not None:
+            self._sent.free()

@@ -1,0 +1,171 @@
+"""Collectives of which a part fails: nothing is left under way when the error is known."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool, cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hp_dtensor import (
+    Axis,
+    SimulatedCollectives,
+    SimulatedWorld,
+    TorchCollectives,
+    collectives,
+)
+
+Ranks = Callable[[int], RankPool]
+LARGE = 2**19  # of float32: gloo gathers such tensors one by one
+
+
+class Broken(RuntimeError):
+    """What the tests raise."""
+
+
+class Watched:
+    """A work of c10d that may fail when it is awaited, once it has ended."""
+
+    def __init__(self, work: Any, fails: bool) -> None:
+        self.work, self.fails = work, fails
+
+    def wait(self) -> None:
+        """Wait; raise if told to."""
+        self.work.wait()
+        if self.fails:
+            raise Broken("wait")
+
+
+def world() -> Axis:
+    mesh: DeviceMesh = cached(
+        "mesh of the world",
+        lambda: init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("w",)),
+    )
+    return Axis.of(mesh)
+
+
+def failing(function: Any, start: int | None, wait: int | None, seen: list[Watched]) -> Any:
+    """Return a function of which one start or wait raises; odd ranks are late."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() % 2:
+            time.sleep(0.02)
+        if len(seen) == start:
+            raise Broken("start")
+        seen.append(Watched(function(*args, **kwargs), len(seen) == wait))
+        return seen[-1]
+
+    return call
+
+
+def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dict[str, Any]:
+    """Gather or broadcast three large tensors, of which one fails."""
+    axis, seen = world(), list[Watched]()
+    inputs = [torch.full((LARGE,), 10.0 * i + rank) for i in range(3)]
+    outputs: list[Tensor]
+    said = []
+    if kind == "all_gather":
+        outputs = [torch.zeros(LARGE * axis.size) for _ in inputs]
+        where: Any = collectives._torch
+        name, expected = (
+            "all_gather_single",
+            [
+                torch.cat([torch.full((LARGE,), 10.0 * i + r) for r in range(axis.size)])
+                for i in range(3)
+            ],
+        )
+    else:
+        outputs, where, name = inputs, dist, "broadcast"
+        expected = [torch.full((LARGE,), 10.0 * i) for i in range(3)]
+    with mock.patch.object(where, name, failing(getattr(where, name), start, wait, seen)):
+        door = TorchCollectives()
+        try:
+            if kind == "all_gather":
+                work = door.all_gather(axis, inputs, outputs)
+            else:
+                work = door.broadcast(axis, inputs)
+        except Broken as error:
+            return {"at once": str(error), "started": len(seen)}
+    complete = []
+    for _ in range(2):
+        try:
+            work.wait()
+        except Broken as error:
+            said.append(str(error))
+            complete = [
+                torch.equal(x, y)
+                for x, y in zip(outputs[: len(seen)], expected[: len(seen)], strict=True)
+            ]
+    return {"said": said, "complete": complete}
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "broadcast"])
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_a_start_that_raises_leaves_nothing_under_way(ranks: Ranks, kind: str, start: int) -> None:
+    for found in ranks(2).run(part_fails, kind, start, None):
+        if start == 0:
+            assert found == {"at once": "start", "started": 0}
+        else:
+            assert found == {"said": ["start", "start"], "complete": [True] * start}
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "broadcast"])
+@pytest.mark.parametrize("wait", [0, 1])
+def test_waiting_waits_for_all_and_raises_the_first_error_every_time(
+    ranks: Ranks, kind: str, wait: int
+) -> None:
+    for found in ranks(2).run(part_fails, kind, None, wait):
+        assert found == {"said": ["wait", "wait"], "complete": [True] * 3}
+
+
+def abandoned(rank: int, kind: str) -> list[bool]:
+    """Drop works and tensors under way, use memory of that size at once, then communicate on."""
+    axis, door, seen = world(), TorchCollectives(), []
+    for _ in range(20):
+        if rank:
+            time.sleep(0.001)
+        x = torch.full((2 * LARGE,), 1.0 + rank)
+        if kind == "all_gather":
+            door.all_gather(axis, [x])
+        elif kind == "all_to_all":
+            door.all_to_all(axis, x)
+        elif kind == "all_reduce":
+            door.all_reduce(axis, [x])
+        else:
+            door.reduce_scatter(axis, [x])
+        del x
+        held = [torch.full((2 * LARGE,), 7.0) for _ in range(3)]
+        (told,) = door.all_reduce(axis, [torch.ones(4)]).wait()
+        dist.barrier()
+        seen += [bool((each == 7.0).all()) for each in held]
+        seen.append(bool((told == 2).all()))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "all_reduce", "reduce_scatter"])
+def test_memory_that_is_dropped_under_way_lives_as_long_as_it_is_used(
+    ranks: Ranks, kind: str
+) -> None:
+    for seen in ranks(2).run(abandoned, kind):
+        assert all(seen)
+
+
+def waits_twice(rank: int, door: SimulatedCollectives) -> int:
+    """Make another call than the peer, and return how many of two waits raise."""
+    work = door.all_gather(door.axis(), [torch.ones(2 + rank, dtype=torch.float64)])
+    raised = 0
+    for _ in range(2):
+        try:
+            work.wait()
+        except RuntimeError:
+            raised += 1
+    return raised
+
+
+def test_a_simulated_collective_that_failed_raises_at_every_wait() -> None:
+    assert SimulatedWorld(2).run(waits_twice) == [2, 2]
