@@ -11,8 +11,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from hp_cp import (
     ContextParallel,
     Contiguous,
+    InputError,
     Layout,
     MaskSpec,
+    Zigzag,
 )
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
@@ -284,3 +286,72 @@ def test_the_modules_own_forward_may_change_its_arguments_in_place() -> None:
     answers = simulated(2, lambda d: ContextParallel(collectives=d), call, InPlace)
     for parts, reference in zip(zip(*answers, strict=True), right, strict=True):
         torch.testing.assert_close(torch.cat(parts, 1), reference, rtol=0, atol=1e-13)
+
+
+class PassingOn(nn.Module):
+    """Hands its arguments to SDPA as they come, on ``[batch, heads, rows, size]``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend."""
+        out: Tensor = F.scaled_dot_product_attention(*args, **kwargs)
+        return out
+
+
+class PassingRest(nn.Module):
+    """Names q, k and v, and hands on the rest."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        """Attend."""
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, *rest, **options)
+        return out
+
+
+@pytest.mark.xfail(strict=True, reason="refused when applied", raises=InputError)
+@pytest.mark.parametrize("module_of", [PassingOn, PassingRest])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_what_a_call_hands_on_to_sdpa_is_read_by_position_and_by_keyword(
+    module_of: Any, causal: bool, degree: int
+) -> None:
+    q, k, v, grad = inputs(4, 4, 12)
+
+    def call(rank: int, module: nn.Module) -> list[Tensor]:
+        mine = list(Zigzag().indices(2, 12)[rank])
+        results = []
+        for args, options in (
+            ((None, 0.0, causal), {"scale": 0.3}),
+            ((None,), {"is_causal": causal, "scale": 0.3, "dropout_p": 0.0}),
+            ((), {"is_causal": causal, "scale": 0.3, "enable_gqa": False}),
+        ):
+            local = leaves(*(x[:, :, mine] for x in (q, k, v)))
+            out = module(*local, *args, **options)
+            results += with_gradients(out, local, grad[:, :, mine])
+        return results
+
+    def style(collectives: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(
+            seq_dim=2, head_dim=1, ulysses_degree=degree, layout=Zigzag(), collectives=collectives
+        )
+
+    whole = leaves(q, k, v)
+    out = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=0.3)
+    expected = with_gradients(out, whole, grad) * 3
+    for rank, results in enumerate(simulated(2, style, call, module_of)):
+        mine = list(Zigzag().indices(2, 12)[rank])
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, :, mine], rtol=0, atol=1e-13)
+
+
+@pytest.mark.xfail(strict=True, reason="taken for an unknown argument", raises=InputError)
+def test_the_styles_mask_goes_before_an_is_causal_by_position() -> None:
+    q, k, v, _ = inputs(4, 4, 12)
+    outs = simulated(
+        2,
+        lambda door: ContextParallel(
+            seq_dim=2, head_dim=1, ulysses_degree=1, mask=MaskSpec(causal=True), collectives=door
+        ),
+        lambda r, m: m(*(x.chunk(2, 2)[r] for x in (q, k, v)), None, 0.0, False),
+        PassingOn,
+    )
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-13)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hp_cp import BackendError, ContextParallel, DegreeError, InputError, LayoutError, Zigzag
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
-from .strategies import cp_mesh
-from .test_style import TENSORS, Core, simulated
+from .strategies import cp_mesh, inputs
+from .test_style import TENSORS, Core, PassingOn, PassingRest, simulated
 
 
 @pytest.mark.parametrize("degree", [None, 1])
@@ -274,6 +274,19 @@ def test_options_that_no_call_can_use_make_no_style(
         ContextParallel(**options)
 
 
+@pytest.mark.xfail(strict=True, reason="dims have defaults", raises=pytest.fail.Exception)
+@pytest.mark.parametrize("given", [{}, {"seq_dim": 1}, {"head_dim": 2}], ids=str)
+def test_a_style_without_dims_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="required keyword-only argument"):
+        ContextParallel(**given)
+
+
+@pytest.mark.xfail(strict=True, reason="dims go by position", raises=pytest.fail.Exception)
+def test_dims_by_position_are_refused() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        ContextParallel(*(1, 2))
+
+
 def test_a_call_without_tensors_of_four_dims_is_refused() -> None:
     def call(rank: int, module: nn.Module) -> list[str]:
         x, texts = torch.zeros(1, 4, 2, 8), []
@@ -318,3 +331,89 @@ def refused_when_applied(rank: int, options: dict[str, Any]) -> str | None:
     except BackendError as error:
         return str(error)
     return None
+
+
+class Decides(nn.Module):
+    """Causal or not as it likes, where it is not told."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: None = None, is_causal: bool | None = None
+    ) -> Tensor:
+        """Return q."""
+        return q
+
+
+def refused_calls(module_of: type[nn.Module], calls: list[tuple[Any, ...]]) -> list[str]:
+    """Return what calls with further arguments raise, the same on every rank, which is silent."""
+    records = []
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        records.append(RecordingCollectives(door))
+        return ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, collectives=records[-1])
+
+    def call(rank: int, module: nn.Module) -> list[str]:
+        x, texts = torch.zeros(1, 2, 4, 8), []
+        for *args, options in calls:
+            with pytest.raises(InputError) as info:
+                module(x, x, x, *args, **options)
+            texts.append(str(info.value))
+        return texts
+
+    first, second = simulated(2, style, call, module_of)
+    assert first == second
+    assert [record.by_axis for record in records] == [{}, {}]
+    texts: list[str] = first
+    return texts
+
+
+@pytest.mark.xfail(strict=True, reason="refused when applied", raises=InputError)
+@pytest.mark.parametrize("module_of", [PassingOn, PassingRest])
+def test_calls_that_hand_on_what_cannot_be_served_raise_on_every_rank(
+    module_of: type[nn.Module],
+) -> None:
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    texts = refused_calls(
+        module_of,
+        [
+            ({},),
+            (None, 0.0, {}),
+            (mask, 0.0, True, {}),
+            (None, 0.1, True, {}),
+            (None, 0.0, 1, {}),
+            (None, 0.0, True, 0.3, {}),
+            ({"is_causal": True, "window": 3},),
+            ({"is_causal": None},),
+        ],
+    )
+    said = [
+        "does not say whether it is causal",
+        "does not say whether it is causal",
+        "attn_mask is a dense mask",
+        "dropout_p=0.1 is not supported",
+        "is_causal=1 is no bool",
+        "arguments ['6'] have no meaning",
+        "arguments ['window'] have no meaning",
+        "is_causal=None is no bool",
+    ]
+    for text, part in zip(texts, said, strict=True):
+        assert part in text
+
+
+@pytest.mark.xfail(strict=True, reason="taken for False", raises=pytest.fail.Exception)
+def test_a_module_that_decides_by_itself_is_refused_where_it_is_not_told() -> None:
+    calls: list[tuple[Any, ...]] = [({},), (None, None, {}), (None, torch.ones(2), {})]
+    said = ["is_causal=None is no bool"] * 2 + ["is_causal=an object of type Tensor is no bool"]
+    for text, part in zip(refused_calls(Decides, calls), said, strict=True):
+        assert part in text
+
+
+def test_a_module_that_decides_by_itself_is_served_where_it_is_told() -> None:
+    q, k, v, _ = inputs(2, 2, 12)
+    outs = simulated(
+        2,
+        lambda door: ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, collectives=door),
+        lambda r, m: m(*(x.chunk(2, 2)[r] for x in (q, k, v)), None, True),
+        Decides,
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-13)
