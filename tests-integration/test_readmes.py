@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,7 +57,6 @@ def on_rank(rank: int, source: str, tensors: tuple[Tensor, ...]) -> list[Tensor]
     return attend(model, *shard_sequence(tensors, mesh, Zigzag(), seq_dim=2))
 
 
-@pytest.mark.xfail(strict=True, reason="the style's dims are others", raises=AssertionError)
 def test_the_style_of_hp_cps_readme_gives_the_attention_of_one_process(ranks: Any) -> None:
     text = (PACKAGES / "hp-cp" / "README.md").read_text(encoding="utf-8")
     (source,) = [block for block in BLOCK.findall(text) if "ContextParallel(" in block]

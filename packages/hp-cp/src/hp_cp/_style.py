@@ -31,7 +31,9 @@ class ContextParallel(ParallelStyle):
     parameters there). DTensors are taken as their local shards, which must be this rank's rows:
     sharded on the sequence over the ranks of the mesh, and over other axes at most on the batch or
     on heads; outputs are plain tensors.
-    ``seq_dim`` and ``head_dim`` are 1 and 2 for ``[batch, rows, heads, size]``.
+    ``seq_dim`` and ``head_dim`` are the dims of rows and of heads in q, k and v: 2 and 1 for
+    ``[batch, heads, rows, size]``, as ``scaled_dot_product_attention`` takes them, and 1 and 2 for
+    ``[batch, rows, heads, size]``. They have no default: no shape tells one from the other.
 
     ``ulysses_degree``: None exchanges sequence for heads over all ranks of a mesh of one axis, or
     the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
@@ -60,13 +62,13 @@ class ContextParallel(ParallelStyle):
 
     def __init__(
         self,
-        seq_dim: int = 1,
-        head_dim: int = 2,
+        *,
+        seq_dim: int,
+        head_dim: int,
         ulysses_degree: int | None = None,
         qkv_indices: tuple[int, int, int] = (0, 1, 2),
         qkv_kwarg_names: tuple[str, ...] = (),
         load_balance: bool = False,
-        *,
         schedule: Schedule = "gather",
         layout: Layout | None = None,
         mask: MaskSpec | None = None,
