@@ -91,7 +91,9 @@ def context_parallel_attention(
         keep_kv=keep_kv,
         load_balance=False,
     )
-    kernel = choose_backend(backend, plan.kernels, q.device, q.dtype, plan.head_size)
+    kernel = choose_backend(
+        backend, plan.kernels, q.device, q.dtype, plan.head_size, regular=plan.regular
+    )
     q, k, v = (to_batch_first(x, seq_dim, head_dim) for x in (q, k, v))
     out = planned_attention(q, k, v, plan, seats, kernel, scale)
     return from_batch_first(out, seq_dim, head_dim)

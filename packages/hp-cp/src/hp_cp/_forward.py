@@ -88,7 +88,14 @@ class ContextParallelForward:
                 return self._inner(*args, **kwargs)
 
             return exchange_around(inner, (q, k, v), exchange_of(plan, seats), *dims)
-        kernel = choose_backend(settings.backend, plan.kernels, q.device, q.dtype, plan.head_size)
+        kernel = choose_backend(
+            settings.backend,
+            plan.kernels,
+            q.device,
+            q.dtype,
+            plan.head_size,
+            regular=plan.regular,
+        )
         q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
         out = planned_attention(q, k, v, plan, seats, kernel, call.option("scale"))
         return from_batch_first(out, *dims)
