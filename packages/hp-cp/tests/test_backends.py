@@ -37,6 +37,7 @@ from .strategies import (
     single,
     with_gradients,
 )
+from .test_first_calls import Listed
 
 CAUSAL = MaskSpec(causal=True)
 
@@ -424,7 +425,9 @@ def launched(
     with FakeTensorMode():
         q = torch.empty(1, 2, seq_len // 2, 64, dtype=BRAIN, device="cuda")
         for mask in masks:
-            context_parallel_attention(q, q, q, mesh, mask=mask, layout=Zigzag())
+            context_parallel_attention(
+                q, q, q, mesh, mask=mask, layout=Zigzag(), collectives=Listed()
+            )
     return served
 
 

@@ -18,11 +18,18 @@ from hp_cp import (
     Zigzag,
     context_parallel_attention,
 )
+from hp_cp.schedules import _sums
 
 from .strategies import UnrealMesh
 from .test_style import Core
 
 Call = tuple[tuple[int, ...], str, bool]
+
+
+@pytest.fixture(autouse=True)
+def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the sums of what was not computed, which are slow without numbers."""
+    monkeypatch.setattr(_sums, "merge", lambda *parts: None)
 
 
 class Done:
@@ -150,7 +157,6 @@ def attended(rank: int, mesh: UnrealMesh, collectives: Listed, **options: Any) -
     )
 
 
-@pytest.mark.xfail(strict=True, reason="some ranks do not join", raises=AssertionError)
 @pytest.mark.parametrize("schedule", ["direct"])
 @pytest.mark.parametrize(("shape", "degree"), [x for x in SHAPES if x[1] == 1 or len(x[0]) == 2])
 def test_every_rank_joins_the_first_call_of_each_group_where_little_moves(
@@ -203,7 +209,6 @@ def styled(n: int, calls: int) -> list[list[Call]]:
     return per_rank
 
 
-@pytest.mark.xfail(strict=True, reason="the group is not connected", raises=AssertionError)
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_style_connects_its_group_once_when_it_is_applied(n: int) -> None:
     applied = styled(n, 0)
@@ -215,7 +220,6 @@ def test_a_style_connects_its_group_once_when_it_is_applied(n: int) -> None:
     assert [len(calls) for calls in called] == [1 + 2 * 3] * n
 
 
-@pytest.mark.xfail(strict=True, reason="the group is not connected", raises=AssertionError)
 def test_a_group_is_connected_once_and_not_where_the_own_forward_runs() -> None:
     collectives, mesh = Listed(), UnrealMesh((2,), 0)
     for _ in range(3):

@@ -96,9 +96,15 @@ class ContextParallelForward:
             plan.head_size,
             regular=plan.regular,
         )
+        seats.across.connect(q.device)
         q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
         out = planned_attention(q, k, v, plan, seats, kernel, call.option("scale"))
         return from_batch_first(out, *dims)
+
+    @property
+    def runs_inner(self) -> bool:
+        """Return whether the module's own forward computes the attention."""
+        return self._runs_inner
 
     def _planned(
         self, q: Tensor, k: Tensor, v: Tensor, seats: Seats, mask: MaskSpec, seq_len: int | None

@@ -12,7 +12,7 @@ from ._errors import DegreeError, InputError
 from ._forward import ContextParallelForward
 from ._inputs import check_dims
 from ._masks import MaskSpec, check_mask
-from ._seats import default_degree, place_of, seats_of
+from ._seats import default_degree, device_of, place_of, seats_of
 from ._settings import Settings
 from .backends._choose import check_backend_name
 from .backends._interface import AttentionBackend
@@ -118,6 +118,10 @@ class ContextParallel(ParallelStyle):
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
         """Replace ``module.forward`` and return ``module``.
 
+        On other devices than a CPU every rank of the mesh must apply the style: the first one on a
+        group exchanges one element between all of its ranks, which connects them, since some may
+        have nothing to move in the first batch of a call.
+
         On one rank it stays as it is, unless the style has a mask, which it would not know of; any
         degree, schedule and ``load_balance`` serves there. Raises `DegreeError` for a mesh of more
         than two axes or a degree that its size does not allow, and `InputError` for a module that
@@ -129,14 +133,17 @@ class ContextParallel(ParallelStyle):
         settings, (n, _) = self.settings, place_of(mesh)
         if n == 1:  # nothing to exchange or to bring, in whatever way
             degree, settings = 1, replace(settings, schedule="gather", load_balance=False)
-        seats_of(mesh, degree, settings.collectives)
+        seats = seats_of(mesh, degree, settings.collectives)
         ring_of(settings.schedule, n // degree)
         if settings.load_balance:
             check_balance(settings.layout, n, 0, degree, settings.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
         if n > 1 or settings.mask is not None:
-            module.forward = ContextParallelForward(module.forward, mesh, n, degree, settings)
+            forward = ContextParallelForward(module.forward, mesh, n, degree, settings)
+            if not forward.runs_inner:
+                seats.across.connect(device_of(mesh))
+            module.forward = forward
         return module
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
