@@ -128,7 +128,6 @@ class Limited(PlainBackend):
         return super().backward(grad, *rest, **options)
 
 
-@pytest.mark.xfail(strict=True, reason="all go into one launch", raises=AssertionError)
 @pytest.mark.parametrize(("batch", "documents"), [(1, 70_000), (2, 40_000), (70_000, 1)])
 def test_more_squares_than_a_grid_has_places_are_several_launches(
     batch: int, documents: int
