@@ -72,9 +72,6 @@ def calls_of(record: RecordingCollectives) -> int:
     return sum(traffic.calls for traffic in record.by_axis.values())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="rows of another cut are taken", raises=pytest.fail.Exception
-)
 @pytest.mark.parametrize(
     ("layout", "masks"),
     [

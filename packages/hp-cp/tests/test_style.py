@@ -11,7 +11,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from hp_cp import (
     ContextParallel,
     Contiguous,
-    InputError,
     Layout,
     MaskSpec,
     Zigzag,
@@ -324,7 +323,6 @@ class PassingRest(nn.Module):
         return out
 
 
-@pytest.mark.xfail(strict=True, reason="refused when applied", raises=InputError)
 @pytest.mark.parametrize("module_of", [PassingOn, PassingRest])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("degree", [1, 2])
@@ -360,7 +358,6 @@ def test_what_a_call_hands_on_to_sdpa_is_read_by_position_and_by_keyword(
             torch.testing.assert_close(result, reference[:, :, mine], rtol=0, atol=1e-13)
 
 
-@pytest.mark.xfail(strict=True, reason="taken for an unknown argument", raises=InputError)
 def test_the_styles_mask_goes_before_an_is_causal_by_position() -> None:
     q, k, v, _ = inputs(4, 4, 12)
     outs = simulated(

@@ -370,7 +370,6 @@ def refused_calls(module_of: type[nn.Module], calls: list[tuple[Any, ...]]) -> l
     return texts
 
 
-@pytest.mark.xfail(strict=True, reason="refused when applied", raises=InputError)
 @pytest.mark.parametrize("module_of", [PassingOn, PassingRest])
 def test_calls_that_hand_on_what_cannot_be_served_raise_on_every_rank(
     module_of: type[nn.Module],
@@ -403,7 +402,6 @@ def test_calls_that_hand_on_what_cannot_be_served_raise_on_every_rank(
         assert part in text
 
 
-@pytest.mark.xfail(strict=True, reason="taken for False", raises=pytest.fail.Exception)
 def test_a_module_that_decides_by_itself_is_refused_where_it_is_not_told() -> None:
     calls: list[tuple[Any, ...]] = [({},), (None, None, {}), (None, torch.ones(2), {})]
     said = ["is_causal=None is no bool"] * 2 + ["is_causal=an object of type Tensor is no bool"]

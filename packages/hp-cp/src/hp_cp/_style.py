@@ -48,10 +48,14 @@ class ContextParallel(ParallelStyle):
     The module's own forward runs only where Ulysses over all ranks, `Contiguous` and ``mask=None``
     meet: it then gets the whole sequence of its heads and every other argument untouched, and
     outputs that are shaped like its q, alone or in a tuple or list, are exchanged back. Elsewhere
-    `context_parallel_attention`, with the call's ``scale``, replaces it.
+    `context_parallel_attention`, with the call's ``scale``, replaces it. What a replaced forward
+    takes as ``*args`` is read in the order of ``scaled_dot_product_attention``; one that hands on
+    what it gets must be told ``is_causal``, as a bool, by position or by name.
 
     Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
-    cannot honour, and queries and keys of different lengths; before any communication. A local
+    cannot honour, an ``is_causal`` that is no bool where there is no mask, and queries and keys of
+    different lengths, and `LayoutError` where gradients lead from these rows to an attention that
+    took them for those of another cut (see `Pinned`); before any communication. A local
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
