@@ -35,9 +35,10 @@ def parallelize(
 ) -> LanguageModel:
     """Return ``model``, spread over all axes of ``mesh`` in place.
 
-    Every rank gives the same whole model and keeps its parts; nothing is communicated. Gradients
-    are summed over ranks, so a rank's loss is its share of the whole batch's. ``collectives`` takes
-    all traffic but that of torch's tensor parallel styles.
+    Every rank gives the same whole model and keeps its parts; nothing is communicated, but one
+    element over context parallel groups on other devices than a CPU. Gradients are summed over
+    ranks, so a rank's loss is its share of the whole batch's. ``collectives`` takes all traffic but
+    that of torch's tensor parallel styles.
     """
     door = TorchCollectives() if collectives is None else collectives
     if dims.tp > 1:

@@ -1,6 +1,7 @@
 """What the tests draw, and the dense attention that they compare with."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,3 +112,48 @@ def single(
 def cp_mesh(n: int) -> DeviceMesh:
     """Return the mesh of all ``n`` real ranks, one axis."""
     return cached("cp", lambda: init_device_mesh("cpu", (n,), mesh_dim_names=("cp",)))
+
+
+class UnrealMesh:
+    """An `AxisMesh` of devices without memory, as one rank sees it; made of no tensors."""
+
+    device_type = "meta"
+
+    def __init__(self, shape: tuple[int, ...], rank: int) -> None:
+        self.mesh_dim_names: tuple[str, ...] | None = ("outer", "ulysses")[-len(shape) :]
+        self.ndim = len(shape)
+        self.mesh = _Listed(shape)
+        self._place = (rank,) if len(shape) == 1 else divmod(rank, shape[1])
+        self._groups = [_Group(i, n) for i, n in zip(self._place, shape, strict=True)]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this process's coordinate on one axis."""
+        assert isinstance(mesh_dim, int)
+        return self._place[mesh_dim]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> "_Group":
+        """Return the group of one axis, the same one every time."""
+        assert isinstance(mesh_dim, int)
+        return self._groups[mesh_dim]
+
+
+class _Listed:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def tolist(self) -> list[Any]:
+        if len(self._shape) == 1:
+            return list(range(self._shape[0]))
+        outer, inner = self._shape
+        return [list(range(i * inner, (i + 1) * inner)) for i in range(outer)]
+
+
+class _Group:
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size

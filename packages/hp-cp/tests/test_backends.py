@@ -1,6 +1,7 @@
 """A backend is an object that a caller can bring along."""
 
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_cp import (
     AttentionBackend,
@@ -15,6 +17,7 @@ from hp_cp import (
     Layout,
     MaskSpec,
     Zigzag,
+    _attention,
     context_parallel_attention,
     register_backend,
 )
@@ -22,9 +25,10 @@ from hp_cp._bands import Kernel
 from hp_cp.backends._choose import choose_backend
 from hp_cp.backends._flex import FlexBackend, recomputed_gradients
 from hp_cp.backends._fused import SDPA
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
 from .strategies import (
+    UnrealMesh,
     all_layouts,
     dense_attention,
     inputs,
@@ -33,8 +37,15 @@ from .strategies import (
     single,
     with_gradients,
 )
+from .test_first_calls import Listed
 
 CAUSAL = MaskSpec(causal=True)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the generation of CUDA devices unknown, also where one is here."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 class PlainBackend:
@@ -272,3 +283,174 @@ def test_names_that_are_taken_are_refused(name: str) -> None:
 def test_what_is_no_backend_is_refused(backend: Any) -> None:
     with pytest.raises(BackendError, match="a backend is a name or an AttentionBackend object"):
         register_backend(backend)
+
+
+class Device:
+    """A CUDA device that is not here, as torch would describe it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capability, self.cudnn = (8, 0), 91900
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: self.cudnn)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_size", "name"),
+    [
+        ((7, 0), HALF, 64, "efficient"),
+        ((7, 5), HALF, 128, "efficient"),
+        ((7, 5), BRAIN, 64, "flex"),
+        ((8, 6), BRAIN, 208, "efficient"),
+        ((12, 0), BRAIN, 224, "efficient"),
+        ((9, 0), BRAIN, 128, "cudnn"),
+        ((9, 0), HALF, 64, "cudnn"),
+        ((10, 0), BRAIN, 64, "cudnn"),
+        ((10, 3), BRAIN, 64, "cudnn"),
+    ],
+)
+def test_auto_is_the_kernel_of_the_devices_generation(
+    device: Device, capability: tuple[int, int], dtype: torch.dtype, head_size: int, name: str
+) -> None:
+    device.capability = capability
+    chosen = choose_backend("auto", ("causal",), torch.device("cuda", 0), dtype, head_size)
+    assert chosen.name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_size", "name"),
+    [
+        ((7, 5), SINGLE, 64, "efficient"),
+        ((8, 0), BRAIN, 64, "sdpa"),
+        ((8, 0), BRAIN, 208, "sdpa"),
+        ((8, 9), BRAIN, 256, "sdpa"),
+        ((9, 0), BRAIN, 192, "sdpa"),
+        ((9, 0), SINGLE, 64, "efficient"),
+        ((12, 0), BRAIN, 64, "sdpa"),
+    ],
+)
+def test_auto_is_flash_where_a_generation_has_no_other(
+    device: Device, capability: tuple[int, int], dtype: torch.dtype, head_size: int, name: str
+) -> None:
+    device.capability = capability
+    chosen = choose_backend("auto", ("causal",), torch.device("cuda", 0), dtype, head_size)
+    assert chosen.name == name
+
+
+def test_auto_leaves_cudnn_where_it_is_old_or_results_must_be_repeatable(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.capability, device.cudnn = (9, 0), 91002
+    chosen = [choose_backend("auto", ("causal",), torch.device("cuda", 0), BRAIN, 64)]
+    device.cudnn = 91900
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    chosen += [choose_backend("auto", ("causal",), torch.device("cuda", 0), BRAIN, 64)]
+    assert [backend.name for backend in chosen] == ["sdpa", "sdpa"]
+
+
+def test_auto_is_sdpa_where_flash_attention_3_stands_behind_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.capability = (9, 0)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    chosen = choose_backend("auto", ("causal",), torch.device("cuda", 0), BRAIN, 64)
+    assert chosen.name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "dtype", "said"),
+    [
+        ("sdpa", (7, 5), HALF, "capability 8.0 or later, not 7.5; use 'efficient'"),
+        ("varlen", (7, 0), HALF, "capability 8.0 or later, not 7.0; use 'efficient'"),
+        ("cudnn", (7, 5), HALF, "capability 8.0 or later, not 7.5; use 'efficient'"),
+        (
+            "efficient",
+            (7, 5),
+            BRAIN,
+            "bfloat16 from compute capability 8.0 on, not 7.5; use 'flex'",
+        ),
+        ("efficient", (3, 7), SINGLE, "capability 5.0 or later, not 3.7; use 'flex'"),
+    ],
+)
+def test_a_kernel_that_a_generation_lacks_is_refused_before_communication(
+    device: Device, backend: str, capability: tuple[int, int], dtype: torch.dtype, said: str
+) -> None:
+    device.capability = capability
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 4, 64, dtype=dtype, device="cuda")
+    records = [RecordingCollectives(SimulatedCollectives(SimulatedWorld(2), r)) for r in range(2)]
+    for rank, record in enumerate(records):
+        mesh = SimulatedCollectives(SimulatedWorld(2), rank).mesh((2,), ("cp",))
+        with pytest.raises(BackendError, match=said):
+            context_parallel_attention(
+                q, q, q, mesh, mask=CAUSAL, backend=backend, collectives=record
+            )
+    assert [record.by_axis for record in records] == [{}, {}]
+
+
+def test_a_head_size_whose_backward_a_generation_lacks_is_refused(device: Device) -> None:
+    device.capability = (8, 9)
+    with pytest.raises(
+        BackendError, match=r"head sizes above 192 and up to 224 .* 8\.9; use 'effi"
+    ):
+        choose_backend("sdpa", ("full",), torch.device("cuda", 0), BRAIN, 200)
+
+
+Shape = tuple[int, ...]
+
+
+def launched(
+    masks: list[MaskSpec], seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, frozenset[Shape]]]:
+    """Return which backend serves a batch of each mask, and the shapes that it would be given."""
+    served: list[tuple[str, frozenset[Shape]]] = []
+
+    def planned(q: Tensor, k: Tensor, v: Tensor, plan: Any, seats: Any, kernel: Any, _: Any) -> Any:
+        blocks = [block for rank in range(plan.n) for block in plan.blocks(rank)]
+        shapes = [(b.tiles, len(b.queries) // b.tiles, len(b.keys) // b.tiles) for b in blocks]
+        served.append((kernel.name, frozenset(shapes)))
+        return q
+
+    monkeypatch.setattr(_attention, "planned_attention", planned)
+    mesh = UnrealMesh((2,), 0)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, seq_len // 2, 64, dtype=BRAIN, device="cuda")
+        for mask in masks:
+            context_parallel_attention(
+                q, q, q, mesh, mask=mask, layout=Zigzag(), collectives=Listed()
+            )
+    return served
+
+
+def test_cudnn_gets_the_same_shapes_in_every_batch_and_flash_those_of_packed_documents(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.capability = (9, 0)
+    repeated = launched([CAUSAL] * 4, 1024, monkeypatch)
+    assert [name for name, _ in repeated] == ["cudnn"] * 4
+    assert len(frozenset.union(*(shapes for _, shapes in repeated))) == 3
+    cuts = [(0, 300 + 7 * i, 800 - 3 * i, 1024) for i in range(4)]
+    masks = [MaskSpec(causal=True, cu_seqlens=cut) for cut in cuts]
+    packed = launched(masks, 1024, monkeypatch)
+    assert [name for name, _ in packed] == ["sdpa"] * 4
+    for (_, shapes), (_, others) in pairwise(packed):  # cudnn would build most graphs again
+        assert len(shapes - others) > len(shapes) // 2
+    windowed = launched([MaskSpec(causal=True, window=100)], 1024, monkeypatch)
+    assert [name for name, _ in windowed] == ["sdpa"]
+
+
+def test_chunks_too_short_for_cudnn_go_to_flash(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.capability = (9, 0)
+    names = [launched([CAUSAL], length, monkeypatch)[0][0] for length in (512, 508, 16)]
+    assert names == ["cudnn", "sdpa", "sdpa"]

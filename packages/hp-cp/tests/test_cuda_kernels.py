@@ -131,3 +131,61 @@ def test_stretches_of_each_batch_row_are_the_blocks(monkeypatch: pytest.MonkeyPa
         done.append((*result, *_torch.flash_cpu_backward(finished)))
     for mine, right in zip((out, lse, *grads), zip(*done, strict=True), strict=True):
         torch.testing.assert_close(mine, torch.cat(right, 2), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("batch", "stretches"), [(1, 70_000), (2, 40_000)])
+def test_more_stretches_than_a_grid_has_places_are_several_launches(
+    batch: int, stretches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[int] = []
+
+    def ones(q: Tensor, k: Tensor, v: Tensor, *given: Any, scale: float | None) -> Any:
+        """Stand in for the kernel, for stretches of one row each."""
+        for edges in given[:2]:
+            assert bool((edges.diff() == 1).all())
+            assert (edges[0].item(), edges[-1].item()) == (0, q.shape[0])
+        launches.append(len(given[0]) - 1)
+        return v.clone(), (q * k).sum(-1).transpose(0, 1), None
+
+    def ones_backward(*given: Any, scale: float | None) -> Any:
+        """Stand in for the kernel: sums in which every tensor that it gets can be seen."""
+        grad, q, k, v, out, lse, edges, *_ = given
+        launches.append(len(edges) - 1)
+        return grad + lse.transpose(0, 1)[:, :, None], q + out, k + v
+
+    monkeypatch.setattr(_torch, "_varlen", ones)
+    monkeypatch.setattr(_torch, "_varlen_backward", ones_backward)
+    q, k, v, grad = inputs(2, 2, stretches, batch=batch, size=2)
+    lengths = [1] * stretches
+    out, lse = VARLEN.forward_packed(q, k, v, lengths, lengths, causal=True, scale=None)
+    right = v, (q * k).sum(-1)
+    assert all(map(torch.equal, (out, lse), right))
+    grads = VARLEN.backward_packed(
+        grad, q, k, v, out, lse, lengths, lengths, causal=True, scale=None
+    )
+    expected = grad + lse.unsqueeze(-1), q + out, k + v
+    assert all(map(torch.equal, grads, expected))
+    assert launches == [65_535, batch * stretches - 65_535] * 2
+
+
+def test_one_key_goes_to_flash_which_cudnn_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, int]] = []
+
+    def note(name: str, kernel: Any, key: int) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            given.append((name, args[key].shape[2]))
+            return kernel(*args, **options)
+
+        return noted
+
+    for name in ("_cudnn", "_flash"):
+        monkeypatch.setattr(_torch, name, note(name, getattr(_torch, name), 1))
+        backward = f"{name}_backward"
+        monkeypatch.setattr(_torch, backward, note(backward, getattr(_torch, backward), 2))
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 40, 64, dtype=torch.bfloat16, device="cuda")
+        for keys in (1, 2):
+            k = torch.empty(2, 8, keys, 64, dtype=torch.bfloat16, device="cuda")
+            out, lse = CUDNN.forward(q, k, k, causal=False, scale=None)
+            CUDNN.backward(q, q, k, k, out, lse, causal=False, scale=None)
+    assert given == [("_flash", 1), ("_flash_backward", 1), ("_cudnn", 2), ("_cudnn_backward", 2)]

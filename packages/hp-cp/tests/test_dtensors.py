@@ -29,7 +29,7 @@ def distributed_inputs(
 ) -> list[tuple[str, Tensor]]:
     """Pass DTensors whose lengths over the mesh are unequal."""
     mesh = cp_mesh(2)
-    core = ContextParallel(ulysses_degree=degree).apply(Core(), mesh)
+    core = ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree).apply(Core(), mesh)
     parts = [
         DTensor.from_local(x.chunk(2, 1)[rank], mesh, [Shard(1)], shape=x.shape, stride=x.stride())
         for x in tensors[:3]
@@ -56,7 +56,7 @@ def test_dtensors_are_taken_as_their_shards(ranks: Any, degree: int | None) -> N
 
 def contradicted_by_dtensors(rank: int, tensors: tuple[Tensor, ...]) -> str:
     mesh = cp_mesh(2)
-    core = ContextParallel(seq_len=8).apply(Core(), mesh)
+    core = ContextParallel(seq_dim=1, head_dim=2, seq_len=8).apply(Core(), mesh)
     parts = [
         DTensor.from_local(x.chunk(2, 1)[rank], mesh, [Shard(1)], shape=x.shape, stride=x.stride())
         for x in tensors[:3]
@@ -87,7 +87,7 @@ def over_two_axes(rank: int, asked: Asked, tensors: tuple[Tensor, ...]) -> tuple
     cp, over, placements, degree = asked
     mesh = cached("two", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
     record = RecordingCollectives()
-    style = ContextParallel(ulysses_degree=degree, collectives=record)
+    style = ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, collectives=record)
     core = style.apply(Core(), mesh[cp] if cp != ("a", "b") else mesh)
     given = []
     for x in tensors[:3]:
@@ -171,7 +171,7 @@ def test_shards_of_shards_are_served_where_they_are_as_long_as_the_layout_says(
 
 
 def of_two_lengths(rank: int, lengths: tuple[int, ...]) -> str:
-    core = ContextParallel().apply(Core(), cp_mesh(2))
+    core = ContextParallel(seq_dim=1, head_dim=2).apply(Core(), cp_mesh(2))
     shapes = [torch.Size((1, length, 2, 8)) for length in lengths]
     q, k, v = (
         DTensor.from_local(
@@ -217,7 +217,7 @@ def without_context_parallelism(rank: int, tensors: tuple[Tensor, ...]) -> Tenso
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     tensors = tuple(x.chunk(2, 2)[rank] for x in tensors[:3])
-    module = ContextParallel().apply(Core(), cp_mesh(2))
+    module = ContextParallel(seq_dim=1, head_dim=2).apply(Core(), cp_mesh(2))
     module(*map(rows, tensors))
     q, k, v = (DTensor.from_local(x, cp_mesh(2), [Shard(2)]) for x in tensors)
     with sdpa_kernel(SDPBackend.MATH):  # the one that DTensors have a rule for on CPU

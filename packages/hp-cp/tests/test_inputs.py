@@ -94,7 +94,9 @@ class Core(torch.nn.Module):
 def compiled(rank: int, degree: int, lengths: list[int]) -> list[list[Tensor]]:
     """Return the results of a caller as it is and compiled, for every mask and length in turn."""
     mesh = cp_mesh(2)
-    style = ContextParallel(2, 1, ulysses_degree=degree, mask=MaskSpec(causal=True, window=3))
+    style = ContextParallel(
+        seq_dim=2, head_dim=1, ulysses_degree=degree, mask=MaskSpec(causal=True, window=3)
+    )
     core = style.apply(Core(), mesh)
 
     def caller(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:

@@ -85,7 +85,14 @@ def attend(n: int, case: Case, seq_len: int, tensors: Iterable[Tensor]) -> list[
     q, k, v, grad = tensors
     mode, local = case.mode, leaves(q, k, v)
     if mode.swapped:
-        style = ContextParallel(2, 1, 1, load_balance=True, mask=case.mask, seq_len=seq_len)
+        style = ContextParallel(
+            seq_dim=2,
+            head_dim=1,
+            ulysses_degree=1,
+            load_balance=True,
+            mask=case.mask,
+            seq_len=seq_len,
+        )
         return with_gradients(style.apply(Core(), cp_mesh(n))(*local), local, grad)
     out = context_parallel_attention(
         *local,

@@ -1,7 +1,9 @@
 """Blocks of one kind go to a backend in one call, where it takes several."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,3 +108,52 @@ def test_many_documents_are_one_call_per_kernel() -> None:
     context_parallel_attention(q, k, v, mesh, mask=mask, backend=backend, collectives=door)
     blocks = plan_attention(mask, Contiguous(), 1, 24).blocks(0)
     assert backend.packed == [sum(block.tiles for block in blocks)] == [len(documents) - 1]
+
+
+class Limited(PlainBackend):
+    """The plain backend as a device has it that lays the batch over 65,535 places of a grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[int] = []
+
+    def forward(self, q: Tensor, *rest: Any, **options: Any) -> Any:
+        """Count, and compute."""
+        self.launches.append(q.shape[0])
+        return super().forward(q, *rest, **options)
+
+    def backward(self, grad: Tensor, *rest: Any, **options: Any) -> Any:
+        """Count, and compute."""
+        self.launches.append(grad.shape[0])
+        return super().backward(grad, *rest, **options)
+
+
+@pytest.mark.parametrize(("batch", "documents"), [(1, 70_000), (2, 40_000), (70_000, 1)])
+def test_more_squares_than_a_grid_has_places_are_several_launches(
+    batch: int, documents: int
+) -> None:
+    mask = MaskSpec(causal=True, cu_seqlens=tuple(range(0, 2 * documents + 1, 2)))
+    backend = Limited()
+    collectives = SimulatedCollectives(SimulatedWorld(1), 0)
+    tensors = inputs(2, 1, 2 * documents, batch=batch, size=2)
+    local = leaves(*tensors[:3])
+    out = context_parallel_attention(
+        *local,
+        collectives.mesh((1,), ("cp",)),
+        mask=mask,
+        backend=backend,
+        collectives=collectives,
+    )
+    results = with_gradients(out, local, tensors[3])
+    assert backend.launches == [65_535, batch * documents - 65_535] * 2
+
+    # each document alone, as a further row of the batch
+    def alone(x: Tensor) -> Tensor:
+        rows: Tensor = x.unflatten(2, (documents, 2)).transpose(1, 2).flatten(0, 1)
+        return rows
+
+    whole = leaves(*map(alone, tensors[:3]))
+    plain = dense_attention(*whole, MaskSpec(causal=True))
+    expected = with_gradients(plain, whole, alone(tensors[3]))
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(alone(result), reference, rtol=0, atol=1e-13)

@@ -140,7 +140,7 @@ def test_what_is_no_mesh_is_refused_by_all_helpers(mesh: Any) -> None:
         lambda: unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0),
         lambda: position_ids(mesh, Zigzag(), 8),
         lambda: cp_loss(torch.tensor(1.0), 2, mesh),
-        lambda: ContextParallel().apply(torch.nn.Identity(), mesh),
+        lambda: ContextParallel(seq_dim=1, head_dim=2).apply(torch.nn.Identity(), mesh),
         lambda: context_parallel_attention(*shapes((1, 1, 4, 8), (1, 1, 4, 8)), mesh, mask=CAUSAL),
     ):
         with pytest.raises(InputError, match=said):

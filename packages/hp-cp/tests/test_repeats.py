@@ -37,7 +37,7 @@ def test_no_list_is_an_index_where_heads_are_uneven(way: str) -> None:
     def rank(rank: int, door: SimulatedCollectives) -> tuple[list[Tensor], set[str]]:
         q, k, v, grad = (x.chunk(2, 2)[rank] for x in tensors)
         local, mesh = leaves(q, k, v), door.mesh((2,), ("cp",))
-        style = ContextParallel(collectives=door)
+        style = ContextParallel(seq_dim=1, head_dim=2, collectives=door)
         with Called() as called:
             if way == "module":
                 module = style.apply(Core(), mesh)

@@ -50,7 +50,9 @@ def attention_of(mode: Mode, mesh: Any, mask: MaskSpec, **options: Any) -> Atten
             q, k, v, mesh, mask=mask, **given, **options
         )
     own = None if mask.cu_seqlens is None else mask
-    module = ContextParallel(mask=own, **given, **options).apply(Core(), mesh)
+    module = ContextParallel(seq_dim=1, head_dim=2, mask=own, **given, **options).apply(
+        Core(), mesh
+    )
     return lambda q, k, v: rows(module(rows(q), rows(k), rows(v), is_causal=mask.causal))
 
 
@@ -170,7 +172,10 @@ class FailingCore(Core):
 
 def module_failing_once(rank: int, tensors: tuple[Tensor, ...]) -> tuple[str, list[Tensor]]:
     q, k, v, grad = (x.chunk(4, 2)[rank] for x in tensors)
-    module, local = ContextParallel().apply(FailingCore(), cp_mesh(4)), leaves(q, k, v)
+    module, local = (
+        ContextParallel(seq_dim=1, head_dim=2).apply(FailingCore(), cp_mesh(4)),
+        leaves(q, k, v),
+    )
 
     def attend() -> Tensor:
         return rows(module(*map(rows, local), is_causal=True))

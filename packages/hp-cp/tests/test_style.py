@@ -13,6 +13,7 @@ from hp_cp import (
     Contiguous,
     Layout,
     MaskSpec,
+    Zigzag,
 )
 from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
@@ -67,7 +68,7 @@ def rows(x: Tensor) -> Tensor:
 def parallelized(
     rank: int, n: int, degree: int | None, layout: Layout | None, tensors: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], int, list[str]]:
-    style = ContextParallel(ulysses_degree=degree, layout=layout)
+    style = ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, layout=layout)
     model = Model()
     assert parallelize_module(model, cp_mesh(n), {"core": style}) is model
     mine = list((layout or Contiguous()).indices(n, tensors[0].shape[1])[rank])
@@ -127,7 +128,9 @@ def test_the_call_decides_the_mask_where_the_style_has_none(
 ) -> None:
     outs = simulated(
         2,
-        lambda door: ContextParallel(ulysses_degree=degree, collectives=door),
+        lambda door: ContextParallel(
+            seq_dim=1, head_dim=2, ulysses_degree=degree, collectives=door
+        ),
         lambda r, m: m(*(x.chunk(2, 1)[r] for x in TENSORS[:3]), is_causal=causal),
     )
     torch.testing.assert_close(torch.cat(outs, 1), expected(causal), rtol=0, atol=1e-13)
@@ -138,7 +141,11 @@ def test_the_styles_mask_goes_before_the_calls(degree: int | None) -> None:
     outs = simulated(
         2,
         lambda door: ContextParallel(
-            ulysses_degree=degree, mask=MaskSpec(causal=True), collectives=door
+            seq_dim=1,
+            head_dim=2,
+            ulysses_degree=degree,
+            mask=MaskSpec(causal=True),
+            collectives=door,
         ),
         lambda r, m: m(*(x.chunk(2, 1)[r] for x in TENSORS[:3]), is_causal=False),
     )
@@ -162,10 +169,16 @@ def test_keywords_by_the_forwards_own_names_and_by_given_names(degree: int | Non
         q, k, v = (x.chunk(2, 1)[rank] for x in TENSORS[:3])
         return module(value=v, query=q, key=k)
 
-    own = simulated(2, lambda d: ContextParallel(ulysses_degree=degree, collectives=d), by_own)
+    own = simulated(
+        2,
+        lambda d: ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, collectives=d),
+        by_own,
+    )
     given = simulated(
         2,
         lambda d: ContextParallel(
+            seq_dim=1,
+            head_dim=2,
             ulysses_degree=degree,
             qkv_indices=(5, 6, 7),
             qkv_kwarg_names=("query", "key", "value"),
@@ -195,7 +208,9 @@ def test_ulysses_keeps_containers_and_passes_other_arguments_and_outputs(kind: A
 
     results = simulated(
         2,
-        lambda door: ContextParallel(qkv_indices=(1, 2, 3), collectives=door),
+        lambda door: ContextParallel(
+            seq_dim=1, head_dim=2, qkv_indices=(1, 2, 3), collectives=door
+        ),
         lambda r, m: m("tag", *(x.chunk(2, 1)[r] for x in TENSORS[:3]), flag=True),
         Several,
     )
@@ -216,7 +231,7 @@ def test_two_forwards_in_flight_on_one_module(degree: int | None) -> None:
         return [*results, *with_gradients(outs[1], second, grad)]
 
     def style(door: SimulatedCollectives) -> ContextParallel:
-        return ContextParallel(ulysses_degree=degree, collectives=door)
+        return ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, collectives=door)
 
     q, k, v, grad = TENSORS
     first, second = leaves(q, k, v), leaves(2 * q, k, v)
@@ -244,7 +259,7 @@ def with_whole_length(
     rank: int, degree: int | None, layout: Layout, tensors: tuple[Tensor, ...]
 ) -> list[Tensor]:
     model = Model()
-    style = ContextParallel(ulysses_degree=degree, layout=layout, seq_len=7)
+    style = ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, layout=layout, seq_len=7)
     style.apply(model.core, cp_mesh(2))
     q, k, v, grad = (x[:, list(layout.indices(2, 7)[rank])] for x in tensors)
     local = leaves(q, k, v)
@@ -254,7 +269,7 @@ def with_whole_length(
 def test_one_rank_keeps_the_plain_module() -> None:
     core = Core()
     mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
-    assert ContextParallel().apply(core, mesh) is core
+    assert ContextParallel(seq_dim=1, head_dim=2).apply(core, mesh) is core
     assert "forward" not in vars(core)
 
 
@@ -262,7 +277,9 @@ def test_one_rank_attends_as_the_mask_of_the_style_says() -> None:
     mask = MaskSpec(causal=True, cu_seqlens=(0, 5, 12))
     mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
     for degree in (None, 1):
-        core = ContextParallel(ulysses_degree=degree, mask=mask).apply(Core(), mesh)
+        core = ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, mask=mask).apply(
+            Core(), mesh
+        )
         q, k, v = (rows(x) for x in TENSORS[:3])
         torch.testing.assert_close(rows(core(*TENSORS[:3])), dense_attention(q, k, v, mask))
 
@@ -281,6 +298,75 @@ def test_the_modules_own_forward_may_change_its_arguments_in_place() -> None:
 
     whole = leaves(*TENSORS[:3])
     right = with_gradients(Core()(*(2 * x for x in whole), is_causal=True), whole, TENSORS[3])
-    answers = simulated(2, lambda d: ContextParallel(collectives=d), call, InPlace)
+    answers = simulated(
+        2, lambda d: ContextParallel(seq_dim=1, head_dim=2, collectives=d), call, InPlace
+    )
     for parts, reference in zip(zip(*answers, strict=True), right, strict=True):
         torch.testing.assert_close(torch.cat(parts, 1), reference, rtol=0, atol=1e-13)
+
+
+class PassingOn(nn.Module):
+    """Hands its arguments to SDPA as they come, on ``[batch, heads, rows, size]``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend."""
+        out: Tensor = F.scaled_dot_product_attention(*args, **kwargs)
+        return out
+
+
+class PassingRest(nn.Module):
+    """Names q, k and v, and hands on the rest."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        """Attend."""
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, *rest, **options)
+        return out
+
+
+@pytest.mark.parametrize("module_of", [PassingOn, PassingRest])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_what_a_call_hands_on_to_sdpa_is_read_by_position_and_by_keyword(
+    module_of: Any, causal: bool, degree: int
+) -> None:
+    q, k, v, grad = inputs(4, 4, 12)
+
+    def call(rank: int, module: nn.Module) -> list[Tensor]:
+        mine = list(Zigzag().indices(2, 12)[rank])
+        results = []
+        for args, options in (
+            ((None, 0.0, causal), {"scale": 0.3}),
+            ((None,), {"is_causal": causal, "scale": 0.3, "dropout_p": 0.0}),
+            ((), {"is_causal": causal, "scale": 0.3, "enable_gqa": False}),
+        ):
+            local = leaves(*(x[:, :, mine] for x in (q, k, v)))
+            out = module(*local, *args, **options)
+            results += with_gradients(out, local, grad[:, :, mine])
+        return results
+
+    def style(collectives: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(
+            seq_dim=2, head_dim=1, ulysses_degree=degree, layout=Zigzag(), collectives=collectives
+        )
+
+    whole = leaves(q, k, v)
+    out = F.scaled_dot_product_attention(*whole, is_causal=causal, scale=0.3)
+    expected = with_gradients(out, whole, grad) * 3
+    for rank, results in enumerate(simulated(2, style, call, module_of)):
+        mine = list(Zigzag().indices(2, 12)[rank])
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, :, mine], rtol=0, atol=1e-13)
+
+
+def test_the_styles_mask_goes_before_an_is_causal_by_position() -> None:
+    q, k, v, _ = inputs(4, 4, 12)
+    outs = simulated(
+        2,
+        lambda door: ContextParallel(
+            seq_dim=2, head_dim=1, ulysses_degree=1, mask=MaskSpec(causal=True), collectives=door
+        ),
+        lambda r, m: m(*(x.chunk(2, 2)[r] for x in (q, k, v)), None, 0.0, False),
+        PassingOn,
+    )
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-13)

@@ -42,7 +42,7 @@ def parallelized(
     """Return results, bytes received by axis, and what the module holds after the calls."""
     record = RecordingCollectives()
     model = Model()
-    style = ContextParallel(collectives=record, **options)
+    style = ContextParallel(seq_dim=1, head_dim=2, collectives=record, **options)
     parallelize_module(model, mesh_of(shape), {"core": style})
     n, seq_len = torch.Size(shape).numel(), tensors[0].shape[1]
     layout, mask = style.settings.layout, style.settings.mask
@@ -128,7 +128,9 @@ def test_swapped_halves_serve_odd_worlds_and_their_middle_rank(n: int) -> None:
     def rank(rank: int, door: SimulatedCollectives) -> tuple[list[Tensor], int]:
         record = RecordingCollectives(door)
         module = Core()
-        style = ContextParallel(ulysses_degree=1, load_balance=True, collectives=record)
+        style = ContextParallel(
+            seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, collectives=record
+        )
         style.apply(module, door.mesh((n,), ("cp",)))
         q, k, v, grad = (x.chunk(n, 1)[rank] for x in tensors)
         local = leaves(q, k, v)
@@ -153,7 +155,9 @@ def test_swapped_halves_under_a_full_mask_give_the_same_numbers() -> None:
 
     def rank(rank: int, door: SimulatedCollectives) -> Tensor:
         module = Core()
-        style = ContextParallel(ulysses_degree=1, load_balance=True, collectives=door)
+        style = ContextParallel(
+            seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, collectives=door
+        )
         style.apply(module, door.mesh((3,), ("cp",)))
         out: Tensor = module(*(x.chunk(3, 1)[rank] for x in tensors[:3]))
         return out
@@ -167,7 +171,9 @@ def test_uneven_heads_reach_the_modules_own_forward() -> None:
 
     def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
         module = Core()
-        ContextParallel(collectives=door).apply(module, door.mesh((4,), ("cp",)))
+        ContextParallel(seq_dim=1, head_dim=2, collectives=door).apply(
+            module, door.mesh((4,), ("cp",))
+        )
         q, k, v, grad = (x.chunk(4, 1)[rank] for x in tensors)
         local = leaves(q, k, v)
         return with_gradients(module(*local, is_causal=True), local, grad)
@@ -196,7 +202,9 @@ def test_the_options_of_many_ranks_serve_one_rank_with_every_mask(options: dict[
     tensors = inputs(4, 2, 7)
     for mask in (None, CAUSAL, MaskSpec(causal=False, window=2, cu_seqlens=(0, 4, 7))):
         module = Core()
-        ContextParallel(mask=mask, **options).apply(module, simulated_mesh((1,)))
+        ContextParallel(seq_dim=1, head_dim=2, mask=mask, **options).apply(
+            module, simulated_mesh((1,))
+        )
         local = leaves(*tensors[:3])
         out = rows(module(*map(rows, local), is_causal=mask is None))
         expected = single(tensors, mask or CAUSAL, dense_attention)
@@ -214,7 +222,7 @@ def test_an_empty_batch_goes_through(degree: int | None) -> None:
         answers = simulated(
             4,
             lambda door, layout=layout: ContextParallel(
-                ulysses_degree=degree, layout=layout, collectives=door
+                seq_dim=1, head_dim=2, ulysses_degree=degree, layout=layout, collectives=door
             ),
             call,
         )
@@ -229,7 +237,7 @@ def simulated_mesh(shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("degree", [None, 2, 4])
 def test_swapped_halves_with_ulysses_are_refused_when_applied(degree: int | None) -> None:
     with pytest.raises(DegreeError, match="swaps queries around gathered keys, got ulysses_degree"):
-        ContextParallel(ulysses_degree=degree, load_balance=True).apply(
+        ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, load_balance=True).apply(
             Core(), simulated_mesh((4,))
         )
 
@@ -237,9 +245,13 @@ def test_swapped_halves_with_ulysses_are_refused_when_applied(degree: int | None
 def test_swapped_halves_of_another_layout_or_schedule_are_refused_when_applied() -> None:
     mesh = simulated_mesh((4,))
     with pytest.raises(LayoutError, match=r"lie Contiguous, got Zigzag\(\)"):
-        ContextParallel(ulysses_degree=1, load_balance=True, layout=Zigzag()).apply(Core(), mesh)
+        ContextParallel(
+            seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, layout=Zigzag()
+        ).apply(Core(), mesh)
     with pytest.raises(DegreeError, match="schedule='direct'"):
-        ContextParallel(ulysses_degree=1, load_balance=True, schedule="direct").apply(Core(), mesh)
+        ContextParallel(
+            seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, schedule="direct"
+        ).apply(Core(), mesh)
 
 
 def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
@@ -248,7 +260,9 @@ def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
     def rank(rank: int, door: SimulatedCollectives) -> str:
         records.append(RecordingCollectives(door))
         module: nn.Module = Core()
-        style = ContextParallel(ulysses_degree=1, load_balance=True, collectives=records[-1])
+        style = ContextParallel(
+            seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, collectives=records[-1]
+        )
         style.apply(module, door.mesh((2,), ("cp",)))
         q, k, v = (torch.zeros(1, 7, 2, 8) for _ in range(3))
         with pytest.raises(LayoutError) as caught:
@@ -265,4 +279,4 @@ def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
 
 def test_an_unknown_schedule_makes_no_style() -> None:
     with pytest.raises(LayoutError, match="no schedule 'x'"):
-        ContextParallel(schedule="x")  # type: ignore[arg-type]
+        ContextParallel(seq_dim=1, head_dim=2, schedule="x")  # type: ignore[arg-type]

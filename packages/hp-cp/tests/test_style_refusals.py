@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hp_cp import BackendError, ContextParallel, DegreeError, InputError, LayoutError, Zigzag
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
-from .strategies import cp_mesh
-from .test_style import TENSORS, Core, simulated
+from .strategies import cp_mesh, inputs
+from .test_style import TENSORS, Core, PassingOn, PassingRest, simulated
 
 
 @pytest.mark.parametrize("degree", [None, 1])
@@ -31,7 +31,9 @@ def test_calls_that_cannot_be_served_raise_on_every_rank(
 
     def style(door: SimulatedCollectives) -> ContextParallel:
         records.append(RecordingCollectives(door))
-        return ContextParallel(ulysses_degree=degree, collectives=records[-1])
+        return ContextParallel(
+            seq_dim=1, head_dim=2, ulysses_degree=degree, collectives=records[-1]
+        )
 
     def call(rank: int, module: nn.Module) -> str:
         local = [x.chunk(2, 1)[rank].float() for x in TENSORS[:3]]
@@ -61,7 +63,7 @@ def test_an_argument_that_only_the_replaced_forward_knows_is_refused() -> None:
         return str(info.value)
 
     def style(door: SimulatedCollectives) -> ContextParallel:
-        return ContextParallel(ulysses_degree=1, collectives=door)
+        return ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=1, collectives=door)
 
     texts = simulated(2, style, call, Windowed)
     assert all("arguments ['window'] have no meaning" in text for text in texts)
@@ -93,7 +95,7 @@ def test_arguments_equal_to_their_defaults_are_taken_and_of_another_type_or_valu
         return texts
 
     def style(door: SimulatedCollectives) -> ContextParallel:
-        return ContextParallel(ulysses_degree=1, collectives=door)
+        return ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=1, collectives=door)
 
     names = ("softcap", "softcap", "bias")
     assert simulated(2, style, call, Capped) == [[f"arguments ['{name}']" for name in names]] * 2
@@ -149,7 +151,9 @@ def test_a_default_with_a_meaning_is_seen_before_v_and_where_it_is_a_tensor(
     names: tuple[str, ...],
 ) -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
-    style = ContextParallel(ulysses_degree=1, qkv_indices=(0, 1, 3), qkv_kwarg_names=names)
+    style = ContextParallel(
+        seq_dim=1, head_dim=2, ulysses_degree=1, qkv_indices=(0, 1, 3), qkv_kwarg_names=names
+    )
     said = r"the defaults \['softcap=50.0', 'slopes=tensor\(\[0., 0.\]\)'\]"
     with pytest.raises(InputError, match=said):
         style.apply(EarlyCapped(), mesh)
@@ -168,8 +172,10 @@ def test_a_forward_that_does_more_than_it_is_told_is_not_replaced(
 ) -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
     with pytest.raises(InputError, match=said):
-        ContextParallel(**options).apply(module(), mesh)
-    assert ContextParallel().apply(plain := module(), mesh) is plain  # it runs itself
+        ContextParallel(seq_dim=1, head_dim=2, **options).apply(module(), mesh)
+    assert (
+        ContextParallel(seq_dim=1, head_dim=2).apply(plain := module(), mesh) is plain
+    )  # it runs itself
 
 
 @pytest.mark.parametrize(
@@ -194,46 +200,46 @@ def test_a_forward_that_returns_nothing_shaped_like_q_is_refused(
         with pytest.raises(InputError, match=rf"returned {said}, .* shaped like .*\(2, 12, 2, 8\)"):
             module(*(x.chunk(2, 1)[rank] for x in TENSORS[:3]))
 
-    simulated(2, lambda door: ContextParallel(collectives=door), call, Other)
+    simulated(2, lambda door: ContextParallel(seq_dim=1, head_dim=2, collectives=door), call, Other)
 
 
 @pytest.mark.parametrize("degree", [3, 8])
 def test_a_degree_that_does_not_divide_is_refused_when_applied(degree: int) -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((4,), ("cp",))
     with pytest.raises(DegreeError, match=rf"ulysses_degree={degree} .* use 1, 2 or 4"):
-        ContextParallel(ulysses_degree=degree).apply(Core(), mesh)
+        ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree).apply(Core(), mesh)
 
 
 def test_another_degree_than_that_of_the_meshs_last_axis_is_refused_when_applied() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(6), 0).mesh((2, 3), ("outer", "ulysses"))
     said = r"ulysses_degree=2 on a mesh of outer \(2 ranks\) and ulysses \(3\).*ulysses_degree=3"
     with pytest.raises(DegreeError, match=said):
-        ContextParallel(ulysses_degree=2).apply(Core(), mesh)
+        ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=2).apply(Core(), mesh)
 
 
 def test_a_mesh_of_three_axes_is_refused_when_applied() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((1, 2, 2), ("dp", "outer", "ulysses"))
     with pytest.raises(DegreeError, match="one axis, or of two"):
-        ContextParallel().apply(Core(), mesh)
+        ContextParallel(seq_dim=1, head_dim=2).apply(Core(), mesh)
 
 
 def test_applying_twice_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
-    core = ContextParallel().apply(Core(), mesh)
+    core = ContextParallel(seq_dim=1, head_dim=2).apply(Core(), mesh)
     with pytest.raises(InputError, match="already"):
-        ContextParallel(layout=Zigzag()).apply(core, mesh)
+        ContextParallel(seq_dim=1, head_dim=2, layout=Zigzag()).apply(core, mesh)
 
 
 def test_one_rank_may_apply_again_since_nothing_was_replaced() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
-    core = ContextParallel().apply(Core(), mesh)
-    assert ContextParallel().apply(core, mesh) is core
+    core = ContextParallel(seq_dim=1, head_dim=2).apply(Core(), mesh)
+    assert ContextParallel(seq_dim=1, head_dim=2).apply(core, mesh) is core
     assert "forward" not in vars(core)
 
 
 def test_two_names_for_three_tensors_are_refused() -> None:
     with pytest.raises(InputError, match="give three"):
-        ContextParallel(qkv_kwarg_names=("q", "k"))
+        ContextParallel(seq_dim=1, head_dim=2, qkv_kwarg_names=("q", "k"))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +255,7 @@ def test_a_mask_or_layout_of_another_kind_makes_no_style(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(LayoutError, match=said):
-        ContextParallel(**options)
+        ContextParallel(seq_dim=1, head_dim=2, **options)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +277,18 @@ def test_options_that_no_call_can_use_make_no_style(
     options: dict[str, Any], kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
-        ContextParallel(**options)
+        ContextParallel(**{"seq_dim": 1, "head_dim": 2, **options})
+
+
+@pytest.mark.parametrize("given", [{}, {"seq_dim": 1}, {"head_dim": 2}], ids=str)
+def test_a_style_without_dims_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="required keyword-only argument"):
+        ContextParallel(**given)
+
+
+def test_dims_by_position_are_refused() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        ContextParallel(1, 2)  # type: ignore[call-arg]
 
 
 def test_a_call_without_tensors_of_four_dims_is_refused() -> None:
@@ -291,7 +308,7 @@ def test_a_call_without_tensors_of_four_dims_is_refused() -> None:
     for degree in (None, 1):
 
         def style(door: SimulatedCollectives, degree: int | None = degree) -> ContextParallel:
-            return ContextParallel(ulysses_degree=degree, collectives=door)
+            return ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, collectives=door)
 
         assert simulated(2, style, call) == [said] * 2
 
@@ -314,7 +331,91 @@ def test_a_backend_is_refused_where_the_modules_own_forward_runs(ranks: Any) -> 
 
 def refused_when_applied(rank: int, options: dict[str, Any]) -> str | None:
     try:
-        ContextParallel(**options).apply(Core(), cp_mesh(2))
+        ContextParallel(seq_dim=1, head_dim=2, **options).apply(Core(), cp_mesh(2))
     except BackendError as error:
         return str(error)
     return None
+
+
+class Decides(nn.Module):
+    """Causal or not as it likes, where it is not told."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: None = None, is_causal: bool | None = None
+    ) -> Tensor:
+        """Return q."""
+        return q
+
+
+def refused_calls(module_of: type[nn.Module], calls: list[tuple[Any, ...]]) -> list[str]:
+    """Return what calls with further arguments raise, the same on every rank, which is silent."""
+    records = []
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        records.append(RecordingCollectives(door))
+        return ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, collectives=records[-1])
+
+    def call(rank: int, module: nn.Module) -> list[str]:
+        x, texts = torch.zeros(1, 2, 4, 8), []
+        for *args, options in calls:
+            with pytest.raises(InputError) as info:
+                module(x, x, x, *args, **options)
+            texts.append(str(info.value))
+        return texts
+
+    first, second = simulated(2, style, call, module_of)
+    assert first == second
+    assert [record.by_axis for record in records] == [{}, {}]
+    texts: list[str] = first
+    return texts
+
+
+@pytest.mark.parametrize("module_of", [PassingOn, PassingRest])
+def test_calls_that_hand_on_what_cannot_be_served_raise_on_every_rank(
+    module_of: type[nn.Module],
+) -> None:
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    texts = refused_calls(
+        module_of,
+        [
+            ({},),
+            (None, 0.0, {}),
+            (mask, 0.0, True, {}),
+            (None, 0.1, True, {}),
+            (None, 0.0, 1, {}),
+            (None, 0.0, True, 0.3, {}),
+            ({"is_causal": True, "window": 3},),
+            ({"is_causal": None},),
+        ],
+    )
+    said = [
+        "does not say whether it is causal",
+        "does not say whether it is causal",
+        "attn_mask is a dense mask",
+        "dropout_p=0.1 is not supported",
+        "is_causal=1 is no bool",
+        "arguments ['6'] have no meaning",
+        "arguments ['window'] have no meaning",
+        "is_causal=None is no bool",
+    ]
+    for text, part in zip(texts, said, strict=True):
+        assert part in text
+
+
+def test_a_module_that_decides_by_itself_is_refused_where_it_is_not_told() -> None:
+    calls: list[tuple[Any, ...]] = [({},), (None, None, {}), (None, torch.ones(2), {})]
+    said = ["is_causal=None is no bool"] * 2 + ["is_causal=an object of type Tensor is no bool"]
+    for text, part in zip(refused_calls(Decides, calls), said, strict=True):
+        assert part in text
+
+
+def test_a_module_that_decides_by_itself_is_served_where_it_is_told() -> None:
+    q, k, v, _ = inputs(2, 2, 12)
+    outs = simulated(
+        2,
+        lambda door: ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, collectives=door),
+        lambda r, m: m(*(x.chunk(2, 2)[r] for x in (q, k, v)), None, True),
+        Decides,
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-13)

@@ -47,7 +47,7 @@ _NEED_TORCH = {
     "unshard_sequence": "._sequence",
 }
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AttentionPlan",
     "Auto",

@@ -60,10 +60,11 @@ def context_parallel_attention(
     exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the
     output, and both again in the backward; the schedule then runs over the ``n / u`` groups. On a
     ``mesh`` of two axes the last one is that of Ulysses, and ``u`` its size. `plan_attention` tells
-    blocks and bytes. The same inputs give the same bits every time where the kernels do so (on CUDA
-    some need ``torch.use_deterministic_algorithms``), and Ulysses on all ranks those of one process
-    (but for the gradients of kv heads that several ranks read, and for windows where several
-    threads of a CPU process split the merge of many rows).
+    blocks and bytes. The first call on a group, on other devices than a CPU, exchanges one element
+    between all of its ranks before the rest. The same inputs give the same bits every time where
+    the kernels do so (on CUDA some need ``torch.use_deterministic_algorithms``), and Ulysses on all
+    ranks those of one process (but for the gradients of kv heads that several ranks read, and for
+    windows where several threads of a CPU process split the merge of many rows).
 
     Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
@@ -91,7 +92,10 @@ def context_parallel_attention(
         keep_kv=keep_kv,
         load_balance=False,
     )
-    kernel = choose_backend(backend, plan.kernels, q.device, q.dtype, plan.head_size)
+    kernel = choose_backend(
+        backend, plan.kernels, q.device, q.dtype, plan.head_size, regular=plan.regular
+    )
+    seats.across.connect(q.device)
     q, k, v = (to_batch_first(x, seq_dim, head_dim) for x in (q, k, v))
     out = planned_attention(q, k, v, plan, seats, kernel, scale)
     return from_batch_first(out, seq_dim, head_dim)

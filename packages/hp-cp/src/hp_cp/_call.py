@@ -47,6 +47,16 @@ class Call:
                 return self.values.get(position, default)
         return None
 
+    def says(self, name: str) -> bool:
+        """Return whether ``name`` was given, or has a default."""
+        if name in self.values:
+            return True
+        return any(
+            parameter.name == name
+            and (position in self.values or parameter.default is not parameter.empty)
+            for position, parameter in enumerate(self.parameters)
+        )
+
     def names_beside(self, keys: Sequence[Key], known: Sequence[str]) -> list[str]:
         """Return the other arguments that were given something that is not their default."""
         defaults = {p.name: p.default for p in self.parameters}

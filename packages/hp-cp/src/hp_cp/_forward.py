@@ -22,7 +22,7 @@ from ._inputs import (
     to_batch_first,
 )
 from ._masks import MaskSpec
-from ._options import check_options, check_others, check_replaceable
+from ._options import as_sdpa, check_causal, check_options, check_others, check_replaceable
 from ._planned import exchange_of, planned_attention
 from ._seats import Seats, seats_of
 from ._settings import Settings
@@ -53,6 +53,7 @@ class ContextParallelForward:
         in_order = degree == n and isinstance(settings.layout, Contiguous)
         self._runs_inner = in_order and settings.mask is None
         if not self._runs_inner:
+            self._parameters = as_sdpa(self._parameters, settings)
             check_replaceable(self._parameters, settings)
             check_device(settings.backend, mesh)
         elif settings.backend != "auto":
@@ -76,9 +77,10 @@ class ContextParallelForward:
         seats = seats_of(self._mesh, self._ulysses_degree, settings.collectives)
         if not self._runs_inner:
             check_others(call, keys)
+            check_causal(call, settings)
             check_scale(call.option("scale"))
             q, k, v = (as_autocast(x) for x in (q, k, v))
-        mask = settings.mask or MaskSpec(causal=bool(call.option("is_causal")))
+        mask = settings.mask or MaskSpec(causal=call.option("is_causal") is True)
         plan = self._planned(q, k, v, seats, mask, seq_len)
         dims = (settings.seq_dim, settings.head_dim)
         if self._runs_inner:
@@ -88,10 +90,23 @@ class ContextParallelForward:
                 return self._inner(*args, **kwargs)
 
             return exchange_around(inner, (q, k, v), exchange_of(plan, seats), *dims)
-        kernel = choose_backend(settings.backend, plan.kernels, q.device, q.dtype, plan.head_size)
+        kernel = choose_backend(
+            settings.backend,
+            plan.kernels,
+            q.device,
+            q.dtype,
+            plan.head_size,
+            regular=plan.regular,
+        )
+        seats.across.connect(q.device)
         q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
         out = planned_attention(q, k, v, plan, seats, kernel, call.option("scale"))
         return from_batch_first(out, *dims)
+
+    @property
+    def runs_inner(self) -> bool:
+        """Return whether the module's own forward computes the attention."""
+        return self._runs_inner
 
     def _planned(
         self, q: Tensor, k: Tensor, v: Tensor, seats: Seats, mask: MaskSpec, seq_len: int | None

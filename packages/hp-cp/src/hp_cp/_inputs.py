@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._errors import InputError, described
+from ._lineage import check_lineage
 from ._masks import MaskSpec
 from .layouts._interface import Layout
 from .plans._plan import AttentionPlan, plan_attention
@@ -63,8 +64,8 @@ def plan_inputs(
 ) -> AttentionPlan:
     """Return the plan for these local tensors, or raise for what does not fit.
 
-    Ranks whose tensors have equal shapes raise together; only the last check, of the local length,
-    sees what is this rank's alone.
+    Ranks whose tensors have equal shapes raise together; only the check of the local length sees
+    what is this rank's alone.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, DTensor):
@@ -105,6 +106,7 @@ def plan_inputs(
             f"S={plan.seq_len}) gives rank {rank} {plan.lengths[rank]}; shard with "
             f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
         )
+    check_lineage((q, k, v), plan)
     return plan
 
 

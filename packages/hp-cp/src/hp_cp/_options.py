@@ -2,18 +2,31 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from ._call import Call, Key
-from ._errors import InputError
+from ._errors import InputError, described
 from ._settings import Settings
 
 _HONOURED = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+# What SDPA takes by position, and its defaults; is_causal must be said, since a module that hands
+# on what it gets may add its own.
+_SDPA: dict[str, Any] = {
+    "query": inspect.Parameter.empty,
+    "key": inspect.Parameter.empty,
+    "value": inspect.Parameter.empty,
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": inspect.Parameter.empty,
+}
 
 
 def check_replaceable(parameters: Sequence[inspect.Parameter], settings: Settings) -> None:
     """Raise `InputError` for a forward that does something which no call has to ask for."""
     ways_out = "use ulysses_degree=None with Contiguous and no mask, which run the forward itself"
-    if settings.mask is None and all(parameter.name != "is_causal" for parameter in parameters):
+    kinds = {parameter.kind for parameter in parameters}
+    told = any(parameter.name == "is_causal" for parameter in parameters)
+    if settings.mask is None and not told and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise InputError(
             f"this module's forward has no is_causal, so that nothing tells whether what replaces "
             f"it is to be causal; give the style a mask, MaskSpec(causal=...), or {ways_out}"
@@ -44,6 +57,46 @@ def _has_meaning(default: object) -> bool:
     if default is None or default is inspect.Parameter.empty:
         return False
     return bool(default) if isinstance(default, (bool, int, float)) else True
+
+
+def as_sdpa(
+    parameters: Sequence[inspect.Parameter], settings: Settings
+) -> tuple[inspect.Parameter, ...]:
+    """Return ``parameters`` with those of SDPA, from q on, in place of ``*args``.
+
+    A module that hands on what it gets hands it to ``scaled_dot_product_attention``, in whose order
+    arguments by position are read; up to the first that the module has a parameter for.
+    """
+    rest = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL), None)
+    first = settings.qkv_indices[0]
+    if rest is None or tuple(settings.qkv_indices) != (first, first + 1, first + 2):
+        return tuple(parameters)
+    named = {parameter.name for parameter in parameters}
+    unnamed = [(f"argument_{i}", inspect.Parameter.empty) for i in range(first)]
+    handed_on = []
+    for name, default in [*unnamed, *_SDPA.items()][rest:]:
+        if name in named:
+            break
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        handed_on.append(inspect.Parameter(name, kind, default=default))
+    return (*parameters[:rest], *handed_on, *parameters[rest + 1 :])
+
+
+def check_causal(call: Call, settings: Settings) -> None:
+    """Raise `InputError` where neither the style nor the call says whether attention is causal."""
+    if settings.mask is not None:
+        return
+    if not call.says("is_causal"):
+        raise InputError(
+            "this call does not say whether it is causal, and the module hands on what it gets; "
+            "pass is_causal=True or False, or give the style a mask, MaskSpec(causal=...)"
+        )
+    given = call.option("is_causal")
+    if type(given) is not bool:
+        raise InputError(
+            f"is_causal={described(given)} is no bool; pass True or False, or give the style a "
+            f"mask, MaskSpec(causal=...)"
+        )
 
 
 def check_others(call: Call, keys: list[Key]) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from ._errors import DegreeError, InputError, described
@@ -48,6 +50,11 @@ def place_of(mesh: AxisMesh) -> tuple[int, int]:
     for axis in axes_of(mesh):
         n, place = max(n, 1) * axis.size, place * axis.size + axis.index
     return n, place
+
+
+def device_of(mesh: AxisMesh) -> torch.device:
+    """Return the kind of device that a mesh is of; a CPU where it does not say."""
+    return torch.device(getattr(mesh, "device_type", "cpu"))
 
 
 def list_ranks(mesh: AxisMesh) -> list[int]:

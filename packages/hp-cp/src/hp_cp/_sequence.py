@@ -10,6 +10,7 @@ from hp_dtensor import AxisMesh, Collectives, all_gather
 
 from ._errors import InputError
 from ._intervals import overlaps
+from ._lineage import note_whole
 from ._masks import MaskSpec, check_mask
 from ._seats import axes_of, place_of
 from ._torch import map_tensors, share_structure
@@ -91,7 +92,7 @@ def unshard_sequence(
 
     def whole(x: Tensor, cut: _Cut) -> Tensor:
         gathered = _gather(x, mesh, lengths_of(cut.chunks), cut.dim, collectives)
-        return _sort_rows(gathered, cut.chunks, cut.dim)
+        return _sort_rows(note_whole(gathered), cut.chunks, cut.dim)
 
     return map_tensors(whole, tree, map_tensors(cut_of, tree, _each_dim(tree, seq_dim)))
 

@@ -12,7 +12,7 @@ from ._errors import DegreeError, InputError
 from ._forward import ContextParallelForward
 from ._inputs import check_dims
 from ._masks import MaskSpec, check_mask
-from ._seats import default_degree, place_of, seats_of
+from ._seats import default_degree, device_of, place_of, seats_of
 from ._settings import Settings
 from .backends._choose import check_backend_name
 from .backends._interface import AttentionBackend
@@ -31,7 +31,9 @@ class ContextParallel(ParallelStyle):
     parameters there). DTensors are taken as their local shards, which must be this rank's rows:
     sharded on the sequence over the ranks of the mesh, and over other axes at most on the batch or
     on heads; outputs are plain tensors.
-    ``seq_dim`` and ``head_dim`` are 1 and 2 for ``[batch, rows, heads, size]``.
+    ``seq_dim`` and ``head_dim`` are the dims of rows and of heads in q, k and v: 2 and 1 for
+    ``[batch, heads, rows, size]``, as ``scaled_dot_product_attention`` takes them, and 1 and 2 for
+    ``[batch, rows, heads, size]``. They have no default: no shape tells one from the other.
 
     ``ulysses_degree``: None exchanges sequence for heads over all ranks of a mesh of one axis, or
     the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
@@ -46,10 +48,14 @@ class ContextParallel(ParallelStyle):
     The module's own forward runs only where Ulysses over all ranks, `Contiguous` and ``mask=None``
     meet: it then gets the whole sequence of its heads and every other argument untouched, and
     outputs that are shaped like its q, alone or in a tuple or list, are exchanged back. Elsewhere
-    `context_parallel_attention`, with the call's ``scale``, replaces it.
+    `context_parallel_attention`, with the call's ``scale``, replaces it. What a replaced forward
+    takes as ``*args`` is read in the order of ``scaled_dot_product_attention``; one that hands on
+    what it gets must be told ``is_causal``, as a bool, by position or by name.
 
     Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
-    cannot honour, and queries and keys of different lengths; before any communication. A local
+    cannot honour, an ``is_causal`` that is no bool where there is no mask, and queries and keys of
+    different lengths, and `LayoutError` where gradients lead from these rows to an attention that
+    took them for those of another cut (see `Pinned`); before any communication. A local
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
@@ -60,13 +66,13 @@ class ContextParallel(ParallelStyle):
 
     def __init__(
         self,
-        seq_dim: int = 1,
-        head_dim: int = 2,
+        *,
+        seq_dim: int,
+        head_dim: int,
         ulysses_degree: int | None = None,
         qkv_indices: tuple[int, int, int] = (0, 1, 2),
         qkv_kwarg_names: tuple[str, ...] = (),
         load_balance: bool = False,
-        *,
         schedule: Schedule = "gather",
         layout: Layout | None = None,
         mask: MaskSpec | None = None,
@@ -116,6 +122,10 @@ class ContextParallel(ParallelStyle):
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
         """Replace ``module.forward`` and return ``module``.
 
+        On other devices than a CPU every rank of the mesh must apply the style: the first one on a
+        group exchanges one element between all of its ranks, which connects them, since some may
+        have nothing to move in the first batch of a call.
+
         On one rank it stays as it is, unless the style has a mask, which it would not know of; any
         degree, schedule and ``load_balance`` serves there. Raises `DegreeError` for a mesh of more
         than two axes or a degree that its size does not allow, and `InputError` for a module that
@@ -127,14 +137,17 @@ class ContextParallel(ParallelStyle):
         settings, (n, _) = self.settings, place_of(mesh)
         if n == 1:  # nothing to exchange or to bring, in whatever way
             degree, settings = 1, replace(settings, schedule="gather", load_balance=False)
-        seats_of(mesh, degree, settings.collectives)
+        seats = seats_of(mesh, degree, settings.collectives)
         ring_of(settings.schedule, n // degree)
         if settings.load_balance:
             check_balance(settings.layout, n, 0, degree, settings.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
         if n > 1 or settings.mask is not None:
-            module.forward = ContextParallelForward(module.forward, mesh, n, degree, settings)
+            forward = ContextParallelForward(module.forward, mesh, n, degree, settings)
+            if not forward.runs_inner:
+                seats.across.connect(device_of(mesh))
+            module.forward = forward
         return module
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

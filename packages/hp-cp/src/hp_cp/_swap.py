@@ -35,6 +35,7 @@ class _Swap(torch.autograd.Function):
 def _exchange_halves(x: Tensor, peers: Peers, back: bool) -> Tensor:
     partner = peers.size - 1 - peers.index
     if partner == peers.index:
+        peers.exchange({}, {}).wait()  # every rank of an axis makes the same calls
         return x.clone()
     comes_first = partner < peers.index
     halves = x.chunk(2, 2)

@@ -114,12 +114,16 @@ def cudnn_cuda(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp, of 16-bit dtypes; heads are dim 1."""
+    if k.shape[2] == 1:  # which cuDNN does not take (sdp_utils.cpp)
+        return flash_cuda(q, k, v, causal, scale)
     out, lse, *_ = _cudnn(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out, lse.squeeze(-1)
 
 
 def cudnn_cuda_backward(x: Finished) -> Gradients:
     """Return the gradients of q, k and v."""
+    if x.k.shape[2] == 1:
+        return flash_cuda_backward(x)
     seed = torch.zeros((), dtype=torch.int64, device=x.q.device)
     state = seed, seed, None, None, None, x.q.shape[2], x.k.shape[2], 0.0, x.causal
     around = x.grad, x.q, x.k, x.v, x.out.contiguous(), x.lse.unsqueeze(-1).contiguous()

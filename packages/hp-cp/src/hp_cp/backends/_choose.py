@@ -11,6 +11,7 @@ from .._bands import Kernel
 from .._errors import BackendError, described
 from ._flex import FlexBackend
 from ._fused import CUDNN, EFFICIENT, SDPA
+from ._hardware import hardware_of
 from ._interface import AttentionBackend
 from ._varlen import VARLEN
 
@@ -67,21 +68,26 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
     head_size: int,
+    *,
+    regular: bool = True,
 ) -> AttentionBackend:
     """Return the backend of that name, or the one given, if it can compute blocks of all kinds.
 
-    ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``; others are taken by
-    name only.
+    ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``. Before them it is
+    ``cudnn`` on devices where that is the fastest, if blocks are ``regular`` (see
+    `AttentionPlan`) and results need not be the same bits every time. Others are taken by name
+    only. The answer depends on the kind of device; nothing is communicated.
     """
     check_backend_name(backend)
     if not isinstance(backend, str):
         chosen = backend
     elif backend == "auto":
-        chosen = _able(kernels, device, dtype, head_size) or _BY_NAME["sdpa"]
+        fastest = _fastest(device) if regular else _AUTOMATIC
+        chosen = _able(fastest, kernels, device, dtype, head_size) or _BY_NAME["sdpa"]
     else:
         chosen = _BY_NAME[backend]
     if lack := _lack(chosen, kernels, device, dtype, head_size):
-        other = _able(kernels, device, dtype, head_size)
+        other = _able(_AUTOMATIC, kernels, device, dtype, head_size)
         remedy = f"use {other.name!r}" if other else "pass backend= an AttentionBackend that can"
         raise BackendError(
             f"backend {chosen.name!r} cannot compute {lack[0]} attention of {dtype} on "
@@ -90,13 +96,23 @@ def choose_backend(
     return chosen
 
 
+def _fastest(device: torch.device) -> Sequence[AttentionBackend]:
+    """Return the backends for regular blocks, the fastest first."""
+    # Its backward adds in any order.
+    if torch.are_deterministic_algorithms_enabled() or not hardware_of(device).prefers_cudnn:
+        return _AUTOMATIC
+    return (CUDNN, *_AUTOMATIC)
+
+
 def _able(
-    kernels: Sequence[Kernel], device: torch.device, dtype: torch.dtype, head_size: int
+    backends: Sequence[AttentionBackend],
+    kernels: Sequence[Kernel],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
 ) -> AttentionBackend | None:
-    """Return the first of this package's backends that can compute all."""
-    return next(
-        (b for b in _AUTOMATIC if _lack(b, kernels, device, dtype, head_size) is None), None
-    )
+    """Return the first of some backends that can compute all."""
+    return next((b for b in backends if _lack(b, kernels, device, dtype, head_size) is None), None)
 
 
 def _lack(

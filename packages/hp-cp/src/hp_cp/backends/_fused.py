@@ -1,7 +1,7 @@
 """The kernels behind ``torch.nn.functional.scaled_dot_product_attention``."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .._torch import (
     flash_cuda,
     flash_cuda_backward,
 )
+from ._hardware import Capability, hardware_of
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
 Backward = Callable[[Finished], Gradients]
@@ -29,7 +30,8 @@ class Kernels:
     """A device's kernels, forward and backward, and the tensors that they take.
 
     A row of a head must be a multiple of ``alignment`` bytes, and no longer than ``longest`` of
-    elements.
+    elements. They are compiled for compute capabilities from ``since`` on, for some dtypes later;
+    on those of ``narrow`` (first and last) the backward has no head sizes from 193 to 224.
     """
 
     forward: Forward
@@ -37,9 +39,14 @@ class Kernels:
     dtypes: tuple[torch.dtype, ...]
     alignment: int = 1
     longest: int | None = None
+    since: Capability = (0, 0)
+    dtypes_since: Mapping[torch.dtype, Capability] = field(default_factory=dict)
+    narrow: tuple[tuple[Capability, Capability], ...] = ()
 
-    def lack(self, dtype: torch.dtype, head_size: int) -> str | None:
-        """Return why such heads cannot be computed, or None."""
+    def lack(
+        self, dtype: torch.dtype, head_size: int, capability: Capability | None = None
+    ) -> str | None:
+        """Return why such heads cannot be computed, or None; unknown capabilities have all."""
         if dtype not in self.dtypes:
             return f"its kernels there take {', '.join(map(str, self.dtypes))}, not {dtype}"
         step = max(1, self.alignment // dtype.itemsize)
@@ -49,6 +56,27 @@ class Kernels:
             )
         if self.longest is not None and head_size > self.longest:
             return f"its kernels there take head sizes up to {self.longest}, not {head_size}"
+        return None if capability is None else self._lack_of_device(dtype, head_size, capability)
+
+    def _lack_of_device(
+        self, dtype: torch.dtype, head_size: int, capability: Capability
+    ) -> str | None:
+        if capability < self.since:
+            return (
+                f"its kernels need a device of compute capability {_dotted(self.since)} or later, "
+                f"not {_dotted(capability)}"
+            )
+        since = self.dtypes_since.get(dtype, self.since)
+        if capability < since:
+            return (
+                f"its kernels take {dtype} from compute capability {_dotted(since)} on, not "
+                f"{_dotted(capability)}"
+            )
+        if 192 < head_size <= 224 and any(a <= capability <= b for a, b in self.narrow):
+            return (
+                f"its backward takes no head sizes above 192 and up to 224 (got {head_size}) on "
+                f"compute capability {_dotted(capability)}"
+            )
         return None
 
 
@@ -66,7 +94,7 @@ class FusedBackend:
         if device.type not in self.kernels:
             known = " and ".join(self.kernels)
             return f"it has kernels with log-sum-exp for {known}, not for {device.type}"
-        return self.kernels[device.type].lack(dtype, head_size)
+        return self.kernels[device.type].lack(dtype, head_size, hardware_of(device).capability)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
@@ -91,7 +119,14 @@ class FusedBackend:
         return self.kernels[q.device.type].backward(finished)
 
 
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
+
+
 HALVES = (torch.bfloat16, torch.float16)
+# What sdp_utils.cpp of torch 2.11 to 2.13 asks of devices before it calls a kernel; the kernels
+# themselves are called here, past those checks.
+_AMPERE = (8, 0)
 # Dao, arXiv 2307.08691.
 SDPA = FusedBackend(
     "sdpa",
@@ -107,6 +142,8 @@ SDPA = FusedBackend(
             dtypes=HALVES,
             alignment=16,
             longest=256,
+            since=_AMPERE,
+            narrow=(((8, 6), (8, 9)), ((12, 0), (12, 1))),
         ),
     },
 )
@@ -119,6 +156,8 @@ EFFICIENT = FusedBackend(
             backward=efficient_cuda_backward,
             dtypes=(torch.float32, *HALVES),
             alignment=16,
+            since=(5, 0),
+            dtypes_since={torch.bfloat16: _AMPERE},
         )
     },
 )
@@ -131,6 +170,7 @@ CUDNN = FusedBackend(
             dtypes=HALVES,
             alignment=16,
             longest=128,
+            since=_AMPERE,
         )
     },
 )

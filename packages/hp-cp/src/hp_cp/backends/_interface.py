@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .._bands import Kernel
 
+GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
+
 
 @runtime_checkable
 class AttentionBackend(Protocol):
@@ -16,7 +18,8 @@ class AttentionBackend(Protocol):
     Shapes: q ``[batch, q_heads, rows, head_size]``, k and v ``[batch, kv_heads, keys, head_size]``
     with ``q_heads`` a multiple of ``kv_heads``, lse ``[batch, q_heads, rows]`` in natural
     logarithms and in the accumulator's dtype. Tensors may be views; the last dim is dense.
-    ``causal`` blocks are square. ``scale=None`` means ``head_size ** -0.5``.
+    ``causal`` blocks are square. No batch has more than 65,535 rows. ``scale=None`` means
+    ``head_size ** -0.5``.
     """
 
     @property

@@ -1,6 +1,7 @@
 """Many blocks in one call: the flash kernel for rows of stretches that follow each other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 
 from .._torch import Finished, varlen_cuda, varlen_cuda_backward
 from ._fused import SDPA, FusedBackend
+from ._interface import GRID
 
 
 class VarlenBackend(FusedBackend):
     """The flash kernels on CUDA; blocks of one kind in one launch, as packed documents have many.
 
-    A block that is alone is computed as ``sdpa`` does.
+    More stretches than a grid has places are several launches. A block that is alone is computed as
+    ``sdpa`` does.
     """
 
     def forward_packed(
@@ -28,10 +31,13 @@ class VarlenBackend(FusedBackend):
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        edges = _edges(rows, q), _edges(keys, k)
-        longest = max(rows), max(keys)
         batch, q, k, v = q.shape[0], _flat(q), _flat(k), _flat(v)
-        out, lse = varlen_cuda(q, k, v, edges, longest, causal, scale)
+        done = []
+        for stretches in _launches(rows, keys, batch):
+            edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
+            part = stretches.of_rows(q), stretches.of_keys(k), stretches.of_keys(v)
+            done.append(varlen_cuda(*part, edges, stretches.longest, causal, scale))
+        out, lse = _joined((part for part, _ in done), 0), _joined((part for _, part in done), 1)
         return _unflat(out, batch), lse.view(lse.shape[0], batch, -1).transpose(0, 1)
 
     def backward_packed(
@@ -49,13 +55,57 @@ class VarlenBackend(FusedBackend):
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the blocks' shares of dq, dk, dv."""
-        edges = _edges(rows, q), _edges(keys, k)
-        longest = max(rows), max(keys)
         batch, grad, q, k, v, out = q.shape[0], *map(_flat, (grad, q, k, v, out))
         lse = lse.transpose(0, 1).flatten(1).contiguous()
-        finished = Finished(grad, q, k, v, out, lse, causal, scale)
-        dq, dk, dv = varlen_cuda_backward(finished, edges, longest)
+        done = []
+        for stretches in _launches(rows, keys, batch):
+            edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
+            mine, theirs = stretches.of_rows, stretches.of_keys
+            part = mine(grad), mine(q), theirs(k), theirs(v), mine(out), mine(lse, 1)
+            finished = Finished(*part, causal, scale)
+            done.append(varlen_cuda_backward(finished, edges, stretches.longest))
+        dq, dk, dv = (_joined(parts, 0) for parts in zip(*done, strict=True))
         return _unflat(dq, batch), _unflat(dk, batch), _unflat(dv, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretches:
+    """Stretches that follow each other, and where the first one begins."""
+
+    rows: Sequence[int]
+    keys: Sequence[int]
+    first_row: int = 0
+    first_key: int = 0
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return max(self.rows, default=1), max(self.keys, default=1)
+
+    def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
+        return _narrowed(x, dim, self.first_row, sum(self.rows))
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return _narrowed(x, 0, self.first_key, sum(self.keys))
+
+
+def _launches(rows: Sequence[int], keys: Sequence[int], batch: int) -> Iterator[_Stretches]:
+    """Yield the stretches of all batch rows, as many at once as a grid has places."""
+    rows, keys = list(rows) * batch, list(keys) * batch
+    first_row = first_key = 0
+    for i in range(0, max(1, len(rows)), GRID):
+        stretches = _Stretches(rows[i : i + GRID], keys[i : i + GRID], first_row, first_key)
+        yield stretches
+        first_row += sum(stretches.rows)
+        first_key += sum(stretches.keys)
+
+
+def _narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return x if length == x.shape[dim] else x.narrow(dim, start, length).contiguous()
+
+
+def _joined(parts: Iterable[Tensor], dim: int) -> Tensor:
+    first, *others = parts
+    return torch.cat([first, *others], dim) if others else first
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -68,8 +118,8 @@ def _unflat(x: Tensor, batch: int) -> Tensor:
 
 
 def _edges(lengths: Sequence[int], x: Tensor) -> Tensor:
-    """Return where stretches begin and end, those of each batch row after another."""
-    edges = [0, *accumulate(list(lengths) * x.shape[0])]
+    """Return where stretches begin and end."""
+    edges = [0, *accumulate(lengths)]
     # Pinned, so that the host need not wait for the device to take them.
     made = torch.tensor(edges, dtype=torch.int32, pin_memory=x.is_cuda)
     return made.to(x.device, non_blocking=True)

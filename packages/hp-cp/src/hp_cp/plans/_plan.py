@@ -24,6 +24,7 @@ from ._parts import Part, make_part
 from ._routes import Ring, Schedule, check_schedule, ring_of
 from ._stretches import Document, cut_documents
 
+_LONG = 128  # rows that fill a kernel's tile
 _BATCHES = 16  # plans that are kept: packed data brings another mask with every batch
 
 
@@ -90,6 +91,16 @@ class AttentionPlan:
             return ("full",)
         alone = self.n == self.ulysses_degree and self.mask.window is None
         return ("causal",) if alone else ("causal", "full")
+
+    @property
+    def regular(self) -> bool:
+        """Return whether blocks are long and have the same shapes in every batch of this length.
+
+        Documents are others in every batch, and a window's edges make many small blocks.
+        """
+        if self.mask.window is not None or self.mask.cu_seqlens is not None:
+            return False
+        return _shortest(self) >= _LONG
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` computes: its own keys first, then others as they come to it.
@@ -181,6 +192,13 @@ def part_of(plan: AttentionPlan, rank: int) -> Part:
         lengths,
         all_keys=plan.schedule != "direct",
     )
+
+
+@lru_cache(maxsize=_BATCHES)
+def _shortest(plan: AttentionPlan) -> int:
+    """Return the least number of positions that a rank of the schedule holds in one stretch."""
+    shortest = min((len(chunk) for held in plan.groups for chunk in held), default=0)
+    return shortest // 2 if plan.load_balance else shortest
 
 
 @lru_cache(maxsize=_BATCHES)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._lineage import Origin
 from ..plans._blocks import Block
 from ._calls import Calls
 from ._fetch import Arrivals, fetch
@@ -39,7 +40,7 @@ class _Attend(torch.autograd.Function):
                 forward_blocks(run.blocks[source], q, held, run, rows.merge)
         out, lse = rows.result()
         ctx.save_for_backward(q, k, v, out, lse, *kept)
-        ctx.run = run
+        ctx.run, ctx.origin = run, Origin(run.plan)
         return out
 
     @staticmethod

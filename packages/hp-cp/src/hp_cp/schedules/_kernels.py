@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from .._intervals import Ranks
 from .._repeats import repeat_heads, sum_heads
+from ..backends._interface import GRID
 from ..plans._blocks import Block
 from ._packed import backward_packed, forward_packed
 from ._run import Held, Run
@@ -62,18 +64,33 @@ def backward_blocks(
 
 
 def _forward_alone(block: Block, inputs: Sequence[Tensor], run: Run) -> tuple[Tensor, Tensor]:
-    tiled = (_tiled(x, block) for x in inputs)
-    out, lse = run.backend.forward(*tiled, causal=block.kind != "full", scale=run.scale)
+    def launch(*part: Tensor) -> tuple[Tensor, ...]:
+        return run.backend.forward(*part, causal=block.kind != "full", scale=run.scale)
+
+    out, lse = _launched(launch, [_tiled(x, block) for x in inputs])
     return _untiled(out, block), _untiled(lse, block)
 
 
 def _backward_alone(
     block: Block, inputs: Sequence[Tensor], run: Run
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tiled = (_tiled(x, block) for x in inputs)
-    grads = run.backend.backward(*tiled, causal=block.kind != "full", scale=run.scale)
+    def launch(*part: Tensor) -> tuple[Tensor, ...]:
+        return run.backend.backward(*part, causal=block.kind != "full", scale=run.scale)
+
+    grads = _launched(launch, [_tiled(x, block) for x in inputs])
     dq, dk, dv = (_untiled(x, block) for x in grads)
     return dq, sum_heads(dk, run.repeats), sum_heads(dv, run.repeats)
+
+
+def _launched(
+    launch: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return what ``launch`` makes of all batch rows, of as many at once as a grid has places."""
+    if inputs[0].shape[0] <= GRID:
+        return launch(*inputs)
+    parts = zip(*(x.split(GRID) for x in inputs), strict=True)
+    done = [launch(*part) for part in parts]
+    return tuple(torch.cat(column) for column in zip(*done, strict=True))
 
 
 def _groups(blocks: Sequence[Block], run: Run) -> list[list[Block]]:

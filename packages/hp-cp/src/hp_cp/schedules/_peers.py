@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, Work, all_to_all
+
+# Groups that made their first call. A group itself does not say so; it is not kept alive here.
+_CONNECTED: WeakSet[object] = WeakSet()
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, which travel together
 
@@ -41,6 +46,23 @@ class Peers:
     def whole(self) -> bool:
         """Return whether they are all ranks of the axis."""
         return self.size == self.axis.size
+
+    def connect(self, device: torch.device) -> None:
+        """Let all ranks of the axis join its first batch of sends, once for each group.
+
+        NCCL makes a group's communicator in its first call, for which a batch waits until every
+        rank has joined (see ``torch.distributed.batch_isend_irecv``), but a rank with nothing to
+        move joins none. So each sends one element to the next. Every rank calls this where all
+        do, before it calls anything else; a CPU's groups are connected when they are made.
+        """
+        if self.size == 1 or device.type == "cpu" or self.axis.group in _CONNECTED:
+            return
+        here, n = self.axis.index, self.axis.size
+        sends, receives = (torch.zeros(1, device=device) for _ in range(2))
+        self.collectives.exchange(
+            self.axis, {(here + 1) % n: sends}, {(here - 1) % n: receives}
+        ).wait()
+        _CONNECTED.add(self.axis.group)
 
     def all_gather(self, pair: Pair, outputs: Pair) -> Work:
         """Concatenate equal pairs of the whole axis into ``outputs``."""

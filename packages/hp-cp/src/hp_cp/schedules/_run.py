@@ -23,6 +23,7 @@ class Run:
     ``packer`` the backend where it computes many blocks in one call.
     """
 
+    plan: AttentionPlan
     blocks: Mapping[int, tuple[Block, ...]]
     wanted: Mapping[int, Ranges]
     given: Mapping[int, Ranges]
@@ -62,6 +63,7 @@ def run_of(
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
     part = part_of(plan, peers.index)
     return Run(
+        plan=plan,
         blocks=part.blocks,
         wanted=part.wanted,
         given=part.given,

@@ -1,0 +1,163 @@
+"""The layers of one model take their rows for those of one cut, or are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hp_cp import (
+    Auto,
+    ContextParallel,
+    Greedy,
+    Layout,
+    LayoutError,
+    MaskSpec,
+    PerDocument,
+    Pinned,
+    Zigzag,
+    context_parallel_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+
+from .strategies import dense_attention, inputs, leaves, with_gradients
+from .test_style import Core, rows
+
+DOCUMENTS = (0, 3, 4, 20, 32)
+WHOLE = MaskSpec(causal=True, cu_seqlens=DOCUMENTS)
+WINDOW = MaskSpec(causal=True, window=3, cu_seqlens=DOCUMENTS)
+OTHERS = MaskSpec(causal=True, cu_seqlens=(0, 9, 32))
+HALVES = MaskSpec(causal=True, cu_seqlens=(0, 16, 32))
+BIDIRECTIONAL = MaskSpec(causal=False, cu_seqlens=DOCUMENTS)
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def two_layers(first: Attention, second: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend, mix the heads' sizes in between as a model does, and attend again."""
+    between = torch.linspace(-1, 1, 64, dtype=q.dtype).view(8, 8)
+    out = torch.tanh(first(q, k, v) @ between) + q
+    return second(out, k, out)
+
+
+def simulated(n: int, call: Callable[[int, RecordingCollectives, Any], Any]) -> list[Any]:
+    def rank(rank: int, collectives: SimulatedCollectives) -> Any:
+        mesh = collectives.mesh((n,), ("cp",))
+        return call(rank, RecordingCollectives(collectives), mesh)
+
+    return SimulatedWorld(n).run(rank)
+
+
+def of_function(mesh: Any, mask: MaskSpec, layout: Layout, collectives: Any) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_parallel_attention(
+            q, k, v, mesh, mask=mask, layout=layout, collectives=collectives
+        )
+
+    return attend
+
+
+def of_style(mesh: Any, mask: MaskSpec, layout: Layout, collectives: Any) -> Attention:
+    style = ContextParallel(
+        seq_dim=1, head_dim=2, ulysses_degree=2, layout=layout, mask=mask, collectives=collectives
+    )
+    core: nn.Module = style.apply(Core(), mesh)
+    return lambda q, k, v: rows(core(*map(rows, (q, k, v))))
+
+
+def calls_of(record: RecordingCollectives) -> int:
+    return sum(traffic.calls for traffic in record.by_axis.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "masks"),
+    [
+        (Greedy(2), (WHOLE, WINDOW)),
+        (Greedy(2), (WINDOW, WHOLE)),
+        (Greedy(2), (WHOLE, BIDIRECTIONAL)),
+        (PerDocument(), (MaskSpec(causal=True, cu_seqlens=(0, 8, 32)), HALVES)),
+        (Auto(0.0), (MaskSpec(causal=True), MaskSpec(causal=False))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", [of_function, of_style])
+def test_layers_that_follow_different_masks_are_refused_on_every_rank_before_communication(
+    way: Callable[..., Attention], layout: Layout, masks: tuple[MaskSpec, MaskSpec]
+) -> None:
+    tensors = inputs(2, 2, 32)
+
+    def call(rank: int, record: RecordingCollectives, mesh: Any) -> tuple[str, int, int]:
+        q, k, v = shard_sequence(tensors[:3], mesh, layout, 2, masks[0])
+        local = leaves(q, k, v)
+        first, second = (way(mesh, mask, layout, record) for mask in masks)
+        out = first(*local)
+        before = calls_of(record)
+        with pytest.raises(LayoutError) as info:
+            second(out.relu() + local[0], local[1], local[2])
+        return str(info.value), before, calls_of(record)
+
+    answers = simulated(4, call)
+    assert len({said for said, *_ in answers}) == 1
+    assert f"give every layer Pinned({layout!r}, mask)" in answers[0][0]
+    assert all(before == after for _, before, after in answers)
+
+
+@pytest.mark.parametrize("layout", [Greedy(2), Auto()], ids=repr)
+@pytest.mark.parametrize("way", [of_function, of_style])
+def test_layers_with_one_pinned_cut_give_the_gradients_of_one_process(
+    way: Callable[..., Attention], layout: Layout
+) -> None:
+    tensors, pinned = inputs(2, 2, 32), Pinned(layout, WHOLE)
+
+    def call(rank: int, record: RecordingCollectives, mesh: Any) -> list[Tensor]:
+        q, k, v, grad = shard_sequence(tensors, mesh, pinned, 2, WHOLE)
+        local = leaves(q, k, v)
+        layers = [way(mesh, mask, pinned, record) for mask in (WHOLE, WINDOW)]
+        return with_gradients(two_layers(layers[0], layers[1], *local), local, grad)
+
+    whole = leaves(*tensors[:3])
+    scale = [lambda q, k, v, m=mask: dense_attention(q, k, v, m) for mask in (WHOLE, WINDOW)]
+    expected = with_gradients(two_layers(scale[0], scale[1], *whole), whole, tensors[3])
+    indices = pinned.indices(4, 32)
+    for held, results in zip(indices, simulated(4, call), strict=True):
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, :, list(held)], rtol=0, atol=1e-12)
+
+
+def test_layers_of_one_mask_batches_of_other_documents_and_rows_cut_anew_are_served() -> None:
+    tensors = inputs(2, 2, 32)
+
+    def call(rank: int, record: RecordingCollectives, mesh: Any) -> list[Tensor]:
+        layout, outs = Greedy(2), []
+        for mask in (WHOLE, OTHERS):
+            local = leaves(*shard_sequence(tensors[:3], mesh, layout, 2, mask))
+            layer = of_function(mesh, mask, layout, record)
+            out = two_layers(layer, layer, *local)
+            again = unshard_sequence(out, mesh, layout, 2, mask, seq_len=32, collectives=record)
+            q, k, v = shard_sequence((again, *tensors[1:3]), mesh, layout, 2, WINDOW)
+            outs.append(of_function(mesh, WINDOW, layout, record)(q, k, v))
+        return outs
+
+    for results in zip(*simulated(2, call), strict=True):
+        assert all(result.requires_grad for result in results)
+
+
+def test_a_layout_that_follows_no_mask_serves_layers_of_different_masks() -> None:
+    tensors = inputs(2, 2, 32)
+
+    def call(rank: int, record: RecordingCollectives, mesh: Any) -> Tensor:
+        local = leaves(*shard_sequence(tensors[:3], mesh, Zigzag(), 2))
+        first, second = (of_function(mesh, mask, Zigzag(), record) for mask in (WHOLE, WINDOW))
+        out = two_layers(first, second, *local)
+        whole: Tensor = unshard_sequence(out.detach(), mesh, Zigzag(), 2, collectives=record)
+        return whole
+
+    first, second = (
+        lambda q, k, v, m=mask: dense_attention(q, k, v, m) for mask in (WHOLE, WINDOW)
+    )
+    expected = two_layers(first, second, *tensors[:3])
+    for out in simulated(2, call):
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)

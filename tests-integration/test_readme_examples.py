@@ -1,0 +1,69 @@
+"""Examples of the READMEs that need several ranks, on several ranks."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hp_cp
+from hp_cp import Zigzag, shard_sequence
+
+PACKAGES = Path(__file__).resolve().parents[1] / "packages"
+BLOCK = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+class Core(nn.Module):
+    """A module with the arguments of ``scaled_dot_product_attention``."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend."""
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def model_with_core() -> nn.Module:
+    """Return a model with a core-attention module where the README has one."""
+    attention = nn.ModuleDict({"core": Core()})
+    return nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"attention": attention})])})
+
+
+def attend(model: nn.Module, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Return the output of the model's core and the gradients of what it got."""
+    given = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    core = model.get_submodule("layers.0.attention.core")
+    out = core(*given, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out, given, grad)]
+
+
+def on_rank(rank: int, source: str, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Run the example, then the module that it names, on this rank's rows."""
+    model, mesh = model_with_core(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    exec(source, {**vars(hp_cp), "ContextParallel": hp_cp.ContextParallel, **locals()})
+    return attend(model, *shard_sequence(tensors, mesh, Zigzag(), seq_dim=2))
+
+
+def test_the_style_of_hp_cps_readme_gives_the_attention_of_one_process(ranks: Any) -> None:
+    text = (PACKAGES / "hp-cp" / "README.md").read_text(encoding="utf-8")
+    (source,) = [block for block in BLOCK.findall(text) if "ContextParallel(" in block]
+    torch.manual_seed(0)
+    q, k, v, grad = torch.randn(4, 2, 4, 16, 8, dtype=torch.float64)
+    expected = attend(model_with_core(), q, k, v, grad)
+    answers = ranks(2).run(on_rank, source, (q, k, v, grad))
+    for held, results in zip(Zigzag().indices(2, 16), answers, strict=True):
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference[:, :, list(held)], rtol=0, atol=1e-13)
