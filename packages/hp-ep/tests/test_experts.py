@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_ep import ExpertConfigError, GroupedExperts, RoutingError
 from hp_ep._torch import can_group
@@ -173,3 +174,28 @@ def test_experts_that_lie_one_by_one_stack_and_come_apart_again() -> None:
     assert back.keys() == alone.state_dict().keys()
     for name, weight in alone.state_dict().items():
         assert torch.equal(back[name], weight)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a product of no rows is launched")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_grouped_product_is_launched_for_no_rows(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Kernels differ in what they make of no rows: some leave gradients of weights unwritten."""
+    calls = []
+    real = torch.ops.aten._grouped_mm.default
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if func is real:
+                calls.append(func)
+            return func(*args, **(kw or {}))
+
+    with Products(), torch.autograd.set_multithreading_enabled(False):  # type: ignore[no-untyped-call]
+        experts, rows, result = _run(dtype, [0, 0, 0], 8, 16)
+        assert not calls
+        _run(dtype, [0, 1, 0], 8, 16)
+        assert calls
+    assert result.shape == rows.shape == (0, 8)
+    for p, grad in zip(experts.parameters(), grads(list(experts.parameters())), strict=True):
+        assert torch.equal(grad, torch.zeros_like(p))
