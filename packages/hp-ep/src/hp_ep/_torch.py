@@ -6,6 +6,7 @@ most 32 bits, and rows that start at multiples of 16 bytes.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -51,6 +52,13 @@ def as_autocast(x: Tensor) -> Tensor:
     # Devices without autocast, as meta, have no dtype to ask for.
     known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return x.to(torch.get_autocast_dtype(device)) if known and x.dtype in _GROUPED_DTYPES else x
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which products of tensors on the device of ``x`` keep their dtype."""
+    device = x.device.type
+    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if known else nullcontext()
 
 
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:

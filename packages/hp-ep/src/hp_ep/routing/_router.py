@@ -13,7 +13,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 from .._errors import ExpertConfigError
 from .._parameters import local_weight
 from .._sizes import check_choices, check_factors, check_groups, check_sizes
-from .._torch import KeepsDtype
+from .._torch import KeepsDtype, without_autocast
 from ..dispatch._sorting import count_ids
 from ._choice import choose_experts
 from ._inputs import check_sequences, check_tokens
@@ -30,7 +30,7 @@ class TopKRouter(KeepsDtype):
     Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
     ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
     are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
-    times ``scale``. Logits are computed in the wider dtype of input and weight (or in autocast's),
+    times ``scale``. Logits are computed in the wider dtype of input and weight, also under autocast,
     the rest in float32 or in that dtype where it is wider still; a float32 router may serve a layer
     in bfloat16. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says;
     ``noise`` is the deviation of a normal added to the logits while training (the idea of Shazeer
@@ -192,7 +192,8 @@ class TopKRouter(KeepsDtype):
         weight = local_weight(self.weight, self.replicated_over)
         # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        logits = F.linear(x.to(dtype), weight.to(dtype))
+        with without_autocast(x):
+            logits = F.linear(x.to(dtype), weight.to(dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
