@@ -116,12 +116,14 @@ class GroupedExperts(nn.Module):
         if counts.is_cpu:
             _check_split(counts, rows)
         gate = _GATES[self.activation]
-        if can_group(rows, w1, w2, w3):
+        if rows.shape[0] and can_group(rows, w1, w2, w3):
             ends = counts.cumsum(0, dtype=torch.int32)
             hidden = gate(grouped_linear(rows, w1, ends)) * grouped_linear(rows, w3, ends)
             return grouped_linear(hidden, w2, ends)
+        # Kernels need not write what is a sum of no rows: gradients of weights, for one.
+        sizes = counts.tolist() if rows.shape[0] else [0] * w1.shape[0]
         # unbind has one backward for all experts; indexing w[i] would fill a whole w per expert.
-        each = zip(rows.split(counts.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+        each = zip(rows.split(sizes), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
         return torch.cat([_gated(gate, x, up, down, side) for x, up, down, side in each])
 
 
