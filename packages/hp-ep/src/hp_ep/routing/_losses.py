@@ -54,15 +54,19 @@ def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def attach(
-    x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor], load: Tensor, counts: Tensor
+    x: Tensor,
+    loss: Tensor,
+    scale: Callable[[], float | Tensor],
+    add_load: Callable[[Tensor], None],
+    counts: Tensor,
 ) -> Tensor:
-    """Return ``x``; its backward adds ``counts`` to ``load`` and a gradient to ``loss``.
+    """Return ``x``; its backward gives ``counts`` to ``add_load`` and a gradient to ``loss``.
 
     The gradient is what ``scale`` returns then. Forward runs twice where activations are
     recomputed, so the load is counted in backward: in the first one, where the graph is kept for
     several.
     """
-    return run_function(_Attach, x, loss, scale, load, counts)
+    return run_function(_Attach, x, loss, scale, add_load, counts)
 
 
 class _Attach(torch.autograd.Function):
@@ -72,11 +76,10 @@ class _Attach(torch.autograd.Function):
         x: Tensor,
         loss: Tensor,
         scale: Callable[[], float | Tensor],
-        load: Tensor,
+        add_load: Callable[[Tensor], None],
         counts: Tensor,
     ) -> Tensor:
-        # Not save_for_backward: that would refuse the load, which other calls change meanwhile.
-        ctx.load = load
+        ctx.add_load = add_load
         ctx.scale = scale
         ctx.save_for_backward(counts)
         ctx.loss = loss.shape, loss.dtype, loss.device
@@ -86,9 +89,9 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (counts,) = ctx.saved_tensors
-        if ctx.load is not None:
-            ctx.load += counts
-            ctx.load = None
+        if ctx.add_load is not None:
+            ctx.add_load(counts)
+            ctx.add_load = None
         shape, dtype, device = ctx.loss
         grad = torch.ones(shape, dtype=dtype, device=device) * ctx.scale()
         return grads[0], grad.to(dtype), None, None, None

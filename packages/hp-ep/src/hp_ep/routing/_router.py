@@ -219,8 +219,12 @@ class TopKRouter(KeepsDtype):
                     sequence_ids = expert_ids.new_zeros(expert_ids.shape[0])
                 balance = self._sequence_loss(scores, expert_ids, sequence_ids, num_sequences)
                 total = total + self.sequence_loss * balance
-            weights = attach(weights, total, lambda: self.loss_scale, self.load, counts)
+            weights = attach(weights, total, lambda: self.loss_scale, self._add_load, counts)
         return weights, expert_ids
+
+    def _add_load(self, counts: Tensor) -> None:
+        """Count the choices of one forward; runs in its backward."""
+        self.load += counts
 
     def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         total = scores.new_zeros(())
