@@ -26,7 +26,7 @@ def collect_loads(
     routers = _routers(model)
     over = _axes(routers) if axes is None else as_axes(axes)
     used = next(iter(routers.values())).collectives if collectives is None else collectives
-    loads = [router.load.clone() for router in routers.values()]
+    loads = [router.counted_load().clone() for router in routers.values()]
     for axis in over:
         if axis.size > 1:
             used.all_reduce(axis, loads).wait()

@@ -1,8 +1,8 @@
 """Which experts a token goes to."""
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,8 @@ class TopKRouter(KeepsDtype):
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
-    counted. ``token_axes`` are the axes given to `split_tokens_over`, None
+    counted. It starts at zero, also where the router gets its memory after initialisation on the
+    meta device. ``token_axes`` are the axes given to `split_tokens_over`, None
     before; ``replicated_over`` is the axis whose ranks hold the same tokens, as a style sets it.
     `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
     experts or than the kept groups have, groups that do not divide, negative factors.
@@ -224,7 +225,22 @@ class TopKRouter(KeepsDtype):
 
     def _add_load(self, counts: Tensor) -> None:
         """Count the choices of one forward; runs in its backward."""
-        self.load += counts
+        load = self.counted_load()
+        load += counts
+
+    def counted_load(self) -> Tensor:
+        """Return ``load``, with memory where the weight has got some by assignment."""
+        device = self.weight.device
+        if self.load.is_meta and device.type != "meta":
+            self.load = torch.zeros_like(self.load, device=device)
+        return self.load
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        was_meta = self.load.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.load.is_meta:  # not saved, so nothing else would overwrite it
+            self.load.zero_()
+        return self
 
     def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         total = scores.new_zeros(())
