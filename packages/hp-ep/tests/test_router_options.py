@@ -291,7 +291,6 @@ def test_resetting_parameters_resets_load_and_bias(nan_in_new_memory: None) -> N
     assert router.load.tolist() == router.bias.tolist() == [0] * 8
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a bias needs a rate")
 def test_a_bias_without_a_rate_is_saved_loaded_and_used_and_does_not_move() -> None:
     trained, frozen = _router(bias_rate=0.5), _router(bias=True)
     assert trained.bias is not None

@@ -46,7 +46,8 @@ class TopKRouter(KeepsDtype):
     runs: a gradient scaler's factor, the number of ranks over which gradients are averaged. With
     ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even where the model is cast)
     is added to scores where experts are chosen, not to weights, and `update_router_bias` moves it
-    (loss-free balancing, Wang et al., arXiv 2408.15664, section 3).
+    (loss-free balancing, Wang et al., arXiv 2408.15664, section 3). ``bias=True`` without a rate is
+    a frozen one, of a model that was trained with it: loaded, saved and used, and never moved.
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
@@ -54,7 +55,8 @@ class TopKRouter(KeepsDtype):
     meta device. ``token_axes`` are the axes given to `split_tokens_over`, None
     before; ``replicated_over`` is the axis whose ranks hold the same tokens, as a style sets it.
     `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
-    experts or than the kept groups have, groups that do not divide, negative factors.
+    experts or than the kept groups have, groups that do not divide, negative factors, and a rate
+    without a bias.
     """
 
     load: Tensor
@@ -76,6 +78,7 @@ class TopKRouter(KeepsDtype):
         sequence_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_rate: float = 0.0,
+        bias: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -105,8 +108,13 @@ class TopKRouter(KeepsDtype):
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         load = torch.empty(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
-        bias = torch.empty(num_experts, dtype=torch.float32, device=device) if bias_rate else None
-        self.register_buffer("bias", bias)
+        has_bias = bool(bias_rate) if bias is None else bias
+        if bias_rate and not has_bias:
+            raise ExpertConfigError(
+                f"bias=False has nothing that bias_rate={bias_rate} could move; leave one of them out"
+            )
+        values = torch.empty(num_experts, dtype=torch.float32, device=device) if has_bias else None
+        self.register_buffer("bias", values)
         self.token_axes: tuple[Axis, ...] | None = None
         self.sequence_axes: tuple[Axis, ...] = ()
         self.replicated_over: Axis | None = None
@@ -141,6 +149,7 @@ class TopKRouter(KeepsDtype):
             "sequence_loss": (self.sequence_loss, 0.0),
             "z_loss": (self.z_loss, 0.0),
             "bias_rate": (self.bias_rate, 0.0),
+            "bias": (self.bias is not None, bool(self.bias_rate)),
         }
         said = [f"{k}={value!r}" for k, (value, default) in options.items() if value != default]
         return ", ".join([text, *said])
