@@ -68,7 +68,7 @@ def test_weights_are_scores_of_the_best_experts_of_the_best_groups(
     logits = x @ router.weight.t()
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     size = 8 // num_groups
-    best = min(-(-top_k // top_groups), size)
+    best = min(2, size)
     for t in range(5):
         ranked = (scores[t] + bias).tolist()
         worth = [sum(sorted(ranked[g * size : (g + 1) * size])[-best:]) for g in range(num_groups)]

@@ -32,10 +32,17 @@ class TopKRouter(KeepsDtype):
     are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
     times ``scale``. Logits are computed in the wider dtype of input and weight, also under autocast,
     the rest in float32 or in that dtype where it is wider still; a float32 router may serve a layer
-    in bfloat16. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says;
-    ``noise`` is the deviation of a normal added to the logits while training (the idea of Shazeer
+    in bfloat16. ``noise`` is the deviation of a normal added to the logits while training (the idea of Shazeer
     et al., arXiv 1701.06538, section 4, which recomputation repeats where it restores the random
     state).
+
+    With ``num_groups`` equal blocks of experts, a token chooses from its best ``top_groups`` groups
+    alone. A group's score is the sum of the ``n`` largest ``s_e + b_e`` of its experts ``e``, with the
+    scores ``s``, the biases ``b`` (0 without) and ``n = group_score_experts``. The default is that
+    of the published models and of transformers (DeepSeek-V3 and those that follow it), which take
+    2 whatever the other numbers are; arXiv 2412.19437, section 2.1.2, states
+    ``ceil(top_k / top_groups)``, the same for 8 experts in 4 groups, and DeepSeek-V2 takes 1
+    (arXiv 2405.04434, section 2.2.2).
 
     Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
@@ -73,6 +80,7 @@ class TopKRouter(KeepsDtype):
         scale: float = 1.0,
         num_groups: int = 1,
         top_groups: int | None = None,
+        group_score_experts: int = 2,
         noise: float = 0.0,
         load_balance_loss: float = 0.0,
         sequence_loss: float = 0.0,
@@ -83,7 +91,9 @@ class TopKRouter(KeepsDtype):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes({"dim": dim, "num_experts": num_experts})
+        check_sizes(
+            {"dim": dim, "num_experts": num_experts, "group_score_experts": group_score_experts}
+        )
         check_choices(top_k, num_experts)
         check_groups(num_groups, top_groups, num_experts, top_k)
         losses = dict(
@@ -100,6 +110,7 @@ class TopKRouter(KeepsDtype):
         self.scale = float(scale)
         self.num_groups = num_groups
         self.top_groups = num_groups if top_groups is None else top_groups
+        self.group_score_experts = group_score_experts
         self.noise = float(noise)
         self.load_balance_loss = float(load_balance_loss)
         self.sequence_loss = float(sequence_loss)
@@ -145,6 +156,7 @@ class TopKRouter(KeepsDtype):
             "scale": (self.scale, 1.0),
             "num_groups": (self.num_groups, 1),
             "top_groups": (self.top_groups, self.num_groups),
+            "group_score_experts": (self.group_score_experts, 2),
             "noise": (self.noise, 0.0),
             "sequence_loss": (self.sequence_loss, 0.0),
             "z_loss": (self.z_loss, 0.0),
@@ -214,6 +226,7 @@ class TopKRouter(KeepsDtype):
             bias=self.bias,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
+            group_score_experts=self.group_score_experts,
         )
         weights = scores.gather(1, expert_ids)
         if self.normalise:
