@@ -1,5 +1,6 @@
 """Routing and balance loss as the models in transformers compute them."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from rank_pool import cached
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import RecordingCollectives
-from hp_ep import ExpertConfigError, MoE, TopKRouter
+from hp_ep import BalanceLoss, ExpertConfigError, MoE, TopKRouter
 
-from .reference import assert_close
+from .reference import assert_close, grads
 
 GROUPS = [(4, 2, 2), (4, 2, 4), (4, 1, 2), (8, 4, 8), (2, 1, 6), (4, 3, 3), (1, 1, 4)]
 """n_group, topk_group and num_experts_per_tok."""
@@ -146,9 +148,7 @@ def _single(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
 
 
-def _spread(rank: int, size: int) -> tuple[Tensor, dict[str, Tensor], int]:
-    from hp_ep import BalanceLoss  # type: ignore[attr-defined]
-
+def _spread(rank: int, size: int, recomputed: bool) -> tuple[Tensor, dict[str, Tensor], int]:
     mesh = cached(("dp", size), lambda: init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)))
     model, record = _Model(), RecordingCollectives()
     for layer in model.layers:
@@ -157,7 +157,7 @@ def _spread(rank: int, size: int) -> tuple[Tensor, dict[str, Tensor], int]:
     sizes = [TOKENS - 3 * (size - 1), *[3] * (size - 1)]  # uneven
     x = _tokens().split(sizes)[rank]
     with BalanceLoss(model) as balance:
-        y = model(x)
+        y = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
     loss = balance.loss()
     ((y**2).sum() + 0.3 * loss).backward()
     named = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
@@ -167,14 +167,15 @@ def _spread(rank: int, size: int) -> tuple[Tensor, dict[str, Tensor], int]:
     return loss.detach(), {k: grad.clone() for k, grad in named.items()}, calls
 
 
-@pytest.mark.xfail(strict=True, raises=Exception, reason="layers have a loss each, not returned")
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_balance_loss_of_all_layers_is_that_of_transformers(ranks: Any, size: int) -> None:
+@pytest.mark.parametrize(("size", "recomputed"), [(1, False), (2, False), (2, True), (4, False)])
+def test_the_balance_loss_of_all_layers_is_that_of_transformers(
+    ranks: Any, size: int, recomputed: bool
+) -> None:
     # The library sums in float32, whatever the logits are.
     for kind, tolerance in (("transformers", 1e-6), ("written out", 1e-12)):
         loss, expected = _single(kind)
         assert loss > TOP_K * 1.01  # not an even load
-        for got, named, calls in ranks(size).run(_spread, size):
+        for got, named, calls in ranks(size).run(_spread, size, recomputed):
             assert_close(got, loss.double(), tolerance)
             assert sorted(named) == sorted(expected)
             for name, grad in expected.items():
@@ -182,11 +183,8 @@ def test_the_balance_loss_of_all_layers_is_that_of_transformers(ranks: Any, size
             assert calls <= 1
 
 
-@pytest.mark.xfail(strict=True, raises=ImportError, reason="there is no loss of several layers")
 def test_the_balance_loss_of_all_layers_leaves_masked_tokens_out() -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    from hp_ep import BalanceLoss  # type: ignore[attr-defined]
 
     model, x = _Model(), _tokens().view(2, 12, 4)
     mask = torch.ones(2, 12, dtype=torch.bool)
@@ -200,10 +198,7 @@ def test_the_balance_loss_of_all_layers_leaves_masked_tokens_out() -> None:
     assert_close(balance.loss(), theirs.double(), 1e-6)
 
 
-@pytest.mark.xfail(strict=True, raises=ImportError, reason="there is no loss of several layers")
 def test_a_balance_loss_that_cannot_be_is_refused() -> None:
-    from hp_ep import BalanceLoss  # type: ignore[attr-defined]
-
     with pytest.raises(ExpertConfigError, match="Linear has no TopKRouter"):
         BalanceLoss(nn.Linear(1, 1))
     with pytest.raises(ExpertConfigError, match=r"one number of experts and one top_k"):
@@ -213,3 +208,21 @@ def test_a_balance_loss_that_cannot_be_is_refused() -> None:
         balance.loss()
     with balance, pytest.raises(ExpertConfigError, match="is recorded already"), balance:
         pass
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_recorded_layers_are_recomputed_copied_and_counted_once(score: Any) -> None:
+    router = TopKRouter(4, 6, 2, score=score, dtype=torch.float64)
+    x = _tokens().requires_grad_()
+    found = []
+    for recomputed in (False, True):
+        with BalanceLoss(router) as balance:
+            weights, _ = checkpoint(router, x, use_reentrant=False) if recomputed else router(x)
+        before = balance.loss()
+        (weights.square().sum() + before).backward()
+        assert torch.equal(balance.loss(), before)
+        found.append((before.detach(), grads([router.weight])[0]))
+        assert not copy.deepcopy(router).record.entries  # type: ignore[union-attr]
+        router.zero_grad()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

@@ -1,6 +1,7 @@
 """The losses of routing, and how they reach the gradient without being returned."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._torch import run_function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routed:
+    """What one forward routed: sums of probabilities and choices, ``[experts]`` each."""
+
+    probabilities: Tensor
+    counts: Tensor
+    num_tokens: int
+
+
+class RoutingRecord:
+    """What a router's forwards routed while it was open; a copy is empty and closed."""
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open = is_open
+        self.entries: list[Routed] = []
+
+    def __reduce__(self) -> tuple[type["RoutingRecord"], tuple[()]]:
+        return RoutingRecord, ()
+
+    def add(self, routed: Routed) -> None:
+        """Note one forward, if the record is open."""
+        if self.is_open:
+            self.entries.append(routed)
 
 
 def load_balancing_share(

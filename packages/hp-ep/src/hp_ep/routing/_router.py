@@ -17,7 +17,14 @@ from .._torch import KeepsDtype, without_autocast
 from ..dispatch._sorting import count_ids
 from ._choice import choose_experts
 from ._inputs import check_sequences, check_tokens
-from ._losses import attach, load_balancing_share, sequence_balancing_share, z_share
+from ._losses import (
+    Routed,
+    RoutingRecord,
+    attach,
+    load_balancing_share,
+    sequence_balancing_share,
+    z_share,
+)
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -131,6 +138,7 @@ class TopKRouter(KeepsDtype):
         self.replicated_over: Axis | None = None
         self.loss_scale: float | Tensor = 1.0
         self.collectives: Collectives = TorchCollectives()
+        self.record: RoutingRecord | None = None
         self.reset_parameters()
 
     @property
@@ -234,6 +242,14 @@ class TopKRouter(KeepsDtype):
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=_TINY)
         if self.scale != 1:
             weights = weights * self.scale
+        if self.record is not None:
+            self.record.add(
+                Routed(
+                    probabilities=self._shares(scores).sum(0),
+                    counts=count_ids(expert_ids, self.num_experts),
+                    num_tokens=x.shape[0],
+                )
+            )
         if self.training and torch.is_grad_enabled():
             counts = count_ids(expert_ids, self.num_experts)
             total = self._loss(logits, scores, counts)
