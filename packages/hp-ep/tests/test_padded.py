@@ -236,7 +236,8 @@ class _BagLengths(TorchDispatchMode):
 @pytest.mark.parametrize("factor", FACTORS)
 def test_no_sum_has_more_rows_than_a_token_has_experts(factor: float) -> None:
     def rank(me: int, door: SimulatedCollectives) -> list[int]:
-        with _BagLengths() as seen, torch.autograd.set_multithreading_enabled(False):
+        seen = _BagLengths()
+        with seen, torch.autograd.set_multithreading_enabled(False):
             _fill(me, door.mesh((2,), ("ep",)), door, factor)
         return seen.lengths
 

@@ -8,12 +8,9 @@ import pytest
 import torch
 from rank_pool import cached
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

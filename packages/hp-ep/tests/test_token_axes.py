@@ -35,7 +35,6 @@ def _claims(rank: int) -> list[str]:
     return texts
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="nobody looks at the mesh")
 def test_ranks_that_split_experts_and_share_tokens_are_refused_on_every_rank(ranks: Any) -> None:
     every = ranks(4).run(_claims)
     for texts in every:
@@ -81,19 +80,18 @@ def _uncut(rank: int, cut: tuple[bool, bool], width: int) -> tuple[str, list[int
     x = x[:, :width] if rank == 0 else x
     with torch.no_grad():
         layer(_tokens(dp)) if width == 4 else None  # nothing is learned from it
-    calls = []
+    calls: list[int] = []
     for _ in range(3):
-        before = sum(traffic.calls for traffic in record.by_call.values())
+        before = sum(int(traffic.calls) for traffic in record.by_call.values())
         try:
             (layer(x) ** 2).sum().backward()
         except ValueError as error:
             return str(error), calls, None
-        calls.append(sum(traffic.calls for traffic in record.by_call.values()) - before)
+        calls.append(sum(int(traffic.calls) for traffic in record.by_call.values()) - before)
     w1: Any = layer.experts.w1
     return "", calls, w1.grad.full_tensor() / 3
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="experts' gradients are doubled")
 @pytest.mark.parametrize("cut", [(False, False), (True, False), (False, True)])
 def test_an_input_that_is_not_cut_by_sequence_is_refused_on_every_rank(
     ranks: Any, cut: tuple[bool, bool]
@@ -105,7 +103,6 @@ def test_an_input_that_is_not_cut_by_sequence_is_refused_on_every_rank(
     assert "cut the input by sequence over tp" in texts[0]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="no step is the first")
 def test_a_cut_input_is_compared_in_the_first_step_alone(ranks: Any) -> None:
     layer = build_moe(0, shared=1, balance=0.1)
     x = torch.cat([_tokens(0), _tokens(1)])

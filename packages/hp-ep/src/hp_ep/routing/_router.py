@@ -37,17 +37,17 @@ class TopKRouter(KeepsDtype):
     Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
     ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
     are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
-    times ``scale``. Logits are computed in the wider dtype of input and weight, also under autocast,
-    the rest in float32 or in that dtype where it is wider still; a float32 router may serve a layer
-    in bfloat16. ``noise`` is the deviation of a normal added to the logits while training (the idea of Shazeer
-    et al., arXiv 1701.06538, section 4, which recomputation repeats where it restores the random
-    state).
+    times ``scale``. Logits are computed in the wider dtype of input and weight, also under
+    autocast, the rest in float32 or in that dtype where it is wider still; a float32 router may
+    serve a layer in bfloat16. ``noise`` is the deviation of a normal added to the logits while
+    training (the idea of Shazeer et al., arXiv 1701.06538, section 4, which recomputation repeats
+    where it restores the random state).
 
     With ``num_groups`` equal blocks of experts, a token chooses from its best ``top_groups`` groups
-    alone. A group's score is the sum of the ``n`` largest ``s_e + b_e`` of its experts ``e``, with the
-    scores ``s``, the biases ``b`` (0 without) and ``n = group_score_experts``. The default is that
-    of the published models and of transformers (DeepSeek-V3 and those that follow it), which take
-    2 whatever the other numbers are; arXiv 2412.19437, section 2.1.2, states
+    alone. A group's score is the sum of the ``n`` largest ``s_e + b_e`` of its experts ``e``, with
+    the scores ``s``, the biases ``b`` (0 without) and ``n = group_score_experts``. The default is
+    that of the published models and of transformers (DeepSeek-V3 and those that follow it), which
+    take 2 whatever the other numbers are; arXiv 2412.19437, section 2.1.2, states
     ``ceil(top_k / top_groups)``, the same for 8 experts in 4 groups, and DeepSeek-V2 takes 1
     (arXiv 2405.04434, section 2.2.2).
 
@@ -129,7 +129,7 @@ class TopKRouter(KeepsDtype):
         has_bias = bool(bias_rate) if bias is None else bias
         if bias_rate and not has_bias:
             raise ExpertConfigError(
-                f"bias=False has nothing that bias_rate={bias_rate} could move; leave one of them out"
+                f"bias=False leaves bias_rate={bias_rate} nothing to move; leave one of them out"
             )
         values = torch.empty(num_experts, dtype=torch.float32, device=device) if has_bias else None
         self.register_buffer("bias", values)
