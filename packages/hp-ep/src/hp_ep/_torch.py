@@ -61,6 +61,11 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if known else nullcontext()
 
 
+def is_saved(value: object) -> bool:
+    """Return whether ``value`` is of a checkpoint: torch fills in an entry that one lacks."""
+    return type(value).__module__ != "torch.distributed.checkpoint.state_dict"
+
+
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Let ``hook(module, state_dict, prefix, ...)`` see what ``module`` is about to load."""
     module.register_load_state_dict_pre_hook(hook)

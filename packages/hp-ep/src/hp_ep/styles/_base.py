@@ -129,11 +129,13 @@ class BaseExpertParallel(ParallelStyle):
         def change() -> None:
             split_experts(layer.experts, split.mesh, split.placements, self._placement)
             if self._placement is not None and split.expert_axis is not None:
-                layer.experts.replicas = ReplicaSum(
-                    split.expert_axis,
-                    self._placement,
-                    self._collectives,
-                    device=layer.experts.w1.device,
+                layer.experts.place(
+                    ReplicaSum(
+                        split.expert_axis,
+                        self._placement,
+                        self._collectives,
+                        device=layer.experts.w1.device,
+                    )
                 )
             if self._sequence_mesh is not None:
                 for module in beside:
