@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_ep import ExpertConfigError, GroupedExperts, RoutingError
+from hp_ep import ExpertConfigError, GroupedExperts, RoutingError, _experts, _torch
 from hp_ep._torch import can_group
 
 from .reference import assert_close, dense_experts, grads
@@ -198,3 +198,56 @@ def test_no_grouped_product_is_launched_for_no_rows(
     assert result.shape == rows.shape == (0, 8)
     for p, grad in zip(experts.parameters(), grads(list(experts.parameters())), strict=True):
         assert torch.equal(grad, torch.zeros_like(p))
+
+
+DEVICES = {
+    "cpu": ("cpu", (0, 0), {torch.float32, torch.float16, torch.bfloat16}),
+    "sm90": ("cuda", (9, 0), {torch.bfloat16}),
+    "sm100": ("cuda", (10, 0), {torch.bfloat16}),
+    "sm80": ("cuda", (8, 0), set()),
+    "sm120": ("cuda", (12, 0), set()),
+    "gfx942": ("hip", (9, 4), {torch.bfloat16}),
+    "gfx90a": ("hip", (9, 0), set()),
+    "other": ("xpu", (0, 0), set()),
+}
+"""Kind and capability of a device, and the dtypes whose grouped products read no offsets there."""
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the path does not know the device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_host_reads_counts_once_where_no_kernel_leaves_them_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    kind, version, grouped = DEVICES[name]
+    found = _torch.Capability(kind=kind, version=version)  # type: ignore[attr-defined]
+    monkeypatch.setattr(_torch, "capability_of", lambda device: found)
+    calls: list[str] = []
+    real: Any = Tensor.tolist
+    monkeypatch.setattr(_experts, "_check_split", lambda *_: None)  # what a CPU looks at
+
+    def tolist(x: Tensor) -> Any:
+        calls.append("read")
+        return real(x)
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if func is torch.ops.aten._grouped_mm.default:
+                calls.append("product")
+            return func(*args, **(kw or {}))
+
+    generator = torch.Generator().manual_seed(0)
+    experts = GroupedExperts(8, 16, 3, dtype=dtype)
+    rows = torch.randn(6, 8, generator=generator).to(dtype).requires_grad_()
+    counts = torch.tensor([2, 0, 4])
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    with Products(), torch.autograd.set_multithreading_enabled(False):  # type: ignore[no-untyped-call]
+        experts(rows, counts).sum().backward()
+    assert calls == (["product"] * 9 if dtype in grouped else ["read"])
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the path does not know the device")
+def test_a_thousand_experts_on_a_gpu_are_more_than_its_kernel_takes() -> None:
+    capability = _torch.Capability(kind="cuda", version=(9, 0))  # type: ignore[attr-defined]
+    assert _torch.has_grouped_kernel(capability, torch.bfloat16, 1023)  # type: ignore[attr-defined]
+    assert not _torch.has_grouped_kernel(capability, torch.bfloat16, 1024)  # type: ignore[attr-defined]
