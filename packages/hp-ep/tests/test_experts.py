@@ -213,14 +213,13 @@ DEVICES = {
 """Kind and capability of a device, and the dtypes whose grouped products read no offsets there."""
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the path does not know the device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", DEVICES)
 def test_the_host_reads_counts_once_where_no_kernel_leaves_them_on_the_device(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     kind, version, grouped = DEVICES[name]
-    found = _torch.Capability(kind=kind, version=version)  # type: ignore[attr-defined]
+    found = _torch.Capability(kind=kind, version=version)
     monkeypatch.setattr(_torch, "capability_of", lambda device: found)
     calls: list[str] = []
     real: Any = Tensor.tolist
@@ -246,8 +245,7 @@ def test_the_host_reads_counts_once_where_no_kernel_leaves_them_on_the_device(
     assert calls == (["product"] * 9 if dtype in grouped else ["read"])
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the path does not know the device")
 def test_a_thousand_experts_on_a_gpu_are_more_than_its_kernel_takes() -> None:
-    capability = _torch.Capability(kind="cuda", version=(9, 0))  # type: ignore[attr-defined]
-    assert _torch.has_grouped_kernel(capability, torch.bfloat16, 1023)  # type: ignore[attr-defined]
-    assert not _torch.has_grouped_kernel(capability, torch.bfloat16, 1024)  # type: ignore[attr-defined]
+    capability = _torch.Capability(kind="cuda", version=(9, 0))
+    assert _torch.has_grouped_kernel(capability, torch.bfloat16, 1023)
+    assert not _torch.has_grouped_kernel(capability, torch.bfloat16, 1024)

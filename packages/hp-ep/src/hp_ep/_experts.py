@@ -106,8 +106,9 @@ class GroupedExperts(nn.Module):
         """Return each row's result ``[rows, dim]``.
 
         ``rows [rows, dim]`` lie by expert, ``counts [local experts]`` of them for each. Grouped
-        products where torch has them for the dtype and shapes, else one expert after the other,
-        which copies the counts to the host; both in autocast's dtype where that is on.
+        products where torch has a kernel for the device, dtype and shapes that leaves the counts
+        there, else one expert after the other, which copies the counts to the host, once; both in
+        autocast's dtype where that is on.
         `ExpertConfigError` for rows of another width or dtype than the weights'. `RoutingError`
         where ``counts`` on the CPU are negative or do not sum to the rows; on other devices that
         is not looked at.
