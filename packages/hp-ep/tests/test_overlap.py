@@ -194,7 +194,6 @@ def _call(text: str) -> list[str]:
     return text.split(", ")
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the host waits for what computes")
 def test_counts_travel_to_the_host_while_the_shared_experts_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,7 +214,6 @@ def test_counts_travel_to_the_host_while_the_shared_experts_run(
             assert torch.equal(a, b)
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the host waits for what computes")
 def test_the_next_chunk_leaves_before_results_return_where_counts_are_copied_aside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,7 +229,6 @@ def test_the_next_chunk_leaves_before_results_return_where_counts_are_copied_asi
             assert torch.equal(a, b)
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="the host waits for what computes")
 @pytest.mark.parametrize("name", ["Dedup", "Hierarchical"])
 def test_dispatchers_that_need_counts_to_pick_rows_read_them_aside(
     monkeypatch: pytest.MonkeyPatch, name: str
