@@ -101,8 +101,8 @@ def test_what_one_split_saves_every_split_loads(
     ranks: Any, tmp_path: Path, old: tuple[int, int, int]
 ) -> None:
     for equal in ranks(4).run(_save_and_load, str(tmp_path), old):
-        # Four weights, the bias, the experts' order; step and two moments of each weight.
-        assert equal == [True] * len(SPLITS) * (1 + 6 + 4 * 3)
+        # Four weights and the bias; step and two moments of each weight.
+        assert equal == [True] * len(SPLITS) * (1 + 5 + 4 * 3)
 
 
 def _placed_and_back(rank: int) -> list[bool]:

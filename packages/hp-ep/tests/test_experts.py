@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_ep import ExpertConfigError, GroupedExperts, RoutingError
+from hp_ep import ExpertConfigError, GroupedExperts, RoutingError, _experts, _torch
 from hp_ep._torch import can_group
 
 from .reference import assert_close, dense_experts, grads
@@ -173,3 +174,78 @@ def test_experts_that_lie_one_by_one_stack_and_come_apart_again() -> None:
     assert back.keys() == alone.state_dict().keys()
     for name, weight in alone.state_dict().items():
         assert torch.equal(back[name], weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_grouped_product_is_launched_for_no_rows(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Kernels differ in what they make of no rows: some leave gradients of weights unwritten."""
+    calls = []
+    real = torch.ops.aten._grouped_mm.default
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if func is real:
+                calls.append(func)
+            return func(*args, **(kw or {}))
+
+    with Products(), torch.autograd.set_multithreading_enabled(False):  # type: ignore[no-untyped-call]
+        experts, rows, result = _run(dtype, [0, 0, 0], 8, 16)
+        assert not calls
+        _run(dtype, [0, 1, 0], 8, 16)
+        assert calls
+    assert result.shape == rows.shape == (0, 8)
+    for p, grad in zip(experts.parameters(), grads(list(experts.parameters())), strict=True):
+        assert torch.equal(grad, torch.zeros_like(p))
+
+
+DEVICES = {
+    "cpu": ("cpu", (0, 0), {torch.float32, torch.float16, torch.bfloat16}),
+    "sm90": ("cuda", (9, 0), {torch.bfloat16}),
+    "sm100": ("cuda", (10, 0), {torch.bfloat16}),
+    "sm80": ("cuda", (8, 0), set()),
+    "sm120": ("cuda", (12, 0), set()),
+    "gfx942": ("hip", (9, 4), {torch.bfloat16}),
+    "gfx90a": ("hip", (9, 0), set()),
+    "other": ("xpu", (0, 0), set()),
+}
+"""Kind and capability of a device, and the dtypes whose grouped products read no offsets there."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_host_reads_counts_once_where_no_kernel_leaves_them_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    kind, version, grouped = DEVICES[name]
+    found = _torch.Capability(kind=kind, version=version)
+    monkeypatch.setattr(_torch, "capability_of", lambda device: found)
+    calls: list[str] = []
+    real: Any = Tensor.tolist
+    monkeypatch.setattr(_experts, "_check_split", lambda *_: None)  # what a CPU looks at
+
+    def tolist(x: Tensor) -> Any:
+        calls.append("read")
+        return real(x)
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if func is torch.ops.aten._grouped_mm.default:
+                calls.append("product")
+            return func(*args, **(kw or {}))
+
+    generator = torch.Generator().manual_seed(0)
+    experts = GroupedExperts(8, 16, 3, dtype=dtype)
+    rows = torch.randn(6, 8, generator=generator).to(dtype).requires_grad_()
+    counts = torch.tensor([2, 0, 4])
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    with Products(), torch.autograd.set_multithreading_enabled(False):  # type: ignore[no-untyped-call]
+        experts(rows, counts).sum().backward()
+    assert calls == (["product"] * 9 if dtype in grouped else ["read"])
+
+
+def test_a_thousand_experts_on_a_gpu_are_more_than_its_kernel_takes() -> None:
+    capability = _torch.Capability(kind="cuda", version=(9, 0))
+    assert _torch.has_grouped_kernel(capability, torch.bfloat16, 1023)
+    assert not _torch.has_grouped_kernel(capability, torch.bfloat16, 1024)

@@ -103,3 +103,20 @@ def test_a_layer_under_autocast_keeps_the_dtype_of_its_tokens() -> None:
         y = layer(x)
     y.sum().backward()
     assert [y.dtype, *(g.dtype for g in grads([x, layer.experts.w1]))] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_a_float32_router_scores_in_float32_under_autocast(given: torch.dtype) -> None:
+    router = TopKRouter(64, 16, 4, z_loss=0.1)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)).to(given)
+    weights, ids = router(x)
+    (weights**2).sum().backward()
+    plain = grads([router.weight])[0].clone()
+    router.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast_weights, cast_ids = router(x)
+        assert torch.mm(x, x.t()).dtype == torch.bfloat16  # elsewhere it goes on
+    (cast_weights**2).sum().backward()
+    assert torch.equal(cast_ids, ids)
+    assert torch.equal(cast_weights, weights)
+    assert torch.equal(grads([router.weight])[0], plain)

@@ -1,5 +1,7 @@
 """Chunks and calls that overlap: the same results, begun earlier and awaited later."""
 
+import threading
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -9,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import Axis, Collectives, SimulatedCollectives, SimulatedWorld, Work
 from hp_ep import (
     ExpertConfigError,
     GroupedExperts,
     MoE,
 )
+from hp_ep.dispatch import _host
 
 from .dispatching import OVER_RANKS, make_dispatcher
 from .logged import logged
@@ -130,3 +133,110 @@ def test_a_mask_of_another_kind_is_refused(valid: Tensor) -> None:
 def test_chunks_are_a_positive_integer(chunks: Any) -> None:
     with pytest.raises(ExpertConfigError, match=f"num_chunks={chunks!r} must be"):
         MoE(4, 6, 4, 2, num_chunks=chunks)
+
+
+class _Side:
+    """Stands for a stream beside the one that computes: notes what is put there."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def fetch(self, work: Work, others: Sequence[Tensor]) -> tuple[Tensor, Callable[[], list[int]]]:
+        (received,) = work.wait()
+        numbers = torch.cat([t.reshape(-1) for t in (*others, received)])
+        self._log.append("copy to host")
+
+        def wait() -> list[int]:
+            self._log.append("host waits")
+            found: list[int] = numbers.tolist()
+            return found
+
+        return received, wait
+
+    def mark(self) -> object:
+        self._log.append("mark")
+        return None
+
+    def run(self, mark: object, call: Callable[[], Work]) -> Work:
+        self._log.append("aside")
+        return call()
+
+    def adopt(self, tensor: Tensor) -> None:
+        self._log.append("adopt")
+
+
+def _beside(name: str, chunks: int, side: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    def rank(me: int, door: SimulatedCollectives) -> list[Any]:
+        log: list[str] = []
+        sides[threading.get_ident()] = _Side(log) if side else None
+
+        def label(axis: Axis, tensor: Tensor) -> str | None:
+            if tensor.is_floating_point():
+                return "rows"
+            return "counts" if tensor.dim() == 2 else None  # not those of the router's loss
+
+        layer = _layer(name, me, door, logged(door, log, label), chunks)
+        _log_computing(layer.experts, "experts", log)
+        assert layer.shared_experts is not None
+        _log_computing(layer.shared_experts, "shared", log)
+        x = _tokens([4, 4])[me].requires_grad_()
+        y = layer(x)
+        forward, log[:] = list(log), []
+        y.sum().backward()
+        return [forward, list(log), y.detach(), *grads([x, *layer.parameters()])]
+
+    sides: dict[int, _Side | None] = {}
+    monkeypatch.setattr(_host, "side_of", lambda device: sides[threading.get_ident()])
+    return SimulatedWorld(2).run(rank)
+
+
+def _call(text: str) -> list[str]:
+    return text.split(", ")
+
+
+def test_counts_travel_to_the_host_while_the_shared_experts_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, aside = (_beside("AllToAll", 1, side, monkeypatch) for side in (False, True))
+    for mine, theirs in zip(plain, aside, strict=True):
+        assert mine[0] == _call(
+            "start counts, wait counts, start rows, shared, wait rows, experts, start rows, "
+            "wait rows"
+        )
+        assert theirs[0] == _call(
+            "start counts, wait counts, copy to host, mark, shared, host waits, aside, start rows, "
+            "wait rows, adopt, experts, start rows, wait rows"
+        )
+        back = [entry for entry in theirs[1] if entry in mine[1]]
+        assert back == mine[1]  # the shared experts still overlap with the gradients of the rows
+        assert back.index("shared back") < len(back) - 1 - back[::-1].index("wait rows")
+        for a, b in zip(mine[2:], theirs[2:], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_next_chunk_leaves_before_results_return_where_counts_are_copied_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, aside = (_beside("AllToAll", 2, side, monkeypatch) for side in (False, True))
+    for mine, theirs in zip(plain, aside, strict=True):
+        assert theirs[0] == _call(
+            "start counts, wait counts, copy to host, mark, shared, host waits, aside, start rows, "
+            "wait rows, adopt, start counts, wait counts, copy to host, mark, experts, host waits, "
+            "aside, start rows, start rows, wait rows, adopt, experts, start rows, wait rows, "
+            "wait rows"
+        )
+        for a, b in zip(mine[2:], theirs[2:], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["Dedup", "Hierarchical"])
+def test_dispatchers_that_need_counts_to_pick_rows_read_them_aside(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plain, aside = (_beside(name, 1, side, monkeypatch) for side in (False, True))
+    for mine, theirs in zip(plain, aside, strict=True):
+        assert [e for e in theirs[0] if e in mine[0]] == mine[0]
+        assert theirs[0].count("copy to host") == theirs[0].count("host waits") == 1
+        assert theirs[0].index("host waits") < theirs[0].index("start rows")
+        for a, b in zip(mine[2:], theirs[2:], strict=True):
+            assert torch.equal(a, b)

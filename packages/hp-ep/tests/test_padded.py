@@ -1,6 +1,7 @@
 """A fixed capacity: what does not fit is dropped or refused, what is not used is not seen."""
 
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from rank_pool import cached
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor import AxisMesh, Collectives, SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, Padded, RoutingError, choose_capacity
@@ -215,3 +217,30 @@ def test_rows_that_nobody_uses_never_reach_a_result_or_a_gradient(
 def test_options_that_make_no_buffer_are_refused(options: Any, text: str) -> None:
     with pytest.raises(ExpertConfigError, match=text):
         SimulatedWorld(2).run(lambda me, door: Padded(door.mesh((2,), ("ep",)), 4, door, **options))
+
+
+class _BagLengths(TorchDispatchMode):
+    """Notes how many rows each sum of rows adds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lengths: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "embedding_bag" in str(func) and args[1].dtype == torch.int64:
+            starts = [*args[2].tolist(), args[1].numel()]
+            self.lengths += [end - start for start, end in pairwise(starts)]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_no_sum_has_more_rows_than_a_token_has_experts(factor: float) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> list[int]:
+        seen = _BagLengths()
+        with seen, torch.autograd.set_multithreading_enabled(False):
+            _fill(me, door.mesh((2,), ("ep",)), door, factor)
+        return seen.lengths
+
+    for lengths in SimulatedWorld(2).run(rank):
+        assert len(lengths) >= 2 * TOKENS  # of the results, and of the gradients of the tokens
+        assert max(lengths) <= TOP_K

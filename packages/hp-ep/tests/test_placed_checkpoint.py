@@ -10,6 +10,7 @@ from rank_pool import cached
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -154,6 +155,8 @@ def _wrong(rank: int, folder: str) -> list[str]:
         texts.append(str(error.value))
         experts = {k: v for k, v in before.items() if "first.experts" in k}
         assert _equal({k: _whole(built[0].state_dict())[k] for k in experts}, experts)
+        if built is plain:  # its state has no order for torch's loader to read
+            continue
         state = _states(built)
         state_dict_loader.load(state, checkpoint_id=folder)
         with pytest.raises(ExpertConfigError) as error:
@@ -162,6 +165,7 @@ def _wrong(rank: int, folder: str) -> list[str]:
     with pytest.raises(CheckpointException, match="mismatch"):
         state_dict_loader.load(_states(_build(COPIES, 1)), checkpoint_id=folder)
     ordered = _ordered(home)
+    ordered["model"]["first.experts._extra_state"] = torch.zeros(8, dtype=torch.int64)
     state_dict_loader.load(ordered, checkpoint_id=folder)
     with pytest.raises(ExpertConfigError) as error:
         order_by_slot(home[0], ordered["model"])
@@ -176,33 +180,17 @@ def test_experts_in_another_order_are_refused_on_every_rank(ranks: Any, tmp_path
         "[0, 1, 2, 3, 4, 5, 6, 7]; load them under the placement they were saved with, or save "
         "what order_by_expert gives"
     )
-    assert results[0][:4] == [text] * 4
-    assert results[0][4].startswith("first.experts._extra_state says that the rows are experts [7")
+    assert results[0][:3] == [text] * 3
+    assert results[0][3].startswith("first.experts._extra_state says that the rows are experts [7")
 
 
 def test_weights_without_an_order_are_in_the_experts_own() -> None:
     old, new = build_moe(0), build_moe(1)
-    foreign = {k: v for k, v in old.state_dict().items() if not k.endswith("_extra_state")}
-    assert len(foreign) == len(old.state_dict()) - 1
+    foreign = old.state_dict()
     new.load_state_dict(foreign)
     assert torch.equal(new.experts.w1, old.experts.w1)
     assert sorted(foreign) == sorted(dict(old.named_parameters()))
     assert new.load_state_dict({}, strict=False).missing_keys == list(new.state_dict())
-
-
-def _foreign(rank: int) -> list[str]:
-    plain, away = _build(None, 0), _build(AWAY, 1)
-    key = "first.experts._extra_state"
-    foreign = {k: v for k, v in plain[0].state_dict().items() if k != key}
-    _build(HOME, 2)[0].load_state_dict(foreign)
-    with pytest.raises(ExpertConfigError) as error:
-        away[0].load_state_dict(foreign)
-    return [str(error.value)]
-
-
-def test_weights_without_an_order_do_not_load_into_experts_that_moved(ranks: Any) -> None:
-    for (text,) in ranks(4).run(_foreign):
-        assert text.startswith("the saved weights are those of experts [0, 1, 2, 3, 4, 5, 6, 7], t")
 
 
 CASES = [(COPIES, 1), (AWAY, 1), (PAIRS, 2)]
@@ -259,3 +247,138 @@ def test_experts_that_only_replicas_spread_evenly_have_no_order(ranks: Any) -> N
         assert text.startswith(
             "experts: 2 ranks do not divide 3 experts, so they have no order without"
         )
+
+
+def _by_expert(layer: MoE, placement: Placement | None) -> dict[str, Tensor]:
+    """Return the weights, whole, in the experts' own order."""
+    whole = _whole(dict(layer.experts.named_parameters()))
+    first = range(8) if placement is None else [slots[0] for slots in placement.slots_of]
+    return {name: weight[list(first)] for name, weight in whole.items()}
+
+
+def _others(seed: int) -> dict[str, Tensor]:
+    """Return the weights of one process, as others save them."""
+    return {f"first.{k}": v.detach() for k, v in build_moe(seed, experts=8).named_parameters()}
+
+
+def _as_before(built: Built, placement: Placement | None, seed: int) -> bool:
+    expected = build_moe(seed, experts=8)
+    mine = _by_expert(_first(built[0]), placement)
+    theirs = {f".{k}": v.detach() for k, v in expected.experts.named_parameters()}
+    return _equal(mine, theirs) and torch.equal(
+        _first(built[0]).router.weight, expected.router.weight
+    )
+
+
+EVERY = [None, HOME, AWAY, COPIES]
+
+
+def _keys(rank: int) -> list[list[str]]:
+    built = [_build(placement, 0)[0] for placement in (None, AWAY)]
+    return [
+        sorted(set(state) - set(dict(model.named_parameters())))
+        for model in built
+        for state in (model.state_dict(), get_model_state_dict(model))
+    ]
+
+
+def test_only_a_layer_with_a_placement_saves_an_order(ranks: Any) -> None:
+    key = ["first.experts._extra_state"]
+    assert ranks(4).run(_keys) == [[[], [], key, key]] * 4
+    layer = build_moe(0)
+    assert list(layer.state_dict()) == [name for name, _ in layer.named_parameters()]
+
+
+def _loads(rank: int, how: str) -> list[bool]:
+    found = []
+    for placement in EVERY[:3] if how == "full" else EVERY:  # torch cuts by the rows that are here
+        built = _build(placement, 5)
+        model = built[0]
+        state = {k: v for k, v in model.state_dict().items() if "first.experts" not in k}
+        others: dict[str, Any] = {**state, **_others(3)}
+        if how == "split":  # as another split of experts without a placement has it
+            plain = _build(None, 3)[0]
+            others |= {k: v for k, v in plain.state_dict().items() if "_extra" not in k}
+        if how == "full":
+            options = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(model, others, options=options)
+        elif how == "split":
+            model.load_state_dict(others)
+        else:
+            set_model_state_dict(model, {**others, **_build(None, 3)[0].state_dict()})
+        found.append(_as_before(built, placement, 3))
+    return found
+
+
+@pytest.mark.parametrize("how", ["split", "set", "full"])
+def test_weights_without_an_order_go_where_the_placement_wants_them(ranks: Any, how: str) -> None:
+    number = 3 if how == "full" else 4
+    assert ranks(4).run(_loads, how) == [[True] * number] * 4
+
+
+def _read(rank: int, folder: str) -> list[bool]:
+    found = []
+    for placement in EVERY:
+        built = _build(placement, 5)
+        model = built[0]
+        state = order_by_expert(model, get_model_state_dict(model))
+        state_dict_loader.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, order_by_slot(model, state))
+        found.append(_as_before(built, placement, 3))
+    built = _build(None, 5)
+    state = get_model_state_dict(built[0])
+    state_dict_loader.load(state, checkpoint_id=folder)
+    set_model_state_dict(built[0], state)
+    found.append(_as_before(built, None, 3))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_others_wrote_loads_by_torchs_loader(ranks: Any, tmp_path: Path) -> None:
+    model = ModuleDict({"first": build_moe(3, experts=8), "second": build_moe(4)})
+    others = {k: v.detach() for k, v in model.named_parameters()}
+    state_dict_saver.save(others, checkpoint_id=tmp_path, no_dist=True)
+    assert ranks(4).run(_read, str(tmp_path)) == [[True] * 5] * 4
+
+
+def _written(rank: int, folder: str) -> None:
+    for index, placement in enumerate(EVERY):
+        model = _build(placement, 3)[0]
+        state = order_by_expert(model, get_model_state_dict(model))
+        state_dict_saver.save(state, checkpoint_id=f"{folder}/{index}")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_saved_by_expert_is_what_others_save(ranks: Any, tmp_path: Path) -> None:
+    expected = ModuleDict({"first": build_moe(3, experts=8), "second": build_moe(4)})
+    ranks(4).run(_written, str(tmp_path))
+    for index in range(len(EVERY)):
+        reader = FileSystemReader(tmp_path / str(index))
+        assert sorted(reader.read_metadata().state_dict_metadata) == sorted(
+            dict(expected.named_parameters())
+        )
+        state = {k: torch.zeros_like(v) for k, v in expected.named_parameters()}
+        state_dict_loader.load(state, checkpoint_id=tmp_path / str(index), no_dist=True)
+        assert _equal(_whole(state), _whole(dict(expected.named_parameters())))
+
+
+def test_weights_without_an_order_load_into_a_compiled_layer() -> None:
+    old, new = build_moe(0), build_moe(1)
+    compiled: Any = torch.compile(new, backend="eager")
+    set_model_state_dict(compiled, {k: v.detach() for k, v in old.named_parameters()})
+    assert torch.equal(new.experts.w1, old.experts.w1)
+    assert sorted(get_model_state_dict(compiled)) == sorted(dict(old.named_parameters()))
+
+
+def test_an_order_that_was_saved_still_loads_and_a_wrong_one_is_still_refused() -> None:
+    old, new = build_moe(0), build_moe(1)
+    state = {k: v.detach() for k, v in old.named_parameters()}
+    state["experts._extra_state"] = torch.arange(4)
+    new.load_state_dict(state)
+    assert torch.equal(new.experts.w1, old.experts.w1)
+    assert "experts._extra_state" in state
+    state["experts._extra_state"] = torch.tensor([1, 0, 2, 3])
+    before = build_moe(1)
+    with pytest.raises(ExpertConfigError, match=r"those of experts \[1, 0, 2, 3\], this layer's"):
+        before.load_state_dict(state)
+    assert torch.equal(before.experts.w1, build_moe(1).experts.w1)

@@ -109,8 +109,8 @@ def test_what_one_grid_of_stages_saves_every_grid_loads(
     for mine, _, alike, _ in results:
         assert alike  # the optimizer's keys are the model's
         saved |= mine
-    # Two layers: four weights and the order of the experts; step and two moments of each weight.
-    assert len(saved) == 2 * (5 + 4 * 3)
+    # Two layers: four weights; step and two moments of each weight.
+    assert len(saved) == 2 * (4 + 4 * 3)
     for i, grid in enumerate(GRIDS):
         found: dict[str, Tensor] = {}
         for _, loaded, _, _ in results:

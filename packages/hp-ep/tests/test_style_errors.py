@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hp_dtensor import Axis
 from hp_ep import (
     AllToAll,
+    BaseExpertParallel,
     ExpertConfigError,
     ExpertParallel,
     ExpertTensorParallel,
@@ -153,9 +154,14 @@ def test_a_layer_that_a_style_refuses_is_left_as_it_was(ranks: Any) -> None:
 
 def _accepted_axes(rank: int) -> list[Any]:
     mesh, found = _mesh((2,), ("ep",)), []
-    for axes in ((), [Axis.of(mesh, "ep")], mesh):
+    styles: list[BaseExpertParallel] = [
+        TensorParallel(token_axes=()),
+        ExpertParallel(token_axes=[Axis.of(mesh, "ep")]),
+        ExpertParallel(token_axes=mesh),
+    ]
+    for style in styles:
         layer = build_moe(0, balance=0.2)
-        ExpertParallel(token_axes=axes).apply(layer, mesh)
+        style.apply(layer, mesh)
         found.append([axis.name for axis in layer.router.token_axes or ()])
     given = build_moe(0, balance=0.2)
     given.router.split_tokens_over(mesh)

@@ -135,6 +135,7 @@ def test_tensors_of_loads_are_taken_and_read_once() -> None:
 def test_a_cast_order_of_experts_is_told_apart_from_another_order() -> None:
     experts = GroupedExperts(4, 6, 4)
     state = {k: v.bfloat16() for k, v in experts.state_dict().items()}
+    state["_extra_state"] = torch.arange(4).bfloat16()  # as a layer with a placement saves it
     with pytest.raises(ExpertConfigError, match=r"is torch.bfloat16; .* leave that entry as it"):
         experts.load_state_dict(state)
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .dispatch._protocol import SpreadDispatcher as SpreadDispatcher
     from .dispatch._protocol import TokenDispatcher as TokenDispatcher
     from .dispatch._tensor_parallel import Summed as Summed
+    from .routing._balance import BalanceLoss as BalanceLoss
     from .routing._balance import collect_loads as collect_loads
     from .routing._balance import update_router_bias as update_router_bias
     from .routing._router import TopKRouter as TopKRouter
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 _NEED_TORCH = {
     "AllToAll": ".dispatch._all_to_all",
+    "BalanceLoss": ".routing._balance",
     "BaseExpertParallel": ".styles._base",
     "Dedup": ".dispatch._dedup",
     "DispatchState": ".dispatch._protocol",

@@ -61,29 +61,29 @@ def _sums(rows: Tensor, bags: Bags, weights: Tensor | None) -> Tensor:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bags: Bags) -> Tensor:
-        ctx.bags = bags
+        ctx.save_for_backward(bags.tokens, bags.rows, bags.starts)
         return x.index_select(0, bags.tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sums(grads[0], ctx.bags, None), None
+        tokens, rows, starts = ctx.saved_tensors
+        return _sums(grads[0], Bags(tokens=tokens, rows=rows, starts=starts), None), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, bags: Bags) -> Tensor:
-        ctx.bags = bags
         # Without a gradient of the weights the rows need not be kept.
         keep = weights is not None and ctx.needs_input_grad[1]
-        ctx.save_for_backward(rows if keep else None, weights)
+        ctx.save_for_backward(rows if keep else None, weights, bags.tokens)
         return _sums(rows, bags, None if weights is None else weights.to(rows.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights = ctx.saved_tensors
-        grad = grads[0].index_select(0, ctx.bags.tokens)
+        rows, weights, tokens = ctx.saved_tensors
+        grad = grads[0].index_select(0, tokens)
         if weights is None:
             return grad, None, None
         grad_weights = None if rows is None else row_products(rows, grad).to(weights.dtype)

@@ -13,8 +13,9 @@ from hp_dtensor import Axis
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._sizes import check_sizes
-from ._torch import EXTRA_STATE, as_autocast, before_loading, can_group, grouped_linear
+from ._torch import EXTRA_STATE, as_autocast, before_loading, can_group, grouped_linear, is_saved
 from .balance._replicas import ReplicaSum
+from .balance._rows import place_rows
 
 Activation = Literal["swiglu", "geglu"]
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
@@ -29,9 +30,10 @@ class GroupedExperts(nn.Module):
     DTensors sharded by expert, as `ExpertParallel` makes them: then the local experts compute.
     `ExpertConfigError` for sizes that are no positive integers.
 
-    The state dict has one more entry: the expert of each row of the weights, which a placement
-    decides. Loading weights that lie in another order is refused; a state dict without that entry
-    is taken to be in the experts' own order.
+    The state dict has the parameters alone. With a placement it has one more entry, the expert of
+    each row of the weights; loading a state dict that says another order than the layer's is
+    refused. One without that entry is in the experts' own order, and its rows go where the
+    placement wants them: one all-to-all over the experts' axis for each weight.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class GroupedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
         self.replicas: ReplicaSum | None = None
-        before_loading(self, _compare_order)
+        before_loading(self, _put_in_order)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,12 +71,23 @@ class GroupedExperts(nn.Module):
             f"activation={self.activation!r}"
         )
 
-    def get_extra_state(self) -> Tensor:
-        """Return the expert of each row of the weights ``[rows]``, of all ranks."""
-        experts = range(self.num_experts)
-        return row_order(experts if self.replicas is None else self.replicas.placement.experts)
+    def place(self, replicas: ReplicaSum) -> None:
+        """Take the placement of ``replicas``; from now on the state dict says its order."""
+        self.replicas = replicas
+        kind = type(self)
+        # The class, not the module, is what torch asks for an extra state.
+        self.__class__ = (
+            PlacedExperts
+            if kind is GroupedExperts
+            else type(f"Placed{kind.__name__}", (PlacedExperts, kind), {})
+        )
 
-    def set_extra_state(self, state: Any) -> None:
+    def row_order(self) -> list[int]:
+        """Return the expert of each row of the weights, of all ranks."""
+        own = range(self.num_experts)
+        return list(own if self.replicas is None else self.replicas.placement.experts)
+
+    def check_order(self, state: object) -> None:
         """Raise an `ExpertConfigError` unless ``state`` is the order that the weights have here."""
         if not isinstance(state, Tensor) or state.dtype != torch.int64:
             kind = state.dtype if isinstance(state, Tensor) else type(state).__name__
@@ -82,7 +95,7 @@ class GroupedExperts(nn.Module):
                 f"the order of the experts in the state dict ({EXTRA_STATE}) is {kind}; it must be "
                 "torch.int64: leave that entry as it was saved when others are cast or averaged"
             )
-        saved, here = state.tolist(), self.get_extra_state().tolist()
+        saved, here = state.tolist(), self.row_order()
         if saved != here:
             raise ExpertConfigError(
                 f"the saved weights are those of experts {saved}, this layer's of {here}; load "
@@ -93,8 +106,9 @@ class GroupedExperts(nn.Module):
         """Return each row's result ``[rows, dim]``.
 
         ``rows [rows, dim]`` lie by expert, ``counts [local experts]`` of them for each. Grouped
-        products where torch has them for the dtype and shapes, else one expert after the other,
-        which copies the counts to the host; both in autocast's dtype where that is on.
+        products where torch has a kernel for the device, dtype and shapes that leaves the counts
+        there, else one expert after the other, which copies the counts to the host, once; both in
+        autocast's dtype where that is on.
         `ExpertConfigError` for rows of another width or dtype than the weights'. `RoutingError`
         where ``counts`` on the CPU are negative or do not sum to the rows; on other devices that
         is not looked at.
@@ -116,13 +130,27 @@ class GroupedExperts(nn.Module):
         if counts.is_cpu:
             _check_split(counts, rows)
         gate = _GATES[self.activation]
-        if can_group(rows, w1, w2, w3):
+        if rows.shape[0] and can_group(rows, w1, w2, w3):
             ends = counts.cumsum(0, dtype=torch.int32)
             hidden = gate(grouped_linear(rows, w1, ends)) * grouped_linear(rows, w3, ends)
             return grouped_linear(hidden, w2, ends)
+        # Kernels need not write what is a sum of no rows: gradients of weights, for one.
+        sizes = counts.tolist() if rows.shape[0] else [0] * w1.shape[0]
         # unbind has one backward for all experts; indexing w[i] would fill a whole w per expert.
-        each = zip(rows.split(counts.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+        each = zip(rows.split(sizes), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
         return torch.cat([_gated(gate, x, up, down, side) for x, up, down, side in each])
+
+
+class PlacedExperts(GroupedExperts):
+    """Experts with a placement, whose state dict says which expert each row is."""
+
+    def get_extra_state(self) -> Tensor:
+        """Return the expert of each row of the weights ``[rows]``, of all ranks."""
+        return order_entry(self.row_order())
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raise an `ExpertConfigError` unless ``state`` is the order that the weights have here."""
+        self.check_order(state)
 
 
 class SharedExperts(nn.Module):
@@ -165,16 +193,25 @@ def _gated(
     return F.linear(gate(F.linear(x, w1)) * F.linear(x, w3), w2)
 
 
-def row_order(experts: Iterable[int]) -> Tensor:
+def order_entry(experts: Iterable[int]) -> Tensor:
     """Return the expert of each row of the weights, as a state dict has it."""
     return torch.tensor(list(experts), dtype=torch.int64, device="cpu")
 
 
-def _compare_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Raise before anything is loaded into ``module``, a `GroupedExperts`, in a wrong order."""
-    if isinstance(module, GroupedExperts) and prefix + "w1" in state_dict:
-        own = row_order(range(module.num_experts))
-        module.set_extra_state(state_dict.setdefault(prefix + EXTRA_STATE, own))
+def _put_in_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Give ``module``, a `GroupedExperts`, rows in its own order; raise if they lie in another."""
+    if not isinstance(module, GroupedExperts):
+        return
+    key, replicas = prefix + EXTRA_STATE, module.replicas
+    if key in state_dict and is_saved(state_dict[key]):
+        module.check_order(state_dict[key])
+        if replicas is None:  # saved when all layers had one; torch would not expect it
+            del state_dict[key]
+    elif replicas is not None and prefix + "w1" in state_dict:
+        names = [prefix + name for name, _ in module.named_parameters(recurse=False)]
+        given = {name: state_dict[name] for name in names if name in state_dict}
+        state_dict |= place_rows(given, replicas)
+        state_dict[key] = order_entry(module.row_order())
 
 
 def _draw(*weights: Tensor) -> None:

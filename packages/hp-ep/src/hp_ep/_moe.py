@@ -1,6 +1,7 @@
 """The mixture-of-experts layer: router, dispatcher, experts."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,7 @@ class MoE(nn.Module):
             )
         self.dispatcher = Local(num_experts)
         self.replicated_over: Axis | None = None
+        self.compare_inputs: Callable[[Tensor], None] | None = None
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the layer's result for ``x [..., dim]``, in its shape and dtype.
@@ -128,6 +130,10 @@ class MoE(nn.Module):
 
     def _compute(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return the result for this rank's own tokens, contiguous."""
+        compare = self.compare_inputs
+        if compare is not None and self.training and torch.is_grad_enabled():
+            self.compare_inputs = None
+            compare(x)
         if x.shape[-1:] != (self.dim,):
             self._report_width(x)
             raise ExpertConfigError(

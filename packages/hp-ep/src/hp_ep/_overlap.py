@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .dispatch._begin import begin_combine, begin_dispatch
+from .dispatch._begin import begin_combine, begin_dispatch, start_dispatch
 from .dispatch._protocol import TokenDispatcher
 
 Chunk = tuple[Tensor, Tensor, Tensor]
@@ -31,6 +31,9 @@ def run_chunks(
         rows, counts, state = pending.finish()
         if following is not None:
             pending = begin_dispatch(dispatcher, *following)
-        returning.append(begin_combine(dispatcher, experts(rows, counts), state))
-    results = [each.finish() for each in returning]
-    return results[0] if len(results) == 1 else torch.cat(results), aside
+        results = experts(rows, counts)
+        if following is not None:
+            start_dispatch(pending)  # before these results, which would be waited for
+        returning.append(begin_combine(dispatcher, results, state))
+    parts = [each.finish() for each in returning]
+    return parts[0] if len(parts) == 1 else torch.cat(parts), aside

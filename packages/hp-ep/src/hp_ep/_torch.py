@@ -2,10 +2,14 @@
 
 ``grouped_mm`` is public in ``torch.nn.functional`` from torch 2.10; it has no public way to ask
 what it takes. `can_group` states what its kernels check in 2.11 to 2.13: a floating dtype of at
-most 32 bits, and rows that start at multiples of 16 bytes.
+most 32 bits, and rows that start at multiples of 16 bytes. `has_grouped_kernel` states where there
+is one (``aten/src/ATen/native/cuda/GroupedBlas.cpp``): elsewhere the product runs one expert after
+the other and copies the offsets to the host for that, three times in forward and six in backward.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -18,16 +22,52 @@ EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
+_MOST_GROUPS = 1023  # of the kernel for GPUs
 
 _grouped_mm: Callable[..., Tensor] = F.grouped_mm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """What decides on a device's kernels: ``cuda``, ``hip`` or its type, and its capability."""
+
+    kind: str
+    version: tuple[int, int] = (0, 0)
+
+
+def capability_of(device: torch.device) -> Capability:
+    """Return the capability of ``device``."""
+    if device.type != "cuda":
+        return Capability(kind=device.type)
+    kind = "cuda" if torch.version.hip is None else "hip"
+    return Capability(kind=kind, version=torch.cuda.get_device_capability(device))
+
+
+def has_grouped_kernel(capability: Capability, dtype: torch.dtype, num_groups: int) -> bool:
+    """Return whether a grouped product leaves its offsets where they are.
+
+    On the CPU they are on the host anyway. On the meta device no dtype but bfloat16 is known.
+    """
+    if capability.kind == "cpu":
+        return dtype in _GROUPED_DTYPES
+    if dtype != torch.bfloat16 or num_groups > _MOST_GROUPS:
+        return False
+    if capability.kind == "cuda":
+        return capability.version[0] in (9, 10)
+    if capability.kind == "hip":
+        return capability.version in ((9, 4), (9, 5))
+    return capability.kind == "meta"
 
 
 def can_group(rows: Tensor, *weights: Tensor) -> bool:
     """Return whether `grouped_linear` takes ``rows [n, in]`` and ``weights [experts, out, in]``.
 
-    The gradient's grouped products run over ``out`` too, so both lengths must be aligned.
+    And does so without waiting for the device. The gradient's grouped products run over ``out``
+    too, so both lengths must be aligned.
     """
     if rows.dtype not in _GROUPED_DTYPES or any(w.dtype != rows.dtype for w in weights):
+        return False
+    if not has_grouped_kernel(capability_of(rows.device), rows.dtype, weights[0].shape[0]):
         return False
     lengths = [length for w in weights for length in w.shape[1:]]
     offsets = [w.storage_offset() for w in weights] + [rows.storage_offset()]
@@ -51,6 +91,18 @@ def as_autocast(x: Tensor) -> Tensor:
     # Devices without autocast, as meta, have no dtype to ask for.
     known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return x.to(torch.get_autocast_dtype(device)) if known and x.dtype in _GROUPED_DTYPES else x
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which products of tensors on the device of ``x`` keep their dtype."""
+    device = x.device.type
+    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if known else nullcontext()
+
+
+def is_saved(value: object) -> bool:
+    """Return whether ``value`` is of a checkpoint: torch fills in an entry that one lacks."""
+    return type(value).__module__ != "torch.distributed.checkpoint.state_dict"
 
 
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._errors import ExpertConfigError
-from .._experts import GroupedExperts, row_order
+from .._experts import GroupedExperts, order_entry
 from .._torch import EXTRA_STATE, name_in_state
 from ._migration import Migration, plan_migration
-from ._placement import Placement
 from ._replicas import ReplicaSum
-from ._rows import exchange_rows, rows_here
+from ._rows import move_rows, own_order, rows_here
 
 Change = Callable[[str, Tensor], Tensor]
 
@@ -22,9 +21,11 @@ def order_by_expert(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     """Return ``state`` with one row per expert, in order, for all experts that have a placement.
 
     ``state`` is what torch's ``get_model_state_dict`` or ``get_optimizer_state_dict`` gives for
-    ``model``, flattened or not; its other entries come as they are. What is saved so loads under
-    every split and placement. One all-to-all over the experts' axis for each tensor, of the rows
-    that change rank; replicas are one expert, whose first slot gives the values.
+    ``model``, flattened or not; its other entries come as they are, and what says the order of the
+    rows is left out, as in checkpoints that others write. What is saved so loads under every split
+    and placement, and what others saved loads into it. One all-to-all over the experts' axis for
+    each tensor, of the rows that change rank; replicas are one expert, whose first slot gives the
+    values.
 
     `ExpertConfigError`, before any communication, where the ranks do not divide the experts, and
     for tensors that another axis cuts along their experts.
@@ -45,17 +46,17 @@ def order_by_slot(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def _reorder(model: nn.Module, state: Mapping[str, Any], *, to_experts: bool) -> dict[str, Any]:
     moves: dict[str, tuple[Migration, ReplicaSum]] = {}
-    orders: dict[str, Tensor] = {}
+    entries: dict[str, str] = {}
     for layer, experts in model.named_modules():
         if not isinstance(experts, GroupedExperts) or experts.replicas is None:
             continue
         placed = experts.replicas.placement
-        home = _home(layer, placed)
+        home = own_order(layer, placed)
         migration = plan_migration(placed, home) if to_experts else plan_migration(home, placed)
         for name, _ in experts.named_parameters(recurse=False):
             full = name_in_state(model, f"{layer}.{name}" if layer else name)
             moves[full] = migration, experts.replicas
-            orders[full.removesuffix(name) + EXTRA_STATE] = row_order(migration.new.experts)
+            entries[full] = full.removesuffix(name) + EXTRA_STATE
 
     def find(path: str) -> str | None:
         """Return the parameter that an entry belongs to, itself or by its optimizer."""
@@ -63,7 +64,7 @@ def _reorder(model: nn.Module, state: Mapping[str, Any], *, to_experts: bool) ->
         return next((n for n in moves for p in each if p == n or p.startswith(n + ".")), None)
 
     def check(path: str, value: Tensor) -> Tensor:
-        if path in orders and not to_experts and value.tolist() != sorted(value.tolist()):
+        if path in entries.values() and not to_experts and value.tolist() != sorted(value.tolist()):
             raise ExpertConfigError(
                 f"{path} says that the rows are experts {value.tolist()}; give a state in the "
                 "order of the experts, as order_by_expert makes it"
@@ -75,38 +76,18 @@ def _reorder(model: nn.Module, state: Mapping[str, Any], *, to_experts: bool) ->
         return value
 
     def change(path: str, value: Tensor) -> Tensor:
-        if path in orders:
-            return orders[path]
         name = find(path)
         if name is None or not isinstance(value, DTensor):
             return value
-        return _moved(value, *moves[name])
+        return move_rows(value, *moves[name])
 
     _map(state, "", check)
     result: dict[str, Any] = _map(state, "", change)
+    for name, entry in entries.items():
+        result.pop(entry, None)
+        if name in result and not to_experts:
+            result[entry] = order_entry(moves[name][0].new.experts)
     return result
-
-
-def _home(layer: str, placed: Placement) -> Placement:
-    if placed.num_experts % placed.num_ranks:
-        raise ExpertConfigError(
-            f"{layer or 'experts'}: {placed.num_ranks} ranks do not divide {placed.num_experts} "
-            "experts, so they have no order without replicas; save and load them as they are placed"
-        )
-    return Placement.contiguous(placed.num_experts, placed.num_ranks)
-
-
-def _moved(value: DTensor, migration: Migration, replicas: ReplicaSum) -> DTensor:
-    local = exchange_rows(value.to_local(), migration, replicas.axis, replicas.collectives)
-    shape = torch.Size((len(migration.new.experts), *value.shape[1:]))
-    return DTensor.from_local(
-        local,
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
 
 
 def _map(value: Any, path: str, change: Change) -> Any:

@@ -1,12 +1,17 @@
 """The rows of tensors that have one per slot, and how they get to other ranks."""
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hp_dtensor import Axis, Collectives
 
 from .._errors import ExpertConfigError
-from ._migration import Migration
+from ._migration import Migration, plan_migration
+from ._placement import Placement
+from ._replicas import ReplicaSum
 
 
 def rows_here(what: str, tensor: Tensor, num_rows: int, axis: Axis) -> Tensor:
@@ -47,3 +52,55 @@ def exchange_rows(
     (arrived,) = work.wait()
     new[[slot for part in received for slot in part]] = arrived
     return new.view(-1, *local.shape[1:])
+
+
+def own_order(layer: str, placed: Placement) -> Placement:
+    """Return the placement that has the experts of ``placed`` in their own order, each once."""
+    if placed.num_experts % placed.num_ranks:
+        raise ExpertConfigError(
+            f"{layer or 'experts'}: {placed.num_ranks} ranks do not divide {placed.num_experts} "
+            "experts, so they have no order without replicas; save and load them as they are placed"
+        )
+    return Placement.contiguous(placed.num_experts, placed.num_ranks)
+
+
+def move_rows(value: DTensor, migration: Migration, replicas: ReplicaSum) -> DTensor:
+    """Return ``value [old slots, ...]`` with a row for each slot of the new placement."""
+    local = exchange_rows(value.to_local(), migration, replicas.axis, replicas.collectives)
+    shape = torch.Size((len(migration.new.experts), *value.shape[1:]))
+    return DTensor.from_local(
+        local,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+@torch.no_grad()
+def place_rows(given: Mapping[str, Tensor], replicas: ReplicaSum) -> dict[str, Tensor]:
+    """Return tensors ``[experts, ...]`` in the experts' own order with a row for each slot.
+
+    One all-to-all over the experts' axis for each DTensor, none for whole tensors.
+    `ExpertConfigError`, before that, for another number of rows, and where another axis than that
+    of the experts cuts them.
+    """
+    placed = replicas.placement
+    for name, value in given.items():
+        if isinstance(value, DTensor):
+            rows_here(name, value, placed.num_experts, replicas.axis)
+        elif value.shape[:1] != (placed.num_experts,):
+            raise ExpertConfigError(
+                f"{name} has shape {tuple(value.shape)} and no order of its rows beside it; those "
+                f"of {placed.num_experts} experts in their own order have as many rows"
+            )
+    if not any(isinstance(value, DTensor) for value in given.values()):
+        return {name: value[list(placed.experts)] for name, value in given.items()}
+    migration = plan_migration(own_order("", placed), placed)
+    return {
+        name: move_rows(value, migration, replicas)
+        if isinstance(value, DTensor)
+        else value[list(placed.experts)]
+        for name, value in given.items()
+    }

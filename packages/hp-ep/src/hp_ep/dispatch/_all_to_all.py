@@ -9,7 +9,7 @@ from torch import Tensor
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._permutation import sum_slots, take_slots
-from ._exchange import RowExchange, RowPlan, expert_axis
+from ._exchange import Announcement, RowExchange, RowPlan, expert_axis
 from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._sorting import SortedSlots, sort_slots
 from ._terms import check_terms
@@ -24,16 +24,38 @@ class _AllToAllState(DispatchState):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Dispatching:
     exchange: RowExchange
+    announcement: Announcement
     trip: Trip
-    state: _AllToAllState
+    slots: SortedSlots
+    weights: Tensor
+    dtype: torch.dtype
+    owner: "AllToAll"
+    dim: int
+    plan: RowPlan | None = None
+
+    def start(self) -> RowPlan:
+        """Send the rows, once the host knows the counts."""
+        if self.plan is None:
+            self.plan = self.exchange.plan(self.announcement)
+            self.trip = self.exchange.start(self.trip, self.plan)
+        return self.plan
 
     def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
         """Return the rows for this rank's experts, once they are here."""
-        rows = self.exchange.arrive(self.trip, self.state.plan)
-        return rows.to(self.state.dtype), self.state.plan.counts, self.state
+        plan = self.start()
+        state = _AllToAllState(
+            owner=self.owner,
+            num_rows=plan.num_rows,
+            dim=self.dim,
+            slots=self.slots,
+            weights=self.weights,
+            plan=plan,
+            dtype=self.dtype,
+        )
+        return self.exchange.arrive(self.trip, plan).to(self.dtype), plan.counts, state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,24 +102,28 @@ class AllToAll(OverlappingDispatcher):
         self.ranks: Final = axis.ranks
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
-        """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
+        """Return while the rows travel, or on CUDA while the counts are copied to the host.
+
+        See `OverlappingDispatcher.begin_dispatch`.
+        """
         ready = self._terms.prepare(x, weights, expert_ids)
         slots = sort_slots(ready.expert_ids, self.num_experts)
         announcement = self._exchange.announce(slots.counts, ready.report)
         # While the counts travel:
         sorted_rows = take_slots(self._terms.narrow(ready.x), slots.order, slots.places)
-        plan = self._exchange.plan(announcement)
-        state = _AllToAllState(
-            owner=self,
-            num_rows=plan.num_rows,
-            dim=x.shape[1],
+        pending = _Dispatching(
+            exchange=self._exchange,
+            announcement=announcement,
+            trip=self._exchange.embark(sorted_rows, announcement),
             slots=slots,
             weights=weights,
-            plan=plan,
             dtype=x.dtype,
+            owner=self,
+            dim=x.shape[-1] if x.dim() else 0,
         )
-        trip = self._exchange.depart(sorted_rows, plan)
-        return _Dispatching(exchange=self._exchange, trip=trip, state=state)
+        if announcement.reading.side is None:  # the host computes too: rows leave first
+            pending.start()
+        return pending
 
     def begin_combine(self, rows: Tensor, state: DispatchState) -> _Combining:
         """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""

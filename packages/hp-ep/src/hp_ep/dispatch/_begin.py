@@ -9,6 +9,7 @@ from ._protocol import (
     OverlappingDispatcher,
     PendingCombine,
     PendingDispatch,
+    StartedDispatch,
     TokenDispatcher,
 )
 
@@ -38,6 +39,12 @@ def begin_dispatch(
     if isinstance(dispatcher, OverlappingDispatcher):
         return dispatcher.begin_dispatch(x, weights, expert_ids)
     return _Dispatched(result=dispatcher.dispatch(x, weights, expert_ids))
+
+
+def start_dispatch(pending: PendingDispatch) -> None:
+    """Let the tokens of ``pending`` leave if they wait for that."""
+    if isinstance(pending, StartedDispatch):
+        pending.start()
 
 
 def begin_combine(

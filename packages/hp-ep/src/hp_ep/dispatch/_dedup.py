@@ -10,7 +10,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 from ._exchange import expert_axis
 from ._faults import REPORT_SIZE
 from ._hops import HopsCombine, HopsDispatch, HopsState, go_back
-from ._host import read_tables
+from ._host import start_reading
 from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._slots import slots_of
 from ._stage import Stage, find_wanted
@@ -55,8 +55,7 @@ class Dedup(OverlappingDispatcher):
         stage = self._stage
         wanted = find_wanted(slots, ready.x.shape[0], stage.axis.size)
         table = stage.table(wanted.rows, slots.counts, ready.report)
-        (received,) = stage.tell(table).wait()
-        sent, got = read_tables(table, received)
+        received, (sent, got) = start_reading(stage.tell(table), table).wait()
         reports = [row[-REPORT_SIZE:] for row in got]
         raise_faults(reports, self.ranks)
         sizes = stage.sizes(sent, got, received, needs_grad(reports))

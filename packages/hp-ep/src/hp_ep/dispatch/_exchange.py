@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives, Work
+from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._errors import ExpertConfigError
 from .._permutation import block_indices, invert, reorder
 from ._faults import REPORT_SIZE
-from ._host import read_tables
+from ._host import Reading, start_reading
 from ._terms import check_number_of_ranks, or_torch
-from ._trip import Trip, arrive, connect, depart
+from ._trip import Trip, arrive, depart, embark, start
 from ._verdict import needs_grad, raise_faults
 
 
@@ -38,10 +38,9 @@ def check_divides(axis: Axis, num_experts: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """An exchange of counts under way."""
+    """An exchange of counts under way, to the host."""
 
-    sent: Tensor
-    work: Work
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +84,16 @@ class RowExchange:
         """
         blocks = counts.long().view(self.axis.size, self.experts_per_rank)
         sent = torch.cat([blocks, report.expand(self.axis.size, REPORT_SIZE)], 1)
-        return Announcement(sent=sent, work=self._collectives.all_to_all(self.axis, sent))
+        work = self._collectives.all_to_all(self.axis, sent)
+        return Announcement(reading=start_reading(work, sent))
 
     def plan(self, announcement: Announcement) -> RowPlan:
         """Return the plan once all counts are here; the call's one device-to-host synchronisation.
 
         Raises a `RoutingError` on every rank if any of them announced a fault or other rows.
         """
-        (received,) = announcement.work.wait()
+        received, (sent, got) = announcement.reading.wait()
         local = self.experts_per_rank
-        sent, got = read_tables(announcement.sent, received)
         reports = [row[local:] for row in got]
         raise_faults(reports, self.axis.ranks)
         rows_need_grad, _ = needs_grad(reports)
@@ -121,10 +120,17 @@ class RowExchange:
             needs_grad=rows_need_grad,
         )
 
-    def depart(self, rows: Tensor, plan: RowPlan) -> Trip:
+    def embark(self, rows: Tensor, announcement: Announcement) -> Trip:
+        """Return rows that `start` will send, from the stream that reads the counts if any does."""
+        return embark(rows, self.axis, self._collectives, announcement.reading.side)
+
+    def start(self, trip: Trip, plan: RowPlan) -> Trip:
         """Start bringing rows to their experts; one all-to-all, and one in backward."""
-        rows = connect(rows, plan.needs_grad)
-        return depart(rows, self.axis, plan.send_splits, plan.receive_splits, self._collectives)
+        return start(trip, plan.send_splits, plan.receive_splits, needs_grad=plan.needs_grad)
+
+    def depart(self, rows: Tensor, plan: RowPlan) -> Trip:
+        """Start bringing rows to their experts, from where they are computed."""
+        return self.start(embark(rows, self.axis, self._collectives), plan)
 
     def arrive(self, trip: Trip, plan: RowPlan) -> Tensor:
         """Return the rows for the local experts, by expert, once they are here."""

@@ -10,7 +10,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 from .._errors import ExpertConfigError
 from ._faults import REPORT_SIZE
 from ._hops import HopsCombine, HopsDispatch, HopsState, go_back
-from ._host import read_tables
+from ._host import start_reading
 from ._protocol import DispatchState, OverlappingDispatcher, consume
 from ._slots import slots_of
 from ._stage import Stage, find_wanted
@@ -70,8 +70,7 @@ class Hierarchical(OverlappingDispatcher):
         lengths = [1, between.experts_here, size, REPORT_SIZE]
         _, counts, rows, reports = came.split(lengths, 1)
         passed = inside.table(rows.sum(0), counts.sum(0), reports.reshape(-1))
-        (told,) = inside.tell(passed).wait()
-        tables = read_tables(sent, came, passed, told)
+        told, tables = start_reading(inside.tell(passed), sent, came, passed).wait()
         first = 1 + inside.experts_here
         every = [
             row[start : start + REPORT_SIZE]

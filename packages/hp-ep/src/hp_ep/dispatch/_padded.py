@@ -1,17 +1,19 @@
 """A fixed number of rows per rank and expert: nothing for the host to wait for."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from .._bags import Bags, bags_of, collect, spread
 from .._errors import ExpertConfigError
+from .._permutation import row_products
 from .._sizes import check_sizes
+from .._torch import run_function
 from ._exchange import expert_axis
 from ._faults import REPORT_SIZE, check_overflow, check_routing, checks_data
 from ._host import read_tables
@@ -25,9 +27,22 @@ _OVERFLOWS = ("drop", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Buffer:
+    """Which rows of a buffer of fixed size are used, and by whom."""
+
+    tokens: Tensor
+    """Each row's token ``[rows]``; the number of tokens for a row that nobody uses."""
+    slots: Tensor
+    """Each row's slot ``[rows]``, that is token times k plus choice; anything where unused."""
+    places: Tensor
+    """Each choice's row ``[tokens, k]``; that of another choice of the token where dropped."""
+    kept: Tensor
+    """Which choices have a row ``[tokens, k]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PaddedState(DispatchState):
-    bags: Bags
-    """Tokens of the sent rows; one token beyond the last stands for rows that nobody uses."""
+    buffer: _Buffer
     weights: Tensor
     dtype: torch.dtype
 
@@ -55,7 +70,9 @@ class _Combining:
     def finish(self) -> Tensor:
         """Return each token's weighted sum, once its results are here."""
         back = arrive(self.trip).to(self.state.dtype)
-        return collect(back, self.state.bags, self.state.weights)[:-1]
+        buffer = self.state.buffer
+        parts = buffer.tokens, buffer.slots, buffer.places, buffer.kept
+        return run_function(_SumChoices, back, self.state.weights, *parts)
 
 
 class Padded(OverlappingDispatcher):
@@ -105,16 +122,16 @@ class Padded(OverlappingDispatcher):
         slots = sort_slots(ready.expert_ids, self.num_experts)
         # Unheard of each other, ranks whose weights need a gradient take part in that of tokens.
         needed = self._compare(ready, slots) if reads else weights.requires_grad
-        bags, scale = self._layout(ready, slots)
-        # One more token, of zeros, for the rows that nobody uses.
-        rows = spread(F.pad(self._terms.narrow(x), (0, 0, 0, 1)), bags)
+        buffer = self._layout(ready, slots)
+        parts = buffer.tokens, buffer.places, buffer.kept
+        rows = run_function(_FillRows, self._terms.narrow(ready.x), *parts)
         ranks = self._axis.size
         state = _PaddedState(
             owner=self,
             num_rows=rows.shape[0],
             dim=x.shape[1],
-            bags=bags,
-            weights=scale,
+            buffer=buffer,
+            weights=ready.weights,
             dtype=x.dtype,
         )
         return _Dispatching(
@@ -151,16 +168,85 @@ class Padded(OverlappingDispatcher):
         raise_unequal("one capacity and overflow", given, reports, self.ranks)
         return needs_grad(reports)[0]
 
-    def _layout(self, ready: Prepared, slots: SortedSlots) -> tuple[Bags, Tensor]:
-        """Return which token each row of the buffer is of, and its weight."""
+    def _layout(self, ready: Prepared, slots: SortedSlots) -> _Buffer:
+        """Return which token and choice each row of the buffer is of."""
         tokens, choices = ready.expert_ids.shape
         size = self.num_experts * self.capacity
         starts = slots.counts.cumsum(0) - slots.counts
         nth = slots.places - starts[ready.expert_ids]
+        kept = nth < self.capacity
         place = ready.expert_ids * self.capacity + nth
-        place = torch.where(nth < self.capacity, place, size).reshape(-1)
         none = tokens * choices
         slot = torch.full((size + 1,), none, device=place.device)
-        slot = slot.scatter_(0, place, torch.arange(none, device=place.device))[:size]
-        weights = F.pad(ready.weights.reshape(-1), (0, 1)).index_select(0, slot)
-        return bags_of(slot // choices, tokens + 1), weights
+        target = torch.where(kept, place, size).reshape(-1)
+        slot = slot.scatter_(0, target, torch.arange(none, device=place.device))[:size]
+        # A dropped choice takes a row of its own token, so that no other row can reach its sum.
+        first = kept.to(torch.uint8).argmax(1, keepdim=True) if none else kept.long()
+        own = place.clamp(max=size - 1).gather(1, first)
+        return _Buffer(
+            tokens=slot // max(1, choices),
+            slots=slot.clamp(max=max(0, none - 1)),
+            places=torch.where(kept, place, own),
+            kept=kept,
+        )
+
+
+class _FillRows(torch.autograd.Function):
+    """Copies tokens to the rows of a buffer, zeros where unused."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(places, kept)
+        return F.pad(x, (0, 0, 0, 1)).index_select(0, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        places, kept = ctx.saved_tensors
+        return _sum_kept(grads[0], places, kept, kept.to(grads[0].dtype)), None, None, None
+
+
+class _SumChoices(torch.autograd.Function):
+    """Sums the rows of each token's choices, weighted; a dropped choice adds nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        tokens: Tensor,
+        slots: Tensor,
+        places: Tensor,
+        kept: Tensor,
+    ) -> Tensor:
+        # Without a gradient of the weights the rows need not be kept.
+        keep = rows if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(keep, weights, tokens, slots, places, kept)
+        return _sum_kept(rows, places, kept, weights.to(rows.dtype) * kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, tokens, slots, places, kept = ctx.saved_tensors
+        grad = F.pad(grads[0], (0, 0, 0, 1)).index_select(0, tokens)
+        grad_weights = None
+        if rows is not None:
+            products = row_products(rows, grad).to(weights.dtype)
+            chosen = products.index_select(0, places.view(-1)).view(places.shape)
+            grad_weights = torch.where(kept, chosen, 0)
+        if weights.numel():
+            grad *= weights.reshape(-1).index_select(0, slots).to(grad.dtype)[:, None]
+        return grad, grad_weights, None, None, None, None
+
+
+def _sum_kept(rows: Tensor, places: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+    """Return each token's weighted sum ``[tokens, dim]`` of the rows at ``places [tokens, k]``.
+
+    ``weights`` are 0 where a choice was not ``kept``; a token without any has the sum 0.
+    """
+    if not places.numel():  # torch's sums refuse to choose from nothing
+        return rows.new_zeros(places.shape[0], rows.shape[1])
+    total: Tensor = F.embedding_bag(
+        places, rows.contiguous(), mode="sum", per_sample_weights=weights
+    )
+    return torch.where(kept.any(1, keepdim=True), total, 0)

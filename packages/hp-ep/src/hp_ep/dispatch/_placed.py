@@ -1,11 +1,15 @@
 """Experts wherever a placement puts them, hot ones more than once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .._errors import ExpertConfigError, RoutingError
 from ..balance._placement import Placement
-from ._begin import begin_combine, begin_dispatch
+from ._begin import begin_combine, begin_dispatch, start_dispatch
 from ._faults import Fault, Report
 from ._protocol import (
     DispatchState,
@@ -16,6 +20,22 @@ from ._protocol import (
     TokenDispatcher,
 )
 from ._verdict import describe_faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Dispatching:
+    pending: PendingDispatch
+    owner: "Placed"
+
+    def start(self) -> None:
+        """Let the tokens leave if they wait for that."""
+        with self.owner.translating():
+            start_dispatch(self.pending)
+
+    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
+        """Return the rows for this rank's experts, once they are here."""
+        with self.owner.translating():
+            return self.pending.finish()
 
 
 class Placed(OverlappingDispatcher):
@@ -65,18 +85,24 @@ class Placed(OverlappingDispatcher):
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
         """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        try:
-            return begin_dispatch(self.inner, x, weights, self.slots(expert_ids))
-        except RoutingError as error:
-            if not error.reports:
-                raise
-            # They are in numbers of slots, of which the caller knows nothing.
-            reports = [self._in_experts(*report) for report in error.reports]
-            raise describe_faults(reports, error.ranks) from None
+        with self.translating():
+            pending = begin_dispatch(self.inner, x, weights, self.slots(expert_ids))
+        return _Dispatching(pending=pending, owner=self)
 
     def begin_combine(self, rows: Tensor, state: DispatchState) -> PendingCombine:
         """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
         return begin_combine(self.inner, rows, state)
+
+    @contextmanager
+    def translating(self) -> Iterator[None]:
+        """Raise errors of ``inner`` in numbers of experts: of slots the caller knows nothing."""
+        try:
+            yield
+        except RoutingError as error:
+            if not error.reports:
+                raise
+            reports = [self._in_experts(*report) for report in error.reports]
+            raise describe_faults(reports, error.ranks) from None
 
     def _in_experts(self, kind: int, given: int, expected: int) -> Report:
         """Return a report of ``inner`` with numbers of experts for those of slots."""

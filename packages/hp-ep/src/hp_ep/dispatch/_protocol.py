@@ -106,6 +106,18 @@ class PendingDispatch(Protocol):
         ...
 
 
+@runtime_checkable
+class StartedDispatch(Protocol):
+    """A `PendingDispatch` whose tokens leave when it is told so, or at the latest when finished.
+
+    What runs before that overlaps with the counts' way to the host. Ranks do it in the same order.
+    """
+
+    def start(self) -> object:
+        """Let the tokens leave, once; raises what ``dispatch`` does."""
+        ...
+
+
 class PendingCombine(Protocol):
     """Results on their way back."""
 

@@ -59,7 +59,7 @@ def depart_slots(
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if axis.size == 1:
         return SlotTrip(weights=wide, places=places, way=None)
-    way = Way(axis=axis, send=send, receive=receive, collectives=collectives)
+    way = Way(axis=axis, collectives=collectives, send=send, receive=receive)
     return SlotTrip(weights=run_function(_DepartSlots, wide, places, way), places=places, way=way)
 
 

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from hp_dtensor import Axis, Collectives, Work
 
 from .._torch import run_function
+from ._host import Side
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -18,9 +19,12 @@ class Way:
     """The route of one trip, and what is on it at the moment."""
 
     axis: Axis
-    send: tuple[int, ...] | None
-    receive: tuple[int, ...] | None
     collectives: Collectives
+    send: tuple[int, ...] | None = None
+    receive: tuple[int, ...] | None = None
+    side: Side | None = None
+    """Where the rows are sent from, in forward; None for where everything is computed."""
+    mark: object = None
     work: Work | None = None
     held: Tensor | None = field(default=None, repr=False)
     """What is being sent: it must stay as it is until it has arrived."""
@@ -28,21 +32,30 @@ class Way:
     def begin(self, x: Tensor, *, back: bool) -> None:
         """Start sending ``x``, or in backward what comes ``back``."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
-        self.held = x.contiguous()
-        self.work = self.collectives.all_to_all(self.axis, self.held, send, receive)
+        held = self.held = x.detach().contiguous()
+
+        def start() -> Work:
+            return self.collectives.all_to_all(self.axis, held, send, receive)
+
+        self.work = start() if self.side is None else self.side.run(self.mark, start)
 
     def end(self) -> Tensor:
         """Return what has arrived, once it is here."""
         if self.work is None:
             raise RuntimeError("nothing is under way")
         (arrived,) = self.work.wait()
-        self.work = self.held = None
+        if self.side is not None:
+            self.side.adopt(arrived)
+        self.work = self.held = self.side = self.mark = None
         return arrived
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Trip:
-    """Rows under way; `arrive` gives them."""
+    """Rows that will be sent, or are under way; `arrive` gives them.
+
+    With a way, ``rows`` stand for them in the graph and have no values.
+    """
 
     rows: Tensor = field(repr=False)
     way: Way | None
@@ -63,9 +76,40 @@ def depart(
     """
     if axis.size == 1:
         return Trip(rows=x, way=None)
-    splits = (None if s is None else tuple(s) for s in (send, receive))
-    way = Way(axis=axis, send=next(splits), receive=next(splits), collectives=collectives)
+    return start(embark(x, axis, collectives), send, receive)
+
+
+def embark(x: Tensor, axis: Axis, collectives: Collectives, side: Side | None = None) -> Trip:
+    """Return rows that `start` will send: backward waits for their gradient here.
+
+    With ``side`` they are sent from there, behind what is computed up to now.
+    """
+    if axis.size == 1:
+        return Trip(rows=x, way=None)
+    mark = None if side is None else side.mark()
+    way = Way(axis=axis, collectives=collectives, side=side, mark=mark, held=x.detach())
     return Trip(rows=run_function(_Depart, x, way), way=way)
+
+
+def start(
+    trip: Trip,
+    send: Sequence[int] | None,
+    receive: Sequence[int] | None,
+    *,
+    needs_grad: bool = False,
+) -> Trip:
+    """Send what was embarked; see `depart` and `connect`."""
+    way = trip.way
+    if way is None:
+        return Trip(rows=connect(trip.rows, needs_grad), way=None)
+    rows = way.held
+    if rows is None:
+        raise RuntimeError("these rows were sent before")
+    if needs_grad and not trip.rows.requires_grad and torch.is_grad_enabled():
+        trip = Trip(rows=run_function(_Depart, rows.requires_grad_(), way), way=way)
+    way.send, way.receive = (None if s is None else tuple(s) for s in (send, receive))
+    way.begin(rows, back=False)
+    return trip
 
 
 def arrive(trip: Trip) -> Tensor:
@@ -88,10 +132,9 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
         ctx.way = way
-        way.begin(x.detach(), back=False)
-        length = x.shape[0] if way.receive is None else sum(way.receive)
-        # Stands for the rows that will come: it has their shape and takes no memory.
-        return x.new_zeros(()).expand(length, *x.shape[1:])
+        ctx.set_materialize_grads(False)
+        # Stands for the rows that will come, however many; what it gets in backward is nothing.
+        return x.new_zeros(())
 
     @staticmethod
     @once_differentiable
@@ -110,4 +153,4 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         way: Way = ctx.way
         way.begin(grads[0], back=True)
-        return grads[0], None  # the other side of the trip takes what arrives instead
+        return None, None  # the other side of the trip takes what arrives

@@ -11,18 +11,18 @@ def choose_experts(
     bias: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    group_score_experts: int = 2,
 ) -> Tensor:
     """Return the ids ``[tokens, top_k]`` of the largest ``scores [tokens, experts]`` plus ``bias``.
 
     With ``num_groups`` equal blocks of experts only those of each token's best ``top_groups`` are
-    chosen from; a group is as good as the sum of its ``top_k / top_groups`` (rounded up) best
-    experts (node-limited routing of DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Carries no
-    gradient; equal scores give equal ids.
+    chosen from; a group is as good as the sum of its ``group_score_experts`` best experts, or of
+    all where it has fewer. Carries no gradient; equal scores give equal ids.
     """
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if top_groups < num_groups:
         groups = ranked.unflatten(1, (num_groups, -1))
-        best = min(-(-top_k // top_groups), groups.shape[2])
+        best = min(group_score_experts, groups.shape[2])
         kept = groups.topk(best).values.sum(-1).topk(top_groups).indices
         dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device)
         dropped = dropped.scatter_(1, kept, torch.zeros_like(kept, dtype=torch.bool))

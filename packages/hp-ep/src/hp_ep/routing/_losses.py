@@ -1,6 +1,7 @@
 """The losses of routing, and how they reach the gradient without being returned."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._torch import run_function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routed:
+    """What one forward routed: sums of probabilities and choices, ``[experts]`` each."""
+
+    probabilities: Tensor
+    counts: Tensor
+    num_tokens: int
+
+
+class RoutingRecord:
+    """What a router's forwards routed while it was open; a copy is empty and closed."""
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open = is_open
+        self.entries: list[Routed] = []
+
+    def __reduce__(self) -> tuple[type["RoutingRecord"], tuple[()]]:
+        return RoutingRecord, ()
+
+    def add(self, routed: Routed) -> None:
+        """Note one forward, if the record is open."""
+        if self.is_open:
+            self.entries.append(routed)
 
 
 def load_balancing_share(
@@ -54,15 +80,19 @@ def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
 
 
 def attach(
-    x: Tensor, loss: Tensor, scale: Callable[[], float | Tensor], load: Tensor, counts: Tensor
+    x: Tensor,
+    loss: Tensor,
+    scale: Callable[[], float | Tensor],
+    add_load: Callable[[Tensor], None],
+    counts: Tensor,
 ) -> Tensor:
-    """Return ``x``; its backward adds ``counts`` to ``load`` and a gradient to ``loss``.
+    """Return ``x``; its backward gives ``counts`` to ``add_load`` and a gradient to ``loss``.
 
     The gradient is what ``scale`` returns then. Forward runs twice where activations are
     recomputed, so the load is counted in backward: in the first one, where the graph is kept for
     several.
     """
-    return run_function(_Attach, x, loss, scale, load, counts)
+    return run_function(_Attach, x, loss, scale, add_load, counts)
 
 
 class _Attach(torch.autograd.Function):
@@ -72,11 +102,10 @@ class _Attach(torch.autograd.Function):
         x: Tensor,
         loss: Tensor,
         scale: Callable[[], float | Tensor],
-        load: Tensor,
+        add_load: Callable[[Tensor], None],
         counts: Tensor,
     ) -> Tensor:
-        # Not save_for_backward: that would refuse the load, which other calls change meanwhile.
-        ctx.load = load
+        ctx.add_load = add_load
         ctx.scale = scale
         ctx.save_for_backward(counts)
         ctx.loss = loss.shape, loss.dtype, loss.device
@@ -86,9 +115,9 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (counts,) = ctx.saved_tensors
-        if ctx.load is not None:
-            ctx.load += counts
-            ctx.load = None
+        if ctx.add_load is not None:
+            ctx.add_load(counts)
+            ctx.add_load = None
         shape, dtype, device = ctx.loss
         grad = torch.ones(shape, dtype=dtype, device=device) * ctx.scale()
         return grads[0], grad.to(dtype), None, None, None

@@ -1,8 +1,8 @@
 """Which experts a token goes to."""
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,18 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 from .._errors import ExpertConfigError
 from .._parameters import local_weight
 from .._sizes import check_choices, check_factors, check_groups, check_sizes
-from .._torch import KeepsDtype
+from .._torch import KeepsDtype, without_autocast
 from ..dispatch._sorting import count_ids
 from ._choice import choose_experts
 from ._inputs import check_sequences, check_tokens
-from ._losses import attach, load_balancing_share, sequence_balancing_share, z_share
+from ._losses import (
+    Routed,
+    RoutingRecord,
+    attach,
+    load_balancing_share,
+    sequence_balancing_share,
+    z_share,
+)
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -30,12 +37,19 @@ class TopKRouter(KeepsDtype):
     Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
     ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
     are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
-    times ``scale``. Logits are computed in the wider dtype of input and weight (or in autocast's),
-    the rest in float32 or in that dtype where it is wider still; a float32 router may serve a layer
-    in bfloat16. ``num_groups`` and ``top_groups`` limit the choice as `choose_experts` says;
-    ``noise`` is the deviation of a normal added to the logits while training (the idea of Shazeer
-    et al., arXiv 1701.06538, section 4, which recomputation repeats where it restores the random
-    state).
+    times ``scale``. Logits are computed in the wider dtype of input and weight, also under
+    autocast, the rest in float32 or in that dtype where it is wider still; a float32 router may
+    serve a layer in bfloat16. ``noise`` is the deviation of a normal added to the logits while
+    training (the idea of Shazeer et al., arXiv 1701.06538, section 4, which recomputation repeats
+    where it restores the random state).
+
+    With ``num_groups`` equal blocks of experts, a token chooses from its best ``top_groups`` groups
+    alone. A group's score is the sum of the ``n`` largest ``s_e + b_e`` of its experts ``e``, with
+    the scores ``s``, the biases ``b`` (0 without) and ``n = group_score_experts``. The default is
+    that of the published models and of transformers (DeepSeek-V3 and those that follow it), which
+    take 2 whatever the other numbers are; arXiv 2412.19437, section 2.1.2, states
+    ``ceil(top_k / top_groups)``, the same for 8 experts in 4 groups, and DeepSeek-V2 takes 1
+    (arXiv 2405.04434, section 2.2.2).
 
     Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
@@ -46,14 +60,17 @@ class TopKRouter(KeepsDtype):
     runs: a gradient scaler's factor, the number of ranks over which gradients are averaged. With
     ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even where the model is cast)
     is added to scores where experts are chosen, not to weights, and `update_router_bias` moves it
-    (loss-free balancing, Wang et al., arXiv 2408.15664, section 3).
+    (loss-free balancing, Wang et al., arXiv 2408.15664, section 3). ``bias=True`` without a rate is
+    a frozen one, of a model that was trained with it: loaded, saved and used, and never moved.
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
-    counted. ``token_axes`` are the axes given to `split_tokens_over`, None
+    counted. It starts at zero, also where the router gets its memory after initialisation on the
+    meta device. ``token_axes`` are the axes given to `split_tokens_over`, None
     before; ``replicated_over`` is the axis whose ranks hold the same tokens, as a style sets it.
     `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
-    experts or than the kept groups have, groups that do not divide, negative factors.
+    experts or than the kept groups have, groups that do not divide, negative factors, and a rate
+    without a bias.
     """
 
     load: Tensor
@@ -70,16 +87,20 @@ class TopKRouter(KeepsDtype):
         scale: float = 1.0,
         num_groups: int = 1,
         top_groups: int | None = None,
+        group_score_experts: int = 2,
         noise: float = 0.0,
         load_balance_loss: float = 0.0,
         sequence_loss: float = 0.0,
         z_loss: float = 0.0,
         bias_rate: float = 0.0,
+        bias: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes({"dim": dim, "num_experts": num_experts})
+        check_sizes(
+            {"dim": dim, "num_experts": num_experts, "group_score_experts": group_score_experts}
+        )
         check_choices(top_k, num_experts)
         check_groups(num_groups, top_groups, num_experts, top_k)
         losses = dict(
@@ -96,6 +117,7 @@ class TopKRouter(KeepsDtype):
         self.scale = float(scale)
         self.num_groups = num_groups
         self.top_groups = num_groups if top_groups is None else top_groups
+        self.group_score_experts = group_score_experts
         self.noise = float(noise)
         self.load_balance_loss = float(load_balance_loss)
         self.sequence_loss = float(sequence_loss)
@@ -104,13 +126,19 @@ class TopKRouter(KeepsDtype):
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
         load = torch.empty(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
-        bias = torch.empty(num_experts, dtype=torch.float32, device=device) if bias_rate else None
-        self.register_buffer("bias", bias)
+        has_bias = bool(bias_rate) if bias is None else bias
+        if bias_rate and not has_bias:
+            raise ExpertConfigError(
+                f"bias=False leaves bias_rate={bias_rate} nothing to move; leave one of them out"
+            )
+        values = torch.empty(num_experts, dtype=torch.float32, device=device) if has_bias else None
+        self.register_buffer("bias", values)
         self.token_axes: tuple[Axis, ...] | None = None
         self.sequence_axes: tuple[Axis, ...] = ()
         self.replicated_over: Axis | None = None
         self.loss_scale: float | Tensor = 1.0
         self.collectives: Collectives = TorchCollectives()
+        self.record: RoutingRecord | None = None
         self.reset_parameters()
 
     @property
@@ -136,10 +164,12 @@ class TopKRouter(KeepsDtype):
             "scale": (self.scale, 1.0),
             "num_groups": (self.num_groups, 1),
             "top_groups": (self.top_groups, self.num_groups),
+            "group_score_experts": (self.group_score_experts, 2),
             "noise": (self.noise, 0.0),
             "sequence_loss": (self.sequence_loss, 0.0),
             "z_loss": (self.z_loss, 0.0),
             "bias_rate": (self.bias_rate, 0.0),
+            "bias": (self.bias is not None, bool(self.bias_rate)),
         }
         said = [f"{k}={value!r}" for k, (value, default) in options.items() if value != default]
         return ", ".join([text, *said])
@@ -192,7 +222,8 @@ class TopKRouter(KeepsDtype):
         weight = local_weight(self.weight, self.replicated_over)
         # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        logits = F.linear(x.to(dtype), weight.to(dtype))
+        with without_autocast(x):
+            logits = F.linear(x.to(dtype), weight.to(dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
@@ -203,6 +234,7 @@ class TopKRouter(KeepsDtype):
             bias=self.bias,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
+            group_score_experts=self.group_score_experts,
         )
         weights = scores.gather(1, expert_ids)
         if self.normalise:
@@ -210,6 +242,14 @@ class TopKRouter(KeepsDtype):
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=_TINY)
         if self.scale != 1:
             weights = weights * self.scale
+        if self.record is not None:
+            self.record.add(
+                Routed(
+                    probabilities=self._shares(scores).sum(0),
+                    counts=count_ids(expert_ids, self.num_experts),
+                    num_tokens=x.shape[0],
+                )
+            )
         if self.training and torch.is_grad_enabled():
             counts = count_ids(expert_ids, self.num_experts)
             total = self._loss(logits, scores, counts)
@@ -218,8 +258,27 @@ class TopKRouter(KeepsDtype):
                     sequence_ids = expert_ids.new_zeros(expert_ids.shape[0])
                 balance = self._sequence_loss(scores, expert_ids, sequence_ids, num_sequences)
                 total = total + self.sequence_loss * balance
-            weights = attach(weights, total, lambda: self.loss_scale, self.load, counts)
+            weights = attach(weights, total, lambda: self.loss_scale, self._add_load, counts)
         return weights, expert_ids
+
+    def _add_load(self, counts: Tensor) -> None:
+        """Count the choices of one forward; runs in its backward."""
+        load = self.counted_load()
+        load += counts
+
+    def counted_load(self) -> Tensor:
+        """Return ``load``, with memory where the weight has got some by assignment."""
+        device = self.weight.device
+        if self.load.is_meta and device.type != "meta":
+            self.load = torch.zeros_like(self.load, device=device)
+        return self.load
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        was_meta = self.load.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.load.is_meta:  # not saved, so nothing else would overwrite it
+            self.load.zero_()
+        return self
 
     def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         total = scores.new_zeros(())

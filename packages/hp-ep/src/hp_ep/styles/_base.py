@@ -18,6 +18,7 @@ from ..balance._replicas import ReplicaSum
 from ..dispatch._protocol import TokenDispatcher
 from ..routing._router import TopKRouter, as_axes, check_axes
 from ._choose import make_dispatcher
+from ._inputs import check_different_tokens, comparison
 from ._split import Split
 from ._wrap import wrap_forward
 
@@ -38,7 +39,11 @@ class BaseExpertParallel(ParallelStyle):
     initialise them alike on all ranks. Apply before FSDP.
 
     ``token_axes`` and ``sequence_axes`` go to `TopKRouter.split_tokens_over`; a `MoE` whose router
-    needs the load of the whole batch needs them, ``()`` where no axis splits the tokens.
+    needs the load of the whole batch needs them, ``()`` where no axis splits the tokens. Ranks that
+    split experts must hold different tokens, or gradients of experts would count them once for
+    each rank: ``token_axes`` over which they would not are refused, and so is, in the first
+    training forward, an input that is the same on ranks of ``sequence_axes`` or ``sequence_mesh``,
+    which are to hold parts of it. That forward makes one more small collective per axis.
     ``placement`` says which experts live where; replicas' gradients are summed in backward, by one
     all-to-all over the experts' axis. ``sequence_mesh`` is for tensor parallelism with whole
     experts: the 1-D mesh over which the `MoE`'s input is sharded by sequence. Parameters of the
@@ -113,6 +118,7 @@ class BaseExpertParallel(ParallelStyle):
                 check_alike(module, split.summed_over)
         token_axes = None if self._token_axes is None else as_axes(self._token_axes)
         sequence_axes = check_axes(token_axes or (), self._sequence_axes)
+        check_different_tokens(split.expert_axis, self._token_axes, layer.router.token_axes)
         _check_balance(layer.router, token_axes)
         _check_noise(layer.router, split.summed_over)
         given = None if isinstance(self._dispatcher, str) else self._dispatcher
@@ -123,11 +129,13 @@ class BaseExpertParallel(ParallelStyle):
         def change() -> None:
             split_experts(layer.experts, split.mesh, split.placements, self._placement)
             if self._placement is not None and split.expert_axis is not None:
-                layer.experts.replicas = ReplicaSum(
-                    split.expert_axis,
-                    self._placement,
-                    self._collectives,
-                    device=layer.experts.w1.device,
+                layer.experts.place(
+                    ReplicaSum(
+                        split.expert_axis,
+                        self._placement,
+                        self._collectives,
+                        device=layer.experts.w1.device,
+                    )
                 )
             if self._sequence_mesh is not None:
                 for module in beside:
@@ -137,6 +145,9 @@ class BaseExpertParallel(ParallelStyle):
                     token_axes, self._collectives, sequence_axes=sequence_axes
                 )
             layer.dispatcher = dispatcher
+            layer.compare_inputs = comparison(
+                sequence_axes, self._sequence_mesh, layer.router.token_axes, self._collectives
+            )
             for each in (layer, *beside):
                 each.replicated_over = split.summed_over
 

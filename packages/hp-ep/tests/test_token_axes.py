@@ -1,0 +1,118 @@
+"""Ranks that split experts must hold different tokens: what says otherwise is refused at once."""
+
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import cached
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from hp_dtensor import Axis, RecordingCollectives
+from hp_ep import ExpertConfigError, ExpertParallel, ExpertTensorParallel, TensorParallel
+
+from .reference import assert_close, build_moe, grads
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return cached((shape, names), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def _claims(rank: int) -> list[str]:
+    grid, flat = _mesh((2, 2), ("dp", "tp")), _mesh((4,), ("ep",))
+    claims: list[Any] = [grid["dp"], [Axis.of(grid, "dp")], grid["tp"], (), grid, flat, None]
+    texts = []
+    for claim in claims:
+        layer = build_moe(0, balance=0.0 if claim is None else 0.1)
+        try:
+            ExpertParallel(token_axes=claim).apply(layer, flat)
+        except ExpertConfigError as error:
+            texts.append(str(error))
+            assert not isinstance(layer.experts.w1, DTensor)
+        else:
+            texts.append("taken")
+    return texts
+
+
+def test_ranks_that_split_experts_and_share_tokens_are_refused_on_every_rank(ranks: Any) -> None:
+    every = ranks(4).run(_claims)
+    for texts in every:
+        assert [text == "taken" for text in texts] == [False] * 4 + [True] * 3
+        for text, names in zip(texts, (["dp"], ["dp"], ["tp"], []), strict=False):
+            assert f"token_axes {names} " in text
+            assert "ep=4" in text
+            assert "token_axes=" in text.split(";")[-1]
+
+
+def _alike(rank: int) -> list[str]:
+    grid = _mesh((2, 2), ("ep", "tp"))
+    found = []
+    for style, mesh in (
+        (ExpertTensorParallel(token_axes=grid["ep"]), grid),
+        (TensorParallel(token_axes=()), grid["tp"]),
+        (ExpertParallel(token_axes=grid["ep"]), grid["ep"]),
+    ):
+        style.apply(build_moe(0, hidden=8, balance=0.1), mesh)
+        found.append("taken")
+    return found
+
+
+def test_ranks_that_share_tokens_and_cut_experts_inside_are_taken(ranks: Any) -> None:
+    assert ranks(4).run(_alike) == [["taken"] * 3] * 4
+
+
+def _tokens(dp: int) -> Tensor:
+    generator = torch.Generator().manual_seed(dp)
+    return torch.randn(6, 4, generator=generator, dtype=torch.float64)
+
+
+def _uncut(rank: int, cut: tuple[bool, bool], width: int) -> tuple[str, list[int], Tensor | None]:
+    """Return the first error, the calls of each step, and the gradient of an expert weight."""
+    grid, record = _mesh((2, 2), ("dp", "tp")), RecordingCollectives()
+    layer, flat = build_moe(0, shared=1, balance=0.1), _mesh((4,), ("ep",))
+    style = ExpertParallel(token_axes=grid, sequence_mesh=grid["tp"], collectives=record)
+    style.apply(layer, flat)
+    dp, tp = divmod(rank, 2)
+    x = _tokens(dp)
+    if cut[dp]:
+        x = x.chunk(2)[tp]
+    x = x[:, :width] if rank == 0 else x
+    with torch.no_grad():
+        layer(_tokens(dp)) if width == 4 else None  # nothing is learned from it
+    calls: list[int] = []
+    for _ in range(3):
+        before = sum(int(traffic.calls) for traffic in record.by_call.values())
+        try:
+            (layer(x) ** 2).sum().backward()
+        except ValueError as error:
+            return str(error), calls, None
+        calls.append(sum(int(traffic.calls) for traffic in record.by_call.values()) - before)
+    w1: Any = layer.experts.w1
+    return "", calls, w1.grad.full_tensor() / 3
+
+
+@pytest.mark.parametrize("cut", [(False, False), (True, False), (False, True)])
+def test_an_input_that_is_not_cut_by_sequence_is_refused_on_every_rank(
+    ranks: Any, cut: tuple[bool, bool]
+) -> None:
+    every = ranks(4).run(_uncut, cut, 4)
+    texts = [text for text, _, _ in every]
+    assert texts == [texts[0]] * 4
+    assert texts[0].startswith("the same 6 tokens on several ranks of tp=2")
+    assert "cut the input by sequence over tp" in texts[0]
+
+
+def test_a_cut_input_is_compared_in_the_first_step_alone(ranks: Any) -> None:
+    layer = build_moe(0, shared=1, balance=0.1)
+    x = torch.cat([_tokens(0), _tokens(1)])
+    (layer(x) ** 2).sum().backward()
+    for text, calls, grad in ranks(4).run(_uncut, (True, True), 4):
+        assert text == ""
+        assert_close(grad, grads([layer.experts.w1])[0])
+        assert calls[0] > calls[1] == calls[2]
+
+
+def test_an_input_of_another_width_on_one_rank_still_raises_on_all(ranks: Any) -> None:
+    for text, _, _ in ranks(4).run(_uncut, (True, True), 3):
+        assert text
