@@ -24,11 +24,6 @@ from .models import WIDTH, Gradients, full, gradients, make, mesh_of, parameters
 Ranks = Callable[[int], RankPool]
 Uses = dict[int, str]  # block -> the branches that it runs
 NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
-PASSED_BY = pytest.mark.xfail(
-    run=False,
-    reason="a unit that the loss of one rank does not need: DisagreementError in the first step, "
-    "and a hang in later ones",
-)
 
 
 class Branches(nn.Module):
@@ -431,15 +426,9 @@ def skipping(rank: int, pattern: str, name: str, shape: tuple[int, ...]) -> list
 @pytest.mark.parametrize(
     ("pattern", "name", "shape"),
     [
-        *(
-            pytest.param(pattern, "copy", (2,), marks=() if "all" in pattern else PASSED_BY)
-            for pattern in PATTERNS
-        ),
-        *(
-            pytest.param("two in a row", name, (2,), marks=PASSED_BY)
-            for name in ("kept", "fused in a ring", "ragged fused")
-        ),
-        pytest.param("crosswise", "fused", (2, 2), marks=PASSED_BY),
+        *((pattern, "copy", (2,)) for pattern in PATTERNS),
+        *(("two in a row", name, (2,)) for name in ("kept", "fused in a ring", "ragged fused")),
+        ("crosswise", "fused", (2, 2)),
     ],
     ids=str,
 )
@@ -513,7 +502,6 @@ def nested(rank: int) -> list[Gradients]:
     return seen
 
 
-@PASSED_BY
 def test_nested_units_and_units_that_run_twice_are_reduced_alike(ranks: Ranks) -> None:
     expected = []
     for step in range(3):
