@@ -155,9 +155,6 @@ def refusals(rank: int) -> list[str]:
         lambda: sharded_optimizer(torch.optim.SGD, nn.Linear(2, 2)),
     ]
     optimizer = sharded_optimizer(torch.optim.SGD, model)
-    loss_of(model, tokens(rank)).backward()
-    model.head.bias.grad = None
-    calls.append(optimizer.step)
     for call in calls:
         try:
             call()
@@ -176,8 +173,7 @@ def test_what_cannot_be_stepped_together_is_refused(ranks: Ranks) -> None:
         assert said[0].startswith("LBFGS is not known to update every element alone")
         assert said[1].startswith("AdamW is not known")
         assert said[2] == "Linear has no sharded parameter that trains"
-        assert said[3].startswith("['head.bias'] have no gradient")
-        assert said[4].endswith("make it anew")
+        assert said[3].endswith("make it anew")
 
 
 class Plain(nn.Module):

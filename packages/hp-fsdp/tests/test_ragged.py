@@ -96,13 +96,13 @@ def odd_step(rank: int) -> tuple[Gradients, bool]:
 
 def test_unused_frozen_tied_and_empty_parameters(ranks: Ranks) -> None:
     expected = reference(4, Odd)
-    del expected["frozen"], expected["empty"]
+    del expected["frozen"], expected["empty"], expected["unused"]
     for found, tied in ranks(4).run(odd_step):
         assert tied
         assert worst({k: v for k, v in found.items() if v.numel()}, expected) < 1e-12
 
 
-def traffic(rank: int) -> tuple[dict[str, int], int, int]:
+def traffic(rank: int) -> tuple[dict[str, int], int, int, int]:
     record = RecordingCollectives()
     model: Any = fully_shard(
         make(Net), mesh_of((4,), NAMES[1]), layout="ragged", collectives=record
@@ -110,12 +110,13 @@ def traffic(rank: int) -> tuple[dict[str, int], int, int]:
     loss_of(model, tokens(rank)).backward()
     group = model.plan_report().groups[0]
     counts = {name: t.bytes for (_, name), t in record.by_call.items()}
-    return counts, group.shard_bytes, record.by_call["fsdp", "all_gather"].calls
+    flags = 8 * len(group.parameters)  # one for each parameter: whether a rank used it
+    return counts, group.shard_bytes, flags, record.by_call["fsdp", "all_gather"].calls
 
 
 def test_shares_are_what_travels(ranks: Ranks) -> None:
-    for counts, share, gathers in ranks(4).run(traffic):
-        assert counts == {"all_gather": 3 * share, "reduce_scatter": 3 * share}
+    for counts, share, flags, gathers in ranks(4).run(traffic):
+        assert counts == {"all_gather": 3 * share, "reduce_scatter": 3 * (share + flags)}
         assert gathers == 1
 
 

@@ -241,6 +241,8 @@ def listed(rank: int, kind: type[Listed]) -> list[Gradients]:
 @pytest.mark.parametrize("kind", [Listed, Both])
 def test_a_list_is_one_unit_even_if_half_of_it_runs(ranks: Ranks, kind: type[Listed]) -> None:
     expected = reference(2, kind)
+    if kind is Listed:  # what did not run has no gradient
+        del expected["extra.weight"], expected["extra.bias"]
     for steps in ranks(2).run(listed, kind):
         assert [worst(found, expected) < 1e-12 for found in steps] == [True, True]
 

@@ -27,7 +27,9 @@ class Logging(TorchCollectives):
         self.units: dict[int, int] = {}
 
     def _note(self, what: str, inputs: Any, ranks: int) -> None:
-        self.log.append((what, self.units[ranks * sum(each.numel() for each in inputs)]))
+        numel = ranks * sum(each.numel() for each in inputs)
+        # Reductions have a few flags beside the gradients.
+        self.log.append((what, self.units[max(size for size in self.units if size <= numel)]))
 
     def all_gather(self, axis: Any, inputs: Any, outputs: Any = None) -> Any:
         """Note and pass on."""

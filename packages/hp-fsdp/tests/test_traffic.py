@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor import Axis, RecordingCollectives, ReduceOp, Work
-from hp_fsdp import PlanReport
+from hp_fsdp import GroupReport, PlanReport
 
 from .models import Net, loss_of, make, mesh_of, shard, tokens
 
@@ -36,14 +36,14 @@ def test_traffic_is_what_the_plan_says(ranks: Ranks, shape: tuple[int, ...]) -> 
         gathered = [g.parameter_bytes + g.padding_bytes for g in plan.groups]
         once, twice = [gathered[0], gathered[-1]], gathered[1:-1]
         received = (sum(once) + 2 * sum(twice)) // degree * (degree - 1)
-        reduced = sum(g.shard_bytes for g in plan.groups)
+        reduced = sum(map(reduced_bytes, plan.groups))
         expected: Counts = {
             ("fsdp", "all_gather"): (len(once) + 2 * len(twice), received),
             ("fsdp", "reduce_scatter"): (len(gathered), reduced * (degree - 1)),
         }
         if len(shape) == 2:
             replicas = shape[0]
-            total = sum(2 * g.shard_bytes * (replicas - 1) // replicas for g in plan.groups)
+            total = sum(2 * reduced_bytes(g) * (replicas - 1) // replicas for g in plan.groups)
             expected["dp_replicate", "all_reduce"] = (len(gathered), total)
         assert counts == expected
 
@@ -135,13 +135,19 @@ def test_a_step_copies_the_gradients_and_the_packed_parameters(ranks: Ranks) -> 
         gathers = 1 if position in (0, len(plan.groups) - 1) else 2
         rows = sum(p.rows_per_rank * (_row(p.shape)) for p in group.parameters if not p.direct)
         packed += gathers * 2 * rows * 8
-    gradients = 2 * sum(group.shard_bytes for group in plan.groups)
+    gradients = 2 * sum(map(reduced_bytes, plan.groups))
     assert packed < gradients / 2
     assert ranks(2).run(copied, (2,), "fsdp") == [gradients + packed] * 2
 
 
 def test_one_rank_copies_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(copied, (2, 1), "fsdp") == [0, 0]
+
+
+def reduced_bytes(group: GroupReport) -> int:
+    """Return the bytes of a rank's gradients and of a flag for each parameter, to 16 bytes."""
+    held = sum(p.rows_per_rank * _row(p.shape) for p in group.parameters)
+    return -(-(held + len(group.parameters)) * 8 // 16) * 16
 
 
 def _row(shape: tuple[int, ...]) -> int:

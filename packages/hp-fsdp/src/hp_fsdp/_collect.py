@@ -13,7 +13,7 @@ from ._fused import can_fuse, fuse
 from ._fused_embedding import can_fuse_embedding, fuse_embedding
 from ._packing import Packing
 from ._parameters import ShardedParameter
-from ._sink import Sink, SinkPlan
+from ._sink import Sink
 
 
 class Collector:
@@ -39,7 +39,7 @@ class Collector:
         self._take = take
         self._sink: Sink | None = None
         self._chosen: list[int] = []
-        self._plan: SinkPlan | None = None
+        self._packing: Packing | None = None
         self.announce: Callable[[], None] | None = None
         for i in self._large:
             is_face = parameters[i].is_face
@@ -52,7 +52,7 @@ class Collector:
     def watch(self, order: Sequence[int]) -> None:
         """Follow the parameters' unsharded faces, which were made anew, and packed in ``order``."""
         self._order = order
-        self._plan = None
+        self._packing = None
         for i in self._large:
             face = self._parameters[i].unsharded
             if face.is_floating_point():
@@ -62,9 +62,11 @@ class Collector:
     def _begin(self) -> Sink:
         if self._sink is None:
             chosen = [i for i in self._order if self._parameters[i].sharded.requires_grad]
-            if self._plan is None or chosen != self._chosen:
-                self._chosen, self._plan = chosen, self._packing_of(chosen).sink
-            self._sink = Sink(self._plan, self._take(self._plan.degree * self._plan.width))
+            if self._packing is None or chosen != self._chosen:
+                self._chosen, self._packing = chosen, self._packing_of(chosen)
+            plan = self._packing.sink
+            flags = None if self._packing.apart else self._packing.flags
+            self._sink = Sink(plan, self._take(plan.degree * plan.width), flags)
         return self._sink
 
     def _place(self, index: int) -> int:
@@ -106,8 +108,11 @@ class Collector:
         if self.announce is not None:
             self.announce()
 
-    def finish(self, chosen: Sequence[int], collectives: Collectives) -> Tensor:
-        """Return the packed gradients of the parameters at ``chosen``, and begin anew."""
+    def finish(self, chosen: Sequence[int], collectives: Collectives) -> tuple[Tensor, list[bool]]:
+        """Return the packed gradients of the parameters at ``chosen``, and begin anew.
+
+        With them, for each parameter, whether it has any.
+        """
         sink = self._begin()
         if self._chosen != list(chosen):
             names = [self._parameters[i].name for i in self._chosen]
@@ -119,7 +124,7 @@ class Collector:
             if self._parameters[index].has_gradient:
                 sink.add(place, self._parameters[index].take_gradient(collectives))
         self._sink = None
-        return sink.finish()
+        return sink.finish(), sink.written
 
     def drop(self) -> None:
         """Forget what was added up."""

@@ -1,7 +1,7 @@
 """From the unsharded gradients of one group to sharded gradients on its parameters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,14 +23,17 @@ class PartialSum:
     def __init__(self) -> None:
         self._flat: Tensor | None = None
         self._names: tuple[str, ...] = ()
+        self._used: list[bool] = []
 
     @property
     def waits(self) -> bool:
         """Return whether something is kept."""
         return self._flat is not None
 
-    def add(self, flat: Tensor, names: tuple[str, ...]) -> Tensor:
-        """Keep the sum of ``flat`` and what is kept; return it."""
+    def add(
+        self, flat: Tensor, names: tuple[str, ...], used: list[bool]
+    ) -> tuple[Tensor, list[bool]]:
+        """Keep the sum of ``flat`` and what is kept; return it, and what this rank used in it."""
         if self._flat is not None:
             if names != self._names:
                 raise StateError(
@@ -38,12 +41,13 @@ class PartialSum:
                     f"of {list(names)}; freeze parameters only after a reduction over all axes"
                 )
             flat = flat.add_(self._flat)
-        self._flat, self._names = flat, names
-        return flat
+            used = [now or before for now, before in zip(used, self._used, strict=True)]
+        self._flat, self._names, self._used = flat, names, used
+        return flat, used
 
     def clear(self) -> None:
         """Keep nothing."""
-        self._flat, self._names = None, ()
+        self._flat, self._names, self._used = None, (), []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +63,40 @@ class Batch:
     shard: Tensor  # the flat shard, for its dtype and device
     partial: PartialSum
     buffers: Buffers
+    all_used: dict[torch.dtype, Tensor] = field(default_factory=dict)  # see `flags`
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the parameters."""
         return tuple(parameter.name for parameter in self.parameters)
 
+    def flags(
+        self, used: Sequence[bool], shape: tuple[int, int], first: int, like: Tensor
+    ) -> Tensor:
+        """Return columns of zeros with the flags of the parameters from column ``first`` on.
+
+        Each is 1 where this rank ``used`` the parameter. What all steps that use everything need is
+        made once.
+        """
+        whole = self.all_used.get(like.dtype)
+        if whole is None:
+            whole = self.all_used[like.dtype] = like.new_zeros(shape)
+            whole[:, first : first + len(used)] = 1
+        if all(used):
+            return whole
+        some = whole.clone()
+        for i, is_used in enumerate(used):
+            if not is_used:
+                some[:, first + i].zero_()
+        return some
+
 
 class Reduction:
     """One reduction under way: a reduce-scatter, then for HSDP an all-reduce of its result.
 
     Of contiguous ``gradients``, or of ``rows`` where they are packed already; these are given back.
+    ``used`` says of which parameters this rank has gradients; the others, zeros here, get one only
+    if another rank has.
     Of ``options`` counts what they are now: the factor, the hook, whether replicas are summed.
     """
 
@@ -78,6 +105,7 @@ class Reduction:
         batch: Batch,
         gradients: list[Tensor],
         rows: Tensor | None,
+        used: list[bool],
         axes: DataAxes,
         collectives: Collectives,
         options: Options,
@@ -93,19 +121,34 @@ class Reduction:
         self._scattering: Work | None = None
         self._summing: Work | None = None
         self._gradients = gradients  # released when they are packed
+        self._used = used
         self._flat: Tensor | None = None
         self._rows: Tensor | None = None
+        self._row: Tensor | None = None  # of gradients and flags that are scattered apart
         if axes.shard.size > 1:
             self._rows = self._pack(rows)
-            self._scattering = collectives.reduce_scatter(axes.shard, [self._rows], op=self._op)
+            self._scattering = self._scatter(axes.shard, self._rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows))
 
     def _pack(self, rows: Tensor | None) -> Tensor:
         flat = self._packed() if rows is None else rows
-        if self._before:
+        packing = self._batch.packing
+        if self._before and packing.apart:
             flat.div_(self._before)
+        elif self._before:  # a flag could become zero
+            flat.view(packing.sink.degree, -1)[:, : packing.flags].div_(self._before)
         return flat
+
+    def _scatter(self, axis: Axis, rows: Tensor) -> Work:
+        packing, collectives = self._batch.packing, self._collectives
+        if not packing.apart:
+            return collectives.reduce_scatter(axis, [rows], op=self._op)
+        count = len(self._used)
+        flags = self._batch.flags(self._used, (axis.size, count), 0, rows)
+        self._row = rows.new_empty(packing.flags + count)
+        outputs = [self._row[: packing.flags], self._row[packing.flags :]]
+        return collectives.reduce_scatter(axis, [rows, flags.flatten()], outputs, op=self._op)
 
     def _packed(self) -> Tensor:
         batch, pieces = self._batch, self._gradients
@@ -117,8 +160,12 @@ class Reduction:
         if len({piece.dtype for piece in pieces}) > 1:
             pieces = [piece.to(batch.dtype) for piece in pieces]
         for i, start, end in reversed(sink.gaps):
-            zeros = torch.zeros(sink.degree, end - start, dtype=pieces[0].dtype, device=device)
-            pieces.insert(i, zeros)
+            shape = (sink.degree, end - start)
+            if start <= packing.flags < end:
+                gap = batch.flags(self._used, shape, packing.flags - start, pieces[0])
+            else:
+                gap = pieces[0].new_zeros(shape)
+            pieces.insert(i, gap)
         pieces = [piece for piece in pieces if piece.numel()]
         self._gradients = []
         if pieces:
@@ -130,7 +177,7 @@ class Reduction:
         if not self._sums:
             return
         batch = self._batch
-        self._flat = batch.partial.add(flat, batch.names)
+        self._flat, self._used = batch.partial.add(flat, batch.names, self._used)
         self._ready = self._options.all_reduce
         if self._ready:
             batch.partial.clear()
@@ -149,11 +196,12 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self._scattering is not None:
             try:
-                (shard,) = self._scattering.wait()
+                outputs = self._scattering.wait()
             except Exception:  # it has ended, with this error; an interrupt says nothing of it
                 self._scattering = None
                 raise
-            self._scattering = None
+            shard = outputs[0] if self._row is None else self._row
+            self._scattering = self._row = None
             if self._rows is not None:
                 self._batch.buffers.give(self._rows)
                 self._rows = None
@@ -188,15 +236,28 @@ class Reduction:
         self.wait()
         if not self._ready:
             return
-        for parameter, local in zip(self._batch.parameters, self._results(), strict=True):
-            parameter.add_gradient(local)
+        used = self._used_by_any()
+        for parameter, local, is_used in zip(
+            self._batch.parameters, self._results(), used, strict=True
+        ):
+            if is_used:
+                parameter.add_gradient(local)
+
+    def _used_by_any(self) -> list[bool]:
+        """Return which parameters any rank used; reads flags only where this rank did not."""
+        if self._flat is None or all(self._used):
+            return self._used
+        first = self._batch.packing.flags
+        return self._flat[first : first + len(self._used)].ne(0).tolist()
 
     def _results(self) -> list[Tensor]:
         if self._flat is None:
             return [self._finished(gradient) for gradient in self._gradients]
+        packing = self._batch.packing
         if self._options.hook is not None:
-            self._options.hook(self._flat)
-        return self._batch.packing.row.views(self._finished(self._flat))
+            self._options.hook(self._flat[: packing.flags])
+        reduced = self._flat[: packing.flags] if packing.apart else self._flat
+        return packing.row.views(self._finished(reduced))
 
     def _finished(self, reduced: Tensor) -> Tensor:
         if self._after and self._after != 1.0:

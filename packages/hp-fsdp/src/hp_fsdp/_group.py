@@ -271,7 +271,10 @@ class ParameterGroup:
                 parameter.hold_gradient(self.dtypes.reduce)
 
     def reduce(self, options: Options) -> Reduction | None:
-        """Start the reduction of the gradients, zeros where there are none; None if all frozen."""
+        """Start the reduction of the gradients, zeros where there are none; None if all frozen.
+
+        What no rank used gets no gradient.
+        """
         with torch.no_grad():
             return self._reduction(options)
 
@@ -285,10 +288,12 @@ class ParameterGroup:
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.collector is None:
+            used = [parameters[i].has_gradient for i in chosen]
             gradients = [parameters[i].take_gradient(collectives) for i in chosen]
         else:
-            rows = self.collector.finish(chosen, collectives)
-        return Reduction(self._batch, gradients, rows, self.reduce_axes, collectives, options)
+            rows, used = self.collector.finish(chosen, collectives)
+        axes = self.reduce_axes
+        return Reduction(self._batch, gradients, rows, used, axes, collectives, options)
 
     def _batch_of(self, chosen: Sequence[int]) -> Batch:
         return Batch(

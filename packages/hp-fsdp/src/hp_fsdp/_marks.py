@@ -43,17 +43,20 @@ class Watch:
 
 def mark_inputs(
     left: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the inputs, those that take a gradient marked: ``left`` runs when backward is past."""
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the inputs, those that take a gradient marked: ``left`` runs when backward is past.
+
+    The last value says whether there are any.
+    """
     tensors = tensors_with_gradient((args, kwargs))
     if not tensors:
-        return args, kwargs  # the end of backward will do
+        return args, kwargs, False  # the end of backward will do
     apply: Any = _AfterBackward.apply
     marked = iter(apply(left, *tensors))
     args, kwargs = map_tensors(
         lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
     )
-    return args, kwargs
+    return args, kwargs, True
 
 
 class _AfterBackward(torch.autograd.Function):

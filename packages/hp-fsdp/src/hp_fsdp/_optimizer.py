@@ -11,7 +11,7 @@ from hp_dtensor import RaggedTensor
 
 from ._errors import ModuleError, ShardingError
 from ._group import ParameterGroup
-from ._segments import Segment, segments_of
+from ._segments import Piece, Segment, segments_of
 from ._unit import unit_of
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -34,8 +34,9 @@ def sharded_optimizer(
 
     ``cls`` is one of torch's optimizers that update every element alone, made with ``kwargs``;
     results are those of ``cls`` on the parameters one by one. The parameter groups, the state and
-    its ``state_dict`` are per parameter, as torch's. Parameters that ``add_param_group`` adds are
-    stepped one by one. Communicates nothing.
+    its ``state_dict`` are per parameter, as torch's. A parameter without gradient is skipped, and
+    from then on updated apart from its neighbours; those that ``add_param_group`` adds are stepped
+    one by one. Communicates nothing.
 
     Raises `ModuleError` for a module that has nothing sharded to train, `ShardingError` for an
     optimizer of another kind.
@@ -113,8 +114,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for segment in self._segments:
-            segment.take_gradients()
+        if not all([segment.take_gradients() for segment in self._segments]):
+            self._split(_has_gradient)
+            for segment in self._segments:
+                segment.take_gradients()
         for mine, its in zip(self.param_groups, self._inner.param_groups, strict=True):
             # A scheduler may have changed them.
             its.update({key: value for key, value in mine.items() if key != "params"})
@@ -124,6 +127,31 @@ class FlatOptimizer(torch.optim.Optimizer):
         if len(self._inner.state) != self._shown:
             self._show_state()
         return loss
+
+    def _split(self, key: Callable[[Piece], object]) -> None:
+        """Step neighbours of different ``key`` as tensors of their own from now on.
+
+        A parameter without gradient is skipped, and its step number is another one ever after.
+        """
+        parts = [segment.split(key) for segment in self._segments]
+        if all(len(each) == 1 for each in parts):
+            return
+        for segment, each in zip(self._segments, parts, strict=True):
+            state: dict[str, Any] = self._inner.state.get(segment.flat, {})
+            for part in each if len(each) > 1 and state else ():
+                self._inner.state[part.flat] = {
+                    name: segment.cut(part, value)
+                    if _is_per_element(value, segment.flat)
+                    else _own(value)
+                    for name, value in state.items()
+                }
+            if len(each) > 1:
+                self._inner.state.pop(segment.flat, None)
+        self._segments = [part for each in parts for part in each]
+        flats = [segment.flat for segment in self._segments]
+        first = self._inner.param_groups[0]
+        first["params"] = [*flats, *first["params"][len(parts) :]]
+        self._show_state()
 
     @torch.no_grad()
     def _show_state(self) -> None:
@@ -157,6 +185,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Load a state per parameter, this optimizer's or that of ``cls`` on the parameters."""
         super().load_state_dict(state_dict)
         self._inner.state.clear()
+        self._split(self._loaded)
         for segment in self._segments:
             first = self.state.get(segment.pieces[0].parameter, {})
             self._inner.state[segment.flat] = {
@@ -170,6 +199,15 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._inner.state[other] = self.state[other]
         self._show_state()
 
+    def _loaded(self, piece: Piece) -> object:
+        """Return what a parameter's state has once, such as its step number."""
+        state = self.state.get(piece.parameter, {})
+        return {
+            name: value.tolist() if isinstance(value, Tensor) else value
+            for name, value in state.items()
+            if not _is_sharded(value)
+        }, state.keys()
+
     def _joined(self, segment: Segment, key: str) -> Tensor:
         flat = torch.zeros_like(segment.flat)
         for piece in segment.pieces:
@@ -177,6 +215,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             part = piece.owner.part
             part(piece.cut(flat)).copy_(part(loaded))
         return flat
+
+
+def _has_gradient(piece: Piece) -> bool:
+    return piece.parameter.grad is not None
 
 
 def _is_per_element(value: object, flat: Tensor) -> bool:

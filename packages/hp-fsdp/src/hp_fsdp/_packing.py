@@ -1,4 +1,8 @@
-"""Where the gradients of a group lie while they are packed, and this rank's part once reduced."""
+"""Where the gradients of a group lie while they are packed, and this rank's part once reduced.
+
+Each row also has one flag per parameter, nonzero from ranks that used the parameter. A reduction
+sums the flags like gradients, so that every rank learns which parameters no rank used.
+"""
 
 import itertools
 import math
@@ -38,11 +42,15 @@ class RowPlan:
 class Packing:
     """The packed gradients of some parameters, and how a reduced ``row`` of them splits.
 
+    The flags of the parameters are the columns from ``flags`` on, of which each row of the sink
+    has its own, or, if ``apart``, a second tensor that is reduced together with the sink.
     ``rearranged`` are those that do not lie there in the order of their elements.
     """
 
     sink: SinkPlan
     row: RowPlan
+    flags: int
+    apart: bool = False
     rearranged: tuple[tuple[int, Cut], ...] = ()
 
 
@@ -53,7 +61,7 @@ def pack_by_rank(
 
     ``held`` are the shapes of this rank's parts.
     """
-    plan = plan_gradients(slots, itemsize)
+    plan = plan_gradients(slots, itemsize, len(slots))
     ends = list(itertools.accumulate((slot.shard_numel for slot in slots), initial=0))
     widths: list[int] = []
     positions = []
@@ -64,9 +72,10 @@ def pack_by_rank(
     return Packing(
         sink=SinkPlan.of(slots, cuts, ends[:-1], cuts[0].degree, plan.shard_numel),
         row=RowPlan(
-            widths=(*widths, plan.padding),
+            widths=(*widths, plan.shard_numel - ends[-1]),
             positions=tuple(positions),
             shapes=tuple(None if len(shape) == 1 else shape for shape in held),
         ),
+        flags=ends[-1],
         rearranged=tuple((i, cut) for i, cut in enumerate(cuts) if cut.dim),
     )

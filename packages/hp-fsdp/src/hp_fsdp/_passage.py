@@ -1,6 +1,7 @@
 """The hooks that tie a unit to the forward and backward of its modules."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from ._errors import StateError, UnsupportedError
 from ._marks import Watch, mark_inputs
 from ._nested import tensors_with_gradient
 from ._precision import cast_floating, move_tensors
+from ._runs import Run
 from ._states import Event, GradientState
 from ._torch import inside_backward
 
@@ -30,6 +32,7 @@ class Passage:
         self._waiting: set[nn.Module] = set()  # modules of the list that have yet to end
         self._running: set[nn.Module] = set()  # those that have begun and not ended
         self._expects_backward = False
+        self._run = Run(unit)
         self._watch = Watch(self._gradient_came)
         # A compiler that traced what communicates would break its graph there, and again whenever
         # the step is in another state.
@@ -65,12 +68,14 @@ class Passage:
             self.forget()
             self._waiting.update(unit.modules)
             self._expects_backward = False
+            self._run = Run(unit)
         self._running.add(module)
-        if first and schedule.enter(unit) and schedule.device.type != "cpu":
+        if first and schedule.enter(self._run) and schedule.device.type != "cpu":
             args, kwargs = move_tensors((args, kwargs), schedule.device)
         unit.unshard()
         if first and torch.is_grad_enabled():
-            args, kwargs = mark_inputs(self._backward_left, args, kwargs)
+            left = partial(self._backward_left, self._run)
+            args, kwargs, self._run.marked = mark_inputs(left, args, kwargs)
         return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
@@ -102,7 +107,7 @@ class Passage:
     def _expect_backward(self, output: Any) -> None:
         tensors = tensors_with_gradient(output)
         for tensor in tensors:
-            tensor.register_hook(self._before_backward)
+            tensor.register_hook(partial(self._before_backward, self._run))
         if not tensors and not self._watch.begin(
             parameter.unsharded
             for group in self._unit.groups
@@ -113,6 +118,7 @@ class Passage:
         if not tensors:
             self._announce(self._backward_came)
         self._expects_backward = True
+        self._run.expected |= bool(tensors)
         self._unit.note(Event.FORWARD)
 
     def end_watch(self) -> None:
@@ -149,7 +155,7 @@ class Passage:
                 self._unit.reshard()
         elif not self._watch.active:
             schedule.after_forward(self._unit)
-        schedule.leave(self._unit)
+        schedule.leave(self._run)
 
     @property
     def half_run(self) -> bool:
@@ -166,7 +172,7 @@ class Passage:
         self.forget()
         self.end_watch()
 
-    def _before_backward(self, gradient: Tensor) -> None:
+    def _before_backward(self, run: Run, gradient: Tensor) -> None:
         unit = self._unit
         if unit.schedule is None:
             raise StateError("a backward reached a unit that has not run forward")
@@ -175,11 +181,11 @@ class Passage:
                 "a backward with create_graph=True through a sharded unit is not supported: its "
                 "parameters are given up after backward, and a second one would read them"
             )
-        unit.note(Event.BACKWARD)
-        unit.schedule.backward_reached(unit)
+        unit.schedule.backward_reached(run)
         if unit.options.unshard_in_backward:
             unit.unshard()
 
-    def _backward_left(self) -> None:
-        if not self._watch.active:  # otherwise more may come: the end of backward reduces
-            self._unit.finish_backward()
+    def _backward_left(self, run: Run) -> None:
+        # While parameters are watched more may come: the end of backward reduces.
+        if not self._watch.active and self._unit.schedule is not None:
+            self._unit.schedule.backward_left(run)

@@ -75,7 +75,10 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPlan:
-    """The rank-major gradient buffer ``[degree, shard_numel]``, its rows ending in ``padding``."""
+    """The rank-major gradient buffer ``[degree, shard_numel]``, its rows ending in ``padding``.
+
+    Before the padding come as many columns of flags as `plan_gradients` was asked for.
+    """
 
     shard_numel: int
     padding: int
@@ -156,13 +159,13 @@ def is_large(numel: int, itemsize: int, direct_bytes: float | None = None) -> bo
     return numel * itemsize >= (DIRECT_BYTES if direct_bytes is None else direct_bytes)
 
 
-def plan_gradients(slots: Sequence[Slot], itemsize: int) -> GradientPlan:
-    """Return the rows in which the gradients of ``slots`` lie, densely and in order.
+def plan_gradients(slots: Sequence[Slot], itemsize: int, flags: int = 0) -> GradientPlan:
+    """Return the rows in which the gradients of ``slots`` lie, densely and in order, then flags.
 
     The row ends in up to 15 bytes of padding, so that every row starts at a multiple of 16 bytes.
     """
     unit = max(1, ALIGNMENT // itemsize)
-    end = sum(slot.shard_numel for slot in slots)
+    end = sum(slot.shard_numel for slot in slots) + flags
     row = _round_up(end, unit)
     return GradientPlan(shard_numel=row, padding=row - end)
 

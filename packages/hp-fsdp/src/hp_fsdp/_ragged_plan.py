@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ._cut import Cut
 from ._packing import Packing, RowPlan
@@ -89,7 +89,10 @@ class RaggedPlan:
         )
 
     def packing(self, chosen: Sequence[int], index: int) -> Packing:
-        """Return where gradients of ``chosen`` lie, as in the buffer, and in one rank's share."""
+        """Return where gradients of ``chosen`` lie, as in the buffer, and in one rank's share.
+
+        Parameters that several ranks have a part of leave no columns for flags between the shares.
+        """
         slots = [
             Slot(
                 shape=self.shapes[i],
@@ -103,9 +106,15 @@ class RaggedPlan:
         ]
         cuts = [Cut(shape=slot.shape, dim=0, degree=1) for slot in slots]
         starts = [self.starts[i] for i in chosen]
+        width, row, apart = self.degree * self.share, self.row(chosen, index), self.degree > 1
+        if not apart:
+            flags = _round_up(len(chosen), max(1, ALIGNMENT // self.itemsize))
+            width, row = width + flags, replace(row, widths=(*row.widths, flags))
         return Packing(
-            sink=SinkPlan.of(slots, cuts, starts, 1, self.degree * self.share),
-            row=self.row(chosen, index),
+            sink=SinkPlan.of(slots, cuts, starts, 1, width),
+            row=row,
+            flags=self.share,
+            apart=apart,
         )
 
     def slots(self, index: int) -> tuple[Slot, ...]:

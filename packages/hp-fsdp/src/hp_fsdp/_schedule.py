@@ -13,11 +13,12 @@ from ._errors import StateError, first_error
 from ._gradients import Reduction
 from ._group import ParameterGroup
 from ._options import Options
-from ._states import GradientState
+from ._runs import Order, Run
+from ._states import Event, GradientState
 from ._torch import call_after_backward
 from ._unit import Unit, unit_of
 
-Order = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
+LearnedOrder = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
 
 
 class Schedule:
@@ -30,6 +31,10 @@ class Schedule:
     an earlier pass goes on with that one's. Where a pass leaves the recorded order,
     it does without prefetch to its end. All collectives are thus issued in program order, the same
     on all ranks that run the same program.
+
+    Backward may pass by a unit on one rank, whose loss does not depend on it there, and reach it on
+    another. A rank that comes to an earlier unit, or to the end, does first for those in between
+    what ranks do that reached them: it gathers and reduces them, without gradients of its own.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -51,12 +56,15 @@ class Schedule:
         self._compared_divisors = False
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
-        self._orders: dict[Unit, Order] = {}  # by the root of the pass, the latest pass last
+        self._orders: dict[Unit, LearnedOrder] = {}  # by the root of the pass, the latest pass last
         self._begin_order: list[Unit] = []  # what this pass follows
         self._end_order: list[Unit] = []  # what a backward goes through
         self._following = False
         self._backward = False
         self._cursor = 0
+        self._order = Order()  # of the pass under way, or the last one
+        self._walked: Order | None = None  # what a backward goes through, its events up to `_ahead`
+        self._ahead = 0
         self._reductions: list[Reduction] = []
         self._in_flight = 1
 
@@ -94,13 +102,15 @@ class Schedule:
                 "before the next forward"
             )
 
-    def enter(self, unit: Unit) -> bool:
+    def enter(self, run: Run) -> bool:
         """Note that a unit's forward begins; start its all-gather and that of its successor.
 
         Return whether it is the root of the pass.
         """
+        unit = run.unit
         if self._pass_root is None or self._pass_root is unit:
             self._begin_pass(unit)
+        self._order.begin(run)
         position = len(self._begun)
         self._begun.append(unit)
         order = self._begin_order
@@ -125,6 +135,7 @@ class Schedule:
             self.starts_after = None
         self._begun, self._ended = [], []
         self._begin_order = self._orders[root][0] if root in self._orders else []
+        self._order = Order()
         self._following = True
         # What an earlier pass left gathered never met its backward (an exception, a discarded
         # loss); an optimizer may have stepped since.
@@ -155,8 +166,10 @@ class Schedule:
         if unit.sharded and all(group.available for group in unit.groups):
             unit.gather(in_pass=True)
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, run: Run) -> None:
         """Note that a unit's forward ended; the root's end closes the pass."""
+        unit = run.unit
+        self._order.end(run)
         self._ended.append(unit)
         if unit is not self._pass_root:
             return
@@ -200,11 +213,57 @@ class Schedule:
         if not self._backward:
             self._backward = True
             self._in_flight = max(unit.options.in_flight for unit in self.units)
+            self._walked, self._ahead = None, 0
             call_after_backward(self._finish_backward)
 
-    def backward_reached(self, unit: Unit) -> None:
+    def backward_reached(self, run: Run) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
+        run.unit.note(Event.BACKWARD)
         self.begin_backward()
+        self._walk_to(run, run.end)
+        self._reach(run)
+
+    def backward_left(self, run: Run) -> None:
+        """Note that a unit's backward is past; reduces its gradients."""
+        self._walk_to(run, run.begin)
+        run.left = True
+        run.unit.finish_backward()
+
+    def _walk_to(self, run: Run, position: int) -> None:
+        """Come to an event of a pass, past all after it."""
+        if run.order is None or position < 0:
+            return  # a forward that did not end
+        if run.order is not self._walked:
+            self._end_walk()
+            self._walked, self._ahead = run.order, len(run.order.events)
+        self._pass_by(position + 1)
+        self._ahead = min(self._ahead, position)
+
+    def _end_walk(self) -> None:
+        """Pass by all that is left of a pass, and after the last backward forget it."""
+        self._pass_by(0)
+        if self._walked is not None and self._last:
+            self._walked.events.clear()
+        self._walked = None
+
+    def _pass_by(self, end: int) -> None:
+        """Reach and leave the units of events from ``end`` on that backward did not.
+
+        Not before the last backward, after which they may have theirs to come.
+        """
+        while self._walked is not None and self._ahead > end:
+            self._ahead -= 1
+            run, ended = self._walked.events[self._ahead]
+            if ended and run.expected and not run.reached and self._last:
+                run.unit.note(Event.BACKWARD)
+                self._reach(run)
+            elif not ended and run.marked and run.reached and not run.left and self._last:
+                run.left = True
+                run.unit.finish_backward()
+
+    def _reach(self, run: Run) -> None:
+        unit = run.unit
+        run.reached = True
         if any(group.collector is not None for group in unit.groups):
             self._make_room()  # its gradients are packed from here on
         if unit.options.unshard_in_backward:
@@ -214,12 +273,12 @@ class Schedule:
                 self._prefetch_backward(chosen)
             return
         order = self._end_order
-        at = _last(order, unit, self._cursor)
+        at = _last_place(order, unit, self._cursor)
         if at is None:
             # A second pass through the same units, or an earlier pass: start from its end.
             earlier = [ended for _, ended in reversed(self._orders.values())]
             order = next((each for each in [order, *earlier] if unit in each), order)
-            at = _last(order, unit, len(order))
+            at = _last_place(order, unit, len(order))
         if at is not None:
             self._end_order, self._cursor = order, at
             if at:
@@ -243,7 +302,8 @@ class Schedule:
             earlier.finish_scatter()
 
     def _finish_backward(self) -> None:
-        last = all(unit.options.is_last_backward for unit in self.units)
+        last = self._last
+        self._end_walk()
         for unit in reversed(self.units):
             # Before the last backward, units that this one did not reach may have theirs to come.
             if last or unit.gradients is GradientState.WRITING:
@@ -256,6 +316,10 @@ class Schedule:
             self._drop_unused_gathers()
             self._cursor = len(self._end_order)
         self._backward = False
+
+    @property
+    def _last(self) -> bool:
+        return all(unit.options.is_last_backward for unit in self.units)
 
     def finish_reductions(self) -> None:
         """Wait for all reductions and put their results on the parameters' ``grad``.
@@ -290,12 +354,13 @@ class Schedule:
         self._reductions = []
         self._pass_root = None
         self._backward = False
+        self._walked, self._ahead = None, 0
         self._following = False
         self._cursor = len(self._end_order)
         if error is not None:
             raise error
 
 
-def _last(order: list[Unit], unit: Unit, end: int) -> int | None:
+def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:
     """Return the last place before ``end`` that a unit has in an order; None if it has none."""
     return next((i for i in reversed(range(end)) if order[i] is unit), None)

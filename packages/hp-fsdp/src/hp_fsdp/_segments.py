@@ -1,7 +1,8 @@
 """Runs of parameters that lie side by side in a flat shard, to be stepped as one tensor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ class Segment:
         spans = [group.layout.spans[i] for i in members]
         first, end = spans[0][0], spans[-1][1]
         self._group = group
+        self._members = tuple(members)
+        self._names = names
         self._shard = group.layout.shard
         self.pieces = [
             Piece(
@@ -63,11 +66,11 @@ class Segment:
         self.flat = nn.Parameter(self._shard[first:end])
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
+    def take_gradients(self) -> bool:
         """Give ``flat`` the gradients of the pieces, without a copy where they lie side by side.
 
-        Where no piece has one, neither has ``flat``. Raises `StateError` if only some have, or the
-        group was laid out anew.
+        Where no piece has one, neither has ``flat``; return False where only some have: `split`
+        then. Raises `StateError` if the group was laid out anew.
         """
         if self._group.layout.shard is not self._shard or self._group.moved:
             raise StateError(
@@ -75,18 +78,29 @@ class Segment:
             )
         found = [piece.owner.sharded.grad for piece in self.pieces]
         gradients = [gradient for gradient in found if gradient is not None]
-        if not gradients:
-            self.flat.grad = None
-            return
         if len(gradients) < len(found):
-            missing = [p.name for p, g in zip(self.pieces, found, strict=True) if g is None]
-            raise StateError(
-                f"{missing} have no gradient, and others that lie beside them have; step all of "
-                "them, or make the optimizer anew after freezing some"
-            )
+            self.flat.grad = None
+            return not gradients
         parts = [(p.start, p.owner.part(gradients[i])) for i, p in self._filled]
         side_by_side = self._side_by_side(parts)
         self.flat.grad = self._packed(parts) if side_by_side is None else side_by_side
+        return True
+
+    def split(self, key: Callable[[Piece], object]) -> "list[Segment]":
+        """Return the runs of neighbours of one ``key``: this segment alone where all have the same.
+
+        The new segments have the same memory.
+        """
+        pairs = zip(self._members, map(key, self.pieces), strict=True)
+        runs = [[i for i, _ in run] for _, run in groupby(pairs, lambda pair: pair[1])]
+        return (
+            [self] if len(runs) == 1 else [Segment(self._group, run, self._names) for run in runs]
+        )
+
+    def cut(self, part: "Segment", value: Tensor) -> Tensor:
+        """Return the view, of a tensor that is laid out like this segment, of a part of it."""
+        start = part.flat.storage_offset() - self.flat.storage_offset()
+        return value[start : start + len(part.flat)]
 
     def _side_by_side(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
         if not parts:

@@ -138,7 +138,10 @@ class Setters:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accept True: zero gradients of unused parameters always take part."""
+        """Accept True: parameters that a rank did not use always take part, with zeros.
+
+        Those that no rank used keep ``grad is None``.
+        """
         if reduce_scatter_unused_params is not True:
             raise UnsupportedError(
                 f"reduce_scatter_unused_params is {shown(reduce_scatter_unused_params)}; only True "

@@ -104,11 +104,15 @@ class Sink:
     the end.
     """
 
-    def __init__(self, plan: SinkPlan, flat: Tensor) -> None:
-        """Write into ``flat``, whose contents are arbitrary."""
+    def __init__(self, plan: SinkPlan, flat: Tensor, flags: int | None = None) -> None:
+        """Write into ``flat``, whose contents are arbitrary.
+
+        From the column ``flags`` on, if that is given, 1 for each parameter that got a gradient.
+        """
         self._plan = plan
+        self._flags = flags
         self._flat = flat
-        self._written = [False] * len(plan.places)
+        self.written = [False] * len(plan.places)  # which gradients came
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add the gradient of the parameter at ``index``: one copy or addition, or two."""
@@ -157,13 +161,13 @@ class Sink:
         return not self._plan.places[index].cut.dim
 
     def _first(self, index: int) -> bool:
-        first, self._written[index] = not self._written[index], True
+        first, self.written[index] = not self.written[index], True
         return first
 
     def finish(self) -> Tensor:
         """Return all rows, flat, zero where no gradient came."""
         rows = self._flat.view(self._plan.degree, self._plan.width)
-        for place, written in zip(self._plan.places, self._written, strict=True):
+        for place, written in zip(self._plan.places, self.written, strict=True):
             end = place.start + place.rows * place.row_numel
             if place.cut.dim:
                 end = place.start + math.prod(place.shape[1:])
@@ -174,7 +178,15 @@ class Sink:
             if first < self._plan.degree and end > place.start:
                 rows[first:, place.start : end].zero_()
         for _, start, end in self._plan.gaps:
-            rows[:, start:end].zero_()
+            if self._flags is None or not start <= self._flags < end:
+                rows[:, start:end].zero_()
+                continue
+            if start < self._flags:
+                rows[:, start : self._flags].zero_()
+            rows[:, self._flags : end].fill_(1)
+            for i, written in enumerate(self.written):
+                if not written:
+                    rows[:, self._flags + i].zero_()
         return self._flat
 
 
