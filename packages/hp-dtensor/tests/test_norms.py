@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor as theirs
-from rank_pool import RankPool, cached
+from rank_pool import RankError, RankPool, cached
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -182,3 +184,66 @@ def test_a_largest_norm_is_a_number_of_zero_or_more(wrong: Any) -> None:
     with pytest.raises(MaxNormError, match=r"max_norm=.* give a number of 0 or more"):
         clip_grad_norm_(parameter, wrong)
     assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+LIMITS: list[Any] = [
+    torch.tensor(0.5),
+    torch.tensor([0.5], dtype=torch.float64),
+    np.float32(0.5),
+    np.float64(0.5),
+    np.int64(1),
+    nn.Parameter(torch.tensor(0.5)),
+]
+
+
+def limited(rank: int) -> list[tuple[float, list[Tensor]]]:
+    results = []
+    for limit in LIMITS:
+        for foreach in (None, True, False):
+            given = parameters()
+            norm = clip_grad_norm_(given, limit, 2.0, False, foreach)  # type: ignore[misc]
+            results.append((float(norm), [whole_gradient(p) for p in given]))
+    return results
+
+
+def whole_gradient(parameter: nn.Parameter) -> Tensor:
+    grad: Any = parameter.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+
+@pytest.mark.xfail(strict=True, reason="refused", raises=RankError)
+def test_the_limit_may_be_a_tensor_or_a_number_of_numpy_as_in_torchs(ranks: Pools) -> None:
+    cases = [limit for limit in LIMITS for _ in range(3)]
+    for results in ranks(4).run(limited):
+        for (norm, grads), limit in zip(results, cases, strict=True):
+            plain = [nn.Parameter(torch.zeros_like(grad)) for grad in gradients()]
+            for parameter, grad in zip(plain, gradients(), strict=True):
+                parameter.grad = grad
+            expected = torch.nn.utils.clip_grad_norm_(plain, limit)
+            assert norm == pytest.approx(float(expected), rel=1e-12)
+            for mine, parameter in zip(grads, plain, strict=True):
+                assert parameter.grad is not None
+                torch.testing.assert_close(mine, parameter.grad)
+
+
+@pytest.mark.parametrize("limit", [torch.ones(2), torch.ones(1) * 1j, np.float32(-1), "1", None])
+@pytest.mark.xfail(strict=True, reason="not all are refused by name", raises=AssertionError)
+def test_a_limit_that_is_no_one_number_is_refused(limit: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(MaxNormError, match="max_norm=") as info:
+        clip_grad_norm_([parameter], limit)
+    assert "0-dim tensor" in str(info.value)
+
+
+@pytest.mark.xfail(strict=True, reason="not there", raises=TypeError)
+def test_without_foreach_each_gradient_is_scaled_by_itself() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    found = []
+    for foreach in (None, True, False):
+        parameter.grad = torch.ones(2, dtype=torch.float64)
+        with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as scale:
+            norm = clip_grad_norm_(parameter, 1.0, foreach=foreach)  # type: ignore[call-arg]
+        found.append((scale.call_count, float(norm), parameter.grad.tolist()))
+    assert [count for count, *_ in found] == [1, 1, 0]
+    assert found[0][1:] == found[1][1:] == found[2][1:]
