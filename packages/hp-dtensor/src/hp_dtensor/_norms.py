@@ -167,9 +167,9 @@ def _of_one(mesh: DeviceMesh, axis: int) -> Axis:
 
 
 def _exact(mesh: DeviceMesh, axes: tuple[int, ...]) -> Axis | None:
-    """Return the group over ``axes`` if there is one without other ranks, as a sum needs it."""
+    """Return the group over ``axes`` if there is one."""
     found = find_fold(mesh, axes)
-    return found.find() if found is not None and len(found.members) == found.size else None
+    return None if found is None else found.find()
 
 
 def _checked(collectives: object) -> Collectives:

@@ -22,7 +22,8 @@ from ._stages import Fold
 def find_fold(mesh: DeviceMesh, axes: tuple[int, ...]) -> Fold | None:
     """Return the group over ``axes``: the axis's own, the world's, or that of a flattened mesh.
 
-    None if there is no such group. Communicates nothing.
+    It has the ranks that differ from this one on these axes, and no others: ranks that differ on
+    another axis take no part. None if there is no such group. Communicates nothing.
     """
     name = _name(mesh, axes)
     coordinate = tuple(mesh.get_coordinate() or ())
@@ -38,31 +39,9 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
-    """Return the sets of axes that one group spans; None if any set has one.
+    """Return the sets of several axes that one process group spans, without any other rank.
 
     A rank outside the mesh has no groups to look at and answers None.
-    """
-    coordinate = mesh.get_coordinate()
-    if mesh.ndim == 1 or coordinate is None or mesh.size() == dist.get_world_size():
-        return None
-    coordinate = tuple(coordinate)
-    sets = (
-        tuple(axis for axis, taken in enumerate(choice) if taken)
-        for choice in product((False, True), repeat=mesh.ndim)
-        if sum(choice) > 1
-    )
-    groups = _candidates(mesh)
-    return frozenset(
-        axes
-        for axes in sets
-        if any(_members(mesh, axes, coordinate, ranks) is not None for _, ranks in groups)
-    )
-
-
-def exact_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
-    """Return the sets of several axes that a group spans and no more, as reductions need it.
-
-    A rank outside the mesh answers None.
     """
     coordinate = mesh.get_coordinate()
     if mesh.ndim == 1 or coordinate is None:
@@ -74,10 +53,7 @@ def exact_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
         for axes in combinations(range(mesh.ndim), count)
         if math.prod(mesh.shape[axis] for axis in axes) in sizes
     ]
-    folds = {axes: find_fold(mesh, axes) for axes in sets}
-    return frozenset(
-        axes for axes, fold in folds.items() if fold and len(fold.members) == fold.size
-    )
+    return frozenset(axes for axes in sets if find_fold(mesh, axes) is not None)
 
 
 def world_fold() -> Fold:
@@ -91,8 +67,8 @@ def fold_for(step: Step, mesh: DeviceMesh) -> Fold:
     found = find_fold(mesh, step.axes)
     if found is None:
         raise MissingGroup(
-            f"no process group spans the axes {step.axes} of {mesh}; build the mesh with groups, "
-            "or an alias over these axes with it"
+            f"no process group has the ranks along the axes {step.axes} of {mesh} and no others; "
+            "build the mesh with groups, or an alias over these axes with it"
         )
     return found
 
@@ -128,12 +104,11 @@ def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
 
 
 def _candidates(mesh: DeviceMesh) -> _Groups:
-    """Return how to find groups that may span several axes, with their ranks; smallest first."""
+    """Return how to find groups that may span several axes, with their ranks."""
     found: _Groups = []
     for flattened in flattened_meshes(mesh):
         ranks = dist.get_process_group_ranks(flattened.get_group())
         found.append((flattened.get_group, tuple(ranks)))
-    found.sort(key=lambda pair: len(pair[1]))
     if mesh.size() == dist.get_world_size():
         found.append((lambda: dist.group.WORLD, tuple(range(dist.get_world_size()))))
     return found
@@ -166,16 +141,12 @@ def _members(
     coordinate: tuple[int, ...],
     group_ranks: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Return the group index of each rank along the axes; None if the group lacks one.
-
-    Only a group that is a union of such sets may serve: all of its ranks must make the call.
-    """
-    index = {rank: i for i, rank in enumerate(group_ranks)}
+    """Return the group index of each rank along the axes; None unless these are all of its ranks."""
     ranks = _ranks_along(mesh, axes, coordinate)
-    inside = set(mesh.mesh.flatten().tolist())
-    if not all(rank in index for rank in ranks) or not inside.issuperset(group_ranks):
+    if len(ranks) != len(group_ranks):
         return None
-    return tuple(index[rank] for rank in ranks)
+    index = {rank: i for i, rank in enumerate(group_ranks)}
+    return tuple(index[rank] for rank in ranks) if index.keys() == set(ranks) else None
 
 
 def _name(mesh: DeviceMesh, axes: tuple[int, ...]) -> str:

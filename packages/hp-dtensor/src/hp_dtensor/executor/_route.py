@@ -29,7 +29,7 @@ from ..ragged._spec import find_spec
 from ..ragged._tensor import RaggedTensor
 from ._agreement import Agreement, agreement
 from ._execute import prepare
-from ._groups import exact_folds, fold_between, fold_for, found_folds, world_fold
+from ._groups import fold_between, fold_for, found_folds, world_fold
 from ._origin import Distributed, Origin, origin_of, origin_of_spec, ranks_of
 from ._reducible import check_reducible
 from ._stages import Stage
@@ -208,9 +208,9 @@ def _on_one_mesh(
     if coordinate is not None:
         rank = ravel(coordinate, src.mesh_shape)
     itemsize = origin.dtype.itemsize
-    folded, exact = (None, None) if mesh is None else (found_folds(mesh), exact_folds(mesh))
+    folded = None if mesh is None else found_folds(mesh)
     check_reducible(src, dst, origin.dtype)
-    plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, exact)
+    plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, folded)
     stages = None
     if mesh is not None and coordinate is not None:
         stages = prepare(plan, lambda step: fold_for(step, mesh))
@@ -223,7 +223,7 @@ def _on_one_mesh(
         device="cpu" if mesh is None else mesh.device_type,
         unchanged=src == dst,
         plan_back=lambda: make_plan(
-            whole(dst), whole(src), origin.shape, rank, itemsize, cost, folded, max_bytes, exact
+            whole(dst), whole(src), origin.shape, rank, itemsize, cost, folded, max_bytes, folded
         ),
         cost=cost,
         max_bytes=max_bytes,
