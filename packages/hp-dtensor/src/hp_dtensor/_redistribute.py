@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from ._errors import RankNotInMesh
 from .collectives._interface import Collectives
 from .executor._autograd import Pending, carry_out
-from .executor._origin import Distributed
+from .executor._origin import Distributed, origin_of, ranks_of
 from .executor._route import Order, find_route
 from .layouts._convert import AnyPlacement, DensePlacement
 from .plans._cost import CostModel
@@ -138,9 +138,9 @@ def plan_for(
     """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
     route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
     if route.stages is None:
-        lies = route.origin.layout.ranks or f"0 to {route.origin.layout.size - 1}"
-        if route.origin.mesh is not None:
-            lies = route.origin.mesh.mesh.flatten().tolist()
+        lies = route.source.ranks or f"0 to {route.source.size - 1}"
+        if (own := origin_of(x).mesh) is not None:
+            lies = list(ranks_of(own))
         raise RankNotInMesh(
             f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
             f"{lies}"

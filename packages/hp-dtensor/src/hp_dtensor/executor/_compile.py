@@ -7,7 +7,6 @@ and another in backward.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._caches import remembered
 from .._errors import CrossMeshError, LayoutError, PlacementTypeError
 from .._torch import find_group, local_part, no_modes, opaque_op
 from ..collectives._interface import Axis, Collectives
@@ -84,7 +84,8 @@ def _redistribute_in_graph(
         return x
     if torch.is_grad_enabled() and x.requires_grad:
         route.check_back()
-    result: DTensor = _InGraph.apply(x, route, text)  # type: ignore[no-untyped-call]
+    there = mesh if route.crosses else origin.mesh
+    result: DTensor = _InGraph.apply(x, route, text, there)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -93,21 +94,21 @@ redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
 
 class _InGraph(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, route: Route, text: str) -> Any:
-        ctx.route = route
+    def forward(ctx: Any, x: DTensor, route: Route, text: str, there: DeviceMesh) -> Any:
+        ctx.route, ctx.mesh = route, x.device_mesh
         local = local_part(x)
         check_local(local, route)
-        return route.wrap(carry_out(local, text))
+        return route.wrap(carry_out(local, text), there)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         route: Route = ctx.route
-        source, mesh = whole(route.origin.layout), route.origin.mesh
+        source = whole(route.source)
         order = source.shard_order
         back = _redistribute_in_graph(
-            grads[0], source.placements, mesh, order, route.cost, route.max_bytes
+            grads[0], source.placements, ctx.mesh, order, route.cost, route.max_bytes
         )
-        return back, None, None
+        return back, None, None, None
 
 
 def _check_everywhere(route: Route) -> None:
@@ -139,7 +140,7 @@ _package = __name__.rpartition(".")[0].replace(".", "_")
 carry_out = opaque_op(f"{_package}::carry_out", _carry_out, _empty)
 
 
-@lru_cache(maxsize=2048)
+@remembered(2048)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[Stage, ...]]:
     """Return the shape of the result and the stages; they hold names of groups, no groups."""
     plan, folds = read_plan(text)

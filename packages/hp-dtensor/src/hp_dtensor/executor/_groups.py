@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import combinations, product
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._caches import remembered
 from .._errors import MissingGroup
-from .._torch import flattened_meshes
+from .._torch import find_group, flattened_meshes, group_name
 from ..collectives._interface import Axis
 from ..layouts._intervals import ravel
 from ..plans._plan import Plan
 from ..plans._steps import Step
 from ..plans._transfer import same_mesh
+from ._meshes import mesh_of, number_of
 from ._stages import Fold
 
 
@@ -35,7 +36,7 @@ def find_fold(mesh: DeviceMesh, axes: tuple[int, ...]) -> Fold | None:
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the global ranks that differ from this one only on ``axes``, row-major."""
-    return _ranks_along(mesh, axes, tuple(mesh.get_coordinate() or ()))
+    return _ranks_along(number_of(mesh), axes, tuple(mesh.get_coordinate() or ()))
 
 
 def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
@@ -59,7 +60,7 @@ def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
 def world_fold() -> Fold:
     """Return the group of all ranks, which contains those of any two meshes."""
     size = dist.get_world_size()
-    return Fold(_finder("world", lambda: dist.group.WORLD, tuple(range(size))), range(size), size)
+    return Fold(_finder("world", *_named(dist.group.WORLD)), range(size), size)
 
 
 def fold_for(step: Step, mesh: DeviceMesh) -> Fold:
@@ -88,11 +89,12 @@ def fold_between(
     return fold_for(step, mesh)
 
 
-_Groups: TypeAlias = list[tuple[Callable[[], Any], tuple[int, ...]]]
+# Names under which torch finds groups again, so that what is kept never outlives them, with ranks.
+_Groups: TypeAlias = list[tuple[str, tuple[int, ...]]]
 
 
 def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
-    """Return how to find the axis's own group, with its ranks, which it may hold in another order.
+    """Return the axis's own group, with its ranks, which it may hold in another order.
 
     ``torch.distributed.new_group`` sorts them; a mesh may list its ranks in any order.
     """
@@ -100,29 +102,30 @@ def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
         group = mesh.get_group(axis)
     except RuntimeError:  # a mesh that was built without groups
         return _candidates(mesh)
-    return [(lambda: mesh.get_group(axis), tuple(dist.get_process_group_ranks(group)))]
+    return [_named(group)]
 
 
 def _candidates(mesh: DeviceMesh) -> _Groups:
-    """Return how to find groups that may span several axes, with their ranks."""
-    found: _Groups = []
-    for flattened in flattened_meshes(mesh):
-        ranks = dist.get_process_group_ranks(flattened.get_group())
-        found.append((flattened.get_group, tuple(ranks)))
+    """Return the groups that may span several axes, with their ranks."""
+    found = [_named(flattened.get_group()) for flattened in flattened_meshes(mesh)]
     if mesh.size() == dist.get_world_size():
-        found.append((lambda: dist.group.WORLD, tuple(range(dist.get_world_size()))))
+        found.append(_named(dist.group.WORLD))
     return found
 
 
-def _finder(name: str, group: Callable[[], Any], ranks: tuple[int, ...]) -> Callable[[], Axis]:
-    return lambda: Axis(name, group(), ranks)
+def _named(group: Any) -> tuple[str, tuple[int, ...]]:
+    return group_name(group), tuple(dist.get_process_group_ranks(group))
 
 
-# The two caches hold what follows from a mesh's ranks alone.
-@lru_cache(maxsize=256)
+def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]:
+    return lambda: Axis(name, find_group(group), ranks)
+
+
+@remembered(256)
 def _ranks_along(
-    mesh: DeviceMesh, axes: tuple[int, ...], coordinate: tuple[int, ...]
+    number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
+    mesh = mesh_of(number)
     degrees = tuple(mesh.shape)
     flat = mesh.mesh.flatten()
     ranks = []
@@ -134,17 +137,16 @@ def _ranks_along(
     return tuple(ranks)
 
 
-@lru_cache(maxsize=256)
 def _members(
     mesh: DeviceMesh,
     axes: tuple[int, ...],
     coordinate: tuple[int, ...],
     group_ranks: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Return the group index of each rank along the axes; None unless these are all of its ranks."""
-    ranks = _ranks_along(mesh, axes, coordinate)
-    if len(ranks) != len(group_ranks):
+    """Return the group index of each rank along the axes; None unless the group has no others."""
+    if math.prod(mesh.shape[axis] for axis in axes) != len(group_ranks):
         return None
+    ranks = _ranks_along(number_of(mesh), axes, coordinate)
     index = {rank: i for i, rank in enumerate(group_ranks)}
     return tuple(index[rank] for rank in ranks) if index.keys() == set(ranks) else None
 

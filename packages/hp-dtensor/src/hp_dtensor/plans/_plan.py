@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
+from .._caches import remembered
 from .._errors import NoPlan
 from ..layouts._layout import Layout
 from ..layouts._links import is_local, replicated, unchanged_axes
@@ -59,7 +59,7 @@ class Plan:
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def make_plan(
     src: Layout,
     dst: Layout,
@@ -100,7 +100,7 @@ def make_plan(
     )
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _choose(
     src: Layout,
     dst: Layout,
