@@ -8,6 +8,7 @@ import torch
 import torch.distributed.tensor as theirs
 from rank_pool import RankPool, cached
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from hp_dtensor import (
     Axis,
@@ -74,7 +75,6 @@ def _moved(rank: int) -> tuple[Tensor, list[bool], str, list[str], float, list[b
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the alias is not found", raises=AssertionError)
 def test_a_change_over_two_axes_runs_in_the_group_of_their_alias(ranks: Pools) -> None:
     full = torch.arange(96.0).view(12, 8)
     for result, used, note, kinds, norm, clipped, _ in ranks(8).run(_moved):
@@ -85,15 +85,26 @@ def test_a_change_over_two_axes_runs_in_the_group_of_their_alias(ranks: Pools) -
         assert clipped == [True]
 
 
-def _torchs(rank: int) -> tuple[bool, bool]:
+def _torchs(rank: int, compiled: bool) -> tuple[bool, bool, int]:
     """Whether torch's own redistribution sees the alias too, and what it gives."""
     mesh = _mesh()
     pair = mesh["dp_shard", "cp"]
     values = torch.ones(4, 4)
     x = theirs.DTensor.from_local(values, pair, [theirs.Partial(), theirs.Partial()])
-    whole = x.redistribute(placements=[theirs.Replicate(), theirs.Replicate()])
-    return torch.equal(whole.to_local(), 4 * values), mesh["fsdp"].get_group() is mesh.group("fsdp")
+
+    def reduced(x: theirs.DTensor) -> theirs.DTensor:
+        return x.redistribute(placements=[theirs.Replicate(), theirs.Replicate()])
+
+    if compiled:
+        reduced = torch.compile(reduced, backend="aot_eager", fullgraph=True)
+        # What is compiled cannot be counted.
+        return torch.equal(reduced(x).to_local(), 4 * values), True, 1
+    with CommDebugMode() as counted:
+        whole = reduced(x)
+    known = mesh.view("base").get_group("fsdp") is mesh.group("fsdp")
+    return torch.equal(whole.to_local(), 4 * values), known, counted.get_total_counts()
 
 
-def test_torchs_own_redistribution_gives_the_same_values_beside_the_alias(ranks: Pools) -> None:
-    assert ranks(8).run(_torchs) == [(True, True)] * 8
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torchs_own_redistribution_uses_the_alias_too(ranks: Pools, compiled: bool) -> None:
+    assert ranks(8).run(_torchs, compiled, timeout=180) == [(True, True, 1)] * 8
