@@ -524,7 +524,6 @@ def test_a_ranks_own_error_is_shown_before_its_peers() -> None:
         SimulatedWorld(3).run(fail)
 
 
-@pytest.mark.xfail(strict=True, reason="all are kept until the end", raises=AssertionError)
 def test_a_simulated_world_keeps_nothing_of_calls_that_are_over() -> None:
     world = SimulatedWorld(3)
     calls = 50

@@ -237,7 +237,6 @@ for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "excha
 
 
 @pytest.mark.parametrize("fails", [1, 2])
-@pytest.mark.xfail(strict=True, reason="another error", raises=IndexError)
 @pytest.mark.usefixtures("nothing_moves")
 def test_after_a_failure_every_wait_raises_the_same_error(fails: int) -> None:
     source, target, shape = WAYS["reduce_scatter", "direct"]

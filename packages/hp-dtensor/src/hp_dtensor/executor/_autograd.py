@@ -26,16 +26,25 @@ class Pending(Generic[Result]):
     def __init__(self, finish: Callable[[], Result]) -> None:
         self._finish = finish
         self._done = False
+        self._error: BaseException | None = None
 
     def wait(self) -> Result:
         """Return the result, complete for use on the caller's stream; may be called again.
 
-        Until then what was given must stay untouched, and the result may share its memory.
+        Until then what was given must stay untouched, and the result may share its memory. Where a
+        collective fails, nothing further is started, and every call raises that first error.
         """
+        if self._error is not None:
+            raise self._error
         if not self._done:
-            self._result = self._finish()
+            try:
+                self._result = self._finish()
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                del self._finish  # it holds the buffers of the last collective
             self._done = True
-            del self._finish  # it holds the buffers of the last collective
         return self._result
 
 
