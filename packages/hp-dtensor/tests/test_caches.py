@@ -65,12 +65,7 @@ def _with_gradient(x: Any) -> None:
     torch.autograd.grad(y, x, grad)
 
 
-WITH_GROUPS = pytest.mark.xfail(strict=True, reason="groups= is not there", raises=TypeError)
-
-
-@pytest.mark.parametrize(
-    "use", [pytest.param(use, marks=[WITH_GROUPS] * (use == "groups")) for use in USES]
-)
+@pytest.mark.parametrize("use", USES)
 def test_a_mesh_goes_when_its_last_tensor_does(use: str) -> None:
     mesh = cube(use)  # equal meshes would be found under each other's keys
     x = source(mesh)

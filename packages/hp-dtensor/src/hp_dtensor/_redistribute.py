@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._errors import RankNotInMesh
 from .collectives._interface import Collectives
 from .executor._autograd import Pending, carry_out
+from .executor._groups import checked_groups
 from .executor._origin import Distributed, origin_of, ranks_of
 from .executor._route import Order, find_route
 from .layouts._convert import AnyPlacement, DensePlacement
@@ -28,6 +30,7 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[False] = False,
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> DTensor: ...
 
 
@@ -42,6 +45,7 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[True],
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Pending[DTensor]: ...
 
 
@@ -56,6 +60,7 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[False] = False,
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Distributed: ...
 
 
@@ -70,6 +75,7 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[True],
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Pending[Distributed]: ...
 
 
@@ -83,13 +89,16 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: bool = False,
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Distributed | Pending[Any]:
     """Return the tensor laid out as ``placements`` say, ours or torch's; all replicated if None.
 
     ``shard_order`` gives the order of axes that shard the same dim, as in `Layout`; the result then
     carries torch's strided shards; with a `RaggedShard` it is a `RaggedTensor`. Communicates what
     `explain` prints, chosen as the cheapest under ``cost`` of those that hold at most ``max_bytes``
-    at once; groups are those that exist: of an axis, of the world, of a flattened mesh. A result in
+    at once. Each step runs in a group of exactly the ranks along its axes; groups are those that
+    exist: of ``groups``, of an axis, of the world, of a flattened mesh, of an alias of hp-mesh. All
+    ranks give the same ``groups``, in the same order. A result in
     the layout of ``x`` is ``x``, and another may share its memory. With ``async_op`` the first
     collective is started and `Pending.wait` does the rest: until then ``x`` must stay untouched.
     Autograd records the result if it would at the call.
@@ -123,8 +132,13 @@ def redistribute(
     if is_compiling():
         from .executor._compile import trace  # it loads the compiler, which takes seconds
 
-        return trace(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)
-    return carry_out(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)
+        return trace(
+            x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives, groups
+        )
+    named = () if groups is None else checked_groups(groups)
+    return carry_out(
+        x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives, named
+    )
 
 
 def plan_for(
@@ -134,9 +148,11 @@ def plan_for(
     shard_order: Order,
     cost: CostModel | None,
     max_bytes: int | None,
+    groups: object = None,
 ) -> Plan:
     """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
-    route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
+    named = () if groups is None else checked_groups(groups)
+    route = find_route(x, placements, mesh, shard_order, cost, max_bytes, named)
     if route.stages is None:
         lies = route.source.ranks or f"0 to {route.source.size - 1}"
         if (own := origin_of(x).mesh) is not None:

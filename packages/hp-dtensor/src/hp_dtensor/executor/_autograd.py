@@ -57,9 +57,10 @@ def carry_out(
     cost: CostModel | None,
     async_op: bool,
     collectives: Collectives | None,
+    groups: tuple[str, ...] = (),
 ) -> Distributed | Pending[Any]:
-    """Return what `redistribute` does where nothing is traced."""
-    route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
+    """Return what `redistribute` does where nothing is traced; groups are given by name."""
+    route = find_route(x, placements, mesh, shard_order, cost, max_bytes, groups)
     # Looking through a protocol takes longer than all else here.
     if collectives is not None and not isinstance(collectives, Collectives):
         raise LayoutError(
@@ -160,7 +161,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         route, door, there, was_here, is_gone = ctx.saved
         grad, plan = grads[0], route.plan
-        most, cost = route.max_bytes, route.cost
+        most, cost, groups = route.max_bytes, route.cost, route.groups
         if is_gone:
             recorded = torch.is_grad_enabled()
             grad = Absent(plan.target, plan.shape, route.dtype, requires_grad=recorded)
@@ -168,10 +169,10 @@ class _Redistribute(torch.autograd.Function):
             # Ranks without a gradient take it to lie as the result does.
             lies = whole(plan.target)
             order = lies.shard_order
-            grad = carry_out(grad, lies.placements, None, order, most, cost, False, door)
+            grad = carry_out(grad, lies.placements, None, order, most, cost, False, door, groups)
         source = whole(route.source)
         order = source.shard_order
-        back = carry_out(grad, source.placements, there, order, most, cost, False, door)
+        back = carry_out(grad, source.placements, there, order, most, cost, False, door, groups)
         if not was_here:
             return torch.zeros(0), None, None, None
         return None if isinstance(back, Absent) else back, None, None, None

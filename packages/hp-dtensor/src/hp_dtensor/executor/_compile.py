@@ -42,6 +42,7 @@ def trace(
     cost: CostModel | None,
     async_op: bool,
     collectives: Collectives | None,
+    groups: object = None,
 ) -> DTensor | Pending[DTensor]:
     """Return what `redistribute` does; raises as it does, and for what a graph cannot hold."""
     if not isinstance(x, DTensor):
@@ -58,6 +59,11 @@ def trace(
         raise LayoutError(
             f"collectives={collectives!r} cannot be part of a compiled function; leave it out, or "
             "redistribute outside of the function"
+        )
+    if groups is not None:
+        raise LayoutError(
+            "groups= cannot be part of a compiled function; flatten the mesh over the axes, which "
+            "it then finds, or redistribute outside of the function"
         )
     result: DTensor = redistribute_in_graph(x, placements, mesh, shard_order, cost, max_bytes)
     return Pending(lambda: result) if async_op else result

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 from itertools import combinations, product
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._caches import remembered
-from .._errors import MissingGroup
+from .._errors import LayoutError, MissingGroup
 from .._torch import find_group, flattened_meshes, group_name
 from ..collectives._interface import Axis
 from ..layouts._intervals import ravel
@@ -20,15 +20,45 @@ from ._meshes import mesh_of, number_of
 from ._stages import Fold
 
 
-def find_fold(mesh: DeviceMesh, axes: tuple[int, ...]) -> Fold | None:
-    """Return the group over ``axes``: the axis's own, the world's, or that of a flattened mesh.
+def checked_groups(groups: object) -> tuple[str, ...]:
+    """Return the names of groups that were given, of which this rank is a member.
 
-    It has the ranks that differ from this one on these axes, and no others: ranks that differ on
-    another axis take no part. None if there is no such group. Communicates nothing.
+    Raises `LayoutError` for what is no sequence of process groups and meshes of one axis.
+    """
+    if not isinstance(groups, list | tuple):
+        _refuse_groups(f"groups= is a {type(groups).__name__} alone")
+    found = []
+    for group in groups:
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            if group.get_coordinate() is not None:
+                found.append(group_name(group.get_group()))
+        elif isinstance(group, dist.ProcessGroup):
+            found.append(group_name(group))
+        elif isinstance(group, DeviceMesh):
+            _refuse_groups(f"groups= has a mesh of shape {tuple(group.shape)}")
+        elif group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _refuse_groups(f"groups= has a {type(group).__name__}")
+    return tuple(found)
+
+
+def _refuse_groups(wrong: str) -> NoReturn:
+    raise LayoutError(
+        f"{wrong}; give a sequence of the process groups that may carry the steps, as groups or as "
+        "meshes of one axis, or leave it out"
+    )
+
+
+def find_fold(mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()) -> Fold | None:
+    """Return the group over ``axes``: given, the axis's own, the world's, or of a flattened mesh.
+
+    Groups are ``given`` by name, and come first. It has the ranks that differ from this one on
+    these axes, and no others: ranks that differ on another axis take no part. None if there is no
+    such group. Communicates nothing.
     """
     name = _name(mesh, axes)
     coordinate = tuple(mesh.get_coordinate() or ())
-    for group, ranks in _lines(mesh, axes[0]) if len(axes) == 1 else _candidates(mesh):
+    found = _lines(mesh, axes[0]) if len(axes) == 1 else _candidates(mesh)
+    for group, ranks in [*_by_name(given), *found]:
         if (members := _members(mesh, axes, coordinate, ranks)) is not None:
             return Fold(_finder(name, group, ranks), members, len(ranks))
     return None
@@ -39,7 +69,7 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     return _ranks_along(number_of(mesh), axes, tuple(mesh.get_coordinate() or ()))
 
 
-def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
+def found_folds(mesh: DeviceMesh, given: tuple[str, ...] = ()) -> frozenset[tuple[int, ...]] | None:
     """Return the sets of several axes that one process group spans, without any other rank.
 
     A rank outside the mesh has no groups to look at and answers None.
@@ -47,14 +77,14 @@ def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
     coordinate = mesh.get_coordinate()
     if mesh.ndim == 1 or coordinate is None:
         return None
-    sizes = {len(ranks) for _, ranks in _candidates(mesh)}
+    sizes = {len(ranks) for _, ranks in [*_by_name(given), *_candidates(mesh)]}
     sets = [
         axes
         for count in range(2, mesh.ndim + 1)
         for axes in combinations(range(mesh.ndim), count)
         if math.prod(mesh.shape[axis] for axis in axes) in sizes
     ]
-    return frozenset(axes for axes in sets if find_fold(mesh, axes) is not None)
+    return frozenset(axes for axes in sets if find_fold(mesh, axes, given) is not None)
 
 
 def world_fold() -> Fold:
@@ -63,19 +93,23 @@ def world_fold() -> Fold:
     return Fold(_finder("world", *_named(dist.group.WORLD)), range(size), size)
 
 
-def fold_for(step: Step, mesh: DeviceMesh) -> Fold:
+def fold_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> Fold:
     """Return the group of a step on one mesh; raises `MissingGroup`."""
-    found = find_fold(mesh, step.axes)
+    found = find_fold(mesh, step.axes, given)
     if found is None:
         raise MissingGroup(
             f"no process group has the ranks along the axes {step.axes} of {mesh} and no others; "
-            "build the mesh with groups, or an alias over these axes with it"
+            "build the mesh with groups, or an alias over these axes with it, or give groups="
         )
     return found
 
 
 def fold_between(
-    step: Step, plan: Plan, source: DeviceMesh | None, target: DeviceMesh | None
+    step: Step,
+    plan: Plan,
+    source: DeviceMesh | None,
+    target: DeviceMesh | None,
+    given: tuple[str, ...] = (),
 ) -> Fold:
     """Return the group of a step of a plan between two meshes, None where this rank is not in one.
 
@@ -86,7 +120,7 @@ def fold_between(
     mesh = source if same_mesh(step.source, plan.source) else target
     if mesh is None:  # a rank takes part in steps of its own meshes only
         raise RuntimeError(f"this rank has no mesh for {step}")
-    return fold_for(step, mesh)
+    return fold_for(step, mesh, given)
 
 
 # Names under which torch finds groups again, so that what is kept never outlives them, with ranks.
@@ -111,6 +145,10 @@ def _candidates(mesh: DeviceMesh) -> _Groups:
     if mesh.size() == dist.get_world_size():
         found.append(_named(dist.group.WORLD))
     return found
+
+
+def _by_name(names: tuple[str, ...]) -> _Groups:
+    return [_named(find_group(name)) for name in names]
 
 
 def _named(group: Any) -> tuple[str, tuple[int, ...]]:

@@ -58,8 +58,8 @@ class Route:
     result of what the stages leave, on the mesh given; ``device`` is where a rank that had no part
     gets one. ``unchanged`` says that the result is the input. ``plan_back`` makes the plan of a
     gradient that lies as the result does; it and this one are chosen under ``cost`` and
-    ``max_bytes``. Where there are two meshes, ``crosses`` is true and ``agree`` is called before
-    anything is sent, unless this rank is in neither.
+    ``max_bytes``, with the ``groups`` that were given. Where there are two meshes, ``crosses`` is
+    true and ``agree`` is called before anything is sent, unless this rank is in neither.
     """
 
     source: Layout
@@ -73,6 +73,7 @@ class Route:
     plan_back: Callable[[], Plan]
     cost: CostModel | None
     max_bytes: int | None
+    groups: tuple[str, ...] = ()
     crosses: bool = False
     agree: Agreement | None = None
 
@@ -97,10 +98,12 @@ def find_route(
     shard_order: Order,
     cost: CostModel | None,
     max_bytes: int | None = None,
+    groups: tuple[str, ...] = (),
 ) -> Route:
     """Return the route for ``x``; raises what is wrong with the target. Communicates nothing.
 
-    A `Layout` as ``mesh`` is one on whose ranks this one is not.
+    A `Layout` as ``mesh`` is one on whose ranks this one is not; ``groups`` are names of those that
+    were given.
     """
     own: DeviceMesh | None
     start: tuple[Any, ...]
@@ -128,9 +131,9 @@ def find_route(
         raise LayoutError(f"max_bytes={max_bytes!r} is no number of bytes; give a whole number")
     # Equal meshes may have different groups: each has its own number.
     # A mesh that is flattened later brings a group that a better plan may use.
-    number, groups = (0, 0) if own is None else (number_of(own), flattened_count(own))
+    number, flat = (0, 0) if own is None else (number_of(own), flattened_count(own))
     there = number_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
-    return _route(start, number, groups, there, placements, shard_order, cost, max_bytes)
+    return _route(start, number, flat, there, placements, shard_order, cost, max_bytes, groups)
 
 
 @remembered(2048)
@@ -143,11 +146,12 @@ def _route(
     shard_order: ShardOrder | None,
     cost: CostModel | None,
     max_bytes: int | None,
+    groups: tuple[str, ...],
 ) -> Route:
     origin = _origin(start, mesh_of(number) if number else None)
     mesh = mesh_of(there) if isinstance(there, int) else there
     if mesh is None:
-        return _on_one_mesh(origin, placements, shard_order, cost, max_bytes)
+        return _on_one_mesh(origin, placements, shard_order, cost, max_bytes, groups)
     src = origin.layout
     if origin.mesh is not None:
         src = replace(src, ranks=ranks_of(origin.mesh))
@@ -172,7 +176,7 @@ def _route(
     if src.holds(rank) or dst.holds(rank):
         agree = agreement(plan, origin.dtype, world_fold().find, device)
         here = None if isinstance(mesh, Layout) else mesh
-        stages = prepare(plan, lambda step: fold_between(step, plan, origin.mesh, here))
+        stages = prepare(plan, lambda step: fold_between(step, plan, origin.mesh, here, groups))
     return Route(
         source=src,
         dtype=origin.dtype,
@@ -187,6 +191,7 @@ def _route(
         ),
         cost=cost,
         max_bytes=max_bytes,
+        groups=groups,
         crosses=True,
         agree=agree,
     )
@@ -225,6 +230,7 @@ def _on_one_mesh(
     shard_order: ShardOrder | None,
     cost: CostModel | None,
     max_bytes: int | None,
+    groups: tuple[str, ...],
 ) -> Route:
     src, mesh = origin.layout, origin.mesh
     dst = _target(origin, placements, src.mesh_shape, shard_order, src.ranks)
@@ -233,12 +239,12 @@ def _on_one_mesh(
     if coordinate is not None:
         rank = ravel(coordinate, src.mesh_shape)
     itemsize = origin.dtype.itemsize
-    folded = None if mesh is None else found_folds(mesh)
+    folded = None if mesh is None else found_folds(mesh, groups)
     check_reducible(src, dst, origin.dtype)
     plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, folded)
     stages = None
     if mesh is not None and coordinate is not None:
-        stages = prepare(plan, lambda step: fold_for(step, mesh))
+        stages = prepare(plan, lambda step: fold_for(step, mesh, groups))
     return Route(
         source=src,
         dtype=origin.dtype,
@@ -253,6 +259,7 @@ def _on_one_mesh(
         ),
         cost=cost,
         max_bytes=max_bytes,
+        groups=groups,
     )
 
 
