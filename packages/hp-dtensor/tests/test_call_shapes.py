@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor as theirs
-from rank_pool import RankError, RankPool, cached
+from rank_pool import RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -56,7 +56,6 @@ def calls(rank: int) -> list[tuple[str, bool, Tensor]]:
     return [(str(y.placements), y.device_mesh is own, y.full_tensor()) for y in results]
 
 
-@pytest.mark.xfail(strict=True, reason="one positional argument is taken", raises=RankError)
 def test_a_mesh_before_the_placements_is_torchs_call(ranks: Pools) -> None:
     one, line = str((theirs.Shard(1), theirs.Replicate())), str((theirs.Shard(1),))
     whole = str((theirs.Replicate(), theirs.Replicate()))
@@ -79,7 +78,6 @@ def compiled(rank: int) -> Tensor:
     return made.full_tensor()
 
 
-@pytest.mark.xfail(strict=True, reason="one positional argument is taken", raises=RankError)
 def test_torchs_call_can_be_compiled(ranks: Pools) -> None:
     for full in ranks(4).run(compiled, timeout=PATIENCE):
         assert torch.equal(full, torch.arange(64.0).view(8, 8))
@@ -102,7 +100,6 @@ def wrong(rank: int) -> list[str]:
     return said
 
 
-@pytest.mark.xfail(strict=True, reason="one positional argument is taken", raises=AssertionError)
 def test_a_mesh_or_placements_given_twice_are_refused(ranks: Pools) -> None:
     first, *others = ranks(4).run(wrong)
     assert others == [first] * 3
@@ -118,7 +115,6 @@ PAIRS: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="never equal", raises=AssertionError)
 def test_our_placements_equal_torchs_both_ways_and_hash_alike() -> None:
     for number, (ours, theirs_) in enumerate(PAIRS):
         assert ours == theirs_
@@ -156,12 +152,10 @@ def labels(rank: int) -> tuple[bool, bool, bool, bool]:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="not equal to ours", raises=AssertionError)
 def test_placements_of_results_equal_ours_and_torchs_both_ways(ranks: Pools) -> None:
     assert ranks(4).run(labels) == [(True,) * 4] * 4
 
 
-@pytest.mark.xfail(strict=True, reason="not equal", raises=AssertionError)
 def test_a_strided_shard_of_ours_on_the_left_equals_torchs() -> None:
     strided = theirs.placement_types._StridedShard(0, split_factor=2)
     assert StridedShard(0, 2) == strided

@@ -36,8 +36,8 @@ def explain(
     `Layout` with the global ``shape``, a ``rank`` and an ``itemsize`` in bytes, planned as if any
     set of axes had a group, without torch, whatever ``groups`` says; the target is then a `Layout`
     too where it lies on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
-    and why. Communicates nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank that has no part,
-    `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative sizes.
+    and why. Communicates nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank that has
+    no part, `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative sizes.
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._errors import RankNotInMesh
+from ._errors import PlacementTypeError, RankNotInMesh
 from .collectives._interface import Collectives
 from .executor._autograd import Pending, carry_out
 from .executor._groups import checked_groups
@@ -79,10 +79,42 @@ def redistribute(
 ) -> Pending[Distributed]: ...
 
 
+@overload
 def redistribute(
     x: Distributed,
+    device_mesh: DeviceMesh | None,
+    /,
     placements: Sequence[AnyPlacement] | None = None,
     *,
+    shard_order: Order = None,
+    max_bytes: int | None = None,
+    cost: CostModel | None = None,
+    async_op: Literal[False] = False,
+    collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+) -> Distributed: ...
+
+
+@overload
+def redistribute(
+    x: Distributed,
+    device_mesh: DeviceMesh | None,
+    /,
+    placements: Sequence[AnyPlacement] | None = None,
+    *,
+    shard_order: Order = None,
+    max_bytes: int | None = None,
+    cost: CostModel | None = None,
+    async_op: Literal[True],
+    collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+) -> Pending[Distributed]: ...
+
+
+def redistribute(
+    x: Distributed,
+    *where: DeviceMesh | Sequence[AnyPlacement] | None,
+    placements: Sequence[AnyPlacement] | None = None,
     mesh: DeviceMesh | None = None,
     shard_order: Order = None,
     max_bytes: int | None = None,
@@ -92,6 +124,9 @@ def redistribute(
     groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Distributed | Pending[Any]:
     """Return the tensor laid out as ``placements`` say, ours or torch's; all replicated if None.
+
+    ``redistribute(x, placements, mesh=mesh)`` and torch's ``redistribute(x, mesh, placements)`` are
+    the same.
 
     ``shard_order`` gives the order of axes that shard the same dim, as in `Layout`; the result then
     carries torch's strided shards; with a `RaggedShard` it is a `RaggedTensor`. Communicates what
@@ -129,6 +164,8 @@ def redistribute(
     ``placements`` no sequence, `PlacementTypeError`. Between meshes `RanksDisagree`, on all ranks,
     where they mean different changes or one has a wrong local tensor, before any of it is sent.
     """
+    if where:
+        mesh, placements = _sorted_out(where, mesh, placements)
     if is_compiling():
         from .executor._compile import trace  # it loads the compiler, which takes seconds
 
@@ -138,6 +175,27 @@ def redistribute(
     named = () if groups is None else checked_groups(groups)
     return carry_out(
         x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives, named
+    )
+
+
+def _sorted_out(
+    where: tuple[Any, ...], mesh: DeviceMesh | None, placements: Sequence[AnyPlacement] | None
+) -> tuple[DeviceMesh | None, Sequence[AnyPlacement] | None]:
+    """Return mesh and placements of a call, given by position as ours are or as torch's."""
+    first, *more = where
+    if not more and not isinstance(first, DeviceMesh):
+        if placements is None:
+            return mesh, first
+        if first is None:
+            return mesh, placements
+    elif (first is None or isinstance(first, DeviceMesh)) and mesh is None:
+        if not more:
+            return first, placements
+        if len(more) == 1 and placements is None and not isinstance(more[0], DeviceMesh):
+            return first, more[0]
+    raise PlacementTypeError(
+        "call redistribute(x, placements, mesh=mesh) or redistribute(x, mesh, placements), with "
+        "the mesh and the placements once each"
     )
 
 
