@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.tensor as theirs
 from hypothesis import given, settings
-from rank_pool import RankError, RankPool, cached
+from rank_pool import RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -464,7 +464,6 @@ def averaged_and_summed(rank: int) -> list[tuple[Tensor, Tensor, list[str]]]:
     return results
 
 
-@pytest.mark.xfail(strict=True, reason="refused as without a defined order", raises=RankError)
 def test_sums_and_averages_go_together(ranks: Pools) -> None:
     for results in ranks(4).run(averaged_and_summed):
         for number, (full, grad, placements) in enumerate(results):
@@ -490,7 +489,6 @@ def fewest_bytes(rank: int) -> list[tuple[int, int]]:
     return results
 
 
-@pytest.mark.xfail(strict=True, reason="refused as without a defined order", raises=RankError)
 def test_sums_with_averages_cost_no_more_than_sums(ranks: Pools) -> None:
     for results in ranks(4).run(fewest_bytes):
         for sums, mixed in results:
@@ -509,7 +507,6 @@ def products(rank: int) -> list[list[theirs.Placement]]:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="all become 'product'", raises=AssertionError)
 def test_products_that_stay_keep_the_name_they_were_given(ranks: Pools) -> None:
     named = [[theirs.Partial(name), theirs.Replicate()] for name in ("product", "prod")]
     wanted = [each for each in named for _ in range(2)]

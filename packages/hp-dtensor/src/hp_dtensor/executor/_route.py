@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as theirs
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -149,9 +150,10 @@ def _route(
     groups: tuple[str, ...],
 ) -> Route:
     origin = _origin(start, mesh_of(number) if number else None)
+    given = None if isinstance(start[0], Layout) else start[0]
     mesh = mesh_of(there) if isinstance(there, int) else there
     if mesh is None:
-        return _on_one_mesh(origin, placements, shard_order, cost, max_bytes, groups)
+        return _on_one_mesh(origin, given, placements, shard_order, cost, max_bytes, groups)
     src = origin.layout
     if origin.mesh is not None:
         src = replace(src, ranks=ranks_of(origin.mesh))
@@ -226,6 +228,7 @@ def whole(layout: Layout) -> Layout:
 
 def _on_one_mesh(
     origin: Origin,
+    given: tuple[theirs.Placement, ...] | None,
     placements: tuple[AnyPlacement, ...] | None,
     shard_order: ShardOrder | None,
     cost: CostModel | None,
@@ -251,7 +254,7 @@ def _on_one_mesh(
         plan=plan,
         stages=stages,
         local_shape=None if coordinate is None else src.local_shape(origin.shape, rank),
-        wrap=_wrap(origin, dst, mesh, mesh is not None),
+        wrap=_wrap(origin, dst, mesh, mesh is not None, given),
         device="cpu" if mesh is None else mesh.device_type,
         unchanged=src == dst,
         plan_back=lambda: make_plan(
@@ -276,7 +279,11 @@ def _target(
 
 
 def _wrap(
-    origin: Origin, dst: Layout, mesh: DeviceMesh | Layout | None, here: bool
+    origin: Origin,
+    dst: Layout,
+    mesh: DeviceMesh | Layout | None,
+    here: bool,
+    given: tuple[theirs.Placement, ...] | None = None,
 ) -> Callable[[Tensor, DeviceMesh | None], Distributed]:
     """Return what makes the result of this rank's part on a mesh equal to ``mesh``."""
     if not here or not isinstance(mesh, DeviceMesh):
@@ -288,7 +295,11 @@ def _wrap(
         spelled[axis] = runs
         ragged = find_spec(mesh, spelled, origin.shape).on(None)
         return lambda local, mesh: RaggedTensor(local, ragged.on(mesh))
-    spec_on = spec_elsewhere(spec_for(mesh, to_torch(dst), origin.shape, origin.dtype))
+    placements = list(to_torch(dst))
+    for axis, placement in enumerate(dst.placements):
+        if isinstance(placement, Partial) and given is not None:
+            placements[axis] = given[axis]  # it stays, under the name that it has
+    spec_on = spec_elsewhere(spec_for(mesh, tuple(placements), origin.shape, origin.dtype))
     return lambda local, mesh: as_dtensor(local, spec_on(cast(DeviceMesh, mesh)))
 
 
