@@ -37,15 +37,16 @@ def explain(
     set of axes had a group, without torch, whatever ``groups`` says; the target is then a `Layout`
     too where it lies on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
     and why. Communicates nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank that has
-    no part, `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative sizes.
+    no part, `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative
+    sizes.
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
         from ._redistribute import plan_for
         from .executor._origin import origin_of, ranks_of
 
-        origin = origin_of(x)
         if isinstance(placements, Layout):
+            origin = origin_of(x)
             lies = origin.layout
             if placements.mesh_shape != lies.mesh_shape:
                 raise CrossMeshError(

@@ -1,6 +1,7 @@
 """Take a distributed tensor to another layout or mesh."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 from torch.compiler import is_compiling
@@ -11,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from ._errors import PlacementTypeError, RankNotInMesh
 from .collectives._interface import Collectives
 from .executor._autograd import Pending, carry_out
+from .executor._by_torch import torch_step
 from .executor._groups import checked_groups
-from .executor._origin import Distributed, origin_of, ranks_of
+from .executor._origin import Distributed, Origin, mesh_under, origin_of, ranks_of
 from .executor._route import Order, find_route
-from .layouts._convert import AnyPlacement, DensePlacement
+from .layouts._convert import AnyPlacement, DensePlacement, TorchPartial
 from .plans._cost import CostModel
 from .plans._plan import Plan
 
@@ -200,7 +202,7 @@ def _sorted_out(
 
 
 def plan_for(
-    x: Distributed,
+    x: Distributed | Origin,
     placements: Sequence[AnyPlacement] | None,
     mesh: DeviceMesh | None,
     shard_order: Order,
@@ -210,7 +212,12 @@ def plan_for(
 ) -> Plan:
     """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
     named = () if groups is None else checked_groups(groups)
-    route = find_route(x, placements, mesh, shard_order, cost, max_bytes, named)
+    try:
+        route = find_route(x, placements, mesh, shard_order, cost, max_bytes, named)
+    except TorchPartial:
+        step = torch_step(x, placements, mesh is not None and mesh != mesh_under(x))
+        plan = plan_for(step.origin, step.then, mesh, shard_order, cost, max_bytes, groups)
+        return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
     if route.stages is None:
         lies = route.source.ranks or f"0 to {route.source.size - 1}"
         if (own := origin_of(x).mesh) is not None:

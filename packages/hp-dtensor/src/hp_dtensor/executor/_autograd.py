@@ -6,13 +6,15 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .._absent import Absent
 from .._errors import LayoutError, LocalShapeMismatch
 from ..collectives._interface import Collectives
 from ..collectives._torch import TorchCollectives
-from ..layouts._convert import AnyPlacement
+from ..layouts._convert import AnyPlacement, TorchPartial
 from ..plans._cost import CostModel
+from ._by_torch import torch_step
 from ._execute import start
 from ._origin import Distributed, mesh_under, part_of
 from ._route import Order, Route, check_local, find_route, whole
@@ -60,7 +62,18 @@ def carry_out(
     groups: tuple[str, ...] = (),
 ) -> Distributed | Pending[Any]:
     """Return what `redistribute` does where nothing is traced; groups are given by name."""
-    route = find_route(x, placements, mesh, shard_order, cost, max_bytes, groups)
+    try:
+        route = find_route(x, placements, mesh, shard_order, cost, max_bytes, groups)
+    except TorchPartial:
+        step = torch_step(x, placements, mesh is not None and mesh != mesh_under(x))
+        # What is wrong with the rest is said before torch communicates.
+        find_route(step.origin, step.then, mesh, shard_order, cost, max_bytes, groups)
+        y = step.run(cast(DTensor, x))
+        if step.whole:
+            return Pending(lambda: y) if async_op else y
+        return carry_out(
+            y, step.then, mesh, shard_order, max_bytes, cost, async_op, collectives, groups
+        )
     # Looking through a protocol takes longer than all else here.
     if collectives is not None and not isinstance(collectives, Collectives):
         raise LayoutError(

@@ -20,11 +20,12 @@ from .._errors import CrossMeshError, LayoutError, PlacementTypeError
 from .._torch import find_group, local_part, no_modes, opaque_op
 from ..collectives._interface import Axis, Collectives
 from ..collectives._torch import TorchCollectives
-from ..layouts._convert import AnyPlacement
+from ..layouts._convert import AnyPlacement, TorchPartial
 from ..layouts._placements import RaggedShard
 from ..plans._cost import CostModel
 from ..plans._steps import Step
 from ._autograd import Pending
+from ._by_torch import torch_step
 from ._execute import prepare, start
 from ._groups import fold_between
 from ._origin import origin_of
@@ -70,6 +71,24 @@ def trace(
 
 
 def _redistribute_in_graph(
+    x: DTensor,
+    placements: Sequence[AnyPlacement] | None,
+    mesh: DeviceMesh | None,
+    shard_order: Order,
+    cost: CostModel | None,
+    max_bytes: int | None,
+) -> DTensor:
+    try:
+        return _planned(x, placements, mesh, shard_order, cost, max_bytes)
+    except TorchPartial:
+        step = torch_step(x, placements, mesh is not None and mesh != x.device_mesh)
+        y = step.run(x)
+        if step.whole:
+            return y
+        return _planned(y, step.then, mesh, shard_order, cost, max_bytes)
+
+
+def _planned(
     x: DTensor,
     placements: Sequence[AnyPlacement] | None,
     mesh: DeviceMesh | None,
