@@ -320,7 +320,8 @@ def twice(rank: int) -> tuple[Tensor, bool]:
     (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert isinstance(second, DTensor)
-    return second.full_tensor().detach(), redistribute(x, (S0,)) is x
+    with torch.no_grad():
+        return second.full_tensor(), redistribute(x, (S0,)) is x
 
 
 def test_second_derivatives_pass_and_nothing_to_do_is_the_same_tensor(ranks: Pools) -> None:

@@ -136,7 +136,8 @@ def redistribute(
     at once. Each step runs in a group of exactly the ranks along its axes; groups are those that
     exist: of ``groups``, of an axis, of the world, of a flattened mesh, of an alias of hp-mesh. All
     ranks give the same ``groups``, in the same order. A result in
-    the layout of ``x`` is ``x``, and another may share its memory. With ``async_op`` the first
+    the layout of ``x`` shares its memory, and is ``x`` where autograd records nothing; another may
+    share it too. With ``async_op`` the first
     collective is started and `Pending.wait` does the rest: until then ``x`` must stay untouched.
     Autograd records the result if it would at the call.
 

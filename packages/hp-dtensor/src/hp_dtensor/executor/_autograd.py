@@ -80,9 +80,10 @@ def carry_out(
             f"collectives={collectives!r} has not the methods of Collectives; give "
             "TorchCollectives(), or leave it out"
         )
-    if route.unchanged:
-        return Pending(lambda: x) if async_op else x
     graded = torch.is_grad_enabled() and x.requires_grad
+    if route.unchanged and not graded:
+        return Pending(lambda: x) if async_op else x
+    # Where nothing moves, the gradient may still lie otherwise than x, and is brought back.
     if graded:
         route.check_back()
     if route.agree is not None:

@@ -105,9 +105,10 @@ def _planned(
         text = write_plan(
             route.plan, lambda step: fold_between(step, route.plan, origin.mesh, mesh)
         )
-    if route.unchanged:
+    graded = torch.is_grad_enabled() and x.requires_grad
+    if route.unchanged and not graded:
         return x
-    if torch.is_grad_enabled() and x.requires_grad:
+    if graded:
         route.check_back()
     there = mesh if route.crosses else origin.mesh
     result: DTensor = _InGraph.apply(x, route, text, there)  # type: ignore[no-untyped-call]
