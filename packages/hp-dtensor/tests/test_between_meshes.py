@@ -1,15 +1,19 @@
 """From one mesh of real ranks to another: values, bytes, gradients, absent ranks, errors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool, cached
+from rank_pool import RankError, RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -25,6 +29,7 @@ from hp_dtensor import (
     PlacementCountError,
     RaggedShard,
     RaggedTensor,
+    RanksDisagree,
     RecordingCollectives,
     Replicate,
     Shard,
@@ -324,3 +329,122 @@ def test_wrong_targets_raise_on_every_rank_alike(ranks: Pools) -> None:
     ]
     assert others == [first] * 3
     assert "from another mesh to P(sum)" in first[2][1]
+
+
+# Source and target by ranks, and all ranks that take part; one is the world's.
+APART = [
+    (Layout((2,), (S0,)), Layout((2,), (S1,), ranks=(1, 2)), {0, 1, 2}),
+    (Layout((2,), (S0,), ranks=(3, 1)), Layout((1,), (R,), ranks=(0,)), {0, 1, 3}),
+    (Layout((2,), (S0,)), Layout((2,), (S1,), ranks=(3, 2)), {0, 1, 2, 3}),
+    (Layout((3,), (S0,), ranks=(1, 2, 3)), Layout((1,), (R,), ranks=(2,)), {1, 2, 3}),
+]
+
+
+def groups_used(rank: int) -> list[tuple[Tensor | None, list[set[int]], list[str]]]:
+    """For each case, twice: the result, the ranks of every call's group, and the calls."""
+    for source, target, _ in APART:
+        mesh_of(source), mesh_of(target)
+    results = []
+    for source, target, both in APART:
+        if rank not in both:
+            results.append((None, [], []))
+            continue
+        for _ in range(2):
+            made: list[tuple[str, set[int]]] = []
+            with _watched(made):
+                y = redistribute(
+                    laid(whole(SHAPE), source, rank), target.placements, mesh=mesh_of(target)
+                )
+        local = None if isinstance(y, Absent) else y.to_local()
+        results.append((local, [peers for _, peers in made], [name for name, _ in made]))
+    return results
+
+
+@contextmanager
+def _watched(made: list[tuple[str, set[int]]]) -> Iterator[None]:
+    def watching(name: str, call: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
+            group = options.get("group")
+            if name == "batch_isend_irecv":
+                group = args[0][0].group
+            made.append((name, set(dist.get_process_group_ranks(group))))
+            return call(*args, **options)
+
+        return watched
+
+    with ExitStack() as stack:
+        for name in ("all_reduce", "batch_isend_irecv", "all_gather_object"):
+            stack.enter_context(mock.patch.object(dist, name, watching(name, getattr(dist, name))))
+        yield
+
+
+@pytest.mark.xfail(strict=True, reason="rounds over the world's group", raises=AssertionError)
+def test_only_the_ranks_of_both_meshes_share_the_group_and_agree_in_one_all_reduce(
+    ranks: Pools,
+) -> None:
+    for rank, results in enumerate(ranks(WORLD).run(groups_used)):
+        for (_, target, both), (local, groups, calls) in zip(APART, results, strict=True):
+            if rank not in both:
+                assert not calls
+                continue
+            assert groups
+            assert all(group == both for group in groups)
+            assert calls.count("all_reduce") == 1
+            assert calls.count("batch_isend_irecv") <= 1
+            if target.holds(rank):
+                assert local is not None
+                assert torch.equal(local, cut(whole(SHAPE), target, rank))
+
+
+def ahead(rank: int) -> list[Tensor | None]:
+    """Rank 2 calls only after the others went on from their calls, which they could not before."""
+    source, target, _ = APART[2]
+    x, mesh = laid(whole(SHAPE), source, rank), mesh_of(target)
+    results = []
+    store = dist.distributed_c10d._get_default_store()
+    for number in range(3):
+        name = f"ahead {number} {cached('ahead', lambda: 0)}"
+        if rank == 2 and number:
+            for other in (0, 1, 3):
+                store.wait([f"{name} {other}"])
+        pending = redistribute(x, target.placements, mesh=mesh, async_op=True)
+        store.set(f"{name} {rank}", "on")
+        y = pending.wait()
+        results.append(None if isinstance(y, Absent) else y.to_local())
+    return results
+
+
+@pytest.mark.xfail(strict=True, reason="the call waits for all", raises=RankError)
+def test_a_started_transfer_waits_for_nobody_after_the_first_of_its_kind(ranks: Pools) -> None:
+    _, target, _ = APART[2]
+    for rank, results in enumerate(ranks(WORLD).run(ahead, timeout=20)):
+        for local in results:
+            assert (local is None) == (not target.holds(rank))
+            if local is not None:
+                assert torch.equal(local, cut(whole(SHAPE), target, rank))
+
+
+def disagreeing(rank: int) -> list[str]:
+    """One rank means another dtype after the kind was agreed on; the others have started."""
+    group = cached("impatient", lambda: dist.new_group(range(WORLD), timeout=timedelta(seconds=5)))
+    source, target, _ = APART[2]
+    mesh, said = mesh_of(target), []
+    for wrong in (False, True):
+        x = laid(whole(SHAPE), source, rank)
+        if rank == 2 and wrong:
+            x = Absent(source, SHAPE, torch.float32)
+        try:
+            redistribute(x, target.placements, mesh=mesh, groups=[group], async_op=True).wait()  # type: ignore[call-overload]
+            said.append("")
+        except RanksDisagree as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.xfail(strict=True, reason="groups= is not there", raises=RankError)
+def test_ranks_that_disagree_after_they_started_hear_of_it_when_they_wait(ranks: Pools) -> None:
+    first, *others = ranks(WORLD).run(disagreeing, timeout=40)
+    assert first[0] == ""
+    assert "rank 0 means torch.float64" in first[1]
+    assert "rank 2 means torch.float32" in first[1]
+    assert others == [first] * 3

@@ -522,3 +522,17 @@ def test_a_ranks_own_error_is_shown_before_its_peers() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         SimulatedWorld(3).run(fail)
+
+
+def test_a_simulated_world_keeps_nothing_of_calls_that_are_over() -> None:
+    world = SimulatedWorld(3)
+    calls = 50
+
+    def reduced(rank: int, door: SimulatedCollectives) -> float:
+        axis, total = door.axis(), torch.zeros(8)
+        for _ in range(calls):
+            (total,) = door.all_reduce(axis, [torch.ones(8)]).wait()
+        return float(total.sum())
+
+    assert world.run(reduced) == [24.0] * 3
+    assert len(world._meetings) <= 1

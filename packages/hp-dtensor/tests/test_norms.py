@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor as theirs
@@ -182,3 +184,63 @@ def test_a_largest_norm_is_a_number_of_zero_or_more(wrong: Any) -> None:
     with pytest.raises(MaxNormError, match=r"max_norm=.* give a number of 0 or more"):
         clip_grad_norm_(parameter, wrong)
     assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+LIMITS: list[Any] = [
+    torch.tensor(0.5),
+    torch.tensor([0.5], dtype=torch.float64),
+    np.float32(0.5),
+    np.float64(0.5),
+    np.int64(1),
+    nn.Parameter(torch.tensor(0.5)),
+]
+
+
+def limited(rank: int) -> list[tuple[float, list[Tensor]]]:
+    results = []
+    for limit in LIMITS:
+        for foreach in (None, True, False):
+            given = parameters()
+            norm = clip_grad_norm_(given, limit, 2.0, False, foreach)
+            results.append((float(norm), [whole_gradient(p) for p in given]))
+    return results
+
+
+def whole_gradient(parameter: nn.Parameter) -> Tensor:
+    grad: Any = parameter.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+
+def test_the_limit_may_be_a_tensor_or_a_number_of_numpy_as_in_torchs(ranks: Pools) -> None:
+    cases = [limit for limit in LIMITS for _ in range(3)]
+    for results in ranks(4).run(limited):
+        for (norm, grads), limit in zip(results, cases, strict=True):
+            plain = [nn.Parameter(torch.zeros_like(grad)) for grad in gradients()]
+            for parameter, grad in zip(plain, gradients(), strict=True):
+                parameter.grad = grad
+            expected = torch.nn.utils.clip_grad_norm_(plain, limit)
+            assert norm == pytest.approx(float(expected), rel=1e-12)
+            for mine, parameter in zip(grads, plain, strict=True):
+                assert parameter.grad is not None
+                torch.testing.assert_close(mine, parameter.grad)
+
+
+@pytest.mark.parametrize("limit", [torch.ones(2), torch.ones(1) * 1j, np.float32(-1), "1", None])
+def test_a_limit_that_is_no_one_number_is_refused(limit: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with pytest.raises(MaxNormError, match="max_norm=") as info:
+        clip_grad_norm_([parameter], limit)
+    assert "0-dim tensor" in str(info.value)
+
+
+def test_without_foreach_each_gradient_is_scaled_by_itself() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    found = []
+    for foreach in (None, True, False):
+        parameter.grad = torch.ones(2, dtype=torch.float64)
+        with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as scale:
+            norm = clip_grad_norm_(parameter, 1.0, foreach=foreach)
+        found.append((scale.call_count, float(norm), parameter.grad.tolist()))
+    assert [count for count, *_ in found] == [1, 1, 0]
+    assert found[0][1:] == found[1][1:] == found[2][1:]

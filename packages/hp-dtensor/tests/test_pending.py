@@ -203,3 +203,58 @@ def test_a_call_returns_while_its_first_collective_is_under_way(kinds: tuple[str
     pending.wait()
     pending.wait()
     assert (door.started, door.waited) == (len(calls), len(calls))
+
+
+class FailingCollectives(LateCollectives):
+    """Collectives of which one call fails when it is waited for."""
+
+    def __init__(self, fails: int) -> None:
+        super().__init__()
+        self.fails = fails
+
+
+class Failing(Late):
+    """A call under way that may fail."""
+
+    def wait(self) -> list[Tensor]:
+        """Return the outputs, or raise."""
+        outputs = super().wait()
+        if isinstance(self._door, FailingCollectives) and self._door.waited == self._door.fails:
+            raise ConnectionError("the peer is gone")
+        return outputs
+
+
+def _failing(name: str) -> Callable[..., Late]:
+    def call(self: FailingCollectives, *args: Any, **options: Any) -> Late:
+        self.started += 1
+        return Failing(self, getattr(TorchCollectives, name)(self, *args, **options))
+
+    return call
+
+
+for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange"):
+    setattr(FailingCollectives, _name, _failing(_name))
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+@pytest.mark.usefixtures("nothing_moves")
+def test_after_a_failure_every_wait_raises_the_same_error(fails: int) -> None:
+    source, target, shape = WAYS["reduce_scatter", "direct"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = DTensor.from_local(
+        part(torch.zeros(shape), source, 1),
+        mesh,
+        spelled(source),
+        shape=torch.Size(shape),
+        stride=(shape[1], 1),
+    )
+    door = FailingCollectives(fails)
+    pending = redistribute(x, target.placements, collectives=door, async_op=True)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(ConnectionError, match="the peer is gone") as info:
+            pending.wait()
+        errors.append(info.value)
+    assert errors[0] is errors[1] is errors[2]
+    # Nothing that was started is left unwaited for, and nothing is started anew.
+    assert door.started == door.waited == fails

@@ -12,6 +12,11 @@ import pytest
 import torch
 from rank_pool import RankPool, cached
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -149,3 +154,43 @@ def test_an_asynchronous_checkpoint_has_the_values_of_its_call(
     for rank, parts in enumerate(ranks(4).run(staged, str(tmp_path), timeout=120)):
         for case, part in zip(CASES, parts, strict=True):
             assert torch.equal(part, part_of(whole(case.shape), case, rank))
+
+
+def gathered(rank: int, offload: bool) -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(3, 10, bias=False), nn.Linear(6, 4, bias=False))
+    for layer, case in zip(model, CASES, strict=False):
+        layer.weight = nn.Parameter(ragged_of(whole(case.shape), case, rank))
+    model.register_buffer("steps", torch.tensor(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    for parameter, case in zip(model.parameters(), CASES, strict=False):
+        parameter.data.copy_(ragged_of(whole(case.shape), case, rank))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    state = get_model_state_dict(model, options=options)
+    both = get_state_dict(model, optimizer, options=options)
+    moments = both[1].get("state", {})
+    shards = get_model_state_dict(model)
+    assert isinstance(shards["0.weight"], RaggedTensor)
+    assert both[0].keys() == state.keys()
+    return {
+        **state,
+        "moments": {name: moments[name]["exp_avg"] for name in moments},
+        "kinds": {type(value) for value in state.values()},
+    }
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.xfail(strict=True, reason="ragged tensors stay", raises=AssertionError)
+def test_a_full_state_dict_has_whole_tensors(ranks: Pools, offload: bool) -> None:
+    for rank, state in enumerate(ranks(4).run(gathered, offload)):
+        if offload and rank:
+            assert state == {"moments": {}, "kinds": set()}
+            continue
+        assert state["kinds"] == {Tensor}
+        assert int(state["steps"]) == 3
+        for number, case in enumerate(CASES[:2]):
+            name = f"{number}.weight"
+            assert torch.equal(state[name], whole(case.shape))
+            torch.testing.assert_close(state["moments"][name], 0.1 * whole(case.shape))

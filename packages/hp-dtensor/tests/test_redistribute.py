@@ -320,7 +320,8 @@ def twice(rank: int) -> tuple[Tensor, bool]:
     (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert isinstance(second, DTensor)
-    return second.full_tensor().detach(), redistribute(x, (S0,)) is x
+    with torch.no_grad():
+        return second.full_tensor(), redistribute(x, (S0,)) is x
 
 
 def test_second_derivatives_pass_and_nothing_to_do_is_the_same_tensor(ranks: Pools) -> None:
@@ -435,3 +436,79 @@ def test_wrong_targets_raise_on_every_rank_alike_before_any_communication(ranks:
     assert all([name for name, _ in other] == [name for name, _ in first] for other in others)
     assert all(other[:7] == first[:7] for other in others)
     assert "max_bytes=100 at once; the least found is 320: allow that much" in first[4][1]
+
+
+MIXED = [
+    ((Partial("avg"), Partial("sum")), (R, R)),
+    ((Partial("sum"), Partial("avg")), (S0, R)),
+    ((Partial("avg"), Partial("sum")), (S0, S0)),
+    ((Partial("avg"), Partial("sum")), (S1, S0)),
+    ((Partial("avg"), Partial("sum")), (Partial("avg"), R)),
+    ((Partial("sum"), Partial("avg")), (Partial("sum"), S1)),
+]
+
+
+def averaged_and_summed(rank: int) -> list[tuple[Tensor, Tensor, list[str]]]:
+    results = []
+    for size in (8, 5):
+        for source, target in MIXED:
+            local = whole((size, 4), rank)
+            x = DTensor.from_local(local, mesh_of((2, 2)), [_theirs(p) for p in source])
+            x = leaf(x)
+            y = redistribute(x, target)
+            plain: Any = y.redistribute(placements=[theirs.Replicate()] * 2)
+            (plain.to_local() * whole((size, 4), 9)).sum().backward()
+            assert isinstance(x.grad, DTensor)
+            results.append(
+                (plain.to_local().detach(), x.grad.to_local(), [str(p) for p in y.placements])
+            )
+    return results
+
+
+def test_sums_and_averages_go_together(ranks: Pools) -> None:
+    for results in ranks(4).run(averaged_and_summed):
+        for number, (full, grad, placements) in enumerate(results):
+            size, (_, target) = (8, 5)[number // len(MIXED)], MIXED[number % len(MIXED)]
+            parts = sum(whole((size, 4), rank) for rank in range(4)) / 2
+            assert torch.equal(full, parts)
+            assert torch.equal(grad, whole((size, 4), 9))
+            assert placements == [str(_theirs(p)) for p in target]
+
+
+def fewest_bytes(rank: int) -> list[tuple[int, int]]:
+    """Bytes received for sums alone, and for sums with averages."""
+    results = []
+    for target in ((R, R), (S0, S0)):
+        seen = []
+        for ops in (("sum", "sum"), ("avg", "sum")):
+            partial = [theirs.Partial(op) for op in ops]
+            x = DTensor.from_local(whole((64, 64), rank), mesh_of((2, 2)), partial)
+            door = RecordingCollectives()
+            redistribute(x, target, collectives=door)
+            seen.append(sum(traffic.bytes for traffic in door.by_axis.values()))
+        results.append((seen[0], seen[1]))
+    return results
+
+
+def test_sums_with_averages_cost_no_more_than_sums(ranks: Pools) -> None:
+    for results in ranks(4).run(fewest_bytes):
+        for sums, mixed in results:
+            assert sums == mixed
+
+
+def products(rank: int) -> list[list[theirs.Placement]]:
+    """The placements of a result that keeps products on one axis, as they were given."""
+    found = []
+    for name in ("product", "prod"):
+        x = DTensor.from_local(
+            torch.ones(4, 4), mesh_of((2, 2)), [theirs.Partial(name), theirs.Shard(0)]
+        )
+        for kept in (Partial("prod"), theirs.Partial(name)):
+            found.append(list(redistribute(x, (kept, R)).placements))
+    return found
+
+
+def test_products_that_stay_keep_the_name_they_were_given(ranks: Pools) -> None:
+    named = [[theirs.Partial(name), theirs.Replicate()] for name in ("product", "prod")]
+    wanted = [each for each in named for _ in range(2)]
+    assert ranks(4).run(products) == [wanted] * 4

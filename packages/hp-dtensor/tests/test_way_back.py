@@ -114,3 +114,65 @@ def test_lazily_conjugated_and_negated_values_arrive_as_such(ranks: Pools) -> No
     for results in ranks(4).run(lazy):
         for moved, wanted in results:
             assert torch.equal(moved, wanted)
+
+
+IDENTITIES: list[tuple[list[theirs.Placement], Any]] = [
+    ([theirs.Replicate(), theirs.Replicate()], (R, R)),
+    ([theirs.Shard(0), theirs.Replicate()], (S0, R)),
+    ([theirs.Replicate(), theirs.Partial()], (theirs.Replicate(), theirs.Partial())),
+]
+
+
+def unchanged(rank: int, compiled: bool) -> list[tuple[list[str], Tensor, bool, bool]]:
+    """Return the layout and value of gradients that are partial where the result is given."""
+    results = []
+    for placements, target in IDENTITIES:
+        for started in (False, True):
+            x = cast(
+                DTensor,
+                DTensor.from_local(torch.ones(4, 4), mesh_of(), placements)
+                .detach()
+                .requires_grad_(),
+            )
+
+            def step(
+                x: DTensor,
+                target: Any = target,
+                started: bool = started,
+                placements: Any = placements,
+            ) -> Tensor:
+                y: Any = redistribute(x, target, async_op=True) if started else None
+                y = y.wait() if started else redistribute(x, target)
+                # A gradient that is still to be summed on all axes that do not shard.
+                lies = [p if p.is_shard() else theirs.Partial() for p in placements]
+                return cast(Tensor, y.to_local(grad_placements=lies) * 2.0)
+
+            if compiled:
+                step = torch.compile(step, backend="aot_eager", fullgraph=True)
+            (step(x) * (rank + 1.0)).sum().backward()
+            grad = x.grad
+            assert isinstance(grad, DTensor)
+            with torch.no_grad():
+                same = redistribute(x, target) is x
+            free = redistribute(x.detach(), target)
+            local = grad.to_local()
+            shares = free.to_local().data_ptr() != 0
+            results.append(([str(p) for p in grad.placements], local, same, shares))
+    return results
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_come_back_in_the_layout_of_the_input_where_nothing_moved(
+    ranks: Pools, compiled: bool
+) -> None:
+    for rank, results in enumerate(ranks(4).run(unchanged, compiled, timeout=PATIENCE)):
+        for (placements, _), found in zip(
+            [pair for pair in IDENTITIES for _ in range(2)], results, strict=True
+        ):
+            labels, local, same, _ = found
+            wanted = [str(theirs.Replicate()) if p.is_partial() else str(p) for p in placements]
+            assert labels == wanted
+            terms = (2 * (rank // 2) + 1, 2 * (rank // 2) + 2)
+            total = 2.0 * sum(terms if placements[0].is_shard() else (1, 2, 3, 4))
+            assert torch.equal(local, torch.full_like(local, total))
+            assert same

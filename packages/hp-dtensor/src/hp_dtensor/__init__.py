@@ -6,6 +6,7 @@ Names that need torch are loaded on first use: layouts and plans work without it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._caches import clear_caches as clear_caches
 from ._errors import CostModelError as CostModelError
 from ._errors import CrossMeshError as CrossMeshError
 from ._errors import LayoutError as LayoutError
@@ -143,6 +144,7 @@ __all__ = [
     "StridedShard",
     "Transfer",
     "__version__",
+    "clear_caches",
     "explain",
     "plan_transfer",
     *_NEED_TORCH,

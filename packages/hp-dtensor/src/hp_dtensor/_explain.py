@@ -11,6 +11,7 @@ from .plans._cost import CostModel, check_cost
 from .plans._plan import Plan, make_plan
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from .executor._origin import Distributed
@@ -27,23 +28,25 @@ def explain(
     itemsize: int = 4,
     cost: CostModel | None = None,
     max_bytes: int | None = None,
+    groups: "Sequence[ProcessGroup | DeviceMesh] | None" = None,
 ) -> Plan:
     """Return the plan with which `redistribute` would take ``x`` to ``placements``.
 
     ``x`` is a DTensor, a RaggedTensor or an Absent, planned with the groups that exist, or a
     `Layout` with the global ``shape``, a ``rank`` and an ``itemsize`` in bytes, planned as if any
-    set of axes had a group, without torch; the target is then a `Layout` too where it lies on
-    another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time and why. Communicates
-    nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank that has no part,
-    `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative sizes.
+    set of axes had a group, without torch, whatever ``groups`` says; the target is then a `Layout`
+    too where it lies on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
+    and why. Communicates nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank that has
+    no part, `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative
+    sizes.
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
         from ._redistribute import plan_for
         from .executor._origin import origin_of, ranks_of
 
-        origin = origin_of(x)
         if isinstance(placements, Layout):
+            origin = origin_of(x)
             lies = origin.layout
             if placements.mesh_shape != lies.mesh_shape:
                 raise CrossMeshError(
@@ -58,7 +61,7 @@ def explain(
                     "placements and mesh="
                 )
             shard_order, placements = placements.shard_order, placements.placements
-        return plan_for(x, placements, mesh, shard_order, cost, max_bytes)
+        return plan_for(x, placements, mesh, shard_order, cost, max_bytes, groups)
     check_cost(cost)
     if shape is None:
         raise PlacementCountError("a plan between layouts needs the tensor's global shape=")

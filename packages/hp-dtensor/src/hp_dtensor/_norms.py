@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from functools import reduce
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -38,11 +39,12 @@ class NonFiniteNormError(ValueError, RuntimeError):
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
+    max_norm: float | Tensor,
     norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     *,
     pp: AxisMesh | Axis | None = None,
-    error_if_nonfinite: bool = False,
     collectives: Collectives | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their common norm is at most ``max_norm``; return the norm.
@@ -50,8 +52,9 @@ def clip_grad_norm_(
     The norm is that of all gradients as one vector, as in ``torch.nn.utils.clip_grad_norm_``, for
     any mix of plain tensors, DTensors and `RaggedTensor` on any meshes: each gradient's local part
     counts, summed (largest for ``inf``) over the ranks that shard it, once among ranks that
-    replicate it. The result is a plain scalar on every rank, at least float32, before clipping. A
-    parameter given twice counts once.
+    replicate it. ``max_norm`` may be a tensor of one element, whose value is not read on the host;
+    with ``foreach=False`` gradients are measured and scaled one by one. The result is a plain
+    scalar on every rank, at least float32, before clipping. A parameter given twice counts once.
 
     Communicates one all-reduce of a scalar for each set of ranks that share some gradient (over the
     axes one after another where no group spans the set), then one over ``pp``, whose stages hold
@@ -62,11 +65,7 @@ def clip_grad_norm_(
     reduced yet and `MissingGroup` for an axis without process group; with ``error_if_nonfinite``,
     `NonFiniteNormError` on all ranks alike before anything is scaled.
     """
-    limit: object = max_norm
-    if not (isinstance(limit, int | float) and limit >= 0):
-        raise MaxNormError(
-            f"max_norm={limit!r} bounds no norm; give a number of 0 or more, inf to clip nothing"
-        )
+    limit = _limit(max_norm)
     order = float(norm_type)
     if not order > 0:
         raise NormOrderError(f"norm_type={norm_type} is no norm; use a positive number or inf")
@@ -89,7 +88,7 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float64, device=_device(unique, gradients))
     # One order of the sets for all ranks: two that share two sets must not wait crosswise.
     for ranks in sorted(sets, key=sorted):
-        part = _power_sum(sets[ranks].gradients, order, dtype, total)
+        part = _power_sum(sets[ranks].gradients, order, dtype, total, foreach is not False)
         # Two meshes may have a group each for the same ranks, which may meet them in any order.
         for axis in min(sets[ranks].spans, key=_Span.rule).axes:
             part = _over(axis, part, order, door)
@@ -102,10 +101,29 @@ def clip_grad_norm_(
             f"the gradients' norm of order {order} is {norm.item()}; pass "
             "error_if_nonfinite=False to scale by it all the same"
         )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(limit, Tensor):
+        limit = limit.to(norm.device)
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for device in {grad.device for grad in gradients}:
-        foreach_scale([grad for grad in gradients if grad.device == device], factor.to(device))
+        here = [grad for grad in gradients if grad.device == device]
+        if foreach is not False:
+            foreach_scale(here, factor.to(device))
+            continue
+        for grad in here:
+            grad.mul_(factor.to(device))
     return norm
+
+
+def _limit(max_norm: object) -> float | Tensor:
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() == 1 and not max_norm.is_complex():
+            return max_norm.detach().reshape(())
+    elif isinstance(max_norm, Real) and (number := float(max_norm)) >= 0:
+        return number
+    raise MaxNormError(
+        f"max_norm={max_norm!r} bounds no norm; give a number of 0 or more, inf to clip nothing, "
+        "or a 0-dim tensor"
+    )
 
 
 class _Span(NamedTuple):
@@ -167,9 +185,9 @@ def _of_one(mesh: DeviceMesh, axis: int) -> Axis:
 
 
 def _exact(mesh: DeviceMesh, axes: tuple[int, ...]) -> Axis | None:
-    """Return the group over ``axes`` if there is one without other ranks, as a sum needs it."""
+    """Return the group over ``axes`` if there is one."""
     found = find_fold(mesh, axes)
-    return found.find() if found is not None and len(found.members) == found.size else None
+    return None if found is None else found.find()
 
 
 def _checked(collectives: object) -> Collectives:
@@ -197,7 +215,9 @@ def _part(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, RaggedTensor) else grad
 
 
-def _power_sum(gradients: list[Tensor], order: float, dtype: torch.dtype, like: Tensor) -> Tensor:
+def _power_sum(
+    gradients: list[Tensor], order: float, dtype: torch.dtype, like: Tensor, foreach: bool
+) -> Tensor:
     """Return the sum of ``|x| ** order`` over all elements (the largest ``|x|`` for inf).
 
     Each gradient's norm is taken in ``dtype``; the result has the dtype and device of ``like``.
@@ -205,7 +225,11 @@ def _power_sum(gradients: list[Tensor], order: float, dtype: torch.dtype, like: 
     filled = [grad for grad in gradients if grad.numel()]
     if not filled:
         return torch.zeros_like(like)
-    norms = torch.stack([n.to(like.device) for n in foreach_norms(filled, order, dtype)]).to(like)
+    if foreach:
+        found = foreach_norms(filled, order, dtype)
+    else:
+        found = [torch.linalg.vector_norm(grad, order, dtype=dtype) for grad in filled]
+    norms = torch.stack([norm.to(like.device) for norm in found]).to(like)
     return norms.amax() if order == math.inf else norms.pow(order).sum()
 
 

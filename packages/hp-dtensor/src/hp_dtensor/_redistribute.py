@@ -1,18 +1,22 @@
 """Take a distributed tensor to another layout or mesh."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._errors import RankNotInMesh
+from ._errors import PlacementTypeError, RankNotInMesh
 from .collectives._interface import Collectives
 from .executor._autograd import Pending, carry_out
-from .executor._origin import Distributed
+from .executor._by_torch import torch_step
+from .executor._groups import checked_groups
+from .executor._origin import Distributed, Origin, mesh_under, origin_of, ranks_of
 from .executor._route import Order, find_route
-from .layouts._convert import AnyPlacement, DensePlacement
+from .layouts._convert import AnyPlacement, DensePlacement, TorchPartial
 from .plans._cost import CostModel
 from .plans._plan import Plan
 
@@ -28,6 +32,7 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[False] = False,
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> DTensor: ...
 
 
@@ -42,6 +47,7 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[True],
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Pending[DTensor]: ...
 
 
@@ -56,6 +62,7 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[False] = False,
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Distributed: ...
 
 
@@ -70,27 +77,67 @@ def redistribute(
     cost: CostModel | None = None,
     async_op: Literal[True],
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+) -> Pending[Distributed]: ...
+
+
+@overload
+def redistribute(
+    x: Distributed,
+    device_mesh: DeviceMesh | None,
+    /,
+    placements: Sequence[AnyPlacement] | None = None,
+    *,
+    shard_order: Order = None,
+    max_bytes: int | None = None,
+    cost: CostModel | None = None,
+    async_op: Literal[False] = False,
+    collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+) -> Distributed: ...
+
+
+@overload
+def redistribute(
+    x: Distributed,
+    device_mesh: DeviceMesh | None,
+    /,
+    placements: Sequence[AnyPlacement] | None = None,
+    *,
+    shard_order: Order = None,
+    max_bytes: int | None = None,
+    cost: CostModel | None = None,
+    async_op: Literal[True],
+    collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Pending[Distributed]: ...
 
 
 def redistribute(
     x: Distributed,
+    *where: DeviceMesh | Sequence[AnyPlacement] | None,
     placements: Sequence[AnyPlacement] | None = None,
-    *,
     mesh: DeviceMesh | None = None,
     shard_order: Order = None,
     max_bytes: int | None = None,
     cost: CostModel | None = None,
     async_op: bool = False,
     collectives: Collectives | None = None,
+    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Distributed | Pending[Any]:
     """Return the tensor laid out as ``placements`` say, ours or torch's; all replicated if None.
+
+    ``redistribute(x, placements, mesh=mesh)`` and torch's ``redistribute(x, mesh, placements)`` are
+    the same.
 
     ``shard_order`` gives the order of axes that shard the same dim, as in `Layout`; the result then
     carries torch's strided shards; with a `RaggedShard` it is a `RaggedTensor`. Communicates what
     `explain` prints, chosen as the cheapest under ``cost`` of those that hold at most ``max_bytes``
-    at once; groups are those that exist: of an axis, of the world, of a flattened mesh. A result in
-    the layout of ``x`` is ``x``, and another may share its memory. With ``async_op`` the first
+    at once. Each step runs in a group of exactly the ranks along its axes; groups are those that
+    exist: of ``groups``, of an axis, of the world, of a flattened mesh, of an alias of hp-mesh. All
+    ranks give the same ``groups``, in the same order. A result in
+    the layout of ``x`` shares its memory, and is ``x`` where autograd records nothing; another may
+    share it too. With ``async_op`` the first
     collective is started and `Pending.wait` does the rest: until then ``x`` must stay untouched.
     Autograd records the result if it would at the call.
 
@@ -120,27 +167,62 @@ def redistribute(
     ``placements`` no sequence, `PlacementTypeError`. Between meshes `RanksDisagree`, on all ranks,
     where they mean different changes or one has a wrong local tensor, before any of it is sent.
     """
+    if where:
+        mesh, placements = _sorted_out(where, mesh, placements)
     if is_compiling():
         from .executor._compile import trace  # it loads the compiler, which takes seconds
 
-        return trace(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)
-    return carry_out(x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives)
+        return trace(
+            x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives, groups
+        )
+    named = () if groups is None else checked_groups(groups)
+    return carry_out(
+        x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives, named
+    )
+
+
+def _sorted_out(
+    where: tuple[Any, ...], mesh: DeviceMesh | None, placements: Sequence[AnyPlacement] | None
+) -> tuple[DeviceMesh | None, Sequence[AnyPlacement] | None]:
+    """Return mesh and placements of a call, given by position as ours are or as torch's."""
+    first, *more = where
+    if not more and not isinstance(first, DeviceMesh):
+        if placements is None:
+            return mesh, first
+        if first is None:
+            return mesh, placements
+    elif (first is None or isinstance(first, DeviceMesh)) and mesh is None:
+        if not more:
+            return first, placements
+        if len(more) == 1 and placements is None and not isinstance(more[0], DeviceMesh):
+            return first, more[0]
+    raise PlacementTypeError(
+        "call redistribute(x, placements, mesh=mesh) or redistribute(x, mesh, placements), with "
+        "the mesh and the placements once each"
+    )
 
 
 def plan_for(
-    x: Distributed,
+    x: Distributed | Origin,
     placements: Sequence[AnyPlacement] | None,
     mesh: DeviceMesh | None,
     shard_order: Order,
     cost: CostModel | None,
     max_bytes: int | None,
+    groups: object = None,
 ) -> Plan:
     """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
-    route = find_route(x, placements, mesh, shard_order, cost, max_bytes)
+    named = () if groups is None else checked_groups(groups)
+    try:
+        route = find_route(x, placements, mesh, shard_order, cost, max_bytes, named)
+    except TorchPartial:
+        step = torch_step(x, placements, mesh is not None and mesh != mesh_under(x))
+        plan = plan_for(step.origin, step.then, mesh, shard_order, cost, max_bytes, groups)
+        return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
     if route.stages is None:
-        lies = route.origin.layout.ranks or f"0 to {route.origin.layout.size - 1}"
-        if route.origin.mesh is not None:
-            lies = route.origin.mesh.mesh.flatten().tolist()
+        lies = route.source.ranks or f"0 to {route.source.size - 1}"
+        if (own := origin_of(x).mesh) is not None:
+            lies = list(ranks_of(own))
         raise RankNotInMesh(
             f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
             f"{lies}"

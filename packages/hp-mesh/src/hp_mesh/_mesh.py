@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import combinations
+from math import prod
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -13,7 +15,7 @@ from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, rais
 from ._groups import agree, all_or_none, create_groups, destroy_groups, tell_refusal
 from ._layout import RankLayout, View
 from ._topology import Topology, topology_violations
-from ._torch import share_ranks
+from ._torch import know_fold, share_ranks
 
 if TYPE_CHECKING:
     from ._dims import ParallelDims
@@ -42,6 +44,7 @@ class ParallelMesh:
         self._views = dict(views)
         self._created = created
         self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
+        self._sharing: set[str] = set()
         self._closed = False
 
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
@@ -80,12 +83,27 @@ class ParallelMesh:
                 f"axes {list(names)} given; the {view.name} view has them as "
                 f"{[axis for axis in view.axes if axis in axes]}"
             )
-        full = self.view(view.name)
+        full = self._view(view.name)
+        if len(axes) > 1:
+            self._share_folds(view.name)
         if names == ("batch",):
             full, axes = _renamed(full, axes[0], "batch"), names
         mesh = full[axes]
         share_ranks(mesh, full)
         return mesh
+
+    def _share_folds(self, name: str) -> None:
+        """Let the mesh of a view know the groups that fold several of its axes, of other views."""
+        if name in self._sharing:
+            return
+        self._sharing.add(name)
+        own, full = self.layout.views[name], self._view(name)
+        place = full.get_coordinate()
+        others = dict.fromkeys(a for view in self.layout.views.values() for a in view.axes)
+        for axis in (a for a in others if a not in own.axes and self.layout.size(a) > 1):
+            ranks = dist.get_process_group_ranks(self[axis].get_group())
+            if place is not None and _folds(full, place, ranks):
+                know_fold(full, self[axis])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,10 +113,15 @@ class ParallelMesh:
     @property
     def device_type(self) -> str:
         """Return the device type of all meshes."""
-        return self.view("base").device_type
+        return self._view("base").device_type
 
     def view(self, name: str) -> DeviceMesh:
         """Return the full-world mesh of one view, such as ``"base"`` or ``"sparse"``."""
+        full = self._view(name)
+        self._share_folds(name)
+        return full
+
+    def _view(self, name: str) -> DeviceMesh:
         if self._closed:
             raise MeshError("this mesh is closed; build another")
         if name not in self._views:
@@ -198,6 +221,19 @@ def _views(
         )
         share_ranks(views[name], views["dense"])
     return views
+
+
+def _folds(full: DeviceMesh, place: Sequence[int], ranks: list[int]) -> bool:
+    """Return whether these are the ranks along several axes of a mesh, from one position on."""
+    shape = tuple(full.shape)
+    axes = [axis for axis, size in enumerate(shape) if size > 1]
+    for count in range(2, len(axes) + 1):
+        for along in combinations(axes, count):
+            if prod(shape[axis] for axis in along) == len(ranks):
+                index = tuple(slice(None) if a in along else place[a] for a in range(len(shape)))
+                if full.mesh[index].flatten().tolist() == ranks:
+                    return True
+    return False
 
 
 def _check_kinds(topology: object, timeout: object) -> None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from threading import Lock, get_ident
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +123,30 @@ def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:
     ranks = getattr(other, "_flatten_rank_map", None)
     if ranks is not None and ranks == getattr(mesh, "_flatten_rank_map", None):
         mesh._flatten_rank_map = ranks
+
+
+def know_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
+    """Let a full-world mesh know a one-axis mesh of another as if it had been flattened from it.
+
+    What looks for a group over several axes then finds it, as torch's DTensor and hp-dtensor do in
+    ``DeviceMesh._flatten_mapping`` (2.11 to 2.13). Publicly only ``DeviceMesh._flatten`` adds to
+    it, which makes another group. Nothing is done where both list the world's ranks differently,
+    as torch compares positions there.
+    """
+    name = (fold.mesh_dim_names or ("",))[0]
+    if name in root._flatten_mapping or not torch.equal(_flat(root), _flat(fold._get_root_mesh())):
+        return
+    known = copy(fold)
+    known._root_mesh = root
+    share_ranks(known, root)
+    root._flatten_mapping[name] = known
+    # A compiled function finds groups here (2.13).
+    if (registry := getattr(root, "_pg_registry", None)) is not None:
+        registry[fold.get_group().group_name] = fold.get_group()
+
+
+def _flat(mesh: DeviceMesh) -> torch.Tensor:
+    return mesh.mesh.flatten()
 
 
 def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:

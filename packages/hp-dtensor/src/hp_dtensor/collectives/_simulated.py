@@ -236,6 +236,8 @@ class SimulatedCollectives:
                     f"where another rank calls {meeting.call}"
                 )
             meeting.posted[axis.index] = [tensor.detach() for tensor in inputs]
+            if len(meeting.posted) == axis.size:
+                del world._meetings[key]  # nobody looks for it any more; those who wait hold it
             if len(meeting.posted) == axis.size and meeting.error is None:
                 posted = [meeting.posted[i] for i in range(axis.size)]
                 try:

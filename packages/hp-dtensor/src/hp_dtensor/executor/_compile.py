@@ -7,7 +7,6 @@ and another in backward.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,15 +15,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._caches import remembered
 from .._errors import CrossMeshError, LayoutError, PlacementTypeError
 from .._torch import find_group, local_part, no_modes, opaque_op
 from ..collectives._interface import Axis, Collectives
 from ..collectives._torch import TorchCollectives
-from ..layouts._convert import AnyPlacement
+from ..layouts._convert import AnyPlacement, TorchPartial
 from ..layouts._placements import RaggedShard
 from ..plans._cost import CostModel
 from ..plans._steps import Step
 from ._autograd import Pending
+from ._by_torch import torch_step
 from ._execute import prepare, start
 from ._groups import fold_between
 from ._origin import origin_of
@@ -42,6 +43,7 @@ def trace(
     cost: CostModel | None,
     async_op: bool,
     collectives: Collectives | None,
+    groups: object = None,
 ) -> DTensor | Pending[DTensor]:
     """Return what `redistribute` does; raises as it does, and for what a graph cannot hold."""
     if not isinstance(x, DTensor):
@@ -59,11 +61,34 @@ def trace(
             f"collectives={collectives!r} cannot be part of a compiled function; leave it out, or "
             "redistribute outside of the function"
         )
+    if groups is not None:
+        raise LayoutError(
+            "groups= cannot be part of a compiled function; flatten the mesh over the axes, which "
+            "it then finds, or redistribute outside of the function"
+        )
     result: DTensor = redistribute_in_graph(x, placements, mesh, shard_order, cost, max_bytes)
     return Pending(lambda: result) if async_op else result
 
 
 def _redistribute_in_graph(
+    x: DTensor,
+    placements: Sequence[AnyPlacement] | None,
+    mesh: DeviceMesh | None,
+    shard_order: Order,
+    cost: CostModel | None,
+    max_bytes: int | None,
+) -> DTensor:
+    try:
+        return _planned(x, placements, mesh, shard_order, cost, max_bytes)
+    except TorchPartial:
+        step = torch_step(x, placements, mesh is not None and mesh != x.device_mesh)
+        y = step.run(x)
+        if step.whole:
+            return y
+        return _planned(y, step.then, mesh, shard_order, cost, max_bytes)
+
+
+def _planned(
     x: DTensor,
     placements: Sequence[AnyPlacement] | None,
     mesh: DeviceMesh | None,
@@ -80,11 +105,13 @@ def _redistribute_in_graph(
         text = write_plan(
             route.plan, lambda step: fold_between(step, route.plan, origin.mesh, mesh)
         )
-    if route.unchanged:
+    graded = torch.is_grad_enabled() and x.requires_grad
+    if route.unchanged and not graded:
         return x
-    if torch.is_grad_enabled() and x.requires_grad:
+    if graded:
         route.check_back()
-    result: DTensor = _InGraph.apply(x, route, text)  # type: ignore[no-untyped-call]
+    there = mesh if route.crosses else origin.mesh
+    result: DTensor = _InGraph.apply(x, route, text, there)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -93,21 +120,21 @@ redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
 
 class _InGraph(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, route: Route, text: str) -> Any:
-        ctx.route = route
+    def forward(ctx: Any, x: DTensor, route: Route, text: str, there: DeviceMesh) -> Any:
+        ctx.route, ctx.mesh = route, x.device_mesh
         local = local_part(x)
         check_local(local, route)
-        return route.wrap(carry_out(local, text))
+        return route.wrap(carry_out(local, text), there)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         route: Route = ctx.route
-        source, mesh = whole(route.origin.layout), route.origin.mesh
+        source = whole(route.source)
         order = source.shard_order
         back = _redistribute_in_graph(
-            grads[0], source.placements, mesh, order, route.cost, route.max_bytes
+            grads[0], source.placements, ctx.mesh, order, route.cost, route.max_bytes
         )
-        return back, None, None
+        return back, None, None, None
 
 
 def _check_everywhere(route: Route) -> None:
@@ -139,7 +166,7 @@ _package = __name__.rpartition(".")[0].replace(".", "_")
 carry_out = opaque_op(f"{_package}::carry_out", _carry_out, _empty)
 
 
-@lru_cache(maxsize=2048)
+@remembered(2048)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[Stage, ...]]:
     """Return the shape of the result and the stages; they hold names of groups, no groups."""
     plan, folds = read_plan(text)

@@ -2,31 +2,63 @@
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import combinations, product
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import MissingGroup
-from .._torch import flattened_meshes
+from .._caches import remembered
+from .._errors import LayoutError, MissingGroup
+from .._torch import find_group, flattened_meshes, group_name
 from ..collectives._interface import Axis
 from ..layouts._intervals import ravel
 from ..plans._plan import Plan
 from ..plans._steps import Step
 from ..plans._transfer import same_mesh
+from ._meshes import mesh_of, number_of
 from ._stages import Fold
 
 
-def find_fold(mesh: DeviceMesh, axes: tuple[int, ...]) -> Fold | None:
-    """Return the group over ``axes``: the axis's own, the world's, or that of a flattened mesh.
+def checked_groups(groups: object) -> tuple[str, ...]:
+    """Return the names of groups that were given, of which this rank is a member.
 
-    None if there is no such group. Communicates nothing.
+    Raises `LayoutError` for what is no sequence of process groups and meshes of one axis.
+    """
+    if not isinstance(groups, list | tuple):
+        _refuse_groups(f"groups= is a {type(groups).__name__} alone")
+    found = []
+    for group in groups:
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            if group.get_coordinate() is not None:
+                found.append(group_name(group.get_group()))
+        elif isinstance(group, dist.ProcessGroup):
+            found.append(group_name(group))
+        elif isinstance(group, DeviceMesh):
+            _refuse_groups(f"groups= has a mesh of shape {tuple(group.shape)}")
+        elif group is not dist.GroupMember.NON_GROUP_MEMBER:
+            _refuse_groups(f"groups= has a {type(group).__name__}")
+    return tuple(found)
+
+
+def _refuse_groups(wrong: str) -> NoReturn:
+    raise LayoutError(
+        f"{wrong}; give a sequence of the process groups that may carry the steps, as groups or as "
+        "meshes of one axis, or leave it out"
+    )
+
+
+def find_fold(mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()) -> Fold | None:
+    """Return the group over ``axes``: given, the axis's own, the world's, or of a flattened mesh.
+
+    Groups are ``given`` by name, and come first. It has the ranks that differ from this one on
+    these axes, and no others: ranks that differ on another axis take no part. None if there is no
+    such group. Communicates nothing.
     """
     name = _name(mesh, axes)
     coordinate = tuple(mesh.get_coordinate() or ())
-    for group, ranks in _lines(mesh, axes[0]) if len(axes) == 1 else _candidates(mesh):
+    found = _lines(mesh, axes[0]) if len(axes) == 1 else _candidates(mesh)
+    for group, ranks in [*_by_name(given), *found]:
         if (members := _members(mesh, axes, coordinate, ranks)) is not None:
             return Fold(_finder(name, group, ranks), members, len(ranks))
     return None
@@ -34,71 +66,50 @@ def find_fold(mesh: DeviceMesh, axes: tuple[int, ...]) -> Fold | None:
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the global ranks that differ from this one only on ``axes``, row-major."""
-    return _ranks_along(mesh, axes, tuple(mesh.get_coordinate() or ()))
+    return _ranks_along(number_of(mesh), axes, tuple(mesh.get_coordinate() or ()))
 
 
-def found_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
-    """Return the sets of axes that one group spans; None if any set has one.
+def found_folds(mesh: DeviceMesh, given: tuple[str, ...] = ()) -> frozenset[tuple[int, ...]] | None:
+    """Return the sets of several axes that one process group spans, without any other rank.
 
     A rank outside the mesh has no groups to look at and answers None.
     """
     coordinate = mesh.get_coordinate()
-    if mesh.ndim == 1 or coordinate is None or mesh.size() == dist.get_world_size():
-        return None
-    coordinate = tuple(coordinate)
-    sets = (
-        tuple(axis for axis, taken in enumerate(choice) if taken)
-        for choice in product((False, True), repeat=mesh.ndim)
-        if sum(choice) > 1
-    )
-    groups = _candidates(mesh)
-    return frozenset(
-        axes
-        for axes in sets
-        if any(_members(mesh, axes, coordinate, ranks) is not None for _, ranks in groups)
-    )
-
-
-def exact_folds(mesh: DeviceMesh) -> frozenset[tuple[int, ...]] | None:
-    """Return the sets of several axes that a group spans and no more, as reductions need it.
-
-    A rank outside the mesh answers None.
-    """
-    coordinate = mesh.get_coordinate()
     if mesh.ndim == 1 or coordinate is None:
         return None
-    sizes = {len(ranks) for _, ranks in _candidates(mesh)}
+    sizes = {len(ranks) for _, ranks in [*_by_name(given), *_candidates(mesh)]}
     sets = [
         axes
         for count in range(2, mesh.ndim + 1)
         for axes in combinations(range(mesh.ndim), count)
         if math.prod(mesh.shape[axis] for axis in axes) in sizes
     ]
-    folds = {axes: find_fold(mesh, axes) for axes in sets}
-    return frozenset(
-        axes for axes, fold in folds.items() if fold and len(fold.members) == fold.size
-    )
+    return frozenset(axes for axes in sets if find_fold(mesh, axes, given) is not None)
 
 
 def world_fold() -> Fold:
     """Return the group of all ranks, which contains those of any two meshes."""
     size = dist.get_world_size()
-    return Fold(_finder("world", lambda: dist.group.WORLD, tuple(range(size))), range(size), size)
+    return Fold(_finder("world", *_named(dist.group.WORLD)), range(size), size)
 
 
-def fold_for(step: Step, mesh: DeviceMesh) -> Fold:
+def fold_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> Fold:
     """Return the group of a step on one mesh; raises `MissingGroup`."""
-    found = find_fold(mesh, step.axes)
+    found = find_fold(mesh, step.axes, given)
     if found is None:
         raise MissingGroup(
-            f"no process group spans the axes {step.axes} of {mesh}; build the mesh with groups, "
-            "or an alias over these axes with it"
+            f"no process group has the ranks along the axes {step.axes} of {mesh} and no others; "
+            "build the mesh with groups, or an alias over these axes with it, or give groups="
         )
     return found
 
 
 def fold_between(
-    step: Step, plan: Plan, source: DeviceMesh | None, target: DeviceMesh | None
+    step: Step,
+    plan: Plan,
+    source: DeviceMesh | None,
+    target: DeviceMesh | None,
+    given: tuple[str, ...] = (),
 ) -> Fold:
     """Return the group of a step of a plan between two meshes, None where this rank is not in one.
 
@@ -109,14 +120,15 @@ def fold_between(
     mesh = source if same_mesh(step.source, plan.source) else target
     if mesh is None:  # a rank takes part in steps of its own meshes only
         raise RuntimeError(f"this rank has no mesh for {step}")
-    return fold_for(step, mesh)
+    return fold_for(step, mesh, given)
 
 
-_Groups: TypeAlias = list[tuple[Callable[[], Any], tuple[int, ...]]]
+# Names under which torch finds groups again, so that what is kept never outlives them, with ranks.
+_Groups: TypeAlias = list[tuple[str, tuple[int, ...]]]
 
 
 def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
-    """Return how to find the axis's own group, with its ranks, which it may hold in another order.
+    """Return the axis's own group, with its ranks, which it may hold in another order.
 
     ``torch.distributed.new_group`` sorts them; a mesh may list its ranks in any order.
     """
@@ -124,30 +136,34 @@ def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
         group = mesh.get_group(axis)
     except RuntimeError:  # a mesh that was built without groups
         return _candidates(mesh)
-    return [(lambda: mesh.get_group(axis), tuple(dist.get_process_group_ranks(group)))]
+    return [_named(group)]
 
 
 def _candidates(mesh: DeviceMesh) -> _Groups:
-    """Return how to find groups that may span several axes, with their ranks; smallest first."""
-    found: _Groups = []
-    for flattened in flattened_meshes(mesh):
-        ranks = dist.get_process_group_ranks(flattened.get_group())
-        found.append((flattened.get_group, tuple(ranks)))
-    found.sort(key=lambda pair: len(pair[1]))
+    """Return the groups that may span several axes, with their ranks."""
+    found = [_named(flattened.get_group()) for flattened in flattened_meshes(mesh)]
     if mesh.size() == dist.get_world_size():
-        found.append((lambda: dist.group.WORLD, tuple(range(dist.get_world_size()))))
+        found.append(_named(dist.group.WORLD))
     return found
 
 
-def _finder(name: str, group: Callable[[], Any], ranks: tuple[int, ...]) -> Callable[[], Axis]:
-    return lambda: Axis(name, group(), ranks)
+def _by_name(names: tuple[str, ...]) -> _Groups:
+    return [_named(find_group(name)) for name in names]
 
 
-# The two caches hold what follows from a mesh's ranks alone.
-@lru_cache(maxsize=256)
+def _named(group: Any) -> tuple[str, tuple[int, ...]]:
+    return group_name(group), tuple(dist.get_process_group_ranks(group))
+
+
+def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]:
+    return lambda: Axis(name, find_group(group), ranks)
+
+
+@remembered(256)
 def _ranks_along(
-    mesh: DeviceMesh, axes: tuple[int, ...], coordinate: tuple[int, ...]
+    number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
+    mesh = mesh_of(number)
     degrees = tuple(mesh.shape)
     flat = mesh.mesh.flatten()
     ranks = []
@@ -159,23 +175,18 @@ def _ranks_along(
     return tuple(ranks)
 
 
-@lru_cache(maxsize=256)
 def _members(
     mesh: DeviceMesh,
     axes: tuple[int, ...],
     coordinate: tuple[int, ...],
     group_ranks: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Return the group index of each rank along the axes; None if the group lacks one.
-
-    Only a group that is a union of such sets may serve: all of its ranks must make the call.
-    """
-    index = {rank: i for i, rank in enumerate(group_ranks)}
-    ranks = _ranks_along(mesh, axes, coordinate)
-    inside = set(mesh.mesh.flatten().tolist())
-    if not all(rank in index for rank in ranks) or not inside.issuperset(group_ranks):
+    """Return the group index of each rank along the axes; None unless the group has no others."""
+    if math.prod(mesh.shape[axis] for axis in axes) != len(group_ranks):
         return None
-    return tuple(index[rank] for rank in ranks)
+    ranks = _ranks_along(number_of(mesh), axes, coordinate)
+    index = {rank: i for i, rank in enumerate(group_ranks)}
+    return tuple(index[rank] for rank in ranks) if index.keys() == set(ranks) else None
 
 
 def _name(mesh: DeviceMesh, axes: tuple[int, ...]) -> str:

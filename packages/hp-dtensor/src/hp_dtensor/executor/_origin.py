@@ -1,14 +1,14 @@
 """What a redistribution starts from: a DTensor, a ragged tensor, or nothing on this rank."""
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._absent import Absent
-from .._torch import Spec, dtype_of, local_part, order_of, spec_of
+from .._torch import local_part, order_of, shard_order_of, spec_of
 from ..layouts._convert import to_layout
 from ..layouts._layout import Layout
 from ..ragged._tensor import RaggedTensor
@@ -36,17 +36,17 @@ def origin_of(x: object) -> Origin:
     if isinstance(x, Origin):
         return x
     if isinstance(x, RaggedTensor):
-        spec = x._spec
-        return Origin(layout=spec.layout, mesh=spec.mesh, shape=spec.shape, dtype=x.dtype)
-    return origin_of_spec(spec_of(x))
+        held = x._spec
+        return Origin(layout=held.layout, mesh=held.mesh, shape=held.shape, dtype=x.dtype)
+    spec = spec_of(x)
+    return origin_of_parts(spec.mesh, spec.placements, spec.tensor_meta, shard_order_of(spec))
 
 
-def origin_of_spec(spec: Spec) -> Origin:
-    """Return how a DTensor with this spec lies."""
-    mesh: DeviceMesh = spec.mesh
-    shape = tuple(spec.shape)
-    layout = to_layout(spec.placements, tuple(mesh.shape), len(shape), order_of(spec))
-    return Origin(layout=layout, mesh=mesh, shape=shape, dtype=dtype_of(spec))
+def origin_of_parts(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> Origin:
+    """Return how a DTensor lies whose spec has these parts."""
+    shape = tuple(meta.shape)
+    layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
+    return Origin(layout=layout, mesh=mesh, shape=shape, dtype=meta.dtype)
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -59,3 +59,8 @@ def part_of(x: Any) -> torch.Tensor | None:
     if isinstance(x, DTensor):
         return local_part(x)
     return x._local if isinstance(x, RaggedTensor) else None
+
+
+def mesh_under(x: Any) -> DeviceMesh | None:
+    """Return the mesh of a tensor, None for an `Absent`."""
+    return None if isinstance(x, Absent) else cast(DeviceMesh, x._spec.mesh)

@@ -2,21 +2,30 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+import torch
 import torch.distributed as dist
+import torch.distributed.tensor as theirs
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._absent import Absent
+from .._caches import remembered
 from .._errors import (
     CrossMeshError,
     LayoutError,
     LocalShapeMismatch,
     NoPlan,
 )
-from .._torch import Spec, as_dtensor, flattened_count, spec_for, spec_of
+from .._torch import (
+    as_dtensor,
+    flattened_count,
+    shard_order_of,
+    spec_elsewhere,
+    spec_for,
+    spec_of,
+)
 from ..layouts._convert import AnyPlacement, to_layout, to_torch
 from ..layouts._intervals import ravel
 from ..layouts._layout import Layout, ShardOrder
@@ -29,8 +38,9 @@ from ..ragged._spec import find_spec
 from ..ragged._tensor import RaggedTensor
 from ._agreement import Agreement, agreement
 from ._execute import prepare
-from ._groups import exact_folds, fold_between, fold_for, found_folds, world_fold
-from ._origin import Distributed, Origin, origin_of, origin_of_spec, ranks_of
+from ._groups import fold_between, fold_for, found_folds, world_fold
+from ._meshes import mesh_of, number_of
+from ._origin import Distributed, Origin, origin_of, origin_of_parts, ranks_of
 from ._reducible import check_reducible
 from ._stages import Stage
 
@@ -44,26 +54,28 @@ _SPECLESS = (RaggedTensor, Absent, Origin)
 class Route:
     """The way from one layout to another on this rank, ready to run; the same for all like calls.
 
-    ``stages`` is None on a rank that takes no part. ``local_shape`` is what this rank's part must
-    have, None where it has none; ``wrap`` makes the result of what the stages leave; ``device`` is
-    where a rank that had no part gets one. ``unchanged`` says that the result is the input. A
-    gradient goes ``back`` to this mesh, or this layout of other ranks; None is the mesh it is on.
-    ``plan_back`` makes the plan of a gradient that lies as the result does; it and this one are
-    chosen under ``cost`` and ``max_bytes``. Where there are two meshes, and this rank is in one,
-    ``agree`` is called before anything is sent.
+    It is kept, and so holds no mesh. ``stages`` is None on a rank that takes no part.
+    ``local_shape`` is what this rank's part must have, None where it has none; ``wrap`` makes the
+    result of what the stages leave, on the mesh given; ``device`` is where a rank that had no part
+    gets one. ``unchanged`` says that the result is the input. ``plan_back`` makes the plan of a
+    gradient that lies as the result does; it and this one are chosen under ``cost`` and
+    ``max_bytes``, with the ``groups`` that were given. Where there are two meshes, ``crosses`` is
+    true and ``agree`` is called before anything is sent, unless this rank is in neither.
     """
 
-    origin: Origin
+    source: Layout
+    dtype: torch.dtype
     plan: Plan
     stages: tuple[Stage, ...] | None
     local_shape: tuple[int, ...] | None
-    wrap: Callable[[Tensor], Distributed]
+    wrap: Callable[[Tensor, DeviceMesh | None], Distributed]
     device: str
     unchanged: bool
     plan_back: Callable[[], Plan]
     cost: CostModel | None
     max_bytes: int | None
-    back: DeviceMesh | Layout | None = None
+    groups: tuple[str, ...] = ()
+    crosses: bool = False
     agree: Agreement | None = None
 
     def check_back(self) -> None:
@@ -87,13 +99,21 @@ def find_route(
     shard_order: Order,
     cost: CostModel | None,
     max_bytes: int | None = None,
+    groups: tuple[str, ...] = (),
 ) -> Route:
     """Return the route for ``x``; raises what is wrong with the target. Communicates nothing.
 
-    A `Layout` as ``mesh`` is one on whose ranks this one is not.
+    A `Layout` as ``mesh`` is one on whose ranks this one is not; ``groups`` are names of those that
+    were given.
     """
-    start: Spec | Origin = origin_of(x) if isinstance(x, _SPECLESS) else spec_of(x)
-    own: DeviceMesh | None = start.mesh
+    own: DeviceMesh | None
+    start: tuple[Any, ...]
+    if isinstance(x, _SPECLESS):
+        origin = origin_of(x)
+        own, start = origin.mesh, (origin.layout, origin.shape, origin.dtype)
+    else:
+        spec = spec_of(x)
+        own, start = spec.mesh, (spec.placements, spec.tensor_meta, shard_order_of(spec))
     if mesh is own or (own is not None and mesh == own):
         mesh = None
     given: object = mesh
@@ -110,27 +130,30 @@ def find_route(
     check_cost(cost)
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
         raise LayoutError(f"max_bytes={max_bytes!r} is no number of bytes; give a whole number")
-    # Equal meshes may have different groups: the keys hold the meshes themselves, alive.
+    # Equal meshes may have different groups: each has its own number.
     # A mesh that is flattened later brings a group that a better plan may use.
-    groups = 0 if own is None else flattened_count(own)
-    return _route(start, id(own), groups, mesh, id(mesh), placements, shard_order, cost, max_bytes)
+    number, flat = (0, 0) if own is None else (number_of(own), flattened_count(own))
+    there = number_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    return _route(start, number, flat, there, placements, shard_order, cost, max_bytes, groups)
 
 
-@lru_cache(maxsize=2048)
+@remembered(2048)
 def _route(
-    start: Spec | Origin,
-    own_id: int,
+    start: tuple[Any, ...],
+    number: int,
     flattened: int,
-    mesh: DeviceMesh | Layout | None,
-    mesh_id: int,
+    there: int | Layout | None,
     placements: tuple[AnyPlacement, ...] | None,
     shard_order: ShardOrder | None,
     cost: CostModel | None,
     max_bytes: int | None,
+    groups: tuple[str, ...],
 ) -> Route:
-    origin = start if isinstance(start, Origin) else origin_of_spec(start)
+    origin = _origin(start, mesh_of(number) if number else None)
+    given = None if isinstance(start[0], Layout) else start[0]
+    mesh = mesh_of(there) if isinstance(there, int) else there
     if mesh is None:
-        return _on_one_mesh(origin, placements, shard_order, cost, max_bytes)
+        return _on_one_mesh(origin, given, placements, shard_order, cost, max_bytes, groups)
     src = origin.layout
     if origin.mesh is not None:
         src = replace(src, ranks=ranks_of(origin.mesh))
@@ -155,9 +178,10 @@ def _route(
     if src.holds(rank) or dst.holds(rank):
         agree = agreement(plan, origin.dtype, world_fold().find, device)
         here = None if isinstance(mesh, Layout) else mesh
-        stages = prepare(plan, lambda step: fold_between(step, plan, origin.mesh, here))
+        stages = prepare(plan, lambda step: fold_between(step, plan, origin.mesh, here, groups))
     return Route(
-        origin=replace(origin, layout=src),
+        source=src,
+        dtype=origin.dtype,
         plan=plan,
         stages=stages,
         local_shape=src.local_shape(origin.shape, rank) if src.holds(rank) else None,
@@ -165,13 +189,21 @@ def _route(
         device=device,
         unchanged=False,
         plan_back=lambda: make_plan(
-            whole(dst), whole(src), origin.shape, rank, itemsize, cost, none, max_bytes, none
+            whole(dst), whole(src), plan.shape, rank, itemsize, cost, none, max_bytes, none
         ),
         cost=cost,
         max_bytes=max_bytes,
-        back=origin.mesh or whole(src),
+        groups=groups,
+        crosses=True,
         agree=agree,
     )
+
+
+def _origin(start: tuple[Any, ...], mesh: DeviceMesh | None) -> Origin:
+    first, second, third = start
+    if isinstance(first, Layout):
+        return Origin(layout=first, mesh=mesh, shape=second, dtype=third)
+    return origin_of_parts(cast(DeviceMesh, mesh), first, second, third)
 
 
 def check_local(local: Tensor, route: Route) -> None:
@@ -196,10 +228,12 @@ def whole(layout: Layout) -> Layout:
 
 def _on_one_mesh(
     origin: Origin,
+    given: tuple[theirs.Placement, ...] | None,
     placements: tuple[AnyPlacement, ...] | None,
     shard_order: ShardOrder | None,
     cost: CostModel | None,
     max_bytes: int | None,
+    groups: tuple[str, ...],
 ) -> Route:
     src, mesh = origin.layout, origin.mesh
     dst = _target(origin, placements, src.mesh_shape, shard_order, src.ranks)
@@ -208,25 +242,27 @@ def _on_one_mesh(
     if coordinate is not None:
         rank = ravel(coordinate, src.mesh_shape)
     itemsize = origin.dtype.itemsize
-    folded, exact = (None, None) if mesh is None else (found_folds(mesh), exact_folds(mesh))
+    folded = None if mesh is None else found_folds(mesh, groups)
     check_reducible(src, dst, origin.dtype)
-    plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, exact)
+    plan = make_plan(src, dst, origin.shape, rank, itemsize, cost, folded, max_bytes, folded)
     stages = None
     if mesh is not None and coordinate is not None:
-        stages = prepare(plan, lambda step: fold_for(step, mesh))
+        stages = prepare(plan, lambda step: fold_for(step, mesh, groups))
     return Route(
-        origin=origin,
+        source=src,
+        dtype=origin.dtype,
         plan=plan,
         stages=stages,
         local_shape=None if coordinate is None else src.local_shape(origin.shape, rank),
-        wrap=_wrap(origin, dst, mesh, mesh is not None),
+        wrap=_wrap(origin, dst, mesh, mesh is not None, given),
         device="cpu" if mesh is None else mesh.device_type,
         unchanged=src == dst,
         plan_back=lambda: make_plan(
-            whole(dst), whole(src), origin.shape, rank, itemsize, cost, folded, max_bytes, exact
+            whole(dst), whole(src), plan.shape, rank, itemsize, cost, folded, max_bytes, folded
         ),
         cost=cost,
         max_bytes=max_bytes,
+        groups=groups,
     )
 
 
@@ -243,20 +279,28 @@ def _target(
 
 
 def _wrap(
-    origin: Origin, dst: Layout, mesh: DeviceMesh | Layout | None, here: bool
-) -> Callable[[Tensor], Distributed]:
-    """Return what makes the result of this rank's part."""
+    origin: Origin,
+    dst: Layout,
+    mesh: DeviceMesh | Layout | None,
+    here: bool,
+    given: tuple[theirs.Placement, ...] | None = None,
+) -> Callable[[Tensor, DeviceMesh | None], Distributed]:
+    """Return what makes the result of this rank's part on a mesh equal to ``mesh``."""
     if not here or not isinstance(mesh, DeviceMesh):
         absent = Absent(dst, origin.shape, origin.dtype)
-        return lambda local: absent
+        return lambda local, mesh: absent
     if dst.ragged is not None:
         axis, runs = dst.ragged
         spelled: list[Any] = list(to_torch(with_placement(dst, axis, Replicate())))
         spelled[axis] = runs
-        ragged = find_spec(mesh, spelled, origin.shape)
-        return lambda local: RaggedTensor(local, ragged)
-    spec = spec_for(mesh, to_torch(dst), origin.shape, origin.dtype)
-    return lambda local: as_dtensor(local, spec)
+        ragged = find_spec(mesh, spelled, origin.shape).on(None)
+        return lambda local, mesh: RaggedTensor(local, ragged.on(mesh))
+    placements = list(to_torch(dst))
+    for axis, placement in enumerate(dst.placements):
+        if isinstance(placement, Partial) and given is not None:
+            placements[axis] = given[axis]  # it stays, under the name that it has
+    spec_on = spec_elsewhere(spec_for(mesh, tuple(placements), origin.shape, origin.dtype))
+    return lambda local, mesh: as_dtensor(local, spec_on(cast(DeviceMesh, mesh)))
 
 
 def _words(mesh: DeviceMesh, noun: str = "a mesh") -> str:

@@ -95,12 +95,12 @@ def all_to_all_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) 
 
 def all_reduce_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
     """Return one all-reduce of a copy."""
-    op, find = _op(step), fold.find
+    (op, terms), find = _op(step), fold.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         own = x.clone(memory_format=torch.contiguous_format)
         work = collectives.all_reduce(find(), [own], op)
-        return lambda: work.wait()[0]
+        return lambda: _averaged(work.wait()[0], terms)
 
     return begin
 
@@ -113,11 +113,11 @@ def reduce_scatter_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fo
     dim = _sharded(step)[1]
     parted = parter(step.source.local_shape(shape, rank), dim, fold.size)
     result = step.target.local_shape(shape, rank)
-    op, find = _op(step), fold.find
+    (op, terms), find = _op(step), fold.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         work = collectives.reduce_scatter(find(), [parted(x)], op=op)
-        return lambda: work.wait()[0].view(result)
+        return lambda: _averaged(work.wait()[0].view(result), terms)
 
     return begin
 
@@ -125,7 +125,7 @@ def reduce_scatter_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fo
 def _scatter_by_exchange(step: Step, fold: Fold) -> Stage:
     dim = _sharded(step)[1]
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
-    op, find, size = _op(step), fold.find, fold.size
+    (op, terms), find, size = _op(step), fold.find, fold.size
     positions = sorted(range(size), key=fold.members.__getitem__)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
@@ -139,7 +139,7 @@ def _scatter_by_exchange(step: Step, fold: Fold) -> Stage:
             space.view(part.shape).copy_(part)
         mine = parts[axis.index]
         work = collectives.all_to_all(axis, packed, sizes, [mine.numel()] * size)
-        return lambda: _reduced(work.wait()[0].view(size, *mine.shape), op)
+        return lambda: _averaged(_reduced(work.wait()[0].view(size, *mine.shape), op), terms)
 
     return begin
 
@@ -150,9 +150,23 @@ def _sharded(step: Step) -> tuple[int, int]:
     return old.dim if isinstance(old, Shard) else -1, new.dim if isinstance(new, Shard) else -1
 
 
-def _op(step: Step) -> ReduceOp:
-    old = step.source.placements[step.axes[0]]
-    return old.op if isinstance(old, Partial) else "sum"
+def _op(step: Step) -> tuple[ReduceOp, int]:
+    """Return the reduction, and by how many terms the result is then to be divided.
+
+    Averages over some of the axes and sums over the others are one sum.
+    """
+    found: dict[ReduceOp, int] = {}
+    for axis in step.axes:
+        old = step.source.placements[axis]
+        if isinstance(old, Partial):
+            found[old.op] = found.get(old.op, 1) * step.source.mesh_shape[axis]
+    if len(found) > 1:
+        return "sum", found["avg"]
+    return next(iter(found), "sum"), 1
+
+
+def _averaged(total: Tensor, terms: int) -> Tensor:
+    return total if terms == 1 else total.div_(terms)
 
 
 def _reduced(parts: Tensor, op: ReduceOp) -> Tensor:

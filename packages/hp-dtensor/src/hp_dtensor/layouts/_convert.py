@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias, cast, get_args
 
 from torch.distributed.tensor import placement_types as theirs
 
@@ -19,6 +19,18 @@ DensePlacement: TypeAlias = (
 )
 
 _OPS: dict[str, ours.PartialOp] = {"product": "prod"}
+
+
+class TorchPartial(PlacementTypeError):
+    """Partial values that only torch knows how to reduce."""
+
+
+def is_torch_partial(placement: object) -> bool:
+    """Return whether only torch knows how to reduce it, such as the result of an embedding."""
+    if not isinstance(placement, theirs.Partial):
+        return False
+    op = placement.reduce_op
+    return type(placement) is not theirs.Partial or _OPS.get(op, op) not in get_args(ours.PartialOp)
 
 
 def to_layout(
@@ -98,6 +110,11 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
         return ours.Shard(_dim(placement.dim, ndim))
     if isinstance(placement, ours.StridedShard):
         return ours.StridedShard(_dim(placement.dim, ndim), placement.split_factor)
+    if is_torch_partial(placement):
+        raise TorchPartial(
+            f"{placement} on mesh axis {axis} is of a kind that only torch reduces; redistribute a "
+            "DTensor that has it, or reduce it with its own redistribute first"
+        )
     # Exact types: subclasses of torch's placements mean something else.
     if type(placement) is theirs.Replicate:
         return ours.Replicate()

@@ -136,3 +136,22 @@ def moving_axes(src: Layout, dst: Layout, ndim: int) -> tuple[int, ...]:
     if src.ragged is not None and same_runs(src, dst):
         still.add(src.ragged[0])
     return tuple(axis for axis in range(len(src.mesh_shape)) if axis not in still)
+
+
+def unchanged_axes(src: Layout, dst: Layout, ndim: int) -> frozenset[int]:
+    """Return the axes along which every rank keeps its part: no step may involve their ranks.
+
+    Both layouts replicate them or hold the same partial values there, or they split a dim first and
+    alike in both.
+    """
+    kept = {
+        axis
+        for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))
+        if src.mesh_shape[axis] == 1 or (old == new and isinstance(old, Replicate | Partial))
+    }
+    for dim in range(ndim):
+        chain = links(src, dim)
+        kept.update(axis for axis, _ in chain[: common(chain, links(dst, dim))])
+    if src.ragged is not None and same_runs(src, dst):
+        kept.add(src.ragged[0])
+    return frozenset(kept)

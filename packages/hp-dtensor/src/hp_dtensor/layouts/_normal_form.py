@@ -41,7 +41,9 @@ def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[P
                 f"{placement!r} is no placement of a layout; use Replicate(), Shard(dim), "
                 "StridedShard(dim, split_factor), RaggedShard(dims, sizes) or Partial(op)"
             )
-    if len(ops := {p.op for p in result if isinstance(p, Partial)}) > 1:
+    ops = {p.op for p in result if isinstance(p, Partial)}
+    # Sums and averages are both linear, and so may be taken in any order.
+    if len(ops) > 1 and ops != {"sum", "avg"}:
         raise MixedPartialError(
             f"partial values with {' and '.join(sorted(ops))} have no defined order of "
             "reduction; use one op on all axes, or reduce one axis first"

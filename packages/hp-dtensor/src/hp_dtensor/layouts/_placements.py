@@ -1,5 +1,6 @@
 """How a tensor lies along one mesh axis."""
 
+import sys
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -7,17 +8,33 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from .._errors import PlacementTypeError, RaggedSizesError, ShardDimError
 
 PartialOp = Literal["sum", "avg", "max", "min", "prod"]
+_PRODUCT: Any = "product"
 
 
-@dataclass(frozen=True, slots=True)
+# torch compares its placements with those of others by asking these, which answer without loading
+# it: a placement of torch is there only if it is loaded. Equal ones have equal hashes, by torch's
+# formulas (2.11 to 2.13).
+def _torchs(other: object, name: str) -> Any:
+    """Return ``other`` if it is torch's placement of this name, not a subclass, else None."""
+    module = sys.modules.get("torch.distributed.tensor.placement_types")
+    return other if module is not None and type(other) is getattr(module, name, None) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Replicate:
     """Every coordinate of the axis holds the same values."""
+
+    def __eq__(self, other: object) -> bool:
+        return other.__class__ is Replicate or _torchs(other, "Replicate") is not None
+
+    def __hash__(self) -> int:
+        return -1
 
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """The coordinates of the axis hold consecutive chunks of tensor dim ``dim``.
 
@@ -30,11 +47,19 @@ class Shard:
     def __post_init__(self) -> None:
         _check_dim(self.dim)
 
+    def __eq__(self, other: object) -> bool:
+        if other.__class__ is Shard:
+            return self.dim == other.dim
+        return (theirs := _torchs(other, "Shard")) is not None and bool(self.dim == theirs.dim)
+
+    def __hash__(self) -> int:
+        return hash(self.dim)
+
     def __str__(self) -> str:
         return f"S({self.dim})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StridedShard:
     """Dim ``dim`` is cut into ``split_factor`` blocks; a coordinate holds its chunk of each block.
 
@@ -54,6 +79,16 @@ class StridedShard:
                 f"StridedShard cuts a dim into split_factor blocks, a number of 1 or more, got "
                 f"{factor!r}"
             )
+
+    def __eq__(self, other: object) -> bool:
+        found = other if other.__class__ is StridedShard else _torchs(other, "_StridedShard")
+        if found is None:
+            return False
+        mine = self.dim, self.split_factor
+        return mine == (cast(StridedShard, found).dim, cast(StridedShard, found).split_factor)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.split_factor))
 
     def __str__(self) -> str:
         return f"S({self.dim}, {self.split_factor} blocks)"
@@ -102,20 +137,38 @@ class RaggedShard:
         return f"Ragged({', '.join(map(str, self.dims))}: {_short(self.sizes)})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Partial:
-    """The value is the reduction with ``op`` of what the coordinates of the axis hold."""
+    """The value is the reduction with ``op`` of what the coordinates of the axis hold.
+
+    ``"product"``, torch's name, is taken for ``"prod"``.
+    """
 
     op: PartialOp = "sum"
 
     def __post_init__(self) -> None:
+        if self.op == _PRODUCT:
+            object.__setattr__(self, "op", "prod")
         if self.op not in get_args(PartialOp):
             raise PlacementTypeError(
                 f"Partial({self.op!r}) is no reduction; use one of {', '.join(get_args(PartialOp))}"
             )
 
+    def __eq__(self, other: object) -> bool:
+        if other.__class__ is Partial:
+            return self.op == other.op
+        theirs = _torchs(other, "Partial")
+        return theirs is not None and bool(theirs.reduce_op in (self.op, _torch_op(self.op)))
+
+    def __hash__(self) -> int:
+        return 1 + hash(_torch_op(self.op))
+
     def __str__(self) -> str:
         return f"P({self.op})"
+
+
+def _torch_op(op: str) -> str:
+    return _PRODUCT if op == "prod" else op
 
 
 Placement: TypeAlias = Replicate | Shard | StridedShard | RaggedShard | Partial

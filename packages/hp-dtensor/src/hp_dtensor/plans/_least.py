@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
 
+from .._caches import remembered
 from ..layouts._intervals import Interval, chunk
 from ..layouts._layout import Layout
 from ..layouts._links import is_local
@@ -124,7 +124,7 @@ def _terms(here: Layout, dst: Layout, axes: Sequence[int]) -> int:
     )
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _covered(length: int, degrees: Axes, index: Sides) -> tuple[Interval, ...]:
     """Return the ranges of a dim that the chunks of an index cover, of all where it has None."""
     while index and index[-1] is None:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
+from .._caches import remembered
 from .._errors import NoPlan
 from ..layouts._layout import Layout
-from ..layouts._links import is_local, replicated
+from ..layouts._links import is_local, replicated, unchanged_axes
 from ._candidates import Way, ways, ways_between
 from ._cost import AlphaBeta, CostModel, check_length
 from ._least import least_seconds
@@ -59,7 +59,7 @@ class Plan:
         return "\n".join(lines)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def make_plan(
     src: Layout,
     dst: Layout,
@@ -100,7 +100,7 @@ def make_plan(
     )
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _choose(
     src: Layout,
     dst: Layout,
@@ -122,9 +122,16 @@ def _choose(
         direct = sum(step.kind == "direct" for step in way)
         return seconds(way, shape, itemsize, cost), direct, len(way)
 
+    one_mesh = same_mesh(src, dst)
+    unchanged = unchanged_axes(src, dst, len(shape)) if one_mesh else frozenset()
+
     def has_group(step: Step) -> bool:
         groups = folded if step.kind == "direct" else exact
         return groups is None or len(step.axes) <= 1 or step.axes in groups
+
+    def stays(step: Step) -> bool:
+        # Ranks that differ along an axis that keeps what it has take no part, nor do they help.
+        return not unchanged or unchanged.isdisjoint(step.axes or _sliced(step))
 
     def most(step: Step) -> int:
         # What the caller gave stays while later steps work on what earlier ones made of it.
@@ -133,8 +140,8 @@ def _choose(
     def fits(step: Step) -> bool:
         return max_bytes is None or most(step) * itemsize <= max_bytes
 
-    one_mesh = same_mesh(src, dst)
-    every = list(dict.fromkeys((ways if one_mesh else ways_between)(src, dst, shape, cost)))
+    found = (ways if one_mesh else ways_between)(src, dst, shape, cost)
+    every = [way for way in dict.fromkeys(found) if all(map(stays, way))]
     open_ways = [way for way in every if all(map(has_group, way))]
     candidates = [way for way in open_ways if all(map(fits, way))]
     best = min(candidates, key=price, default=None)
@@ -148,7 +155,7 @@ def _choose(
             dst,
             shape,
             lambda step: step_seconds(step, shape, itemsize, cost),
-            lambda step: has_group(step) and fits(step),
+            lambda step: stays(step) and has_group(step) and fits(step),
             least_seconds(dst, shape, itemsize, cost, widest),
             math.inf if best is None else price(best)[0],
         )
@@ -157,7 +164,15 @@ def _choose(
         if walkable:
             # Whatever a step does, it holds something else than its result, and as much at least.
             end = 2 * most_held(dst, shape)
-            low = cheapest_walk(src, dst, shape, most, has_group, lambda here: end, join=max)
+            low = cheapest_walk(
+                src,
+                dst,
+                shape,
+                most,
+                lambda step: stays(step) and has_group(step),
+                lambda here: end,
+                join=max,
+            )
             open_ways += [low] if low else []
         least = min(max(map(most, way)) for way in open_ways) * itemsize
         raise NoPlan(
@@ -180,6 +195,12 @@ def _choose(
         f"{gain} with one process group over the mesh axes {axes}; build that alias with the mesh"
     )
     return best, why, note
+
+
+def _sliced(step: Step) -> list[int]:
+    """Return the axes whose placements a slice changes."""
+    pairs = zip(step.source.placements, step.target.placements, strict=True)
+    return [axis for axis, (old, new) in enumerate(pairs) if old != new]
 
 
 def _peak(steps: Sequence[Step], shape: tuple[int, ...], rank: int) -> int:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
+from .._caches import remembered
 from ..layouts._intervals import Interval, chunk, unravel
 from ..layouts._layout import Layout
 from ._cost import CostModel
@@ -18,7 +18,7 @@ def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: 
     return sum(step_seconds(step, shape, itemsize, cost) for step in steps)
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
     """Return the modelled time of one step, by what its ranks receive on average."""
     if step.kind == "slice":
@@ -43,7 +43,7 @@ def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostMo
     return cost.seconds(step.axes, step.ranks, received)
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the coordinates of all ranks, or of a few spread over all axes alike."""
     size = math.prod(mesh_shape)

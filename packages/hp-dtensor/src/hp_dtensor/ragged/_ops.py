@@ -1,12 +1,12 @@
 """Which operators act on every element alone, so that ranks may run them on their own parts."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tag, Tensor
 
+from .._caches import remembered
 from .._torch import operator_name, written_arguments
 
 
@@ -70,7 +70,7 @@ def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
     return op, args
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def trait_of(op: Any) -> Trait:
     """Return what ``op`` does; raise `RaggedOpError` unless it computes every element alone."""
     namespace, name = operator_name(op)

@@ -39,6 +39,14 @@ class RaggedSpec:
         torchs = to_torch(frame)
         object.__setattr__(self, "placements", (*torchs[:at], self.runs, *torchs[at + 1 :]))
 
+    def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
+        """Return the same on an equal mesh; on None it is of use for another `on` alone."""
+        made = object.__new__(RaggedSpec)
+        for name in ("layout", "shape", "axis", "runs", "frame", "placements"):
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "mesh", mesh)
+        return made
+
     def __deepcopy__(self, memo: object) -> "RaggedSpec":
         # A mesh stands for running processes: a copied tensor lies on the same one.
         return self
