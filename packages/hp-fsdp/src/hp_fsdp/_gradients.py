@@ -161,7 +161,7 @@ class Reduction:
             pieces = [piece.to(batch.dtype) for piece in pieces]
         for i, start, end in reversed(sink.gaps):
             shape = (sink.degree, end - start)
-            if start <= packing.flags < end:
+            if not packing.apart and start <= packing.flags < end:
                 gap = batch.flags(self._used, shape, packing.flags - start, pieces[0])
             else:
                 gap = pieces[0].new_zeros(shape)

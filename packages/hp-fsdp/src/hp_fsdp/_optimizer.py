@@ -56,8 +56,7 @@ def sharded_optimizer(
             if not all(group.in_place for group in unit.groups):
                 unit.adopt(final=True)
             groups += unit.groups
-    names = {id(p): name for name, p in module.named_parameters()}
-    segments = [segment for group in groups for segment in segments_of(group, names)]
+    segments = [segment for group in groups for segment in segments_of(group)]
     if not segments and all(group.flat for group in groups):
         raise ModuleError(f"{type(module).__name__} has no sharded parameter that trains")
     sharded = {id(piece.parameter) for segment in segments for piece in segment.pieces}

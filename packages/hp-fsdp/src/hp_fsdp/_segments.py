@@ -1,6 +1,6 @@
 """Runs of parameters that lie side by side in a flat shard, to be stepped as one tensor."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,7 +19,6 @@ class Piece:
 
     owner: ShardedParameter
     start: int
-    name: str
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -36,25 +35,15 @@ class Piece:
 class Segment:
     """Trainable neighbours in one flat shard. ``flat`` is their memory, as a parameter."""
 
-    def __init__(
-        self, group: ParameterGroup, members: Sequence[int], names: Mapping[int, str]
-    ) -> None:
-        """Take the parameters of ``group`` at ``members``, in the order of the flat shard.
-
-        ``names`` are those of parameters by id, as errors give them.
-        """
+    def __init__(self, group: ParameterGroup, members: Sequence[int]) -> None:
+        """Take the parameters of ``group`` at ``members``, in the order of the flat shard."""
         spans = [group.layout.spans[i] for i in members]
         first, end = spans[0][0], spans[-1][1]
         self._group = group
         self._members = tuple(members)
-        self._names = names
         self._shard = group.layout.shard
         self.pieces = [
-            Piece(
-                (owner := group.parameters[i]),
-                start - first,
-                names.get(id(owner.sharded), owner.name),
-            )
+            Piece(group.parameters[i], start - first)
             for i, (start, _) in zip(members, spans, strict=True)
         ]
         # Where shards are uneven, many of a rank's parts may be empty.
@@ -93,9 +82,7 @@ class Segment:
         """
         pairs = zip(self._members, map(key, self.pieces), strict=True)
         runs = [[i for i, _ in run] for _, run in groupby(pairs, lambda pair: pair[1])]
-        return (
-            [self] if len(runs) == 1 else [Segment(self._group, run, self._names) for run in runs]
-        )
+        return [self] if len(runs) == 1 else [Segment(self._group, run) for run in runs]
 
     def cut(self, part: "Segment", value: Tensor) -> Tensor:
         """Return the view, of a tensor that is laid out like this segment, of a part of it."""
@@ -124,7 +111,7 @@ class Segment:
         return out
 
 
-def segments_of(group: ParameterGroup, names: Mapping[int, str]) -> list[Segment]:
+def segments_of(group: ParameterGroup) -> list[Segment]:
     """Return the segments of a group: cut where a frozen parameter or alignment comes between.
 
     None where shards do not lie in one buffer.
@@ -141,4 +128,4 @@ def segments_of(group: ParameterGroup, names: Mapping[int, str]) -> list[Segment
             runs.append([])
         runs[-1].append(i)
         last = spans[i][1]
-    return [Segment(group, run, names) for run in runs]
+    return [Segment(group, run) for run in runs]
