@@ -1,5 +1,6 @@
 """What ragged tensors refuse: other operators, other operands, layouts that do not fit."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,16 +43,16 @@ def refused(rank: int) -> list[str]:
     calls: list[Callable[[], Any]] = [
         lambda: x @ torch.ones(3, 3),
         lambda: torch.ones(3, 10) @ x,
-        lambda: x.sum(),
+        lambda: x.sum(0),
         lambda: x.view(-1),
         lambda: x[0],
         lambda: torch.equal(x, x),
         lambda: torch.cat([x, x]),
-        lambda: x.normal_(),
-        lambda: nn.functional.dropout(x),
+        lambda: x.random_(),
+        lambda: torch.bernoulli(x),
         lambda: torch._foreach_norm([x]),
         lambda: torch._foreach_max([x]),
-        lambda: nn.utils.clip_grad_norm_([owner], 1.0),
+        lambda: torch._foreach_norm([owner.grad], math.inf),
         lambda: dist.all_reduce(x),
         lambda: x + plain,
         lambda: plain * x,

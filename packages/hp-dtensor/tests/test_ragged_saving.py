@@ -182,7 +182,6 @@ def gathered(rank: int, offload: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.xfail(strict=True, reason="ragged tensors stay", raises=AssertionError)
 def test_a_full_state_dict_has_whole_tensors(ranks: Pools, offload: bool) -> None:
     for rank, state in enumerate(ranks(4).run(gathered, offload)):
         if offload and rank:

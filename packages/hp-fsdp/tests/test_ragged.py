@@ -12,6 +12,10 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
@@ -252,3 +256,22 @@ def test_what_the_layout_cannot_do_is_refused(ranks: Ranks) -> None:
         assert said[2].startswith("granularity gives 0 for weight")
         assert said[3].startswith("granularity gives 1.5 for weight")
         assert said[4].startswith("shard_placement_fn has no meaning")
+
+
+def full_state(rank: int, offload: bool) -> dict[str, Tensor]:
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout="ragged")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    return get_model_state_dict(model, options=options)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_full_state_dict_is_that_of_the_plain_model(ranks: Ranks, offload: bool) -> None:
+    plain = make(Net).state_dict()
+    for rank, state in enumerate(ranks(2).run(full_state, offload)):
+        if offload and rank:
+            assert state == {}
+            continue
+        assert state.keys() == plain.keys()
+        for name, tensor in state.items():
+            assert type(tensor) is Tensor
+            assert torch.equal(tensor, plain[name])

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ._errors import MissingGroup, PartialSourceError
+from ._errors import PartialSourceError
 from ._modules import MeshError
 from ._torch import foreach_norms, foreach_scale, group_name, local_part
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .collectives._torch import TorchCollectives
-from .executor._groups import find_fold, ranks_along
+from .executor._groups import axes_over, ranks_along
 from .ragged._tensor import RaggedTensor
 
 
@@ -169,25 +169,7 @@ def _found_span(mesh: DeviceMesh, axes: tuple[int, ...]) -> _Span:
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:
         return _ALONE
-    together = _exact(mesh, axes)
-    each = (together,) if together else tuple(_of_one(mesh, axis) for axis in axes)
-    return _Span(frozenset(ranks_along(mesh, axes)), each)
-
-
-def _of_one(mesh: DeviceMesh, axis: int) -> Axis:
-    found = _exact(mesh, (axis,))
-    if found is None:
-        raise MissingGroup(
-            f"no process group has the ranks of axis {axis} of {mesh} alone, over which a gradient "
-            "is sharded; build the mesh with groups"
-        )
-    return found
-
-
-def _exact(mesh: DeviceMesh, axes: tuple[int, ...]) -> Axis | None:
-    """Return the group over ``axes`` if there is one."""
-    found = find_fold(mesh, axes)
-    return None if found is None else found.find()
+    return _Span(frozenset(ranks_along(mesh, axes)), axes_over(mesh, axes))
 
 
 def _checked(collectives: object) -> Collectives:

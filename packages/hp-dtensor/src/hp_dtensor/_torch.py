@@ -238,6 +238,19 @@ def written_arguments(op: Any) -> tuple[int | str, ...]:
 CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 
+def wrap_gathering(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put a function around what makes the tensors of a state dict whole.
+
+    ``torch.distributed.checkpoint.state_dict`` (2.11 to 2.13) does so with ``_gather_state_dict``
+    for ``StateDictOptions(full_state_dict=True)``; it knows ``DTensor`` and ``ShardedTensor`` by
+    type, leaves every other tensor as it is, and asks nothing of it. There is no public hook.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    names = vars(state_dict)
+    names["_gather_state_dict"] = wrap(names["_gather_state_dict"])
+
+
 def group_name(group: Any) -> str:
     """Return the name under which torch finds a group; see `find_group`."""
     return str(group.group_name)

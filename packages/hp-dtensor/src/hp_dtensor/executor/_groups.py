@@ -69,6 +69,26 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     return _ranks_along(number_of(mesh), axes, tuple(mesh.get_coordinate() or ()))
 
 
+def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
+    """Return axes whose all-reduces in turn cover mesh axes: one if a group spans them.
+
+    None where none of them has several ranks. Raises `MissingGroup`.
+    """
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes or mesh.get_coordinate() is None:
+        return ()
+    if (together := find_fold(mesh, axes)) is not None:
+        return (together.find(),)
+    found = [find_fold(mesh, (axis,)) for axis in axes]
+    for axis, fold in zip(axes, found, strict=True):
+        if fold is None:
+            raise MissingGroup(
+                f"no process group has the ranks of axis {axis} of {mesh} alone, over which a "
+                "tensor is sharded or replicated; build the mesh with groups"
+            )
+    return tuple(fold.find() for fold in found if fold is not None)
+
+
 def found_folds(mesh: DeviceMesh, given: tuple[str, ...] = ()) -> frozenset[tuple[int, ...]] | None:
     """Return the sets of several axes that one process group spans, without any other rank.
 

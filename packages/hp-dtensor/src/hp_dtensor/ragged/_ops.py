@@ -34,6 +34,13 @@ _UNTAGGED = frozenset(
         *("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_"),
     }
 )
+# Filled with values that a rank draws for its part.
+RANDOM = frozenset(
+    {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+)
+_BY_TENSOR = {torch.ops.aten.bernoulli_.Tensor}
+# Reduced to a number that all ranks have.
+REDUCTIONS = frozenset({"sum", "mean", "linalg_vector_norm", "any", "all"})
 # Tagged as pointwise, yet a rank's part of the result says nothing, or differs between replicas.
 _UNSUITABLE = {Tag.data_dependent_output, Tag.nondeterministic_seeded}
 _ROOM = {torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default}
@@ -49,11 +56,12 @@ class Trait:
 
     ``writes`` are the arguments that it writes to, by place or by name; those are what it returns,
     if anything. ``on_lists`` says that it works on the first tensors of some lists, then on the
-    second ones, and so on.
+    second ones, and so on. ``other`` names one that is not elementwise, but known.
     """
 
     writes: tuple[int | str, ...]
     on_lists: bool
+    other: str = ""
 
 
 def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -74,11 +82,13 @@ def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
 def trait_of(op: Any) -> Trait:
     """Return what ``op`` does; raise `RaggedOpError` unless it computes every element alone."""
     namespace, name = operator_name(op)
+    if namespace == "aten" and (name in REDUCTIONS or (name in RANDOM and op not in _BY_TENSOR)):
+        return Trait(writes=written_arguments(op), on_lists=False, other=name)
     if namespace != "aten" or not _is_elementwise(op, name):
         raise RaggedOpError(
             f"{op} is not defined on ragged tensors, which have operators that act on each element "
-            "alone; redistribute the tensor to Replicate() or Shard(dim) first, or work on "
-            "to_local()"
+            "alone, sums, means and norms of all elements, and random fills; redistribute the "
+            "tensor to Replicate() or Shard(dim) first, or work on to_local()"
         )
     on_lists = name.startswith(("_foreach_", "_fused_"))
     return Trait(writes=written_arguments(op), on_lists=on_lists)

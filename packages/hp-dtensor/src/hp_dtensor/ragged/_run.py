@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ._operands import common_spec, is_tensor_list, specs_of_rows
-from ._ops import elementwise_form, trait_of
+from ._ops import REDUCTIONS, elementwise_form, trait_of
+from ._random import fill
+from ._reductions import reduced
 
 if TYPE_CHECKING:
     from ._tensor import RaggedTensor
@@ -18,11 +20,14 @@ def run(
 ) -> Any:
     """Return what ``op`` makes of the parts, as ragged tensors that lie as its operands do.
 
-    Raises `RaggedOpError` for an operator that is not elementwise, for operands that lie
+    Random fills and reductions to a number are known besides. Raises `RaggedOpError` for any other
+    operator that is not elementwise, for operands that lie
     differently, and for a plain tensor to write to; numbers and plain 0-dim tensors go with all.
     """
     op, args = elementwise_form(op, args)
     trait = trait_of(op)
+    if trait.other:
+        return _other(kind, op, trait.other, args, kwargs)
     values = (*args, *kwargs.values()) if kwargs else args
     written = [args[at] if isinstance(at, int) else kwargs[at] for at in trait.writes]
     parts = [_part(kind, value) for value in args]
@@ -44,6 +49,21 @@ def run(
     if result is None:
         return None
     return written[0] if isinstance(result, Tensor) else type(result)(written)
+
+
+def _other(
+    kind: "type[RaggedTensor]",
+    op: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    x = args[0]
+    if name in REDUCTIONS:
+        return reduced(x, name, args[1:], kwargs)
+    fill(x._local, x._spec, op, args[1:], kwargs)
+    increment_version(_uncounted(kind, [x]))
+    return x
 
 
 def _part(kind: "type[RaggedTensor]", value: Any) -> Any:

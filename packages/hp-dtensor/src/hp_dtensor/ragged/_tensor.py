@@ -9,13 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from .._errors import LocalShapeMismatch
-from .._torch import disabled_torch_function, wrapper_tensor
+from .._torch import disabled_torch_function, wrap_gathering, wrapper_tensor
 from ..collectives._interface import Collectives
 from ..layouts._convert import AnyPlacement
 from ..layouts._layout import Box
 from ..layouts._placements import RaggedShard
 from ._checkpoint import checkpointed
+from ._full import gathering
 from ._ops import RaggedOpError
+from ._reductions import check_all, mean, norm, total
 from ._run import run
 from ._spec import RaggedSpec, find_spec
 from ._speech import speak_up
@@ -39,10 +41,11 @@ class RaggedTensor(Tensor):
 
     Its shape is global; a rank's part is ``[sizes[i], ...]``, the later dims as other axes shard
     them, and may be empty. Operators that act on every element alone run on the parts and
-    communicate nothing; their operands lie alike, or are numbers and plain 0-dim tensors. All
-    others raise `RaggedOpError`. So optimizers that update elements alone work, as does
-    `clip_grad_norm_` of this package. Distributed checkpoints save and load it, also into other
-    layouts.
+    communicate nothing; their operands lie alike, or are numbers and plain 0-dim tensors. Random
+    fills draw other values for every part, and `sum`, `mean` and `norm` reduce all elements to a
+    number, so that modules reset their parameters. All others raise `RaggedOpError`. So optimizers
+    that update elements alone work, as does `clip_grad_norm_` of this package. Distributed
+    checkpoints save and load it, also into other layouts.
     """
 
     _local: Tensor
@@ -147,6 +150,27 @@ class RaggedTensor(Tensor):
 
         return redistribute(self, collectives=collectives).to_local()
 
+    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        """Return the sum of all elements on every rank of the mesh, a plain 0-dim tensor.
+
+        One all-reduce of a number over each set of ranks that divide the tensor; with a gradient.
+        Raises `RaggedOpError` for a sum over some dims.
+        """
+        check_all(self, "sum", dim, keepdim)
+        return total(self, self.to_local(), dtype)
+
+    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        """Return the mean of all elements, as `sum`."""
+        check_all(self, "mean", dim, keepdim)
+        return mean(self, self.to_local(), dtype)
+
+    def norm(
+        self, p: Any = 2.0, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> Tensor:
+        """Return the norm of all elements, of an order above 0 or inf, as `sum`."""
+        check_all(self, "norm", dim, keepdim)
+        return norm(self, self.to_local(), 2.0 if p == "fro" else p, dtype)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -198,6 +222,9 @@ def _rebuild(
 
 # A file that is not trusted may call it: it is given torch's own values, and checks the layout.
 torch.serialization.add_safe_globals([_rebuild])
+
+
+wrap_gathering(gathering(RaggedTensor))
 
 
 class _FromLocal(torch.autograd.Function):

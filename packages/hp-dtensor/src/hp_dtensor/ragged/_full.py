@@ -1,0 +1,58 @@
+"""Whole tensors for full state dicts."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ._tensor import RaggedTensor
+
+
+def gathering(
+    kind: "type[RaggedTensor]",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what lets torch's gathering of a state dict take ragged tensors, one at a time.
+
+    Every rank that it is called on gathers every tensor, and keeps it where torch keeps what it
+    gathers: on all ranks, or on those in ``ranks_only``.
+    """
+
+    def wrap(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def walk(state: Any, options: dict[str, Any]) -> Any:
+            if isinstance(state, kind):
+                # Made whole, so that torch moves it, or leaves it out, as it would a DTensor.
+                with torch.no_grad():
+                    full = state.full_tensor()
+                return gather({"whole": full}, **options).get("whole")
+            if not _has(kind, state):
+                return gather({"rest": state}, **options).get("rest")
+            if isinstance(state, dict):
+                found: Any = {key: walk(value, options) for key, value in state.items()}
+            else:
+                found = type(state)(walk(value, options) for value in state)
+            only = options.get("ranks_only", ())
+            if only and dist.get_rank(options.get("pg")) not in only:
+                return {} if isinstance(found, dict) else None
+            return found
+
+        @wraps(gather)
+        def whole(state_dict: Any, **options: Any) -> Any:
+            if not _has(kind, state_dict):
+                return gather(state_dict, **options)
+            return walk(state_dict, options)
+
+        return whole
+
+    return wrap
+
+
+def _has(kind: "type[RaggedTensor]", state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(_has(kind, value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return any(_has(kind, value) for value in state)
+    return isinstance(state, Tensor) and isinstance(state, kind)

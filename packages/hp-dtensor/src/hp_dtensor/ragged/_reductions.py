@@ -1,0 +1,122 @@
+"""Sums, means and norms of all elements, as numbers that every rank has."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..collectives._differentiable import all_reduce
+from ..collectives._interface import Axis
+from ..collectives._torch import TorchCollectives
+from ..executor._groups import axes_over
+from ..layouts._placements import Replicate
+from ._ops import RaggedOpError
+from ._spec import RaggedSpec
+
+if TYPE_CHECKING:
+    from ._tensor import RaggedTensor
+
+
+def total(x: "RaggedTensor", local: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the sum of all elements; all-reduces a number over the ranks that divide them."""
+    whole = local.sum(dtype=_wide(dtype or x.dtype) or dtype)
+    for axis in _dividing(x._spec):
+        whole = all_reduce(whole, axis)
+    return whole.to(dtype or x.dtype) if _wide(dtype or x.dtype) else whole
+
+
+def mean(x: "RaggedTensor", local: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the mean of all elements; communicates what `total` does."""
+    kind = dtype or x.dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        raise RaggedOpError(f"the mean of {kind} has no dtype; give a floating one, dtype=...")
+    return (total(x, local, _wide(kind) or kind) / x.numel()).to(kind)
+
+
+def norm(x: "RaggedTensor", local: Tensor, order: object, dtype: torch.dtype | None) -> Tensor:
+    """Return the norm of all elements of an order above 0; communicates a number, for inf two."""
+    order = 2.0 if order is None else order
+    if not isinstance(order, int | float) or not order > 0:
+        raise RaggedOpError(
+            f"a norm of order {order!r} of all elements of a ragged tensor; use an order above 0, "
+            "or inf"
+        )
+    kind = dtype or x.dtype
+    sizes = local.to(_wide(kind) or kind).abs()
+    axes = _dividing(x._spec)
+    if order == math.inf:
+        return _largest(sizes, axes).to(kind if not kind.is_complex else sizes.dtype)
+    whole = (sizes**order).sum()
+    for axis in axes:
+        whole = all_reduce(whole, axis)
+    # The norm of nothing but zeros has gradient 0, as torch's.
+    empty = whole == 0
+    result = torch.where(empty, whole, torch.where(empty, 1.0, whole) ** (1.0 / order))
+    return result.to(kind if not kind.is_complex else sizes.dtype)
+
+
+def reduced(x: "RaggedTensor", name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """Return what an operator of torch reduces to one number; raise for any other reduction.
+
+    It has no gradient: what torch would work out for it is not ragged.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        method = name.removeprefix("linalg_vector_")
+        raise RaggedOpError(
+            f"{name} of a ragged tensor that requires a gradient has none as a function; use "
+            f"x.{method}(), or torch.no_grad()"
+        )
+    rest = list(args)
+    order = rest.pop(0) if rest and "norm" in name else named.get("ord")
+    dim = rest.pop(0) if rest else named.get("dim")
+    keepdim = rest.pop(0) if rest else named.get("keepdim", False)
+    check_all(x, name, dim, keepdim)
+    dtype = named.get("dtype")
+    if name in ("any", "all"):
+        # Whether any is true is the largest of 0 and 1, whether all are the smallest.
+        found = (x._local.any() if name == "any" else x._local.all()).to(torch.int32)
+        for axis in _dividing(x._spec):
+            TorchCollectives().all_reduce(axis, [found], "max" if name == "any" else "min").wait()
+        return found.to(torch.bool)
+    if name == "sum":
+        return total(x, x._local, dtype)
+    return mean(x, x._local, dtype) if name == "mean" else norm(x, x._local, order, dtype)
+
+
+def check_all(x: "RaggedTensor", name: str, dim: Any, keepdim: object) -> None:
+    """Raise unless a reduction is one of all elements, to a number."""
+    dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if (dims and sorted(d % x.ndim for d in dims) != list(range(x.ndim))) or keepdim:
+        raise RaggedOpError(
+            f"{name} over dim={dim}, keepdim={keepdim} of a ragged tensor of shape "
+            f"{list(x.shape)}; it reduces all elements to one number, x.{name}(), or redistribute "
+            "it to Replicate() or Shard(dim) first"
+        )
+
+
+def _dividing(spec: RaggedSpec) -> tuple[Axis, ...]:
+    axes = [a for a, p in enumerate(spec.layout.placements) if not isinstance(p, Replicate)]
+    return axes_over(spec.mesh, tuple(axes))
+
+
+def _largest(sizes: Tensor, axes: Sequence[Axis]) -> Tensor:
+    with torch.no_grad():
+        found = sizes.amax() if sizes.numel() else sizes.new_zeros(())
+        for axis in axes:
+            TorchCollectives().all_reduce(axis, [found], "max").wait()
+        mine = sizes == found
+        count = mine.sum().to(sizes.dtype)
+        for axis in axes:
+            TorchCollectives().all_reduce(axis, [count]).wait()
+    # All that are as large share the gradient, as in torch.
+    whole = (sizes * mine).sum() / count
+    for axis in axes:
+        whole = all_reduce(whole, axis)
+    return whole
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype that torch sums a half one in, None for any other."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
