@@ -6,11 +6,9 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
 from rank_pool import RankPool, cached
 from torch.distributed.tensor import DTensor
 
@@ -41,33 +39,6 @@ SOURCE, TARGET = Layout((2,), (S0,)), Layout((2,), (S1,), ranks=(2, 3))
 # Worth a gather on the other mesh, unless a call costs more than all bytes.
 ONE, THREE = Layout((1,), (R,)), Layout((3,), (R,), ranks=(1, 2, 3))
 WORLD = 4
-
-
-def in_the_end(claims: list[Any]) -> list[Any]:
-    """Return what each rank knows after each round sent what it knew twice as far."""
-    known = [(claim, _agreement._NONE) for claim in claims]
-    distance = 1
-    while distance < len(claims):
-        known = [
-            _agreement._merged(mine, known[place - distance]) for place, mine in enumerate(known)
-        ]
-        distance *= 2
-    return known
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.data())
-def test_all_know_the_lowest_rank_and_the_lowest_that_differs_from_it(
-    meanings: list[int], data: st.DataObject
-) -> None:
-    numbers = sorted(data.draw(st.sets(st.integers(0, 999), min_size=len(meanings)))) or [0]
-    claims = [
-        _agreement._Claim(rank, bytes([meaning + 1]) * 32, b"")
-        for rank, meaning in zip(numbers, meanings, strict=False)
-    ]
-    different = [claim for claim in claims if claim.digest != claims[0].digest]
-    other = different[0] if different else _agreement._NONE
-    assert in_the_end(claims) == [(claims[0], other)] * len(claims)
 
 
 def absent(rank: int, **other: Any) -> Any:
@@ -176,7 +147,7 @@ def with_other_ranks(rank: int) -> str:
     target = replace(TARGET, ranks=(1, 3)) if rank == 3 else TARGET
     plan = _plan.make_plan(SOURCE, target, SHAPE, rank, 8)
     try:
-        _agreement.agreement(plan, torch.double, lambda: axis, "cpu")(False, "")
+        _agreement.Agreement(plan, torch.double, lambda: axis, "cpu")(False, "")
     except RanksDisagree as error:
         return str(error)
     return ""

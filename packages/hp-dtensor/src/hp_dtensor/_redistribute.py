@@ -142,10 +142,12 @@ def redistribute(
     Autograd records the result if it would at the call.
 
     To another ``mesh``, of another shape or other ranks, data goes point to point between the ranks
-    that lack it and those that have it, over the group of the world. Every rank of either mesh
+    that lack it and those that have it, over a group of the ranks of both meshes: one of
+    ``groups``, the world's, or one that the first such call makes. Every rank of either mesh
     calls; an `Absent` stands for the tensor, before and after, on a rank that is not in its mesh.
-    Beforehand these ranks compare what they mean, in ``ceil(log2 n)`` rounds of 2 KiB that
-    ``collectives`` do not see, and wait for each other in that.
+    Beforehand these ranks compare what they mean, in one all-reduce of 32 bytes that
+    ``collectives`` do not see, and wait for each other in that. With ``async_op`` they wait in the
+    first call of its kind only, and see in `Pending.wait` whether all meant the same.
 
     Backward redistributes the gradient to the layout of ``x``, with partial values replicated: the
     gradient of a sum with respect to each of its terms is the sum's. For other ops than sum that is

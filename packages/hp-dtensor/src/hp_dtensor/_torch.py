@@ -266,6 +266,48 @@ def find_group(name: str) -> ProcessGroup:
     return resolve(name)
 
 
+def registered_group(name: str) -> ProcessGroup | None:
+    """Return the group of a name if there is one; ``_world.pg_names`` (2.11 to 2.13)."""
+    known = distributed_c10d._world.pg_names.values()
+    return find_group(name) if name in known else None
+
+
+def makes_groups_alone() -> bool:
+    """Return whether the members of a group can make it without the other ranks.
+
+    Not where new groups are split off the world's communicator: ``ProcessGroup.bound_device_id`` is
+    set when NCCL was initialised eagerly; ``torch.distributed.config.use_torchcomms`` (2.13) asks
+    for the same. There is no public predicate.
+    """
+    world = dist.group.WORLD
+    config = getattr(dist, "config", None)
+    split = world is None or world.bound_device_id is not None
+    return not split and not getattr(config, "use_torchcomms", False)
+
+
+def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
+    """Make a process group of ascending ranks under a name; its members call, and no others.
+
+    ``_new_process_group_helper`` (2.11 to 2.13). The public way is ``new_group`` with
+    ``use_local_synchronization=True``, which names a group after how many groups a rank is in:
+    ranks that differ in that would wait for each other for ever.
+    """
+    c10d: Any = distributed_c10d
+    backend, store = c10d._world.pg_map[dist.group.WORLD]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        c10d.Backend(backend),
+        store,
+        group_name=name,
+        timeout=c10d._get_default_timeout(c10d.Backend(backend)),
+        group_desc="hp_dtensor transfer",
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return cast(ProcessGroup, group)
+
+
 def no_modes() -> Any:
     """Return a context in which tensors are real, also while a graph is traced.
 

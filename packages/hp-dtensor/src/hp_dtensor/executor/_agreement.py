@@ -3,9 +3,10 @@
 import struct
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .._errors import RanksDisagree
 from ..collectives._interface import Axis
@@ -13,9 +14,6 @@ from ..collectives._torch import TorchCollectives
 from ..layouts._layout import Layout
 from ..layouts._links import replicated
 from ..plans._plan import Plan
-
-# Says whether a gradient is to come back, and what is wrong on this rank alone, if anything is.
-Agreement: TypeAlias = Callable[[bool, str], None]
 
 
 class _Claim(NamedTuple):
@@ -26,107 +24,92 @@ class _Claim(NamedTuple):
     words: bytes
 
 
-# The claim of the lowest rank heard of, and of the lowest that makes another.
-_Known: TypeAlias = tuple[_Claim, _Claim]
-
 _LONGEST = 984
 _CLAIM = struct.Struct(f"<q32s{_LONGEST}s")
-_NONE = _Claim(-1, bytes(32), b"")
 
 
-def agreement(plan: Plan, dtype: torch.dtype, find: Callable[[], Axis], device: str) -> Agreement:
-    """Return what finds out whether all ranks of both meshes mean this plan.
+class Agreement:
+    """Finds out whether all ranks of both meshes mean a plan.
 
-    ``find`` gives the axis of the world. Each call takes ``ceil(log2 n)`` rounds, in which a rank
-    sends 2 KiB to one other and receives as much from another, and so hears of twice as many ranks
-    (dissemination; Hensgen, Finkel and Manber, Int. J. of Parallel Programming 17, 1988). Compared
-    are both layouts with their ranks, shape, dtype, steps, and whether a gradient is to come back.
-
-    It raises `RanksDisagree`, on all of these ranks with the same text; where they do not even mean
-    the same ranks, some wait for what is never sent, and raise it when the group times out.
+    ``find`` gives the axis of these ranks. Compared are both layouts with their ranks, shape,
+    dtype, steps, and whether a gradient is to come back. A comparison is one all-reduce of 32
+    bytes; where ranks differ, they also gather 1 KiB from each, and all raise `RanksDisagree` with
+    the same text. Where they do not even mean the same ranks, some wait for what is never sent, and
+    raise it when the group times out. ``agreed`` are the comparisons that ended well, by their
+    ``graded``.
     """
-    # An axis of one rank means nothing, however it is spelled.
-    source, target = replicated(plan.source), replicated(plan.target)
-    ranks = tuple(sorted({*_ranks(source), *_ranks(target)}))
-    steps = [str(step) for step in plan.steps]
-    exact = repr((source, target, tuple(plan.shape), str(dtype), steps))
-    # Layouts of many ranks are long: each call hashes the rest only.
-    base = sha256(exact.encode()).hexdigest()
-    kinds = " and ".join(step.kind for step in plan.steps)
-    words = (
-        f"{dtype} of shape {list(plan.shape)} from {_lies(source)} to {_lies(target)} by {kinds}"
-    )
 
-    def agree(graded: bool, fault: str) -> None:
-        axis = find()
+    def __init__(
+        self, plan: Plan, dtype: torch.dtype, find: Callable[[], Axis], device: str
+    ) -> None:
+        # An axis of one rank means nothing, however it is spelled.
+        source, target = replicated(plan.source), replicated(plan.target)
+        self._ranks = sorted({*_ranks(source), *_ranks(target)})
+        steps = [str(step) for step in plan.steps]
+        exact = repr((source, target, tuple(plan.shape), str(dtype), steps))
+        # Layouts of many ranks are long: each call hashes the rest only.
+        self._base = sha256(exact.encode()).hexdigest()
+        kinds = " and ".join(step.kind for step in plan.steps)
+        shape = list(plan.shape)
+        self._words = f"{dtype} of shape {shape} from {_lies(source)} to {_lies(target)} by {kinds}"
+        self._find = find
+        self._device = device
+        self.agreed: set[bool] = set()
+
+    def __call__(self, graded: bool, fault: str) -> None:
+        """Compare, and wait for all ranks; ``fault`` is what is wrong on this rank alone."""
+        self.start(graded, fault)()
+
+    def start(self, graded: bool, fault: str) -> Callable[[], None]:
+        """Start to compare, and return what waits for all ranks and raises if any differs."""
+        axis = self._find()
         gradient = "with a gradient to come back" if graded else "without a gradient"
-        digest = sha256(f"{base} {graded} {fault}".encode()).digest()
-        said = fault or f"{words}, {gradient}"
-        mine = _Claim(axis.index, digest, said.encode()[:_LONGEST])
-        first, other = _disseminated(mine, ranks, axis, device)
-        if other != _NONE:
+        said = fault or f"{self._words}, {gradient}"
+        digest = sha256(f"{self._base} {graded} {fault}".encode()).digest()
+        mine = _Claim(dist.get_rank(), digest, said.encode()[:_LONGEST])
+        # The largest of numbers and of their opposites are opposite where all are the same.
+        numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
+        most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
+        work = TorchCollectives().all_reduce(axis, [most], "max")
+
+        def finish() -> None:
+            try:
+                high, low, high_opposite, low_opposite = work.wait()[0].tolist()
+                if (high, low) == (-high_opposite, -low_opposite):
+                    self.agreed.add(graded)
+                    return
+                claims = _gathered(mine, axis, self._device)
+            except RuntimeError as error:
+                raise RanksDisagree(
+                    f"ranks {self._ranks} have not said in time what they mean by the transfer "
+                    f"that rank {mine.rank} means as {_text(mine)}; some did not make the call, or "
+                    "with meshes that have other ranks than these"
+                ) from error
+            first = min(claims)
+            other = min(claim for claim in claims if claim.digest != first.digest)
             raise RanksDisagree(
                 f"the ranks of both meshes do not mean the same transfer: {_told(first)}; "
                 f"{_told(other)}; call on all of them with the same tensor, or an Absent that says "
                 "the same of it, and the same target, cost and max_bytes"
             )
 
-    return agree
+        return finish
 
 
-def _disseminated(mine: _Claim, ranks: Sequence[int], axis: Axis, device: str) -> _Known:
-    known, distance = (mine, _NONE), 1
-    place = ranks.index(mine.rank)
-    while distance < len(ranks):
-        to, source = (ranks[(place + step) % len(ranks)] for step in (distance, -distance))
-        heard, error = _heard(known, to, source, axis, device)
-        known = _merged(known, heard)
-        if error is not None and known[1] == _NONE:
-            raise RanksDisagree(
-                f"rank {to} or {source} has not said in time what it means by the transfer that "
-                f"rank {mine.rank} means as {mine.words.decode(errors='replace')}; it did not make "
-                f"the call, or with meshes that have other ranks than {list(ranks)}"
-            ) from error
-        if error is not None:
-            break
-        distance *= 2
-    return known
-
-
-def _heard(
-    known: _Known, to: int, source: int, axis: Axis, device: str
-) -> tuple[_Known, RuntimeError | None]:
-    """Tell one rank what is known here; return what another one knows, and what failed."""
-    message = b"".join(_CLAIM.pack(*claim) for claim in known)
-    sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-    # A group that moves nothing, as for dry runs, leaves what is here, which agrees.
-    space = bytearray(message)
-    here = torch.frombuffer(space, dtype=torch.uint8)
-    arriving = here.to(device)
-    failed = None
-    try:
-        TorchCollectives().exchange(axis, {to: sent}, {source: arriving}).wait()
-    except RuntimeError as error:
-        failed = error
-    if arriving is not here:
-        here.copy_(arriving)
-    first, other = (_read(_CLAIM.unpack_from(space, place)) for place in (0, _CLAIM.size))
-    return (first, other), failed
-
-
-def _merged(mine: _Known, heard: _Known) -> _Known:
-    first = min(mine[0], heard[0])
-    others = [claim for claim in (*mine, *heard) if claim.digest not in (first.digest, bytes(32))]
-    return first, min(others, default=_NONE)
-
-
-def _read(fields: tuple[Any, ...]) -> _Claim:
-    rank, digest, words = fields
-    return _Claim(rank, digest, words.rstrip(b"\0"))
+def _gathered(mine: _Claim, axis: Axis, device: str) -> list[_Claim]:
+    sent = torch.frombuffer(bytearray(_CLAIM.pack(*mine)), dtype=torch.uint8).to(device)
+    heard = TorchCollectives().all_gather(axis, [sent]).wait()[0].tolist()
+    told = bytes(heard)
+    claims = [_CLAIM.unpack_from(told, place) for place in range(0, len(told), _CLAIM.size)]
+    return [_Claim(rank, digest, words.rstrip(b"\0")) for rank, digest, words in claims]
 
 
 def _told(claim: _Claim) -> str:
-    return f"rank {claim.rank} means {claim.words.decode(errors='replace')}"
+    return f"rank {claim.rank} means {_text(claim)}"
+
+
+def _text(claim: _Claim) -> str:
+    return claim.words.decode(errors="replace")
 
 
 def _lies(layout: Layout) -> str:

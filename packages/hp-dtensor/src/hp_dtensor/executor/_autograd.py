@@ -86,13 +86,19 @@ def carry_out(
     # Where nothing moves, the gradient may still lie otherwise than x, and is brought back.
     if graded:
         route.check_back()
+    compared = None
     if route.agree is not None:
-        route.agree(graded, _fault(x, route))
+        fault = _fault(x, route)
+        compared = route.agree.start(graded, fault)
+        # What all have meant before goes on its way; whether they mean it again is seen in wait().
+        if fault or not async_op or graded not in route.agree.agreed:
+            compared()
+            compared = None
     door = TorchCollectives() if collectives is None else collectives
     call = Call(route, mesh if route.crosses else mesh_under(x), door)
     if async_op:
         finish = _started(x, call)
-        return Pending(lambda: _waited(x, call, finish, graded))
+        return Pending(lambda: _waited(x, call, finish, graded, compared))
     return _apply(x, call, None, graded)
 
 
@@ -132,7 +138,15 @@ def _finished(x: Distributed, call: Call, finish: Callable[[], Tensor] | None) -
     return call.route.wrap(finish(), call.mesh)
 
 
-def _waited(x: Distributed, call: Call, finish: Callable[[], Tensor], graded: bool) -> Distributed:
+def _waited(
+    x: Distributed,
+    call: Call,
+    finish: Callable[[], Tensor],
+    graded: bool,
+    compared: Callable[[], None] | None,
+) -> Distributed:
+    if compared is not None:
+        compared()
     with torch.set_grad_enabled(graded):
         return _apply(x, call, finish, graded)
 

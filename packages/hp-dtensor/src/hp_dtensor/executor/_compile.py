@@ -103,7 +103,8 @@ def _planned(
         route = find_route(origin, placements, mesh, shard_order, cost, max_bytes)
         _check_everywhere(route)
         text = write_plan(
-            route.plan, lambda step: fold_between(step, route.plan, origin.mesh, mesh)
+            route.plan,
+            lambda step: fold_between(step, route.plan, origin.mesh, mesh, make=False),
         )
     graded = torch.is_grad_enabled() and x.requires_grad
     if route.unchanged and not graded:
@@ -172,7 +173,10 @@ def _read(text: str) -> tuple[tuple[int, ...], tuple[Stage, ...]]:
     plan, folds = read_plan(text)
 
     def fold(step: Step) -> Fold:
-        name, group, members, size = folds[step]
+        name, group, written, size = folds[step]
+        members: Any = written
+        if step.kind == "transfer":
+            members = {rank: place for place, rank in enumerate(written)}
 
         def find() -> Axis:
             found = find_group(group)

@@ -68,7 +68,7 @@ def exchange_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) ->
 def transfer_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
     """Return what carries out a transfer: one message to and from each peer, over ``fold``.
 
-    ``fold.members`` are the group indices of all ranks of both meshes, by rank. A rank that is not
+    ``fold.members`` are the group indices of the ranks of both meshes, by rank. A rank that is not
     in the source's mesh gives an empty tensor, one that is not in the target's gets one.
     """
     source, target = step.source, step.target

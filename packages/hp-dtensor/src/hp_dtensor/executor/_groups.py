@@ -1,7 +1,8 @@
-"""Find the process group that spans given axes of a mesh; never makes one."""
+"""Find the process group that spans given axes of a mesh, or two meshes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from itertools import combinations, product
 from typing import Any, NoReturn, TypeAlias
 
@@ -10,9 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._caches import remembered
 from .._errors import LayoutError, MissingGroup
-from .._torch import find_group, flattened_meshes, group_name
+from .._torch import (
+    find_group,
+    flattened_meshes,
+    group_name,
+    make_group,
+    makes_groups_alone,
+    registered_group,
+)
 from ..collectives._interface import Axis
 from ..layouts._intervals import ravel
+from ..layouts._layout import Layout
 from ..plans._plan import Plan
 from ..plans._steps import Step
 from ..plans._transfer import same_mesh
@@ -107,10 +116,63 @@ def found_folds(mesh: DeviceMesh, given: tuple[str, ...] = ()) -> frozenset[tupl
     return frozenset(axes for axes in sets if find_fold(mesh, axes, given) is not None)
 
 
-def world_fold() -> Fold:
-    """Return the group of all ranks, which contains those of any two meshes."""
-    size = dist.get_world_size()
-    return Fold(_finder("world", *_named(dist.group.WORLD)), range(size), size)
+def transfer_fold(plan: Plan, given: tuple[str, ...] = ()) -> Fold:
+    """Return the group of the ranks of two meshes and no others.
+
+    One that was ``given``, the world's where they are all, or else one of their own, which its
+    first use makes: all of these ranks use it, and no others have to. What all of them know
+    decides, so that all choose alike. Raises `MissingGroup` at its first use where only the whole
+    world can make groups.
+    """
+    ranks = tuple(sorted({*_ranks_in(plan.source), *_ranks_in(plan.target)}))
+    world = dist.get_world_size() == len(ranks)
+    for name, members in [*_by_name(given), *([_named(dist.group.WORLD)] if world else [])]:
+        if set(members) == set(ranks):
+            find = _finder("world" if world else "transfer", name, members)
+            return Fold(find, {rank: i for i, rank in enumerate(members)}, len(ranks))
+    name = _own_name(ranks)
+
+    def find_or_make() -> Axis:
+        group = registered_group(name)
+        if group is None:
+            if not makes_groups_alone():
+                raise MissingGroup(
+                    f"no process group has the ranks {list(ranks)} of both meshes and no others, "
+                    "and the world's communicator is split by all ranks together; make one with "
+                    "torch.distributed.new_group on all of them and give groups=[group]"
+                )
+            group = make_group(ranks, name)
+        return Axis("transfer", group, ranks)
+
+    return Fold(find_or_make, {rank: i for i, rank in enumerate(ranks)}, len(ranks))
+
+
+def known_transfer_fold(plan: Plan, mesh: DeviceMesh | None) -> Fold:
+    """Return `transfer_fold`, or the group of a mesh that has all the ranks; makes none.
+
+    Raises `MissingGroup`.
+    """
+    ranks = tuple(sorted({*_ranks_in(plan.source), *_ranks_in(plan.target)}))
+    known = len(ranks) == dist.get_world_size() or registered_group(_own_name(ranks)) is not None
+    if known:
+        return transfer_fold(plan)
+    axes = () if mesh is None else tuple(a for a in range(mesh.ndim) if mesh.size(a) > 1)
+    found = find_fold(mesh, axes) if mesh is not None and mesh.size() == len(ranks) else None
+    if found is None:
+        raise MissingGroup(
+            f"no process group has the ranks {list(ranks)} of both meshes and no others, which a "
+            "compiled function cannot make; redistribute once outside of it, or flatten the mesh"
+        )
+    members = found.find().ranks
+    return Fold(found.find, {rank: i for i, rank in enumerate(members)}, len(members))
+
+
+def _ranks_in(layout: Layout) -> Sequence[int]:
+    return layout.ranks or range(layout.size)
+
+
+def _own_name(ranks: tuple[int, ...]) -> str:
+    return f"hp_dtensor_transfer_{sha256(repr(ranks).encode()).hexdigest()[:16]}"
 
 
 def fold_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> Fold:
@@ -130,13 +192,14 @@ def fold_between(
     source: DeviceMesh | None,
     target: DeviceMesh | None,
     given: tuple[str, ...] = (),
+    make: bool = True,
 ) -> Fold:
     """Return the group of a step of a plan between two meshes, None where this rank is not in one.
 
-    Raises `MissingGroup`.
+    With ``make`` the first use may make that of a transfer. Raises `MissingGroup`.
     """
     if step.kind == "transfer":
-        return world_fold()
+        return transfer_fold(plan, given) if make else known_transfer_fold(plan, source)
     mesh = source if same_mesh(step.source, plan.source) else target
     if mesh is None:  # a rank takes part in steps of its own meshes only
         raise RuntimeError(f"this rank has no mesh for {step}")

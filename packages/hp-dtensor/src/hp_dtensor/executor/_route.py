@@ -36,9 +36,9 @@ from ..plans._cost import CostModel, check_cost
 from ..plans._plan import Plan, make_plan
 from ..ragged._spec import find_spec
 from ..ragged._tensor import RaggedTensor
-from ._agreement import Agreement, agreement
+from ._agreement import Agreement
 from ._execute import prepare
-from ._groups import fold_between, fold_for, found_folds, world_fold
+from ._groups import fold_between, fold_for, found_folds, transfer_fold
 from ._meshes import mesh_of, number_of
 from ._origin import Distributed, Origin, origin_of, origin_of_parts, ranks_of
 from ._reducible import check_reducible
@@ -176,7 +176,7 @@ def _route(
     device = "cpu" if known is None else known.device_type
     stages = agree = None
     if src.holds(rank) or dst.holds(rank):
-        agree = agreement(plan, origin.dtype, world_fold().find, device)
+        agree = Agreement(plan, origin.dtype, transfer_fold(plan, groups).find, device)
         here = None if isinstance(mesh, Layout) else mesh
         stages = prepare(plan, lambda step: fold_between(step, plan, origin.mesh, here, groups))
     return Route(

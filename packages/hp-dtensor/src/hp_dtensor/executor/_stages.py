@@ -1,6 +1,6 @@
 """The collectives of a plan's steps on one rank's part of a tensor, ready to be started."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -23,18 +23,18 @@ class Fold(NamedTuple):
     """A process group that spans some mesh axes, and where their positions are in it.
 
     ``find`` looks the group up at each call, so that what is kept never outlives a group.
-    ``members[i]`` is the group index of the rank at row-major position ``i`` on the axes; ``size``
-    the number of ranks in the group.
+    ``members[i]`` is the group index of the rank at row-major position ``i`` on the axes, between
+    meshes of the rank ``i``; ``size`` the number of ranks in the group.
     """
 
     find: Callable[[], Axis]
-    members: Sequence[int]
+    members: Sequence[int] | Mapping[int, int]
     size: int
 
     @property
     def in_mesh_order(self) -> bool:
         """Return whether the group's ranks are those along the axes, in the same order."""
-        return tuple(self.members) == tuple(range(self.size))
+        return tuple(self.members) == tuple(range(self.size))  # of axes, not between meshes
 
 
 def empty_stage(step: Step, shape: tuple[int, ...], rank: int) -> Stage:
