@@ -225,7 +225,7 @@ class Reduction:
             self._summing = None
         if self._scattering is not None:
             self._scattering.wait()
-            self._scattering = None
+            self._scattering = self._row = None
             if self._rows is not None:
                 self._batch.buffers.give(self._rows)
                 self._rows = None
