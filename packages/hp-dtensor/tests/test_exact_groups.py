@@ -202,9 +202,10 @@ def given_groups(rank: int) -> tuple[list[Any], list[str], list[tuple[int, ...]]
     line = cached("line", lambda: DeviceMesh.from_group(half, "cpu", mesh_dim_names=("any",)))
     full = torch.arange(24.0).view(6, 4)
     whole = theirs.distribute_tensor(full, mesh, [theirs.Replicate()] * 3, src_data_rank=None)
-    x = redistribute(whole, (R, S0, S1)).detach().requires_grad_()
+    x: Any = redistribute(whole, (R, S0, S1)).detach().requires_grad_()
     notes, used, right = [], [], []
-    for groups in ((half,), (line,), (line, dist.group.WORLD)):
+    given: tuple[Any, ...] = ((half,), (line,), (line, dist.group.WORLD))
+    for groups in given:
         door = Seen()
         y = redistribute(x, (R, S1, S0), groups=groups, collectives=door)
         (y * y).sum().backward()
@@ -239,7 +240,8 @@ def wrong_groups(rank: int) -> list[tuple[str, str]]:
     mesh = cached("cube", lambda: init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES))
     x = theirs.distribute_tensor(torch.zeros(4, 4), mesh, [theirs.Replicate()] * 3)
     said = []
-    for groups in (dist.group.WORLD, ("fsdp",), (mesh,)):
+    given: tuple[Any, ...] = (dist.group.WORLD, ("fsdp",), (mesh,))
+    for groups in given:
         with pytest.raises(ValueError, match="groups=") as info:
             redistribute(x, (S0, S0, R), groups=groups)
         said.append((info.type.__name__, str(info.value)))

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
-from torch import nn
+from torch import Tensor, nn
 
 from hp_dtensor import (
     Layout,
@@ -52,7 +52,7 @@ def refused(rank: int) -> list[str]:
         lambda: torch.bernoulli(x),
         lambda: torch._foreach_norm([x]),
         lambda: torch._foreach_max([x]),
-        lambda: torch._foreach_norm([owner.grad], math.inf),
+        lambda: torch._foreach_norm([cast(Tensor, owner.grad)], math.inf),
         lambda: dist.all_reduce(x),
         lambda: x + plain,
         lambda: plain * x,

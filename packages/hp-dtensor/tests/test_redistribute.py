@@ -455,7 +455,8 @@ def averaged_and_summed(rank: int) -> list[tuple[Tensor, Tensor, list[str]]]:
             local = whole((size, 4), rank)
             x = DTensor.from_local(local, mesh_of((2, 2)), [_theirs(p) for p in source])
             x = leaf(x)
-            y = redistribute(x, target)
+            chosen: Any = target
+            y = redistribute(x, chosen)
             plain: Any = y.redistribute(placements=[theirs.Replicate()] * 2)
             (plain.to_local() * whole((size, 4), 9)).sum().backward()
             assert isinstance(x.grad, DTensor)
@@ -469,7 +470,7 @@ def test_sums_and_averages_go_together(ranks: Pools) -> None:
     for results in ranks(4).run(averaged_and_summed):
         for number, (full, grad, placements) in enumerate(results):
             size, (_, target) = (8, 5)[number // len(MIXED)], MIXED[number % len(MIXED)]
-            parts = sum(whole((size, 4), rank) for rank in range(4)) / 2
+            parts = torch.stack([whole((size, 4), rank) for rank in range(4)]).sum(0) / 2
             assert torch.equal(full, parts)
             assert torch.equal(grad, whole((size, 4), 9))
             assert placements == [str(_theirs(p)) for p in target]

@@ -154,7 +154,8 @@ def unchanged(rank: int, compiled: bool) -> list[tuple[list[str], Tensor, bool, 
             assert isinstance(grad, DTensor)
             with torch.no_grad():
                 same = redistribute(x, target) is x
-            free = redistribute(x.detach(), target)
+            cut: Any = x.detach()
+            free = redistribute(cut, target)
             local = grad.to_local()
             shares = free.to_local().data_ptr() != 0
             results.append(([str(p) for p in grad.placements], local, same, shares))
