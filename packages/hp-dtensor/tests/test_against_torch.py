@@ -54,7 +54,7 @@ ONE_AXIS = [
     Counted((P,), (S0,), 1, 1),
     Counted((P,), (S1,), 1, 1),
     Counted((R,), (R,), 0, 0),
-    Counted((P,), (P,), 0, 0),
+    Counted((P,), (P,), 0, 1),
     Counted((S0,), (S1,), 1, 1),
 ]
 ONE_RANK_ON_AN_AXIS = [
@@ -129,8 +129,6 @@ def test_each_change_takes_one_collective_at_most_each_way(
             for degree, before, after in zip(mesh, case.source, case.target, strict=True):
                 terms *= degree if before == P and after != P else 1
             back: Placements = tuple(R if p == P else p for p in case.source)
-            if case.source == case.target:
-                back = case.source
             assert torch.equal(
                 result.local, slice_of(terms * full, Layout(mesh, case.target), rank)
             )
