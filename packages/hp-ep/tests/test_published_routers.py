@@ -229,3 +229,19 @@ def test_recorded_layers_are_recomputed_copied_and_counted_once(score: Any) -> N
         router.zero_grad()
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_forward_that_backward_runs_again_is_not_recorded_twice() -> None:
+    router = TopKRouter(4, 6, 2, dtype=torch.float64)
+    x = _tokens().requires_grad_()
+    found = []
+    for recomputed in (False, True):
+        with BalanceLoss(router) as balance:
+            for scale in (1.0, 2.0):  # micro-batches, each with its backward inside
+                part = x * scale
+                weights, _ = (
+                    checkpoint(router, part, use_reentrant=False) if recomputed else router(part)
+                )
+                weights.square().sum().backward()
+        found.append(balance.loss().detach())
+    assert torch.equal(found[0], found[1])

@@ -105,6 +105,14 @@ def is_saved(value: object) -> bool:
     return type(value).__module__ != "torch.distributed.checkpoint.state_dict"
 
 
+def inside_backward() -> bool:
+    """Return whether an autograd backward runs on this thread.
+
+    ``_current_graph_task_id`` (2.11 to 2.13); there is no public question.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Let ``hook(module, state_dict, prefix, ...)`` see what ``module`` is about to load."""
     module.register_load_state_dict_pre_hook(hook)

@@ -86,8 +86,9 @@ def embark(x: Tensor, axis: Axis, collectives: Collectives, side: Side | None = 
     """
     if axis.size == 1:
         return Trip(rows=x, way=None)
+    held = x.detach().contiguous()  # before the mark, behind which the side sends it
     mark = None if side is None else side.mark()
-    way = Way(axis=axis, collectives=collectives, side=side, mark=mark, held=x.detach())
+    way = Way(axis=axis, collectives=collectives, side=side, mark=mark, held=held)
     return Trip(rows=run_function(_Depart, x, way), way=way)
 
 

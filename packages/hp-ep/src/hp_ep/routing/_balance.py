@@ -75,8 +75,8 @@ class BalanceLoss:
     another one, of its layer alone; leave that at 0 beside this.
 
     As a context it records the forwards of the routers in ``model`` that run inside, those of
-    several micro-batches together; activations may be recomputed outside, not by the reentrant kind
-    of checkpoint, which runs them without a graph. Masked tokens are left out.
+    several micro-batches together; activations may be recomputed, but not by the reentrant kind of
+    checkpoint, which runs them without a graph. Masked tokens are left out.
 
     Args:
         model: The model, or a part of it; routers of other pipeline stages are not counted.

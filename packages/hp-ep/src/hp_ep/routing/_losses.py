@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._torch import run_function
+from .._torch import inside_backward, run_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,8 +31,8 @@ class RoutingRecord:
         return RoutingRecord, ()
 
     def add(self, routed: Routed) -> None:
-        """Note one forward, if the record is open."""
-        if self.is_open:
+        """Note one forward, if the record is open; not one that backward runs again."""
+        if self.is_open and not inside_backward():
             self.entries.append(routed)
 
 
