@@ -173,7 +173,9 @@ def test_weights_that_stay_are_never_older_than_the_shards(
         assert max(found) < 1e-12
 
 
-@pytest.mark.parametrize("how", ["SGD loop", "sharded_optimizer", "data", "load_state_dict"])
+@pytest.mark.parametrize(
+    "how", ["SGD loop", "sharded_optimizer", "data", "local", "load_state_dict"]
+)
 def test_ragged_weights_that_stay_are_never_older_than_the_shards(ranks: Ranks, how: str) -> None:
     for found in ranks(2).run(stepped, how, "option", "ragged"):
         assert max(found) < 1e-12

@@ -261,7 +261,8 @@ def test_what_the_layout_cannot_do_is_refused(ranks: Ranks) -> None:
 def full_state(rank: int, offload: bool) -> dict[str, Tensor]:
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout="ragged")
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-    return get_model_state_dict(model, options=options)
+    state: Any = get_model_state_dict(model, options=options)
+    return dict(state)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -198,7 +198,7 @@ class Reduction:
             try:
                 outputs = self._scattering.wait()
             except Exception:  # it has ended, with this error; an interrupt says nothing of it
-                self._scattering = None
+                self._scattering, self._ready = None, False
                 raise
             shard = outputs[0] if self._row is None else self._row
             self._scattering = self._row = None
