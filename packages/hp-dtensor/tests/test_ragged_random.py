@@ -8,6 +8,7 @@ import pytest
 import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor import Layout, RaggedOpError, RaggedShard, RaggedTensor, Replicate, Shard
 
@@ -233,3 +234,51 @@ def test_other_reductions_are_refused_and_the_text_says_what_works(ranks: Pools)
     for name in ("sum over a dim", "mean over a dim"):
         assert "all elements" in texts[name]
     assert "x.sum()" in texts["a function with a gradient"]
+
+
+def accumulated(rank: int) -> list[Tensor]:
+    """Return gradients of a sum and a mean that were taken twice, whole."""
+    case = Ragged(Layout((2,), (RaggedShard((0,), (3, 1)),)), (4,))
+    grads: list[Tensor] = []
+    takes: list[Callable[[Any], Any]] = [lambda x: x.sum(), lambda x: x.mean()]
+    for take in takes:
+        x = ragged_of(whole(case.shape, 4), case, rank).requires_grad_()
+        for _ in range(2):
+            take(x).backward()
+        grad: Any = x.grad
+        grads.append(grad.full_tensor())
+    return grads
+
+
+def test_gradients_of_numbers_accumulate(ranks: Pools) -> None:
+    for total, mean in ranks(2).run(accumulated):
+        assert torch.equal(total, torch.full((4,), 2.0, dtype=total.dtype))
+        assert torch.equal(mean, torch.full((4,), 0.5, dtype=mean.dtype))
+
+
+def drawn_in_another_order(rank: int) -> Tensor:
+    mesh = DeviceMesh("cpu", [[[0], [3]], [[2], [1]]], mesh_dim_names=("a", "b", "c"))
+    layout = (Replicate(), Replicate(), RaggedShard((0,), (4,)))
+    torch.manual_seed(rank)
+    x = RaggedTensor.from_local(torch.zeros(4), mesh, layout, shape=(4,))
+    x.normal_()
+    return x.to_local()
+
+
+def test_replicas_draw_alike_on_a_mesh_in_any_order(ranks: Pools) -> None:
+    first, *others = ranks(4).run(drawn_in_another_order)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def norm_of_integers(rank: int) -> str:
+    case = Ragged(Layout((2,), (RaggedShard((0,), (3, 1)),)), (4,))
+    x = ragged_of(torch.arange(4), case, rank)
+    with pytest.raises(RaggedOpError) as info:
+        x.norm()
+    return str(info.value)
+
+
+def test_integers_have_no_norm_without_a_dtype(ranks: Pools) -> None:
+    assert set(ranks(2).run(norm_of_integers)) == {
+        "the norm of torch.int64 has no dtype; give a floating one, dtype=..."
+    }

@@ -117,7 +117,8 @@ def clip_grad_norm_(
 def _limit(max_norm: object) -> float | Tensor:
     if isinstance(max_norm, Tensor):
         if max_norm.numel() == 1 and not max_norm.is_complex():
-            return max_norm.detach().reshape(())
+            whole = max_norm.full_tensor() if isinstance(max_norm, DTensor) else max_norm
+            return whole.detach().reshape(())
     elif isinstance(max_norm, Real) and (number := float(max_norm)) >= 0:
         return number
     raise MaxNormError(

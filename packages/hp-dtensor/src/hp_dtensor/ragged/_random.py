@@ -37,7 +37,8 @@ def _generator(
     copies = [axis for axis, p in enumerate(spec.layout.placements) if isinstance(p, Replicate)]
     for axis in copies:
         for over in axes_over(spec.mesh, (axis,)):
-            TorchCollectives().broadcast(over, [number]).wait()
+            # The largest, whatever order a mesh has its ranks in.
+            TorchCollectives().all_reduce(over, [number], "max").wait()
     parts = [i for axis, i in enumerate(place) if axis not in copies]
     seed = sha256(struct.pack(f"<{1 + len(parts)}q", int(number), *parts)).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(seed[:7], "little"))

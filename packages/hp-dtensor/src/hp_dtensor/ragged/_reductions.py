@@ -44,6 +44,8 @@ def norm(x: "RaggedTensor", local: Tensor, order: object, dtype: torch.dtype | N
             "or inf"
         )
     kind = dtype or x.dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        raise RaggedOpError(f"the norm of {kind} has no dtype; give a floating one, dtype=...")
     sizes = local.to(_wide(kind) or kind).abs()
     axes = _dividing(x._spec)
     if order == math.inf:

@@ -246,5 +246,5 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> RaggedTensor:
-        grad: RaggedTensor = _FromLocal.apply(grads[0], ctx.spec)  # type: ignore[no-untyped-call]
+        grad: RaggedTensor = _FromLocal.apply(grads[0].contiguous(), ctx.spec)  # type: ignore[no-untyped-call]
         return grad
