@@ -96,7 +96,7 @@ def watch_parent() -> None:
     """
 
     def wait_for_end() -> None:
-        while os.read(sys.stdin.fileno(), 1):
+        while os.read(0, 1):
             pass
         os._exit(1)
 
@@ -180,6 +180,8 @@ def _become(start: _Start) -> NoReturn:
             os.execvp(start.program[0], list(start.program))
         faulthandler.enable()
         status = start.program()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - nothing may return into the launcher's code
         traceback.print_exc()
         status = 1
