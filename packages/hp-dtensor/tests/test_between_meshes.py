@@ -311,7 +311,7 @@ def refused(rank: int) -> list[tuple[str, str]]:
         lambda: redistribute(x, (Shard(2),), mesh=mesh),
         lambda: redistribute(x, (Partial(),), mesh=mesh),
         lambda: redistribute(x, (S0,), mesh=mesh, max_bytes=64),
-        lambda: redistribute(Absent(source, SHAPE, torch.double), (S0,), mesh="b"),
+        lambda: redistribute(Absent(source, SHAPE, torch.double), (S0,), mesh="b"),  # type: ignore[call-overload]
     ]
     texts = []
     for call in calls:
@@ -344,7 +344,7 @@ def groups_used(rank: int) -> list[tuple[Tensor | None, list[set[int]], list[str
     """For each case, twice: the result, the ranks of every call's group, and the calls."""
     for source, target, _ in APART:
         mesh_of(source), mesh_of(target)
-    results = []
+    results: list[tuple[Tensor | None, list[set[int]], list[str]]] = []
     for source, target, both in APART:
         if rank not in both:
             results.append((None, [], []))

@@ -75,7 +75,8 @@ def compiled(rank: int) -> Tensor:
         return call(call(x, mesh_of((2, 2)), (S1, R)), line, [theirs.Shard(1)])
 
     made: Any = torch.compile(step, backend="aot_eager", fullgraph=True)(x)
-    return made.full_tensor()
+    full: Tensor = made.full_tensor()
+    return full
 
 
 def test_torchs_call_can_be_compiled(ranks: Pools) -> None:

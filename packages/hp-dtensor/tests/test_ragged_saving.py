@@ -170,7 +170,7 @@ def gathered(rank: int, offload: bool) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
     state = get_model_state_dict(model, options=options)
     both = get_state_dict(model, optimizer, options=options)
-    moments = both[1].get("state", {})
+    moments: Any = both[1].get("state", {})
     shards = get_model_state_dict(model)
     assert isinstance(shards["0.weight"], RaggedTensor)
     assert both[0].keys() == state.keys()

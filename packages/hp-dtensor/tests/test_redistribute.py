@@ -438,7 +438,7 @@ def test_wrong_targets_raise_on_every_rank_alike_before_any_communication(ranks:
     assert "max_bytes=100 at once; the least found is 320: allow that much" in first[4][1]
 
 
-MIXED = [
+MIXED: list[tuple[Placements, Placements]] = [
     ((Partial("avg"), Partial("sum")), (R, R)),
     ((Partial("sum"), Partial("avg")), (S0, R)),
     ((Partial("avg"), Partial("sum")), (S0, S0)),
@@ -469,7 +469,7 @@ def test_sums_and_averages_go_together(ranks: Pools) -> None:
     for results in ranks(4).run(averaged_and_summed):
         for number, (full, grad, placements) in enumerate(results):
             size, (_, target) = (8, 5)[number // len(MIXED)], MIXED[number % len(MIXED)]
-            parts = sum(whole((size, 4), rank) for rank in range(4)) / 2
+            parts = torch.stack([whole((size, 4), rank) for rank in range(4)]).sum(0) / 2
             assert torch.equal(full, parts)
             assert torch.equal(grad, whole((size, 4), 9))
             assert placements == [str(_theirs(p)) for p in target]
