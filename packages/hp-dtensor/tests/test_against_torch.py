@@ -54,7 +54,7 @@ ONE_AXIS = [
     Counted((P,), (S0,), 1, 1),
     Counted((P,), (S1,), 1, 1),
     Counted((R,), (R,), 0, 0),
-    Counted((P,), (P,), 0, 1),
+    Counted((P,), (P,), 0, 1),  # the gradient given is partial, and comes back reduced
     Counted((S0,), (S1,), 1, 1),
 ]
 ONE_RANK_ON_AN_AXIS = [
@@ -125,16 +125,15 @@ def test_each_change_takes_one_collective_at_most_each_way(
     full, ascent = (whole((size, size), seed).to(dtype) for seed in (0, 1))
     for rank, results in enumerate(ranks(4).run(moved, mesh, cases, size, dtype)):
         for case, result in zip(cases, results, strict=True):
-            terms = sums = 1
+            terms = given = 1
             for degree, before, after in zip(mesh, case.source, case.target, strict=True):
                 terms *= degree if before == P and after != P else 1
-                # A partial gradient of a partial tensor has a term on each rank.
-                sums *= degree if before == after == P else 1
+                given *= degree if after == P else 1
             back: Placements = tuple(R if p == P else p for p in case.source)
             assert torch.equal(
                 result.local, slice_of(terms * full, Layout(mesh, case.target), rank)
             )
-            assert torch.equal(result.grad, slice_of(sums * ascent, Layout(mesh, back), rank))
+            assert torch.equal(result.grad, slice_of(given * ascent, Layout(mesh, back), rank))
             assert result.labels == (labels_of(case.target), labels_of(back)), case
             assert result.calls == (case.forward, case.backward), case
             assert result.uncounted == 0

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -204,8 +204,8 @@ def given_groups(rank: int) -> tuple[list[Any], list[str], list[tuple[int, ...]]
     whole = theirs.distribute_tensor(full, mesh, [theirs.Replicate()] * 3, src_data_rank=None)
     x: Any = redistribute(whole, (R, S0, S1)).detach().requires_grad_()
     notes, used, right = [], [], []
-    given: tuple[Any, ...] = ((half,), (line,), (line, dist.group.WORLD))
-    for groups in given:
+    choices: list[Any] = [(half,), (line,), (line, dist.group.WORLD)]
+    for groups in choices:
         door = Seen()
         y = redistribute(x, (R, S1, S0), groups=groups, collectives=door)
         (y * y).sum().backward()
@@ -239,11 +239,10 @@ def test_groups_that_are_given_are_used_there_and_back_and_by_this_call_alone(
 def wrong_groups(rank: int) -> list[tuple[str, str]]:
     mesh = cached("cube", lambda: init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES))
     x = theirs.distribute_tensor(torch.zeros(4, 4), mesh, [theirs.Replicate()] * 3)
-    said = []
-    given: tuple[Any, ...] = (dist.group.WORLD, ("fsdp",), (mesh,))
-    for groups in given:
+    said, call = [], cast(Any, redistribute)
+    for groups in (dist.group.WORLD, ("fsdp",), (mesh,)):
         with pytest.raises(ValueError, match="groups=") as info:
-            redistribute(x, (S0, S0, R), groups=groups)
+            call(x, (S0, S0, R), groups=groups)
         said.append((info.type.__name__, str(info.value)))
     return said
 

@@ -77,9 +77,9 @@ def again(rank: int) -> tuple[bool, bool, bool, bool, bool]:
     case = CASES[1]
 
     def drawn(generator: torch.Generator | None = None) -> Tensor:
-        x: Any = ragged_of(torch.zeros(case.shape), case, rank).normal_(generator=generator)
-        local: Tensor = x.to_local()
-        return local
+        x = ragged_of(torch.zeros(case.shape), case, rank)
+        x.normal_(generator=generator)
+        return x.to_local()
 
     torch.manual_seed(3)
     first, second = drawn(), drawn()
@@ -175,7 +175,7 @@ def test_sums_means_and_norms_are_those_of_one_process_with_their_gradients(
 ) -> None:
     for results in ranks(4).run(reduced):
         for (values, grads), case in zip(results, CASES, strict=True):
-            takes: list[Any] = [*NUMBERS.values(), *FUNCTIONS.values(), torch.sum]
+            takes: list[Callable[[Any], Any]] = [*NUMBERS.values(), *FUNCTIONS.values(), torch.sum]
             for number, take in zip(values, takes, strict=True):
                 expected = take(whole(case.shape, 4))
                 assert number.dtype == expected.dtype

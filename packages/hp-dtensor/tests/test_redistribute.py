@@ -438,7 +438,7 @@ def test_wrong_targets_raise_on_every_rank_alike_before_any_communication(ranks:
     assert "max_bytes=100 at once; the least found is 320: allow that much" in first[4][1]
 
 
-MIXED = [
+MIXED: list[tuple[Placements, Placements]] = [
     ((Partial("avg"), Partial("sum")), (R, R)),
     ((Partial("sum"), Partial("avg")), (S0, R)),
     ((Partial("avg"), Partial("sum")), (S0, S0)),

@@ -91,8 +91,8 @@ def kept(rank: int) -> tuple[bool, Tensor, str, bool]:
     out, _ = embedded(rank)
     with pytest.raises(PartialTargetError, match="MaskPartial") as info:
         redistribute(out, (R, out.placements[1]))
-    cut: Any = out.detach()
-    same: Any = redistribute(cut, out.placements)
+    detached: Any = out.detach()
+    same: Any = redistribute(detached, out.placements)
     whole = reduce_partial(same).full_tensor()
     text = str(info.value)
     found = torch.equal(whole, F.embedding(ids(), table()))
@@ -164,18 +164,18 @@ def test_a_norm_of_a_distributed_tensor_is_reduced_by_its_own_rule(ranks: Pools)
 
 
 def explained(rank: int) -> tuple[str, str, str, str]:
-    out, _ = embedded(rank)
+    embedding, _ = embedded(rank)
+    out: Any = embedding.detach()
     text = str(explain(out, (R, S0)))
-    cut: Any = out.detach()
     with pytest.raises(PartialTargetError) as made:
-        redistribute(redistribute(cut, (R, R)), (theirs.Replicate(), out.placements[1]))
+        redistribute(redistribute(out, (R, R)), (theirs.Replicate(), out.placements[1]))
     other: Any = theirs.distribute_tensor(table(), mesh_of(), [theirs.Replicate()] * 2)
     with pytest.raises(PartialTargetError) as asked:
         redistribute(other, (R, Partial()))
     door = RecordingCollectives()
     again, _ = embedded(rank)  # torch lets go of the mask with the first reduction
-    cut = again.detach()
-    redistribute(cut, (R, R), collectives=door)
+    free: Any = again.detach()
+    redistribute(free, (R, R), collectives=door)
     return text, str(made.value), str(asked.value), " ".join(sorted(door.by_axis))
 
 
