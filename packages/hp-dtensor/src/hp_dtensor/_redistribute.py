@@ -169,7 +169,9 @@ def redistribute(
     ``placements`` no sequence, `PlacementTypeError`. Between meshes `RanksDisagree`, on all ranks,
     where they mean different changes or one has a wrong local tensor, before any of it is sent.
     """
-    if where:
+    if len(where) == 1 and placements is None and type(where[0]) is tuple:
+        placements = where[0]
+    elif where:
         mesh, placements = _sorted_out(where, mesh, placements)
     if is_compiling():
         from .executor._compile import trace  # it loads the compiler, which takes seconds

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .._absent import Absent
 from .._caches import remembered
@@ -108,13 +109,13 @@ def find_route(
     """
     own: DeviceMesh | None
     start: tuple[Any, ...]
-    if isinstance(x, _SPECLESS):
+    if type(x) is not DTensor and isinstance(x, _SPECLESS):
         origin = origin_of(x)
         own, start = origin.mesh, (origin.layout, origin.shape, origin.dtype)
     else:
         spec = spec_of(x)
         own, start = spec.mesh, (spec.placements, spec.tensor_meta, shard_order_of(spec))
-    if mesh is own or (own is not None and mesh == own):
+    if mesh is not None and (mesh is own or (own is not None and mesh == own)):
         mesh = None
     given: object = mesh
     if given is not None and not isinstance(given, DeviceMesh | Layout):
@@ -127,7 +128,8 @@ def find_route(
         placements = in_tuple(placements)
     if shard_order is not None:
         shard_order = checked_order(shard_order)
-    check_cost(cost)
+    if cost is not None:
+        check_cost(cost)
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
         raise LayoutError(f"max_bytes={max_bytes!r} is no number of bytes; give a whole number")
     # Equal meshes may have different groups: each has its own number.
