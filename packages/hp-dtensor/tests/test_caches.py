@@ -13,8 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import hp_dtensor
-from hp_dtensor import RaggedShard, Replicate, Shard, clip_grad_norm_, redistribute
+from hp_dtensor import (
+    RaggedShard,
+    Replicate,
+    Shard,
+    clear_caches,
+    clip_grad_norm_,
+    explain,
+    plan_transfer,
+    redistribute,
+)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -79,16 +87,16 @@ def test_a_mesh_goes_when_its_last_tensor_does(use: str) -> None:
 def test_caches_can_be_dropped_and_calls_then_plan_anew() -> None:
     mesh = cube()
     x = source(mesh)
-    first = hp_dtensor.explain(x, (S1, S0, R))
-    assert hp_dtensor.explain(x, (S1, S0, R)) is first
-    hp_dtensor.clear_caches()
-    again = hp_dtensor.explain(x, (S1, S0, R))
+    first = explain(x, (S1, S0, R))
+    assert explain(x, (S1, S0, R)) is first
+    clear_caches()
+    again = explain(x, (S1, S0, R))
     assert again is not first
     assert again == first
 
 
 def test_every_cache_has_a_bound() -> None:
-    package = hp_dtensor.plan_transfer.__module__.partition(".plans")[0]
+    package = plan_transfer.__module__.partition(".plans")[0]
     cached = [each for each in gc.get_objects() if _is_cache(each, package)]
     assert cached
     assert [each for each in cached if each.cache_parameters()["maxsize"] is None] == []
