@@ -55,7 +55,7 @@ class Peers:
         move joins none. So each sends one element to the next. Every rank calls this where all
         do, before it calls anything else; a CPU's groups are connected when they are made.
         """
-        if self.size == 1 or device.type in ("cpu", "meta") or self.axis.group in _CONNECTED:
+        if self.size == 1 or device.type == "cpu" or self.axis.group in _CONNECTED:
             return
         here, n = self.axis.index, self.axis.size
         sends, receives = (torch.zeros(1, device=device) for _ in range(2))
