@@ -181,9 +181,8 @@ class ParameterGroup:
 
     def _writes(self) -> int:
         # What is written through a DTensor is counted there, what is written below it is not.
-        below = writes_to(self.layout.shard) + sum(map(writes_to, self.layout.shards))
-        parts = sum(writes_to(p.part(p.sharded)) for p in self.parameters)
-        return below + parts + sum(writes_to(p.sharded) for p in self.parameters)
+        parts = sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)
+        return writes_to(self.layout.shard) + parts
 
     def unshard(self) -> None:
         """Wait for the all-gather, started here if need be, and register unsharded parameters.
