@@ -68,11 +68,13 @@ class Chain(nn.Module):
         return cast(Tensor, self.last(x))
 
 
-def chain(shape: tuple[int, ...], option: bool | None = None) -> tuple[Any, Logging]:
+def chain(
+    shape: tuple[int, ...], option: bool | None = None, kind: Callable[[], nn.Module] = Chain
+) -> tuple[Any, Logging]:
     """Return a sharded chain and its log."""
     carrier = Logging()
     mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
-    model = make(Chain)
+    model: Any = make(kind)
     modules = [*model.blocks, model]
     for unit, module in enumerate(modules):
         fully_shard(module, mesh, reshard_after_forward=option, collectives=carrier)
@@ -85,8 +87,8 @@ def input_of(rank: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
-def expected_of(world: int) -> Gradients:
-    plain = make(Chain)
+def expected_of(world: int, kind: Callable[[], nn.Module] = Chain) -> Gradients:
+    plain = make(kind)
     for rank in range(world):
         (plain(input_of(rank)).pow(2).mean() / world).backward()
     return gradients(plain)
@@ -139,6 +141,58 @@ def test_forward_gathers_every_unit_once_and_backward_those_that_were_given_up(
         for _, log, found in steps:
             assert [unit for what, unit in log if what == "reduce"] == [2, 1, 0, ROOT]
             assert worst(found, expected_of(2)) < 1e-12
+
+
+class Fork(nn.Module):
+    """A layer with two outputs, which backward reaches one after the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, width, bias=False), nn.Linear(width, WIDTH, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both."""
+        x = torch.tanh(self.layers(x))
+        return x, torch.sin(x)
+
+
+class Again(Chain):
+    """Blocks of two outputs, of which the second runs again after the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Fork(WIDTH * (n + 1)) for n in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the last layer gives."""
+        for n in (0, 1, 2, 1):
+            first, second = self.blocks[n](x)
+            x = first + second
+        return cast(Tensor, self.last(x))
+
+
+def log_forks(rank: int) -> list[tuple[Log, Gradients]]:
+    model, carrier = chain((2,), True, Again)
+    seen = []
+    for _ in range(2):
+        loss = model(input_of(rank)).pow(2).mean()
+        carrier.log = []
+        loss.backward()
+        backward, carrier.log = carrier.log, []
+        seen.append((backward, gradients(model)))
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.xfail
+def test_a_unit_of_two_outputs_is_reached_once(ranks: Ranks) -> None:
+    expected = expected_of(2, Again)
+    for steps in ranks(2).run(log_forks):
+        for log, found in steps:
+            assert gathers(log) == [3, 1, 2, 1, 0]
+            assert worst(found, expected) < 1e-12
 
 
 def test_backward_gathers_a_unit_before_the_one_after_it_is_reduced(ranks: Ranks) -> None:
