@@ -186,7 +186,6 @@ def log_forks(rank: int) -> list[tuple[Log, Gradients]]:
     return seen
 
 
-@pytest.mark.xfail
 def test_a_unit_of_two_outputs_is_reached_once(ranks: Ranks) -> None:
     expected = expected_of(2, Again)
     for steps in ranks(2).run(log_forks):

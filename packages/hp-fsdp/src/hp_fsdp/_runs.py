@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 class Run:
     """One forward of a unit, and how far its backward is.
 
-    ``expected``: backward can be seen to reach it. ``marked``: and to leave it.
+    ``expected``: backward can be seen to reach it. ``marked``: and to leave it. ``backward``: the
+    number of the last one that did.
     """
 
     unit: "Unit"
@@ -19,6 +20,7 @@ class Run:
     marked: bool = False
     reached: bool = False
     left: bool = False
+    backward: int = 0
     order: "Order | None" = None
     begin: int = -1
     end: int = -1

@@ -61,6 +61,7 @@ class Schedule:
         self._end_order: list[Unit] = []  # what a backward goes through
         self._following = False
         self._backward = False
+        self._backwards = 0  # how many have begun
         self._cursor = 0
         self._order = Order()  # of the pass under way, or the last one
         self._walked: Order | None = None  # what a backward goes through, its events up to `_ahead`
@@ -212,6 +213,7 @@ class Schedule:
         """Ask autograd, once per backward, to call when it is done."""
         if not self._backward:
             self._backward = True
+            self._backwards += 1
             self._in_flight = max(unit.options.in_flight for unit in self.units)
             self._walked, self._ahead = None, 0
             call_after_backward(self._finish_backward)
@@ -220,6 +222,10 @@ class Schedule:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
         run.unit.note(Event.BACKWARD)
         self.begin_backward()
+        if run.backward == self._backwards:  # by another of its outputs
+            if run.unit.options.unshard_in_backward:
+                run.unit.gather(in_pass=True)
+            return
         self._walk_to(run, run.end)
         self._reach(run)
 
@@ -263,7 +269,7 @@ class Schedule:
 
     def _reach(self, run: Run) -> None:
         unit = run.unit
-        run.reached = True
+        run.reached, run.backward = True, self._backwards
         if any(group.collector is not None for group in unit.groups):
             self._make_room()  # its gradients are packed from here on
         if unit.options.unshard_in_backward:
