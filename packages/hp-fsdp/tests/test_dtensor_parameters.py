@@ -177,6 +177,7 @@ def gradient_elsewhere(rank: int) -> tuple[bool, dict[str, int]]:
     )
     record.reset()
     taken = parameter.take_gradient(record)
+    assert taken is not None
     return torch.equal(taken, whole), {axis: t.calls for axis, t in record.by_axis.items()}
 
 

@@ -70,7 +70,10 @@ def staged(rank: int, degree: int) -> list[bool]:
     seen = []
     for step in range(2):
         layout.shard.add_(step)
-        layout.finish_gather(layout.gather(axis, TorchCollectives()))
+        work = layout.gather(axis, TorchCollectives())
+        if work is not None:
+            layout.wait(work)
+        layout.finish_gather(work)
         seen += [
             torch.equal(full, (whole + step).bfloat16())
             for full, whole in zip(layout.fulls, wholes, strict=True)

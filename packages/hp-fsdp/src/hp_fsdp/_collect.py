@@ -121,8 +121,9 @@ class Collector:
                 "or thawed; do so only after a reduction"
             )
         for place, index in enumerate(self._chosen):
-            if self._parameters[index].has_gradient:
-                sink.add(place, self._parameters[index].take_gradient(collectives))
+            gradient = self._parameters[index].take_gradient(collectives)
+            if gradient is not None:
+                sink.add(place, gradient)
         self._sink = None
         return sink.finish(), sink.written
 

@@ -10,8 +10,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hp_dtensor import Collectives
-
 from ._errors import InvalidParameterError, MeshError, ParameterError, StateError, shown
 from ._parameters import Owner, ShardedParameter
 from ._place import Place
@@ -81,10 +79,8 @@ class ExtendedParameter(ShardedParameter):
         increment_version(self.unsharded)
         self._received = False
 
-    def take_gradient(self, collectives: Collectives) -> Tensor:
-        """Remove and return the unsharded gradient; plain zeros where there is none."""
-        if self.has_gradient:
-            return super().take_gradient(collectives)
+    def no_gradient(self) -> Tensor:
+        """Return plain zeros in place of an unsharded gradient."""
         face = self.unsharded
         return torch.zeros(self.shape, dtype=face.dtype, device=face.device)
 

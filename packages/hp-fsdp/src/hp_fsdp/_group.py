@@ -207,7 +207,6 @@ class ParameterGroup:
             self._come_back()
             raise
 
-    @torch.no_grad()
     def _finish_gather(self) -> None:
         self.layout.finish_gather(self._work)
         if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
@@ -288,8 +287,12 @@ class ParameterGroup:
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.collector is None:
-            used = [parameters[i].has_gradient for i in chosen]
-            gradients = [parameters[i].take_gradient(collectives) for i in chosen]
+            found = [parameters[i].take_gradient(collectives) for i in chosen]
+            used = [gradient is not None for gradient in found]
+            gradients = [
+                parameters[i].no_gradient() if gradient is None else gradient
+                for i, gradient in zip(chosen, found, strict=True)
+            ]
         else:
             rows, used = self.collector.finish(chosen, collectives)
         axes = self.reduce_axes
@@ -330,7 +333,7 @@ class ParameterGroup:
         return self._found_addresses() != self._addresses
 
     def _found_addresses(self) -> list[int]:
-        return [view.data_ptr() for view in self.layout.shards] if self.flat else []
+        return list(map(Tensor.data_ptr, self.layout.shards)) if self.flat else []
 
     def refusals(self) -> list[str]:
         """Return why `adopt` cannot take what is registered now: nothing if it can."""

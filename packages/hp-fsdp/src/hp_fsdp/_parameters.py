@@ -169,11 +169,6 @@ class ShardedParameter:
         """Return whether modules compute with a plain tensor, not with a DTensor."""
         return self._own is None
 
-    @property
-    def has_gradient(self) -> bool:
-        """Return whether there is an unsharded gradient, also one that was put aside."""
-        return self.unsharded.grad is not None or self._held is not None
-
     def is_face(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is the unsharded face."""
         return tensor is self.unsharded
@@ -197,8 +192,13 @@ class ShardedParameter:
         self._held = None
         self.unsharded.grad = None
 
-    def take_gradient(self, collectives: Collectives) -> Tensor:
-        """Remove and return the unsharded gradient as a plain tensor; zeros where there is none.
+    def no_gradient(self) -> Tensor:
+        """Return zeros in place of an unsharded gradient."""
+        face = self.unsharded
+        return torch.zeros_like(local_of(face) if isinstance(face, DTensor) else face)
+
+    def take_gradient(self, collectives: Collectives) -> Tensor | None:
+        """Remove and return the unsharded gradient as a plain tensor; None where there is none.
 
         A DTensor is brought to the parameter's own placements first: a sum over the axes of its own
         mesh on which it is Partial, a redistribution where it is sharded otherwise. Axes that the
@@ -209,8 +209,7 @@ class ShardedParameter:
         if held is not None:
             gradient = held if gradient is None else held.add_(gradient)
         if gradient is None:
-            face = self.unsharded
-            return torch.zeros_like(local_of(face) if isinstance(face, DTensor) else face)
+            return None
         if self._own is not None:
             target = self._own[1]
             for axis in self._reduced_here:

@@ -196,11 +196,8 @@ class ExactLayout:
             self._sent.free()
 
     def finish_gather(self, work: Work | None) -> None:
-        """Wait for the all-gather and copy the packed parameters to their places."""
-        if work is None:
-            return
-        self.wait(work)
-        if self._arrived is None:
+        """Copy the packed parameters to their places, after `wait`."""
+        if work is None or self._arrived is None:
             return
         if self._widths:
             torch.split_with_sizes_copy(self._arrived, self._widths, dim=1, out=self._unpacked)

@@ -92,9 +92,7 @@ class ExtendedLayout:
         self._inputs = []
 
     def finish_gather(self, work: Work | None) -> None:
-        """Wait for the all-gather, and get memory for the tensors inside of full ones."""
-        if work is not None:
-            self.wait(work)
+        """Get memory for the tensors inside of full ones, after `wait`."""
         for storage, size in self._inner:
             if storage.nbytes() != size:  # some lie in what was gathered
                 storage.resize_(size)

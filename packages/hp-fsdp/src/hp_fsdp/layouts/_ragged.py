@@ -116,9 +116,7 @@ class RaggedLayout:
             self._sent.free()
 
     def finish_gather(self, work: Work | None) -> None:
-        """Wait for the all-gather."""
-        if work is not None:
-            self.wait(work)
+        """Do nothing: what arrived lies where it is used."""
 
     def free(self) -> None:
         """Give back the memory of the gather, or leave it to a collective that may still use it."""
