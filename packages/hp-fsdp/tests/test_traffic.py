@@ -79,11 +79,21 @@ class Copies(TorchDispatchMode):
 
 
 class Pausing(RecordingCollectives):
-    """Collectives whose own copies do not count: gloo's reduce-scatter copies its result."""
+    """Collectives whose own copies do not count: over gloo a result is copied, a list packed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies = Copies()
+
+    def all_gather(
+        self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+    ) -> Work:
+        """Pass on, uncounted."""
+        self.copies.paused = True
+        try:
+            return PausedWork(super().all_gather(axis, inputs, outputs), self)
+        finally:
+            self.copies.paused = False
 
     def reduce_scatter(
         self,
