@@ -59,6 +59,12 @@ def test_requirements(package: str) -> tuple[str, ...]:
     return ("-r", str(path)) if (ROOT / path).exists() else ()
 
 
+def chosen_packages(session: nox.Session) -> tuple[list[str], list[str]]:
+    """Return the packages named after ``--``, all if none is, and what else stands there."""
+    named = [word for word in session.posargs if word in PACKAGES]
+    return named or PACKAGES, [word for word in session.posargs if word not in PACKAGES]
+
+
 def import_name(package: str) -> str:
     """Return the name under which ``package`` is imported."""
     return package.replace("-", "_")
@@ -76,6 +82,23 @@ def tests(session: nox.Session, package: str) -> None:
     """
     install(session, package, extras=(*TEST_TOOLS, *test_requirements(package)))
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Lint, type-check and test packages in short, after each change of a line: ``-- hp-cp``.
+
+    Of each test that starts ranks one case is run. The rest is the other sessions' to find.
+    """
+    chosen, options = chosen_packages(session)
+    needs = [need for package in chosen for need in test_requirements(package)]
+    install(session, *chosen, extras=(*TEST_TOOLS, *needs, "mypy", "ruff"))
+    for package in chosen:
+        session.run("ruff", "check", f"packages/{package}")
+        session.run("ruff", "format", "--check", f"packages/{package}")
+        session.run("mypy", "-p", import_name(package))
+        session.run("mypy", f"packages/{package}/tests")
+        session.run("pytest", f"packages/{package}/tests", "--fast", *options)
 
 
 @nox.session
@@ -136,26 +159,33 @@ def wheel(session: nox.Session, package: str) -> None:
 
 
 @nox.session
-@each_package
-def vendor(session: nox.Session, package: str) -> None:
-    """Copy one package into a foreign one and run a fourth of its own tests there, or as told.
+def vendor(session: nox.Session) -> None:
+    """Copy each package into a foreign one of its own; run an eighth of its tests, or as told.
 
-    What differs there are imports, and all test files are imported: ``-- --every 1`` runs all.
+    What differs there are imports, and all test files are imported; packages and pytest's options
+    go after ``--``: ``-- hp-cp --every 1`` runs all of one. The copies share one environment, where
+    none of ours is installed, and one pytest, so that they also meet each other.
     """
-    session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *test_requirements(package))
+    chosen, options = chosen_packages(session)
+    needs = [need for package in chosen for need in test_requirements(package)]
+    session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *needs)
     root = Path(session.create_tmp()).resolve()
     shutil.rmtree(root, ignore_errors=True)
-    target, tests = root / "host" / "_vendor", root / "host_tests"
-    where = ["--into", str(target), "--namespace", "host._vendor", "--tests", str(tests)]
-    session.run("python", "tools/vendor.py", package, *where)
+    folders = []
+    for package in chosen:
+        host = f"host_of_{import_name(package)}"
+        target, tests = root / host / "_vendor", root / f"{host}_tests"
+        where = ["--into", str(target), "--namespace", f"{host}._vendor", "--tests", str(tests)]
+        session.run("python", "tools/vendor.py", package, *where)
+        folders.append(str(tests))
     nothing_installed = (
         "import sys, importlib.util as u; found = [n for n in sys.argv[1:] if u.find_spec(n)]; "
         "assert not found, f'installed beside the vendored copy: {found}'"
     )
     session.run("python", "-P", "-c", nothing_installed, *map(import_name, PACKAGES))
     settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root))
-    chosen = session.posargs or ("--every", "4")
-    session.run("pytest", *settings, str(tests), *chosen, env={"PYTHONPATH": str(root)})
+    options = options or ["--every", "8"]
+    session.run("pytest", *settings, *folders, *options, env={"PYTHONPATH": str(root)})
 
 
 @nox.session

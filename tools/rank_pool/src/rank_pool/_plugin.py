@@ -1,4 +1,4 @@
-"""What pytest gets: ``ranks(n)``, a pool of ``n`` ranks, and ``--every`` and ``--repeat``."""
+"""What pytest gets: ``ranks(n)``, a pool of ``n`` ranks; ``--every``, ``--repeat``, ``--fast``."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,12 @@ from ._pool import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--every N`` and ``--repeat N``."""
+    """Add ``--fast``, ``--every N`` and ``--repeat N``."""
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="of each test that starts ranks run one case: for a change that has just been made",
+    )
     parser.addoption(
         "--every",
         type=int,
@@ -26,17 +31,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep every Nth test, from the first on, and run what is kept as often as asked."""
+    """Keep one case of each test on ranks, or every Nth test, and run it as often as asked."""
     every, repeat = config.getoption("every"), config.getoption("repeat")
     if every < 1:
         raise pytest.UsageError(f"--every {every} runs no test; give 1 for all, 2 for every other")
     if repeat < 1:
         raise pytest.UsageError(f"--repeat {repeat} runs no test; give 1 for once, 2 for twice")
-    left_out = [item for place, item in enumerate(items) if place % every]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = items[::every]
-    items[:] = items * repeat
+    kept = _one_case_each(items) if config.getoption("fast") else items
+    kept = kept[::every]
+    if len(kept) < len(items):
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept * repeat
+
+
+def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that start no ranks, and the first case of each that does."""
+    seen: set[tuple[object, str]] = set()
+    kept = []
+    for item in items:
+        test = (item.parent, getattr(item, "originalname", item.name))
+        if "ranks" not in getattr(item, "fixturenames", ()) or test not in seen:
+            kept.append(item)
+        seen.add(test)
+    return kept
 
 
 @pytest.fixture(scope="session")

@@ -158,7 +158,8 @@ def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
         payload: bytes = cloudpickle.dumps((function, args))
         return payload
     loaded = sys.modules.copy()  # a copy: looking at some modules imports others
-    tests = [m for n, m in loaded.items() if _same_folder(m, module) and n != "__main__"]
+    here = _folder(module)
+    tests = [m for n, m in loaded.items() if here and _folder(m) == here and n != "__main__"]
     for m in tests:
         cloudpickle.register_pickle_by_value(m)
     try:
@@ -169,6 +170,6 @@ def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     return payload
 
 
-def _same_folder(candidate: ModuleType, module: ModuleType) -> bool:
-    here, there = vars(module).get("__file__"), getattr(candidate, "__dict__", {}).get("__file__")
-    return bool(here and there) and Path(str(here)).parent == Path(str(there)).parent
+def _folder(module: ModuleType) -> str:
+    """Return where a module lies; paths as text, because every call asks thousands of modules."""
+    return os.path.dirname(str(getattr(module, "__dict__", {}).get("__file__") or ""))
