@@ -164,28 +164,25 @@ def vendor(session: nox.Session) -> None:
 
     What differs there are imports, and all test files are imported; packages and pytest's options
     go after ``--``: ``-- hp-cp --every 1`` runs all of one. The copies share one environment, where
-    none of ours is installed, and one pytest, so that they also meet each other.
+    none of ours is installed.
     """
     chosen, options = chosen_packages(session)
     needs = [need for package in chosen for need in test_requirements(package)]
     session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *needs)
-    root = Path(session.create_tmp()).resolve()
-    shutil.rmtree(root, ignore_errors=True)
-    folders = []
-    for package in chosen:
-        host = f"host_of_{import_name(package)}"
-        target, tests = root / host / "_vendor", root / f"{host}_tests"
-        where = ["--into", str(target), "--namespace", f"{host}._vendor", "--tests", str(tests)]
-        session.run("python", "tools/vendor.py", package, *where)
-        folders.append(str(tests))
     nothing_installed = (
         "import sys, importlib.util as u; found = [n for n in sys.argv[1:] if u.find_spec(n)]; "
         "assert not found, f'installed beside the vendored copy: {found}'"
     )
     session.run("python", "-P", "-c", nothing_installed, *map(import_name, PACKAGES))
-    settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root))
-    options = options or ["--every", "8"]
-    session.run("pytest", *settings, *folders, *options, env={"PYTHONPATH": str(root)})
+    for package in chosen:
+        root = Path(session.create_tmp()).resolve() / package
+        shutil.rmtree(root, ignore_errors=True)
+        target, tests = root / "host" / "_vendor", root / "host_tests"
+        where = ["--into", str(target), "--namespace", "host._vendor", "--tests", str(tests)]
+        session.run("python", "tools/vendor.py", package, *where)
+        settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), str(tests)]
+        paths = {"PYTHONPATH": str(root)}
+        session.run("pytest", *settings, *(options or ["--every", "8"]), env=paths)
 
 
 @nox.session
