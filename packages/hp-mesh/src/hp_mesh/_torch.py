@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from threading import Lock, get_ident
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -126,27 +124,16 @@ def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 def know_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
-    """Let a full-world mesh know a one-axis mesh of another as if it had been flattened from it.
+    """Let a full-world mesh know the group of a one-axis mesh that folds several of its axes.
 
-    What looks for a group over several axes then finds it, as torch's DTensor and hp-dtensor do in
-    ``DeviceMesh._flatten_mapping`` (2.11 to 2.13). Publicly only ``DeviceMesh._flatten`` adds to
-    it, which makes another group. Nothing is done where both list the world's ranks differently,
-    as torch compares positions there.
+    ``_alias_groups`` of a full-world mesh, ``{alias: name of a process group}``, is an attribute of
+    this package's own, which hp-dtensor reads beside ``DeviceMesh._flatten_mapping``. Groups are
+    not added to the latter, where torch's DTensor would find them: it merges two all-gathers of
+    ``[Shard(0), Shard(0)]`` into one over the fold, and takes the shards for those of one axis,
+    which they are not where the axes do not divide the rows (2.13).
     """
-    name = (fold.mesh_dim_names or ("",))[0]
-    if name in root._flatten_mapping or not torch.equal(_flat(root), _flat(fold._get_root_mesh())):
-        return
-    known = copy(fold)
-    known._root_mesh = root
-    share_ranks(known, root)
-    root._flatten_mapping[name] = known
-    # A compiled function finds groups here (2.13).
-    if (registry := getattr(root, "_pg_registry", None)) is not None:
-        registry[fold.get_group().group_name] = fold.get_group()
-
-
-def _flat(mesh: DeviceMesh) -> torch.Tensor:
-    return mesh.mesh.flatten()
+    names: dict[str, str] = vars(root).setdefault("_alias_groups", {})
+    names[(fold.mesh_dim_names or ("",))[0]] = fold.get_group().group_name
 
 
 def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
