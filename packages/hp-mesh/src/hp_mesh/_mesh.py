@@ -197,10 +197,11 @@ def build_mesh(
         layout = dims.layout()
         if topology is not None:
             raise_errors(topology_violations(layout, topology))
-    except (MeshError, ParallelDimsError) as error:
-        tell_refusal(str(error))
+    except (MeshError, ParallelDimsError):
+        tell_refusal()
         raise
-    agreement = agree(f"{dims.to_dict()} on {device_type}")
+    fields = dims.to_dict() | {"device_type": device_type, "topology": topology}
+    agreement = agree(fields, layout)
     created: list[dist.ProcessGroup] = []
     with all_or_none(created):
         groups = create_groups(layout, timeout, agreement, created)

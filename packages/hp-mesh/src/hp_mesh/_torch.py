@@ -1,6 +1,6 @@
 """Names of torch that are not public, touched here and nowhere else (torch 2.11 to 2.13)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import Any
@@ -30,6 +30,46 @@ def registered_groups() -> int:
     public replacement would be a name that the caller gives.
     """
     return len(distributed_c10d._world.pg_names)
+
+
+def free_count(groups: Iterable[Sequence[int]], at_least: int = 0) -> int:
+    """Return the first count from which local creation gives these groups names that are free.
+
+    ``groups`` are created in turn, each at a count that is one higher. The result is
+    ``at_least`` and `registered_groups`, or higher: closing groups lowers the latter, maybe to a
+    number after which a living group over the same ranks is named. Names are those of
+    ``_process_group_name`` (2.11 to 2.13).
+    """
+    living = {*distributed_c10d._world.pg_names.values()}
+    count = max(at_least, registered_groups())
+    ranks = [sorted(group) for group in groups]
+    while len(living) > 1 and any(
+        _local_name(each, count + place) in living for place, each in enumerate(ranks)
+    ):
+        count += 1
+    return count
+
+
+def _local_name(ranks: list[int], count: int) -> str:
+    with count_from(count):
+        return str(distributed_c10d._process_group_name(ranks, use_hashed_name=True))
+
+
+@contextmanager
+def count_from(count: int) -> Iterator[None]:
+    """Let `registered_groups` be ``count`` at the start of the block, if not higher.
+
+    Entries that stand for no group fill ``_world.pg_names`` (2.11 to 2.13) during the block. As
+    with `skip_names`, numbers are only left out.
+    """
+    names: Any = distributed_c10d._world.pg_names
+    fillers = [object() for _ in range(count - len(names))]
+    names.update(dict.fromkeys(fillers, ""))
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            names.pop(filler, None)
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
