@@ -23,10 +23,11 @@ SPELLINGS = {
     "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "ffn"),
     "vocab": ("vocab_size", "vocab"),
     "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer", "layers"),
+    "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
     "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings", "tied"),
 }
 # A model may have a submodule or a list of words under these: there only numbers and text count.
-AMBIGUOUS = ("ffn", "vocab", "heads", "kv_heads", "experts", "layers", "tied")
+AMBIGUOUS = ("ffn", "vocab", "heads", "kv_heads", "experts", "layers", "expert_ffn", "tied")
 # Where each layer may have its own, in a list.
 PER_LAYER = ("intermediate_size",)
 # Under these a configuration keeps that of the language model, and of the parts of a layer.

@@ -19,7 +19,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "vocab": SPELLINGS["vocab"],
     "experts": SPELLINGS["experts"],
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"),
-    "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
+    "expert_ffn": SPELLINGS["expert_ffn"],
     "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
     "dense_layers": ("first_k_dense_replace", "dense_layers"),
 }
