@@ -85,8 +85,55 @@ def test_a_change_over_two_axes_runs_in_the_group_of_their_alias(ranks: Pools) -
         assert clipped == [True]
 
 
-def _torchs(rank: int, compiled: bool) -> tuple[bool, bool, int]:
-    """Whether torch's own redistribution sees the alias too, and what it gives."""
+def _uneven(rank: int, compiled: bool) -> tuple[bool, bool]:
+    """Whether uneven rows are gathered right, here and by torch, and whether torch sees folds."""
+    mesh = _mesh()
+    pair = mesh["dp_shard", "cp"]
+
+    def gathered(x: theirs.DTensor) -> theirs.DTensor:
+        result: theirs.DTensor = redistribute(x, (R, R))
+        return result
+
+    if compiled:
+        gathered = torch.compile(gathered, backend="aot_eager", fullgraph=True)
+    right = []
+    for rows in (6,) if compiled else (1, 5, 6, 8):
+        full = torch.arange(3.0 * rows).view(rows, 3)
+        x = theirs.distribute_tensor(full, pair, [theirs.Shard(0)] * 2, src_data_rank=None)
+        right.append(torch.equal(gathered(x).to_local(), full))
+        right.append(torch.equal(x.full_tensor(), full))
+    return all(right), bool(mesh.view("base")._flatten_mapping)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_uneven_rows_are_gathered_right_here_and_by_torch(ranks: Pools, compiled: bool) -> None:
+    assert ranks(8).run(_uneven, compiled, timeout=180) == [(True, False)] * 8
+
+
+def _closed(rank: int) -> tuple[list[bool], list[bool]]:
+    """Which groups carry a change on a mesh, and on an equal one after the first was closed."""
+    with ParallelDims(dp_shard=2, cp=2, tp=2).build_mesh(device_type="cpu") as mesh:
+        before = _by_alias(mesh)
+    return before, _by_alias(_mesh())
+
+
+def _by_alias(mesh: ParallelMesh) -> list[bool]:
+    """Return whether each collective of a change over two axes uses the mesh's own fsdp group."""
+    pair, fold = mesh["dp_shard", "cp"], mesh.group("fsdp")
+    full = torch.arange(96.0).view(12, 8)
+    shards = [theirs.Shard(0), theirs.Shard(1)]
+    x = theirs.distribute_tensor(full, pair, shards, src_data_rank=None)
+    door = Seen()
+    redistribute(x, (S1, S0), collectives=door)
+    return [axis.group is fold for axis in door.axes]
+
+
+def test_each_of_two_equal_meshes_moves_over_its_own_alias(ranks: Pools) -> None:
+    assert ranks(8).run(_closed) == [([True], [True])] * 8
+
+
+def _torchs(rank: int, compiled: bool) -> tuple[bool, int]:
+    """What torch's own redistribution gives, and how many collectives it takes."""
     mesh = _mesh()
     pair = mesh["dp_shard", "cp"]
     values = torch.ones(4, 4)
@@ -98,13 +145,12 @@ def _torchs(rank: int, compiled: bool) -> tuple[bool, bool, int]:
     if compiled:
         reduced = torch.compile(reduced, backend="aot_eager", fullgraph=True)
         # What is compiled cannot be counted.
-        return torch.equal(reduced(x).to_local(), 4 * values), True, 1
+        return torch.equal(reduced(x).to_local(), 4 * values), 2
     with CommDebugMode() as counted:
         whole = reduced(x)
-    known = mesh.view("base").get_group("fsdp") is mesh.group("fsdp")
-    return torch.equal(whole.to_local(), 4 * values), known, counted.get_total_counts()
+    return torch.equal(whole.to_local(), 4 * values), counted.get_total_counts()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_torchs_own_redistribution_uses_the_alias_too(ranks: Pools, compiled: bool) -> None:
-    assert ranks(8).run(_torchs, compiled, timeout=180) == [(True, True, 1)] * 8
+def test_torchs_own_redistribution_goes_axis_by_axis(ranks: Pools, compiled: bool) -> None:
+    assert ranks(8).run(_torchs, compiled, timeout=180) == [(True, 2)] * 8

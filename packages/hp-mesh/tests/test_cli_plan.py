@@ -244,3 +244,10 @@ def test_words_of_degrees_are_not_ignored_by_plan() -> None:
     code, _, err = run(*ARGV, "tp=8")
     assert code == 2
     assert "unrecognized arguments: tp=8" in err
+
+
+def test_a_wrong_number_of_devices_is_told_by_both_names_of_its_option() -> None:
+    argv = ["plan", "--model", "llama3-8b", "--gpus", "0", "--seq-len", "8", "--global-batch", "8"]
+    code, _, err = run(*argv)
+    assert code == 2
+    assert "--gpus/--world '0' is not a positive integer" in err

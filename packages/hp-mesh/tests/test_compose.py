@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -253,3 +253,65 @@ def test_fsdp_concatenates_its_mesh_with_tp_or_ep_in_every_order(dims: ParallelD
             assert joint.get_coordinate() == tuple(
                 layout.coordinate(name, rank) for name in (replicas, data, model)
             )
+
+
+UNEVEN = [
+    (ParallelDims(cp=2, tp=2), ("cp", "tp")),
+    (ParallelDims(dp_replicate=2), ("dp_replicate", "fsdp")),
+]
+
+
+def gather_rows(rank: int, dims: ParallelDims, axes: tuple[str, str]) -> list[tuple[bool, bool]]:
+    """Return whether torch gathers tensors of so many rows right, and their gradients."""
+    mesh = cached(("compose", dims), dims.build_mesh)
+    right = []
+    for rows in (1, 3, 4, 5, 6, 7, 8):
+        expected = torch.arange(3.0 * rows).view(rows, 3)
+        sharded = distribute_tensor(expected, mesh[axes], [Shard(0), Shard(0)])
+        sharded.requires_grad_()
+        gathered = sharded.full_tensor()
+        gathered.square().sum().backward()
+        right.append(
+            (torch.equal(gathered, expected), torch.equal(full(sharded.grad), 2 * expected))
+        )
+    return right
+
+
+@pytest.mark.parametrize(("dims", "axes"), UNEVEN, ids=["cp tp", "dp_replicate fsdp"])
+def test_torch_gathers_rows_that_two_axes_do_not_divide(
+    ranks: Pool, dims: ParallelDims, axes: tuple[str, str]
+) -> None:
+    assert ranks(4).run(gather_rows, dims, axes, timeout=PATIENCE) == [[(True, True)] * 7] * 4
+
+
+def train_uneven_rows(rank: int, dims: ParallelDims, axes: tuple[str, str]) -> list[Tensor]:
+    """Return the loss, the output and the gradient of a linear layer with a weight of six rows."""
+    mesh = cached(("compose", dims), dims.build_mesh)[axes]
+    weight, inputs = linear_layer()
+    sharded = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Shard(0)]))
+    replicated = distribute_tensor(inputs, mesh, [Replicate(), Replicate()])
+    output = torch.tanh(replicated @ sharded.T)
+    loss = output.pow(3).sum()
+    loss.backward()
+    return [full(loss), full(output), full(sharded.grad)]
+
+
+def linear_layer() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((6, 3), (4, 3))
+    weight, inputs = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return weight, inputs
+
+
+@pytest.mark.parametrize(("dims", "axes"), UNEVEN, ids=["cp tp", "dp_replicate fsdp"])
+def test_a_linear_layer_with_uneven_rows_over_two_axes_trains_like_one_process(
+    ranks: Pool, dims: ParallelDims, axes: tuple[str, str]
+) -> None:
+    weight, inputs = linear_layer()
+    weight.requires_grad_()
+    output = torch.tanh(inputs @ weight.T)
+    loss = output.pow(3).sum()
+    loss.backward()
+    for values in ranks(4).run(train_uneven_rows, dims, axes, timeout=PATIENCE):
+        for value, expected in zip(values, (loss, output, weight.grad), strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)

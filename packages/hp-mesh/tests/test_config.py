@@ -280,3 +280,17 @@ def test_a_model_whose_attributes_are_computed_may_be_a_configuration() -> None:
             raise AttributeError(name)
 
     assert ParallelDims.from_config(Lazy(), 8).tp == 2
+
+
+@pytest.mark.parametrize(
+    "config", [{"tp": 2, "world_size": 16}, SimpleNamespace(world_size="16", tp=2)]
+)
+def test_a_configuration_for_another_world_is_refused(config: object) -> None:
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config(config, 8)
+    (violation,) = caught.value.violations
+    assert violation.rule == "world"
+    assert str(violation).startswith("world_size=8 is not the world_size=16 that the configuration")
+    assert ParallelDims.from_config(config, 16).dp_shard == 8
+    with pytest.raises(ParallelDimsError, match="world_size='all' is not a degree"):
+        ParallelDims.from_config({"tp": 2, "world_size": "all"}, 8)

@@ -106,3 +106,20 @@ def test_only_torch_meshes_are_flattened(mesh: Any) -> None:
         name: Any = 4
         with pytest.raises(LayoutError, match=r"^name=4 is no name; use a string or None"):
             flatten_mesh(plain(dp=4, tp=2), name)
+
+
+def test_the_advice_on_a_missing_fold_is_what_to_use_in_its_place() -> None:
+    with one_world(8, 5):
+        mesh = plain(dp=2, cp=2, tp=2)
+        with pytest.raises(LayoutError, match=r"; keep what flatten_mesh\(.* and use it instead"):
+            get_dp_model_mesh(mesh)
+        mesh = plain(dp_replicate=2, dp_shard=2, cp=2)
+        with pytest.raises(
+            LayoutError, match=r"; use build_world_mesh, .* returns this axis alone"
+        ):
+            get_dp_model_mesh(mesh)
+
+
+def test_a_stage_of_a_mesh_without_stages_is_refused_under_its_own_name() -> None:
+    with one_world(8), pytest.raises(LayoutError, match=r"^get_pp_stage_mesh needs pp; this mesh"):
+        get_pp_stage_mesh(plain(dp=8))

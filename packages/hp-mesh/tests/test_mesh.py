@@ -287,3 +287,12 @@ def test_an_axis_of_one_rank_has_no_optional_mesh() -> None:
         for name in ("pp", "tp"):
             with pytest.raises(MeshError, match="closed"):
                 mesh.get_optional_mesh(name)
+
+
+def test_a_mesh_shows_its_axes_and_their_sizes() -> None:
+    with fake_world(8):
+        mesh = ParallelDims(dp_shard=2, cp=2, tp=2).build_mesh()
+        axes = "pp=1, dp_replicate=1, dp_shard=2, cp=2, tp=2"
+        assert repr(mesh) == f"ParallelMesh({axes}; 8 ranks, on cpu)"
+        mesh.close()
+        assert repr(mesh) == f"ParallelMesh({axes}; 8 ranks, closed)"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hp_mesh import (
     MeshError,
     ParallelDims,
     ParallelDimsError,
+    ParallelMesh,
     Topology,
     _world,
     build_expert_parallel_mesh,
@@ -110,6 +112,97 @@ def rebuild_and_reduce(rank: int) -> list[int]:
 def test_a_mesh_can_be_built_again_after_it_was_closed(ranks: Pool) -> None:
     low, high = [3, 3, 15, 3], [12, 12, 15, 12]
     assert ranks(4).run(rebuild_and_reduce) == [low, low, high, high]
+
+
+def build_and_close(rank: int, orders: list[list[tuple[ParallelDims, int]]]) -> list[str]:
+    """Build, or close the living mesh at an index, and reduce over all names; return failures."""
+    failures = []
+    for order in orders:
+        living: list[ParallelMesh] = []
+        for dims, close in order:
+            if close < len(living):
+                living.pop(close).close()
+            else:
+                try:
+                    living.append(dims.build_mesh(timeout=timedelta(seconds=20)))
+                except ValueError as error:
+                    failures.append(str(error))
+        for mesh in living:
+            for name in mesh.names:
+                seen = torch.tensor(2**rank)
+                dist.all_reduce(seen, group=mesh.group(name))
+                if int(seen) != sum(2**peer for peer in mesh.layout.group(name, rank)):
+                    failures.append(f"{mesh.dims.summary()}: {name}")
+        for mesh in living:
+            mesh.close()
+    return failures
+
+
+FIRST, SECOND = ParallelDims(cp=2, tp=2), ParallelDims(dp_replicate=2, tp=2)
+BUILD = 9  # no mesh has this index
+
+
+def random_orders(count: int) -> list[list[tuple[ParallelDims, int]]]:
+    choose = Random(11)
+    return [
+        [(choose.choice(CONFIGURATIONS), choose.choice((BUILD, 0, 1, 2))) for _ in range(8)]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        [[(FIRST, BUILD), (SECOND, BUILD), (FIRST, 0), (FIRST, BUILD)]],
+        [[(FIRST, BUILD), (FIRST, BUILD), (FIRST, 0), (SECOND, BUILD), (SECOND, 0)]],
+        random_orders(8),
+    ],
+    ids=["older closed", "equal ones", "random"],
+)
+def test_meshes_are_built_and_closed_in_any_order(
+    ranks: Pool, orders: list[list[tuple[ParallelDims, int]]]
+) -> None:
+    assert ranks(4).run(build_and_close, orders, timeout=180) == [[]] * 4
+
+
+def rebuild_where_one_rank_has_more_taken(rank: int) -> list[int]:
+    """Leave one rank alone with a group of the name that torch gives its next one."""
+    timeout = timedelta(seconds=20)
+    alone = [
+        dist.new_group([rank], use_local_synchronization=True, timeout=timeout) for _ in range(3)
+    ]
+    # All are in as many groups as the others; rank 2 keeps one that was named later.
+    for index in (0, 2) if rank != 2 else (0, 1):
+        dist.destroy_process_group(alone[index])
+    sums = []
+    with ParallelDims(dp_shard=2, tp=2).build_mesh(timeout=timeout) as mesh:
+        for name in ("pp", "tp", "fsdp"):
+            seen = torch.tensor(2**rank)
+            dist.all_reduce(seen, group=mesh.group(name))
+            sums.append(int(seen))
+    dist.destroy_process_group(alone[1 if rank != 2 else 2])
+    return sums
+
+
+def test_ranks_agree_on_names_that_are_free_on_all_of_them(ranks: Pool) -> None:
+    expected = [[1, 3, 5], [2, 3, 10], [4, 12, 5], [8, 12, 10]]
+    assert ranks(4).run(rebuild_where_one_rank_has_more_taken, timeout=60) == expected
+
+
+def build_world_again(rank: int) -> int:
+    build_world_mesh(dp=2, tp=2)
+    experts = build_expert_parallel_mesh(2)
+    reset_world_mesh()
+    world = build_world_mesh(dp=2, tp=2)
+    seen = torch.tensor(2**rank)
+    dist.all_reduce(seen, group=world.mesh.group("tp"))
+    reset_world_mesh()
+    experts.mesh.close()
+    return int(seen)
+
+
+def test_a_world_mesh_is_built_again_while_an_expert_mesh_lives(ranks: Pool) -> None:
+    assert ranks(4).run(build_world_again, timeout=60) == [3, 3, 12, 12]
 
 
 def build_what_differs(rank: int, degrees: dict[int, int], others: int) -> str:
@@ -236,3 +329,29 @@ def test_a_rank_that_has_a_world_mesh_already_keeps_no_other_waiting(ranks: Pool
     first, *others = ranks(4).run(build_where_one_rank_has_a_world_mesh, timeout=20)
     assert first.startswith("there is a world mesh already")
     assert all(other.startswith("ranks build different meshes") for other in others)
+
+
+def build_with_one_topology(rank: int) -> str:
+    try:
+        nodes = None if rank == 0 else Topology(ranks_per_node=2)
+        ParallelDims().build_mesh(topology=nodes)
+    except MeshError as error:
+        return str(error)
+    return "built"
+
+
+def test_ranks_that_differ_in_topology_all_raise(ranks: Pool) -> None:
+    for message in ranks(4).run(build_with_one_topology, timeout=20):
+        assert message.startswith(
+            "ranks build different meshes: topology differs between ranks; this rank has {"
+        )
+
+
+def test_the_error_names_the_degrees_that_differ_and_the_rank_that_refuses(ranks: Pool) -> None:
+    for message in ranks(4).run(build_what_differs, {0: 4}, 2):
+        assert ": dp_shard and tp differ between ranks; " in message
+    messages = ranks(4).run(build_what_differs, {1: 3}, 2, timeout=20)
+    assert messages.pop(1).startswith("tp=3 does not divide")
+    for message in messages:
+        assert ": rank 1 refuses its arguments and builds none, its own error " in message
+        assert "differ between" not in message

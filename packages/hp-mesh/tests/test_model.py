@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh.plan import MODELS
 
 MODEL = {
     "num_attention_heads": 16,
@@ -237,3 +238,32 @@ def test_absent_fields_are_named_only_where_a_rule_needs_them() -> None:
     report = ParallelDims(tp=2, ep=2, dp_shard=2).check({"n_heads": 4})
     assert not report
     assert report.skipped == ("kv_heads", "experts", "ffn", "vocab", "seq_len", "global_batch")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_shapes_of_the_planner_are_checked_as_their_configurations_are(name: str) -> None:
+    shape = MODELS[name]
+    for dims in (
+        ParallelDims(tp=64, dp_shard=1),
+        ParallelDims(ep=16, pp=7, dp_shard=16),
+        ParallelDims(tp=2, pp=2, dp_shard=2),
+    ):
+        found, expected = (dims.check(each, 8192, 64) for each in (shape, shape.to_config()))
+        assert [v.rule for v in found] == [v.rule for v in expected]
+        assert found.skipped == expected.skipped == ()
+
+
+def test_a_shape_that_breaks_rules_is_refused() -> None:
+    with pytest.raises(ParallelDimsError, match="tp=64 does not divide heads=32"):
+        ParallelDims(tp=64, world_size=64).validate(MODELS["llama3-8b"], seq_len=8192)
+    with pytest.raises(ParallelDimsError, match="ep=16 does not divide experts=8"):
+        ParallelDims(ep=16, dp_shard=16).validate(MODELS["mixtral-8x7b"])
+
+
+def test_modules_under_the_names_of_a_shape_are_no_fields() -> None:
+    names = ("heads", "kv_heads", "experts", "layers", "tied", "ffn", "vocab")
+    module = SimpleNamespace(config=MODEL, **{key: [object()] for key in names})
+    dims = ParallelDims(tp=16, ep=16, pp=2, dp_shard=16)
+    found, expected = dims.check(module, 64), dims.check(MODEL, 64)
+    assert [*found] == [*expected] != []
+    assert found.skipped == expected.skipped

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from hp_mesh import ParallelDims, ParallelDimsError
@@ -71,3 +72,15 @@ def test_fp8_on_an_accelerator_without_it_is_refused() -> None:
     train = TrainSpec(seq_len=64, global_batch=8, float8=True)
     with pytest.raises(ParallelDimsError, match="accelerator A100-80 has no fp8 rate"):
         plan(GPT2, Cluster(world_size=8, accelerator="A100-80"), train)
+
+
+def test_integers_of_other_types_are_taken_as_python_has_them() -> None:
+    four = cast(int, np.int64(4))
+    train = TrainSpec(seq_len=four, global_batch=four, micro_batch=four)
+    assert train == TrainSpec(seq_len=4, global_batch=4, micro_batch=4)
+    cluster = Cluster(world_size=four, accelerator="h100", ranks_per_node=four)
+    assert cluster == Cluster(world_size=4, accelerator="h100", ranks_per_node=4)
+    assert {type(train.seq_len), type(cluster.world_size)} == {int}
+    for wrong in (np.float64(4), True, np.array([4, 4]), "4"):
+        with pytest.raises(ParallelDimsError, match=r"seq_len=.* given; use an integer"):
+            TrainSpec(seq_len=cast(int, wrong), global_batch=4)

@@ -301,3 +301,23 @@ def test_a_sequence_is_taken_as_cut_over_tp_unless_told_otherwise() -> None:
     (advice,) = dims.check({}, 61, sequence_parallel=False)
     assert str(advice) == "cp=2 does not divide seq_len=61; use 1 or 61"
     assert advice.level == "advice"
+
+
+@pytest.mark.parametrize("name", ["moe_intermediate_size", "expert_ffn"])
+def test_etp_divides_the_width_of_an_expert(name: str) -> None:
+    dims = ParallelDims(tp=2, etp=2, ep=2, world_size=8)
+    model = {"num_experts": 4, "intermediate_size": 64}
+    (violation,) = dims.check({**model, name: 9}).errors
+    assert str(violation) == f"etp=2 does not divide {name}=9; use 1"
+    assert not dims.check({**model, name: 8})
+    assert not ParallelDims(tp=2, ep=2, world_size=8).check({**model, name: 9})
+    (line,) = [e for e in dims.explain({**model, name: 9}) if e.rule == "expert-ffn-etp"]
+    assert (line.verdict, line.values) == ("error", {"etp": 2, "num_experts": 4, name: 9})
+
+
+def test_the_width_of_an_expert_is_named_where_it_is_absent() -> None:
+    dims = ParallelDims(tp=2, etp=2, ep=2, world_size=8)
+    assert "expert_ffn" in dims.check({"num_experts": 4}).skipped
+    dense = ParallelDims(tp=2, etp=2, world_size=8)
+    assert "expert_ffn" not in dense.check({"num_experts": 0}).skipped
+    assert "expert_ffn" not in ParallelDims(tp=2, world_size=8).check({}).skipped

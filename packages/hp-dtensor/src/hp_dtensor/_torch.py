@@ -173,9 +173,21 @@ def flattened_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
     return list(mesh._get_root_mesh()._flatten_mapping.values())
 
 
+def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of groups over several axes that the root of ``mesh`` was told of.
+
+    ``_alias_groups`` of a root mesh, ``{alias: name of a process group}``, is no attribute of
+    torch's: hp-mesh sets it on its meshes, and so may whoever builds a mesh with groups for
+    `find_group`. Torch's own DTensor does not see them.
+    """
+    told: dict[str, str] = vars(mesh._get_root_mesh()).get("_alias_groups", {})
+    return tuple(told.values())
+
+
 def flattened_count(mesh: DeviceMesh) -> int:
-    """Return how many meshes `flattened_meshes` gives, at less cost."""
-    return len(mesh._get_root_mesh()._flatten_mapping)
+    """Return how many groups `flattened_meshes` and `alias_groups` give, at less cost."""
+    root = mesh._get_root_mesh()
+    return len(root._flatten_mapping) + len(vars(root).get("_alias_groups", ()))
 
 
 def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

@@ -72,6 +72,7 @@ ROWS = {
     "get_tp_mesh": (Row((("tp",),), ("tp",)),),
     "get_cp_mesh": (Row((("cp",),), ("cp",)),),
     "get_pp_mesh": (Row((("pp",),), ("pp",)),),
+    "get_pp_stage_mesh": (Row((("pp",),), ("pp",)),),  # of which it takes all other axes
 }
 
 

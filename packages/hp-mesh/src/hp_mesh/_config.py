@@ -51,10 +51,13 @@ def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
     return ParallelDimsError([Violation(rule="fields", values={name: source}, reason=reason)])
 
 
-def arguments_from_config(config: object) -> tuple[dict[str, Any], list[Violation]]:
+def arguments_from_config(
+    config: object, world_size: object
+) -> tuple[dict[str, Any], list[Violation]]:
     """Return the constructor arguments that a configuration gives, and what is wrong among them.
 
-    Absent and None mean default. ``dp`` is an older name of ``dp_shard``; both may not differ. A
+    Absent and None mean default. A ``world_size`` must be the one given beside the configuration;
+    ``dp`` is an older name of ``dp_shard``; both may not differ. A
     configuration that has fields, but none of these, is wrong: it may have degrees by other names.
     """
     check_named("config", config)
@@ -63,15 +66,28 @@ def arguments_from_config(config: object) -> tuple[dict[str, Any], list[Violatio
         return {}, [_unread(config)]
     given = {name: read_field(config, name) for name in SETTINGS}
     arguments = {name: value for name, value in given.items() if value is not None}
+    found = _other_world(read_field(config, "world_size"), world_size)
     dp = read_field(config, "dp")
     if dp is None:
-        return arguments, []
+        return arguments, found
     values = {"dp": dp, "dp_shard": arguments.setdefault("dp_shard", dp)}
     one, other = (as_degree(n, v, inferable=True, optional=False) for n, v in values.items())
     if one == other:
-        return arguments, []
+        return arguments, found
     reason = f"dp={one} and dp_shard={other} differ, but dp is an older name of dp_shard; give one "
-    return arguments, [Violation(rule="dp", values=values, reason=f"{reason}of them")]
+    return arguments, [*found, Violation(rule="dp", values=values, reason=f"{reason}of them")]
+
+
+def _other_world(configured: Any, given: Any) -> list[Violation]:
+    if configured is None or given is None:
+        return []
+    worlds = (configured, given)
+    one, other = (as_degree("world_size", w, inferable=False, optional=False) for w in worlds)
+    if one == other:
+        return []
+    reason = f"world_size={other} is not the world_size={one} that the configuration is for; "
+    reason += "give both the same, or leave it out of the configuration"
+    return [Violation(rule="world", values={"world_size": other, "given": one}, reason=reason)]
 
 
 def _has_field(source: object, name: str) -> bool:

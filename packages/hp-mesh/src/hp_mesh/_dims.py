@@ -108,11 +108,11 @@ class ParallelDims(_Origin):
             world_size: Number of ranks.
 
         Raises:
-            ParallelDimsError: A value is no degree, the degrees do not make the world, or the
-                configuration has none of the names that are read or can have no names at all, as a
-                number or a list.
+            ParallelDimsError: A value is no degree, the degrees do not make the world, the
+                configuration has another ``world_size``, or it has none of the names that are read
+                or can have no names at all, as a number or a list.
         """
-        arguments, found = arguments_from_config(config)
+        arguments, found = arguments_from_config(config, world_size)
         given = {**_DEFAULTS, **arguments, "world_size": world_size}
         etp_is_tp = "etp" not in arguments
         dims = cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))

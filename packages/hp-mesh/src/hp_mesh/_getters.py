@@ -93,7 +93,7 @@ def get_pp_mesh(mesh: AnyMesh) -> DeviceMesh:
 
 def get_pp_stage_mesh(mesh: AnyMesh) -> DeviceMesh:
     """Return the mesh of all axes but ``pp``: the ranks of one pipeline stage."""
-    choose_row("get_pp_mesh", _axes(mesh))
+    choose_row("get_pp_stage_mesh", _axes(mesh))
     rest = tuple(name for name in _own_axes(mesh) if name != "pp")
     if not rest:
         raise LayoutError("get_pp_stage_mesh needs an axis besides pp; this mesh has pp alone")
@@ -159,10 +159,17 @@ def _look_up(getter: str, mesh: AnyMesh) -> DeviceMesh:
         if len(fold) > 1:
             raise LayoutError(
                 f"{getter} needs {' x '.join(fold)} as one axis, and this mesh has them apart "
-                f"({get_device_mesh_info(mesh)}); fold them once with flatten_mesh(mesh"
-                f"[{', '.join(map(repr, fold))}]), or use build_world_mesh, which has all folds"
+                f"({get_device_mesh_info(mesh)}); {_advice(fold, parts)}"
             )
     return _slice(mesh, tuple(fold[0] for fold in parts))
+
+
+def _advice(fold: tuple[str, ...], parts: tuple[tuple[str, ...], ...]) -> str:
+    call = f"flatten_mesh(mesh[{', '.join(map(repr, fold))}])"
+    if len(parts) == 1:
+        return f"keep what {call} returns and use it instead, or use build_world_mesh"
+    # A torch mesh of a fold and of another axis beside it takes torch's private functions.
+    return f"use build_world_mesh, which has all folds; {call} returns this axis alone"
 
 
 def _slice(mesh: AnyMesh, names: tuple[str, ...]) -> DeviceMesh:

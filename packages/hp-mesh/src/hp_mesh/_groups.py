@@ -1,6 +1,6 @@
 """Which process groups a rank needs, each set of ranks once, and their collective creation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ._device import comparison_device_type
-from ._errors import MeshError
+from ._errors import MeshError, join_words
 from ._layout import RankLayout
 from ._torch import (
+    count_from,
+    free_count,
     is_registered,
     meet_under,
     named_groups,
@@ -63,7 +65,7 @@ def create_groups(
     world = _world()
     create = _choose_way(world, agreement)
     by_axis: dict[str, dist.ProcessGroup] = {}
-    with meet_under(f"{PREFIX}/{agreement.serial}", world):
+    with meet_under(f"{PREFIX}/{agreement.serial}", world), count_from(agreement.count):
         for own in own_groups(layout, world.rank()):
             group = world
             if own.ranks:
@@ -113,23 +115,23 @@ def destroy_groups(created: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-def agree(agreed: str) -> "Agreement":
-    """Compare over the world, in one all-reduce, what ranks have ``agreed`` on.
+def agree(fields: Mapping[str, object], layout: RankLayout) -> "Agreement":
+    """Compare over the world, in one all-reduce, what ranks are about to build.
 
-    Raises `MeshError` on all ranks unless it is the same text on all of them.
+    A second one follows where a rank cannot take the names that torch gives to its next groups.
+    Raises `MeshError` on all ranks unless the fields, which have the same names in the same order
+    on all of them, have the same values.
     """
-    agreement = _compare(_world(), agreed)
-    if not agreement.same:
-        raise MeshError(f"ranks build different meshes; this rank has {agreed}")
-    return agreement
+    return _compare(_world(), fields, layout)
 
 
-def tell_refusal(reason: str) -> None:
-    """Take part in the comparison of `agree` with the reason why this rank creates no groups.
+def tell_refusal() -> None:
+    """Take part in the comparison of `agree` as a rank that creates no groups.
 
     All others would wait for this rank otherwise; those that could create groups raise instead.
     """
-    _compare(_world(), reason)
+    with suppress(MeshError):  # this rank raises its own error
+        _compare(_world())
 
 
 def _world() -> dist.ProcessGroup:
@@ -142,32 +144,70 @@ def _world() -> dist.ProcessGroup:
 class Agreement:
     """What ranks know of each other before they create groups.
 
-    ``same`` is whether they build the same, ``equally_many`` whether each is in as many groups as
-    the others, ``serial`` a number that no other build over the same store has.
+    ``equally_many`` is whether each is in as many groups as the others, ``count`` from where names
+    of new groups are counted, ``serial`` a number that no other build over the same store has.
     """
 
-    same: bool
     equally_many: bool
+    count: int
     serial: int
 
 
-def _compare(world: dist.ProcessGroup, text: str) -> Agreement:
+MOST_FIELDS = 32  # that are compared; ranks that compare none send as many numbers
+
+
+def _compare(
+    world: dist.ProcessGroup,
+    fields: Mapping[str, object] | None = None,
+    layout: RankLayout | None = None,
+) -> Agreement:
+    """Return what ranks agree on, and raise where they do not; a rank without fields refuses."""
+    fields = fields or {}
+    own = [] if layout is None else [o.ranks for o in own_groups(layout, world.rank()) if o.ranks]
     # Fake groups have no peers: nothing to agree on, no device and no store behind them.
     if dist.get_backend(world) == "fake":
-        return Agreement(same=True, equally_many=True, serial=0)
+        return Agreement(equally_many=True, count=free_count(own), serial=0)
     # A build that fails half way leaves addresses behind too, so every attempt has its own number.
     serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
-    digest = int.from_bytes(sha256(text.encode()).digest()[:7], "big")
-    count = registered_groups()
-    mine = [digest, -digest, count, -count, serial]
-    most = torch.tensor(mine, dtype=torch.int64, device=comparison_device_type())
+    # The smallest rank that refuses has the largest of these; none refuses where all are 0.
+    refusal = 0 if fields else world.size() - world.rank()
+    digests = [_digest(name, value) for name, value in fields.items()]
+    digests += [0] * (MOST_FIELDS - len(digests))
+    compared = [registered_groups(), free_count(own), *digests]
+    before_end, serial, *ends = _most(world, [refusal, serial, *_both_ends(compared)])
+    same = [most == -least for most, least in zip(ends[::2], ends[1::2], strict=True)]
+    if before_end:
+        raise MeshError(
+            f"ranks build different meshes: rank {world.size() - before_end} refuses its arguments "
+            f"and builds none, its own error says why; this rank has {dict(fields)}"
+        )
+    differ = [name for name, equal in zip(fields, same[2:], strict=False) if not equal]
+    if differ:
+        raise MeshError(
+            f"ranks build different meshes: {join_words(differ, 'and')} "
+            f"{'differs' if len(differ) == 1 else 'differ'} between ranks; "
+            f"this rank has {dict(fields)}"
+        )
+    most, least = ends[2:4]
+    while most != -least:  # what is free on one rank may be taken on another
+        most, least = _most(world, _both_ends([free_count(own, most)]))
+    return Agreement(equally_many=same[0], count=most, serial=serial)
+
+
+def _digest(name: str, value: object) -> int:
+    return int.from_bytes(sha256(f"{name}={value!r}".encode()).digest()[:7], "big")
+
+
+def _both_ends(numbers: Sequence[int]) -> list[int]:
+    """Return each number and its negative, whose largest over the ranks say whether all equal."""
+    return [end for number in numbers for end in (number, -number)]
+
+
+def _most(world: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
+    """Return the largest of each number over the ranks, in one all-reduce."""
+    most = torch.tensor(numbers, dtype=torch.int64, device=comparison_device_type())
     dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
-    most_digest, least_digest, most_count, least_count, serial = most.tolist()
-    return Agreement(
-        same=most_digest == -least_digest,
-        equally_many=most_count == -least_count,
-        serial=serial,
-    )
+    return [int(number) for number in most.tolist()]
 
 
 def _first_failed_rank(*, failed: bool) -> int | None:
@@ -176,15 +216,13 @@ def _first_failed_rank(*, failed: bool) -> int | None:
     if dist.get_backend(world) == "fake":
         return None
     # The smallest rank that failed has the largest of these; none failed where all are 0.
-    mine = [world.size() - world.rank() if failed else 0, named_groups()]
-    most = torch.tensor(mine, dtype=torch.int64, device=comparison_device_type())
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
-    before_end, names = most.tolist()
+    last = world.size() - world.rank() if failed else 0
+    before_end, names = _most(world, [last, named_groups()])
     if before_end == 0:
         return None
     # Ranks may have stopped at different groups: the next that all create has one name again.
     skip_names(names)
-    return world.size() - int(before_end)
+    return world.size() - before_end
 
 
 def _choose_way(world: dist.ProcessGroup, agreement: Agreement) -> "Way":

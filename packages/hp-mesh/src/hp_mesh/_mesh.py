@@ -47,6 +47,13 @@ class ParallelMesh:
         self._sharing: set[str] = set()
         self._closed = False
 
+    def __repr__(self) -> str:
+        """Return the axes that multiply to the world, outermost first, and their sizes."""
+        view = self.layout.views["base"]
+        axes = ", ".join(f"{axis}={size}" for axis, size in zip(view.axes, view.shape, strict=True))
+        where = "closed" if self._closed else f"on {self.device_type}"
+        return f"ParallelMesh({axes}; {self.layout.world_size} ranks, {where})"
+
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of one axis or alias, or of several axes of one view.
 
@@ -197,10 +204,11 @@ def build_mesh(
         layout = dims.layout()
         if topology is not None:
             raise_errors(topology_violations(layout, topology))
-    except (MeshError, ParallelDimsError) as error:
-        tell_refusal(str(error))
+    except (MeshError, ParallelDimsError):
+        tell_refusal()
         raise
-    agreement = agree(f"{dims.to_dict()} on {device_type}")
+    fields = dims.to_dict() | {"device_type": device_type, "topology": topology}
+    agreement = agree(fields, layout)
     created: list[dist.ProcessGroup] = []
     with all_or_none(created):
         groups = create_groups(layout, timeout, agreement, created)

@@ -8,18 +8,26 @@ from typing import Any
 from ._config import check_named, read_field
 from ._errors import LARGEST, Violation, show
 
-# Spellings in use, most common first: Hugging Face configurations, then research code bases.
+# Spellings in use, most common first: Hugging Face configurations, then research code bases, then
+# the fields of the planner's `ModelShape`.
 SPELLINGS = {
-    "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads"),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "heads"),
+    "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads", "kv_heads"),
+    "experts": (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "experts",
+    ),
     "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "ffn"),
     "vocab": ("vocab_size", "vocab"),
-    "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer"),
-    "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings"),
+    "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer", "layers"),
+    "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
+    "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings", "tied"),
 }
 # A model may have a submodule or a list of words under these: there only numbers and text count.
-AMBIGUOUS = ("ffn", "vocab")
+AMBIGUOUS = ("ffn", "vocab", "heads", "kv_heads", "experts", "layers", "expert_ffn", "tied")
 # Where each layer may have its own, in a list.
 PER_LAYER = ("intermediate_size",)
 # Under these a configuration keeps that of the language model, and of the parts of a layer.

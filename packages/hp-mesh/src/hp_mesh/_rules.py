@@ -156,6 +156,21 @@ def experts_over_ep(subject: Subject) -> Iterator[Violation]:
         )
 
 
+def expert_ffn_over_etp(subject: Subject) -> Iterator[Violation]:
+    """The feed-forward width of an expert divides over etp; a model without experts has none."""
+    etp = subject.degrees["etp"]
+    if etp == 1 or ("experts" in subject.numbers and _field(subject, "experts")[1] == 0):
+        return
+    name, width = _field(subject, "expert_ffn")
+    if width % etp:
+        yield Violation(
+            rule="expert-ffn-etp",
+            values={"etp": etp, name: width},
+            reason=f"etp={etp} does not divide {name}={width}",
+            legal={"etp": (1,)},  # or tp, which it is
+        )
+
+
 def ffn_over_tp(subject: Subject) -> Iterator[Violation]:
     """The feed-forward width divides over tp."""
     yield from _split(subject, "ffn-tp", "ffn", "tp")
@@ -239,6 +254,7 @@ RULES: Mapping[str, Rule] = {
     "heads-ulysses": heads_over_ulysses,
     "kv-heads-ulysses": kv_heads_over_ulysses,
     "experts-ep": experts_over_ep,
+    "expert-ffn-etp": expert_ffn_over_etp,
     "ffn-tp": ffn_over_tp,
     "vocab-tp": vocab_over_tp,
     "layers-pp": layers_over_pp,

@@ -1,12 +1,10 @@
 """Names of torch that are not public, touched here and nowhere else (torch 2.11 to 2.13)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from threading import Lock, get_ident
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +30,46 @@ def registered_groups() -> int:
     public replacement would be a name that the caller gives.
     """
     return len(distributed_c10d._world.pg_names)
+
+
+def free_count(groups: Iterable[Sequence[int]], at_least: int = 0) -> int:
+    """Return the first count from which local creation gives these groups names that are free.
+
+    ``groups`` are created in turn, each at a count that is one higher. The result is
+    ``at_least`` and `registered_groups`, or higher: closing groups lowers the latter, maybe to a
+    number after which a living group over the same ranks is named. Names are those of
+    ``_process_group_name`` (2.11 to 2.13).
+    """
+    living = {*distributed_c10d._world.pg_names.values()}
+    count = max(at_least, registered_groups())
+    ranks = [sorted(group) for group in groups]
+    while len(living) > 1 and any(
+        _local_name(each, count + place) in living for place, each in enumerate(ranks)
+    ):
+        count += 1
+    return count
+
+
+def _local_name(ranks: list[int], count: int) -> str:
+    with count_from(count):
+        return str(distributed_c10d._process_group_name(ranks, use_hashed_name=True))
+
+
+@contextmanager
+def count_from(count: int) -> Iterator[None]:
+    """Let `registered_groups` be ``count`` at the start of the block, if not higher.
+
+    Entries that stand for no group fill ``_world.pg_names`` (2.11 to 2.13) during the block. As
+    with `skip_names`, numbers are only left out.
+    """
+    names: Any = distributed_c10d._world.pg_names
+    fillers = [object() for _ in range(count - len(names))]
+    names.update(dict.fromkeys(fillers, ""))
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            names.pop(filler, None)
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
@@ -126,27 +164,16 @@ def share_ranks(mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 def know_fold(root: DeviceMesh, fold: DeviceMesh) -> None:
-    """Let a full-world mesh know a one-axis mesh of another as if it had been flattened from it.
+    """Let a full-world mesh know the group of a one-axis mesh that folds several of its axes.
 
-    What looks for a group over several axes then finds it, as torch's DTensor and hp-dtensor do in
-    ``DeviceMesh._flatten_mapping`` (2.11 to 2.13). Publicly only ``DeviceMesh._flatten`` adds to
-    it, which makes another group. Nothing is done where both list the world's ranks differently,
-    as torch compares positions there.
+    ``_alias_groups`` of a full-world mesh, ``{alias: name of a process group}``, is an attribute of
+    this package's own, which hp-dtensor reads beside ``DeviceMesh._flatten_mapping``. Groups are
+    not added to the latter, where torch's DTensor would find them: it merges two all-gathers of
+    ``[Shard(0), Shard(0)]`` into one over the fold, and takes the shards for those of one axis,
+    which they are not where the axes do not divide the rows (2.13).
     """
-    name = (fold.mesh_dim_names or ("",))[0]
-    if name in root._flatten_mapping or not torch.equal(_flat(root), _flat(fold._get_root_mesh())):
-        return
-    known = copy(fold)
-    known._root_mesh = root
-    share_ranks(known, root)
-    root._flatten_mapping[name] = known
-    # A compiled function finds groups here (2.13).
-    if (registry := getattr(root, "_pg_registry", None)) is not None:
-        registry[fold.get_group().group_name] = fold.get_group()
-
-
-def _flat(mesh: DeviceMesh) -> torch.Tensor:
-    return mesh.mesh.flatten()
+    names: dict[str, str] = vars(root).setdefault("_alias_groups", {})
+    names[(fold.mesh_dim_names or ("",))[0]] = fold.get_group().group_name
 
 
 def flatten(mesh: DeviceMesh, name: str | None) -> DeviceMesh:

@@ -59,9 +59,9 @@ def build_world_mesh(
         if dp is None:
             _check_alone(degrees)
         dims = _dims(INFERRED if dp is None else dp, degrees, world_size)
-    except (MeshError, ParallelDimsError) as error:
+    except (MeshError, ParallelDimsError):
         # What the launcher says of nodes may differ between ranks, and so may this error.
-        tell_refusal(str(error))
+        tell_refusal()
         raise
     data = ("dp_replicate", "dp_shard") if isinstance(dp, HybridShard) else ("dp",)
     axes = tuple(name for name in AXES if name in (*data, *degrees))
@@ -92,8 +92,8 @@ def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = Non
     world_size = _world_size()
     try:
         dims = ParallelDims(ep=_expert_degree(degree, world_size))
-    except ParallelDimsError as error:
-        tell_refusal(str(error))
+    except ParallelDimsError:
+        tell_refusal()
         raise
     return WorldMesh(mesh=dims.build_mesh(device_type), axes=("ep_replicate", "ep_shard"))
 

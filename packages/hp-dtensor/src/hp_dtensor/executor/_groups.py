@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._caches import remembered
 from .._errors import LayoutError, MissingGroup
 from .._torch import (
+    alias_groups,
     find_group,
     flattened_meshes,
     group_name,
@@ -58,7 +59,7 @@ def _refuse_groups(wrong: str) -> NoReturn:
 
 
 def find_fold(mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()) -> Fold | None:
-    """Return the group over ``axes``: given, the axis's own, the world's, or of a flattened mesh.
+    """Return the group over ``axes``: given, the axis's own, flattened, an alias's, the world's.
 
     Groups are ``given`` by name, and come first. It has the ranks that differ from this one on
     these axes, and no others: ranks that differ on another axis take no part. None if there is no
@@ -225,6 +226,9 @@ def _lines(mesh: DeviceMesh, axis: int) -> _Groups:
 def _candidates(mesh: DeviceMesh) -> _Groups:
     """Return the groups that may span several axes, with their ranks."""
     found = [_named(flattened.get_group()) for flattened in flattened_meshes(mesh)]
+    # Whoever built the mesh may have destroyed them since.
+    there = (registered_group(name) for name in alias_groups(mesh))
+    found += [_named(group) for group in there if group is not None]
     if mesh.size() == dist.get_world_size():
         found.append(_named(dist.group.WORLD))
     return found

@@ -24,7 +24,9 @@ def judge_apart(
     repair nothing.
     """
     numbers, wrong = read_numbers(model, seq_len, global_batch)
-    degrees = {name: _known(name, fields.get(name)) for name in (*PEER_AXES, "ulysses_degree")}
+    degrees = {
+        name: _known(name, fields.get(name)) for name in (*PEER_AXES, "etp", "ulysses_degree")
+    }
     peer = fields.get("ep_mode") == "peer"
     subject = Subject(
         degrees=degrees,

@@ -35,7 +35,7 @@ def read_run(args: Namespace) -> Run:
     problems = Problems()
     counts: dict[str, int | None] = {}
     with problems.noted():
-        counts["world"] = read_count("--world", args.world, MOST_RANKS)
+        counts["world"] = read_count("--gpus/--world", args.world, MOST_RANKS)
     for name in COUNTS:
         with problems.noted():
             counts[name] = read_count(f"--{name.replace('_', '-')}", getattr(args, name))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .._errors import Violation, join_words, raise_errors
-from ._numbers import amount_violations, integer_violations, number_violation
+from ._numbers import amount_violations, integer_violations, number_violation, take_integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ class Cluster:
         if isinstance(self.accelerator, str):
             chip = ACCELERATORS.get(self.accelerator.upper(), self.accelerator)
             object.__setattr__(self, "accelerator", chip)
+        take_integers(self, ("world_size", "ranks_per_node"))
         raise_errors(_violations(self))
         intra, inter = _LINKS.get(self.device.name, (self.intra_gbs, self.inter_gbs))
         if self.intra_gbs is None:

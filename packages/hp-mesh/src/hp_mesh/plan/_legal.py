@@ -103,17 +103,14 @@ class Legality:
                 "and both ends",
                 legal={"pp": tuple(n for n in divisors(layers) if n * stages <= layers + 2)},
             )
-        widths = {"expert_ffn": ("etp", self._model.expert_width if self._model.experts else 0)}
-        widths["shared_ffn"] = ("tp", self._model.shared_ffn)
-        for name, (axis, width) in widths.items():
-            degree = getattr(point, axis)
-            if width % degree:
-                yield Violation(
-                    rule=f"{name}-{axis}".replace("_", "-"),
-                    values={axis: degree, name: width},
-                    reason=f"{axis}={degree} does not divide {name}={width}",
-                    legal={axis: (1,) if axis == "etp" else divisors(width)},
-                )
+        shared = self._model.shared_ffn
+        if shared % point.tp:
+            yield Violation(
+                rule="shared-ffn-tp",
+                values={"tp": point.tp, "shared_ffn": shared},
+                reason=f"tp={point.tp} does not divide shared_ffn={shared}",
+                legal={"tp": divisors(shared)},
+            )
 
 
 def batch_violations(point: Point, train: TrainSpec, micro_batch: int) -> Iterator[Violation]:

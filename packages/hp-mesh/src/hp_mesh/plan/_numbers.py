@@ -1,8 +1,19 @@
 """Refusing wrong values, all of them in one error."""
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from .._errors import LARGEST, Violation, join_words, show
+
+
+def take_integers(values: object, names: Iterable[str]) -> None:
+    """Replace integers of other types, such as numpy's, by Python's in a frozen dataclass."""
+    for name in names:
+        value = getattr(values, name)
+        if not isinstance(value, bool):
+            with suppress(TypeError):
+                object.__setattr__(values, name, operator.index(value))
 
 
 def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterator[Violation]:

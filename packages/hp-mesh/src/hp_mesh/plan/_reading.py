@@ -8,18 +8,18 @@ from .._errors import ParallelDimsError, Violation, join_words, raise_errors
 from .._model import SPELLINGS
 from ._numbers import integer_violations
 
-# What the rules of a mesh read is spelled as there, and as a shape's own fields are.
+# What the rules of a mesh read is spelled as there.
 SIZES: Mapping[str, tuple[str, ...]] = {
-    "layers": (*SPELLINGS["layers"], "layers"),
+    "layers": SPELLINGS["layers"],
     "hidden": ("hidden_size", "n_embd", "d_model", "dim", "hidden"),
-    "heads": (*SPELLINGS["heads"], "heads"),
-    "kv_heads": (*SPELLINGS["kv_heads"], "kv_heads"),
+    "heads": SPELLINGS["heads"],
+    "kv_heads": SPELLINGS["kv_heads"],
     "head_dim": ("head_dim",),
     "ffn": (*SPELLINGS["ffn"], "n_inner", "hidden_dim"),
     "vocab": SPELLINGS["vocab"],
-    "experts": (*SPELLINGS["experts"], "experts"),
+    "experts": SPELLINGS["experts"],
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k"),
-    "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
+    "expert_ffn": SPELLINGS["expert_ffn"],
     "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
     "dense_layers": ("first_k_dense_replace", "dense_layers"),
 }
@@ -58,7 +58,7 @@ def read_shape(config: object) -> dict[str, Any]:
     shape |= {
         "name": str(name),
         "glu": family not in UNGATED if glu is None else bool(glu),
-        "tied": bool(_first(source, ("tie_word_embeddings", "weight_tying", "tied"))),
+        "tied": bool(_first(source, SPELLINGS["tied"])),
     }
     return shape | _latent(source, shape) | _experts(source, shape)
 

@@ -65,6 +65,7 @@ class ModelShape:
             "intermediate_size": self.ffn,
             "vocab_size": self.vocab,
             "num_experts": self.experts,
+            "expert_ffn": self.expert_width,
             "tie_word_embeddings": self.tied,
         }
 

@@ -11,6 +11,7 @@ from ._numbers import (
     flag_violations,
     integer_violations,
     number_violation,
+    take_integers,
 )
 
 Recompute: TypeAlias = Literal["none", "selective", "selective-op", "full"]
@@ -44,6 +45,7 @@ class TrainSpec:
     memory_fraction: float = 0.95
 
     def __post_init__(self) -> None:
+        take_integers(self, ("seq_len", "global_batch", "micro_batch", "virtual_stages"))
         raise_errors(_violations(self))
 
     @property
