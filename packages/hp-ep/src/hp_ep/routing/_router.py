@@ -197,9 +197,11 @@ class TopKRouter(KeepsDtype):
 
         ``sequence_axes`` are those of them on which ranks hold parts of the *same* sequences, as
         many on each: context parallel, and tensor parallel as above. ``sequence_loss`` makes one
-        more all-reduce for each of these. `ExpertConfigError` for one that is not among ``axes``.
+        more all-reduce for each of these. `ExpertConfigError` for one that is not among ``axes``,
+        and for axes over ranks that hold the same tokens (``replicated_over``).
         """
         over = as_axes(axes)
+        check_apart(axes, self.replicated_over)
         self.sequence_axes = check_axes(over, sequence_axes)
         self.token_axes = over
         if collectives is not None:
@@ -327,6 +329,26 @@ def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
             raise ExpertConfigError(f"token axes {axes!r} are not a mesh or a sequence of Axis")
         return tuple(axes)
     return tuple(Axis.of(axes, i) for i in range(axes.ndim))
+
+
+def check_apart(axes: AxisMesh | Sequence[Axis], alike: Axis | None) -> None:
+    """Raise an `ExpertConfigError` where ``axes`` split tokens over ranks of ``alike``.
+
+    Those hold the same tokens, so a sum over ``axes`` would count a token once for each of them.
+    Communicates nothing.
+    """
+    if alike is None:
+        return
+    split = [set(axis.ranks) for axis in as_axes(axes)]
+    if not isinstance(axes, Sequence):  # the axes together, of which each may have one such rank
+        split.append(set(torch.tensor(axes.mesh.tolist()).flatten().tolist()))
+    if any(len(ranks & set(alike.ranks)) > 1 for ranks in split):
+        names = [axis.name for axis in as_axes(axes)]
+        raise ExpertConfigError(
+            f"token axes {names} split tokens over {alike.name}={alike.size}, whose ranks cut "
+            "experts inside and hold the same tokens: loads and losses would count a token once "
+            f"for each; leave {alike.name} out of them, () where no other axis splits tokens"
+        )
 
 
 def check_axes(

@@ -16,7 +16,7 @@ from .._parameters import check_alike, check_plain, replicate_parameters, split_
 from ..balance._placement import Placement
 from ..balance._replicas import ReplicaSum
 from ..dispatch._protocol import TokenDispatcher
-from ..routing._router import TopKRouter, as_axes, check_axes
+from ..routing._router import TopKRouter, as_axes, check_apart, check_axes
 from ._choose import make_dispatcher
 from ._inputs import check_different_tokens, comparison
 from ._split import Split
@@ -41,7 +41,8 @@ class BaseExpertParallel(ParallelStyle):
     ``token_axes`` and ``sequence_axes`` go to `TopKRouter.split_tokens_over`; a `MoE` whose router
     needs the load of the whole batch needs them, ``()`` where no axis splits the tokens. Ranks that
     split experts must hold different tokens, or gradients of experts would count them once for
-    each rank: ``token_axes`` over which they would not are refused, and so is, in the first
+    each rank: ``token_axes`` over which they would not are refused, as are ``token_axes`` over
+    ranks that cut experts inside, which hold the same tokens, and so is, in the first
     training forward, an input that is the same on ranks of ``sequence_axes`` or ``sequence_mesh``,
     which are to hold parts of it. That forward makes one more small collective per axis.
     ``placement`` says which experts live where; replicas' gradients are summed in backward, by one
@@ -118,7 +119,9 @@ class BaseExpertParallel(ParallelStyle):
                 check_alike(module, split.summed_over)
         token_axes = None if self._token_axes is None else as_axes(self._token_axes)
         sequence_axes = check_axes(token_axes or (), self._sequence_axes)
-        check_different_tokens(split.expert_axis, self._token_axes, layer.router.token_axes)
+        told = layer.router.token_axes if self._token_axes is None else self._token_axes
+        check_different_tokens(split.expert_axis, told)
+        check_apart(() if told is None else told, split.summed_over)
         _check_balance(layer.router, token_axes)
         _check_noise(layer.router, split.summed_over)
         given = None if isinstance(self._dispatcher, str) else self._dispatcher
