@@ -9,11 +9,14 @@ from ._base import BaseExpertParallel
 
 
 def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertParallel) -> list[str]:
-    """Apply ``style`` to every `MoE` in ``model`` and return their names; communicates nothing.
+    """Apply ``style`` to every `MoE` in ``model`` and return their names.
 
-    `ExpertConfigError` that names the first layer for which the style is not legal, before any
-    layer was changed, and for a model without any.
+    Communicates nothing; only a placement is compared first, by one small all-gather over each axis
+    of the split. `ExpertConfigError` that names the first layer for which the style is not legal,
+    before any layer was changed, for a model without any, and on all ranks for a placement that
+    they do not all give.
     """
+    style.compare_placements(mesh)
     changes = {}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
