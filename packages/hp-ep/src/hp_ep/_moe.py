@@ -108,7 +108,8 @@ class MoE(nn.Module):
         With the router's ``sequence_loss`` the dimension before the last is that of a sequence.
 
         Tokens where ``valid [...]``, a bool for each of this rank's, is False are left out of
-        everything, and their result is 0; that reads the mask on the host.
+        everything, and their result is 0; that reads the mask on the host. A sequence without valid
+        tokens has a ``sequence_loss`` of 0, and counts in the mean over sequences.
 
         `ExpertConfigError` for such a DTensor, for an input whose last dimension is not ``dim`` and
         for a wrong mask. Where only some ranks' inputs have another last dimension and tokens

@@ -53,7 +53,8 @@ class TopKRouter(KeepsDtype):
 
     Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
-    each sequence alone (arXiv 2412.19437, equations 17 to 20) and ``z_loss`` times the mean squared
+    each sequence alone (arXiv 2412.19437, equations 17 to 20; one without valid tokens counts in
+    the mean, with 0) and ``z_loss`` times the mean squared
     logarithm of the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient
     through the weights and are not returned. They are added to a loss that is summed over ranks;
     what else scales that loss scales them if it is in the attribute ``loss_scale`` when backward
@@ -311,8 +312,9 @@ class TopKRouter(KeepsDtype):
         for axis in self.token_axes or ():
             if axis.ranks not in cut:  # the others have the same sequences
                 (total,) = self.collectives.all_reduce(axis, [total]).wait()
+        counts = counts.view(num_sequences, self.num_experts)  # a number of 0 leaves -1 undefined
         return sequence_balancing_share(
-            self._shares(scores), sequence_ids, counts.view(num_sequences, -1), total[0], self.top_k
+            self._shares(scores), sequence_ids, counts, total[0], self.top_k
         )
 
     def _shares(self, scores: Tensor) -> Tensor:
