@@ -92,10 +92,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def as_autocast(x: Tensor) -> Tensor:
     """Return ``x`` in autocast's dtype where that is on for its device; as torch, not float64."""
+    return x.to(autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return what dtype autocast, if it is on, has products of ``x`` computed in."""
     device = x.device.type
     # Devices without autocast, as meta, have no dtype to ask for.
     known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return x.to(torch.get_autocast_dtype(device)) if known and x.dtype in _GROUPED_DTYPES else x
+    return torch.get_autocast_dtype(device) if known and x.dtype in _GROUPED_DTYPES else x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

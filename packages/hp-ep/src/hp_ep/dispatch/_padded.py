@@ -114,7 +114,7 @@ class Padded(OverlappingDispatcher):
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
         """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        reads = self._refuses or checks_data(x, self._terms.validate)
+        reads = self._refuses or checks_data(weights, self._terms.validate)
         if not reads:  # a peer would never hear of it
             raise_faults([check_routing(x, weights, expert_ids, self.num_experts)], None)
         ready = self._terms.prepare(x, weights, expert_ids)
