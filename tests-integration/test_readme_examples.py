@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import hp_cp
 from hp_cp import Zigzag, shard_sequence
+from hp_ep import MoE
 
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
 BLOCK = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -67,3 +69,32 @@ def test_the_style_of_hp_cps_readme_gives_the_attention_of_one_process(ranks: An
     for held, results in zip(Zigzag().indices(2, 16), answers, strict=True):
         for result, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(result, reference[:, :, list(held)], rtol=0, atol=1e-13)
+
+
+def model_with_experts() -> nn.Module:
+    """Return a model of which two layers are a mixture of experts."""
+    torch.manual_seed(0)
+    layers = [MoE(8, 12, 8, 2, num_shared_experts=1, dtype=torch.float64) for _ in range(2)]
+    return nn.Sequential(layers[0], nn.Linear(8, 8, dtype=torch.float64), layers[1])
+
+
+def experts_on_rank(rank: int, sources: tuple[str, str], x: Tensor) -> list[Tensor]:
+    """Run the two examples, a step between them; return all gradients, whole."""
+    names: dict[str, Any] = {"model": model_with_experts()}
+    exec(sources[0], names)
+    names["model"](x.chunk(4)[rank]).square().sum().backward()
+    exec(sources[1], names)
+    grads = [parameter.grad for parameter in names["model"].parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+
+
+def test_the_sum_of_hp_eps_readme_gives_the_gradients_of_one_process(ranks: Any) -> None:
+    text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
+    blocks = BLOCK.findall(text)
+    (style,) = [block for block in blocks if "parallelize_experts(" in block]
+    (total,) = [block for block in blocks if "all_reduce(" in block]
+    model, x = model_with_experts(), torch.randn(12, 8, dtype=torch.float64)
+    model(x).square().sum().backward()
+    for grads in ranks(4).run(experts_on_rank, (style, total), x):
+        for grad, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-11)

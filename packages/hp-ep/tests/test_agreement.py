@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import AxisMesh, SimulatedCollectives, SimulatedWorld
-from hp_ep import GroupedExperts, TokenDispatcher
+from hp_ep import ExpertConfigError, GroupedExperts, MoE, TokenDispatcher, TopKRouter
 from hp_ep.dispatch._exchange import RowExchange
 from hp_ep.styles._wrap import _over_ranks as over_ranks
 
@@ -96,6 +96,58 @@ def test_weights_of_another_dtype_on_one_rank_are_refused_by_all(name: str) -> N
 
 def test_real_ranks_refuse_weights_of_another_dtype_together(ranks: Any) -> None:
     assert ranks(2).run(_wide_weights_on_gloo) == [[WIDE] * len(OVER_RANKS)] * 2
+
+
+ONE_SIDED: dict[str, tuple[Any, str]] = {
+    "integers": (
+        torch.ones(2, 3, 4, dtype=torch.int64),
+        "rank 1: the tokens or rows are torch.int64",
+    ),
+    "a list": ([1.0], "rank 1: the tokens or rows are no tensor on the device of the layer"),
+    "meta": (torch.ones(2, 3, 4, device="meta"), "rank 1: the tokens or rows are no tensor on the"),
+    "width": (torch.ones(2, 3, 5), "all ranks must give rows of one length and dtype"),
+}
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+@pytest.mark.parametrize("case", ONE_SIDED)
+def test_an_input_that_no_layer_takes_on_one_rank_is_raised_by_all(name: str, case: str) -> None:
+    given, start = ONE_SIDED[case]
+
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        router = TopKRouter(4, 4, 2, load_balance_loss=0.1, sequence_loss=0.1)
+        layer = MoE(4, 6, 4, 2, router=router)
+        layer.router.split_tokens_over(door.mesh((2,), ("ep",)), door)
+        layer.dispatcher = make_dispatcher(name, door.mesh, 2, 4, door)
+        return error_of(lambda: layer(given if me else torch.ones(2, 3, 4)))
+
+    errors = SimulatedWorld(2).run(rank)
+    assert errors == [errors[0]] * 2
+    assert errors[0].startswith(start)
+
+
+@pytest.mark.parametrize("case", ONE_SIDED)
+def test_one_process_refuses_an_input_that_no_layer_takes(case: str) -> None:
+    with pytest.raises(ExpertConfigError, match=r"^the input "):
+        MoE(4, 6, 4, 2)(ONE_SIDED[case][0])
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_autocast_on_one_rank_is_refused_by_all(name: str) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        dispatcher = make_dispatcher(name, door.mesh, 2, 4, door)
+        x, ids = torch.ones(2, 3), torch.tensor([[0, 1], [2, 3]])
+        with torch.autocast("cpu", torch.bfloat16, enabled=me == 1):
+            return error_of(lambda: dispatcher.dispatch(x, torch.ones(2, 2), ids))
+
+    assert (
+        SimulatedWorld(2).run(rank)
+        == [
+            "all ranks must give rows that autocast, on all ranks or on none, has computed in one "
+            "dtype, also without tokens; got rank 0: torch.float32; rank 1: torch.bfloat16"
+        ]
+        * 2
+    )
 
 
 def _idle_step(

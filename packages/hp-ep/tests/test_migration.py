@@ -22,6 +22,7 @@ from hp_ep import (
     Placement,
     collect_loads,
     migrate_experts,
+    parallelize_experts,
     plan_placement,
 )
 
@@ -199,3 +200,54 @@ def test_bytes_are_those_of_the_plan_and_wrong_moves_are_refused(ranks: Any) -> 
         ]
         for text, start in zip(texts, starts, strict=True):
             assert text.startswith(start), text
+
+
+def _differing(rank: int) -> list[str]:
+    """Give rank 1 other placements, with as many slots and with others."""
+    mesh, grid = _mesh((4,), ("ep",)), _mesh((2, 2), ("ep", "etp"))
+    here = Placement.contiguous(8, 4)
+    swapped = Placement(num_ranks=4, num_experts=8, experts=(1, 0, 2, 3, 4, 5, 6, 7))
+    wide = Placement(num_ranks=4, num_experts=8, experts=(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3))
+    few = Placement.contiguous(4, 4)
+    half = Placement.contiguous(8, 2)
+    back = Placement(num_ranks=2, num_experts=8, experts=(4, 5, 6, 7, 0, 1, 2, 3))
+    layer = build_moe(3, experts=8)
+    ExpertParallel(placement=here).apply(layer, mesh)
+    fresh = build_moe(3, hidden=8, experts=8)
+    cut = build_moe(3, hidden=8, experts=8)
+    ExpertTensorParallel(placement=half).apply(cut, grid)
+    cases: list[Callable[[], object]] = [
+        *(
+            lambda other=other: ExpertParallel(placement=other if rank == 1 else here).apply(
+                fresh, mesh
+            )
+            for other in (swapped, wide, few)
+        ),
+        lambda: parallelize_experts(
+            torch.nn.Sequential(fresh), mesh, ExpertParallel(placement=wide if rank == 1 else here)
+        ),
+        lambda: ExpertTensorParallel(placement=back if rank == 1 else half).apply(fresh, grid),
+        *(
+            lambda other=other: migrate_experts(layer, other if rank == 1 else here)
+            for other in (swapped, wide, few)
+        ),
+        lambda: migrate_experts(cut, back if rank == 1 else half),
+    ]
+    texts = []
+    for case in cases:
+        with pytest.raises(ExpertConfigError) as error:
+            case()
+        texts.append(str(error.value))
+    assert not isinstance(fresh.experts.w1, DTensor)
+    for changed, placement in ((layer, here), (cut, half)):
+        assert changed.experts.replicas is not None
+        assert changed.experts.replicas.placement == placement
+    return texts
+
+
+def test_placements_that_differ_between_ranks_are_refused_by_all(ranks: Any) -> None:
+    results = ranks(4).run(_differing)
+    assert results == [results[0]] * 4
+    for text in results[0]:
+        assert text.startswith("2 placements were given, each by the ranks in one of these lists:")
+        assert ": [0, 2, 3]; [1]; all ranks must give the same" in text

@@ -135,6 +135,30 @@ def test_ranks_that_cut_batches_and_sequences_have_their_slices(
     assert_close(torch.stack([r[1] for r in results]).sum(0), expected[1])
 
 
+@pytest.mark.parametrize("shape", [(0, 8, 4), (3, 0, 4), (0, 0, 4), (0, 4)])
+def test_a_batch_without_tokens_has_gradients_of_zero(shape: tuple[int, ...]) -> None:
+    layer, x = _build(), torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    layer(x).sum().backward()
+    for gradient in grads([x, layer.router.weight]):
+        assert not gradient.any()
+
+
+def _idle(rank: int) -> list[Tensor]:
+    """Give rank 1 no sequences."""
+    layer, mesh = _build(), _flat()
+    ExpertParallel(token_axes=mesh).apply(layer, mesh)
+    x = _batch()[0]
+    return _aside(layer, x if rank == 0 else x[:0])
+
+
+def test_a_rank_without_sequences_leaves_the_mean_to_the_others(ranks: Any) -> None:
+    expected = _aside(_build(), _batch()[0])
+    (x, weight), (_, idle) = ranks(2).run(_idle)
+    assert_close(x, expected[0])
+    assert_close(weight, expected[1])
+    assert not idle.any()
+
+
 def _flat() -> DeviceMesh:
     return cached("flat", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
 

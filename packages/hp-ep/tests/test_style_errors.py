@@ -152,6 +152,77 @@ def test_a_layer_that_a_style_refuses_is_left_as_it_was(ranks: Any) -> None:
         assert text.startswith(start)
 
 
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return twice the weight."""
+        return 2 * weight
+
+
+def _tied(rank: int) -> list[str]:
+    """Apply a style to models whose layers share what is to be replaced; none may change."""
+    mesh = _mesh((2,), ("ep",))
+    texts = []
+
+    def refused(change: Callable[[MoE, MoE], None], style: ExpertParallel) -> None:
+        model = nn.ModuleList([build_moe(2), build_moe(0, shared=1), build_moe(1, shared=1)])
+        first, second = model[1], model[2]
+        assert isinstance(first, MoE)
+        assert isinstance(second, MoE)
+        change(first, second)
+        before = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+        dispatchers = [layer.dispatcher for layer in model]
+        texts.append(_text(lambda: parallelize_experts(model, mesh, style)))
+        after = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
+        assert before == after
+        assert dispatchers == [layer.dispatcher for layer in model]
+
+    def experts(first: MoE, second: MoE) -> None:
+        second.experts = first.experts
+
+    def weight(first: MoE, second: MoE) -> None:
+        second.experts.w2 = first.experts.w2
+
+    def inside(first: MoE, second: MoE) -> None:
+        first.experts.w3 = first.experts.w1
+
+    def elsewhere(first: MoE, second: MoE) -> None:
+        second.extra = first.experts.w1
+
+    def router(first: MoE, second: MoE) -> None:
+        second.router = first.router
+
+    def parametrized(first: MoE, second: MoE) -> None:
+        torch.nn.utils.parametrize.register_parametrization(first.experts, "w1", Doubled())
+
+    plain = ExpertParallel(token_axes=mesh)
+    for change in (experts, weight, inside, elsewhere, parametrized):
+        refused(change, plain)
+    refused(router, ExpertParallel(token_axes=mesh, sequence_mesh=mesh))
+    shared = build_moe(0)
+    assert parallelize_experts(nn.Sequential(shared, shared), mesh, plain) == ["0"]
+    several = nn.Sequential(build_moe(0), build_moe(1))
+    router(several[0], several[1])  # type: ignore[arg-type]
+    assert parallelize_experts(several, mesh, plain) == ["0", "1"]
+    return texts
+
+
+def test_layers_that_share_experts_are_refused_before_any_is_changed(ranks: Any) -> None:
+    first, second = ranks(2).run(_tied)
+    assert first == second
+    expected = [
+        "ExpertConfigError: layers ['1', '2'] share a module whose parameters are to be spread",
+        "ExpertConfigError: ['1.experts.w2', '2.experts.w2'] are one parameter, which is to be",
+        "ExpertConfigError: ['1.experts.w1', '1.experts.w3'] are one parameter, which is to be",
+        "ExpertConfigError: ['1.experts.w1', '2.extra'] are one parameter, which is to be spread",
+        "ExpertConfigError: layer '1': ['w1'] are parametrized; spread the experts first",
+        "ExpertConfigError: layers ['1', '2'] share a module whose parameters are to be spread",
+    ]
+    for text, start in zip(first, expected, strict=True):
+        assert text.startswith(start), text
+
+
 def _accepted_axes(rank: int) -> list[Any]:
     mesh, found = _mesh((2,), ("ep",)), []
     styles: list[BaseExpertParallel] = [

@@ -1,5 +1,6 @@
 """Ranks that split experts must hold different tokens: what says otherwise is refused at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import Axis, RecordingCollectives
-from hp_ep import ExpertConfigError, ExpertParallel, ExpertTensorParallel, TensorParallel
+from hp_ep import (
+    BalanceLoss,
+    ExpertConfigError,
+    ExpertParallel,
+    ExpertTensorParallel,
+    TensorParallel,
+    collect_loads,
+)
 
 from .reference import assert_close, build_moe, grads
 
@@ -60,6 +68,57 @@ def _alike(rank: int) -> list[str]:
 
 def test_ranks_that_share_tokens_and_cut_experts_inside_are_taken(ranks: Any) -> None:
     assert ranks(4).run(_alike) == [["taken"] * 3] * 4
+
+
+def _overlapping(rank: int) -> list[str]:
+    """Say that ranks which cut experts inside hold different tokens, in all ways there are."""
+    grid, flat = _mesh((2, 2), ("ep", "tp")), _mesh((4,), ("ep",))
+    odd = cached(
+        "diagonal", lambda: DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("a", "tp"))
+    )
+    both, tensor = ExpertTensorParallel, TensorParallel
+    told = build_moe(0, hidden=8, balance=0.1)
+    told.router.split_tokens_over(grid)
+    after, quiet = build_moe(0, hidden=8), build_moe(0, hidden=8)
+    tensor().apply(after, grid["tp"])
+    record = RecordingCollectives()
+    cases: list[Callable[[], object]] = [
+        *(
+            lambda style=style, mesh=mesh, axes=axes: style(
+                token_axes=axes, collectives=record
+            ).apply(quiet, mesh)
+            for style, mesh, axes in (
+                (tensor, flat, flat),
+                (tensor, grid["tp"], grid["tp"]),
+                (tensor, odd["tp"], grid),
+                (both, grid, grid),
+                (both, grid, [Axis.of(grid, "ep"), Axis.of(grid, "tp")]),
+                (both, grid, flat),
+            )
+        ),
+        lambda: both(collectives=record).apply(told, grid),
+        lambda: after.router.split_tokens_over(grid, record),
+        lambda: collect_loads(after, grid, record),
+        lambda: BalanceLoss(after, grid, record),
+    ]
+    texts = []
+    for case in cases:
+        with pytest.raises(ExpertConfigError) as error:
+            case()
+        texts.append(str(error.value))
+    assert not isinstance(quiet.experts.w1, DTensor)
+    assert not isinstance(told.experts.w1, DTensor)
+    assert not record.by_call
+    return texts
+
+
+def test_token_axes_over_ranks_that_cut_experts_inside_are_refused(ranks: Any) -> None:
+    every = ranks(4).run(_overlapping)
+    assert every == [every[0]] * 4
+    for text in every[0]:
+        assert text.startswith("token axes [")
+        assert "whose ranks cut experts inside and hold the same tokens: loads and losses" in text
+        assert "out of them, () where no other axis splits tokens" in text
 
 
 def _tokens(dp: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ._errors import DispatchStateError as DispatchStateError
 from ._errors import ExpertConfigError as ExpertConfigError
 from ._errors import RoutingError as RoutingError
+from ._errors import UnsupportedError as UnsupportedError
 from .balance._migration import Migration as Migration
 from .balance._migration import plan_migration as plan_migration
 from .balance._packing import plan_placement as plan_placement
@@ -95,6 +96,7 @@ __all__ = [
     "Migration",
     "Placement",
     "RoutingError",
+    "UnsupportedError",
     "__version__",
     "choose_capacity",
     "choose_dispatcher",

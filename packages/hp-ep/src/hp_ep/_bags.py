@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._permutation import row_products
-from ._torch import run_function
+from ._torch import first_order, run_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +64,7 @@ class _Spread(torch.autograd.Function):
         return x.index_select(0, bags.tokens)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, rows, starts = ctx.saved_tensors
         return _sums(grads[0], Bags(tokens=tokens, rows=rows, starts=starts), None), None
@@ -80,7 +79,7 @@ class _Collect(torch.autograd.Function):
         return _sums(rows, bags, None if weights is None else weights.to(rows.dtype))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, tokens = ctx.saved_tensors
         grad = grads[0].index_select(0, tokens)

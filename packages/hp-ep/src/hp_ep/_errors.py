@@ -18,3 +18,7 @@ class RoutingError(ValueError):
 
 class DispatchStateError(ValueError):
     """A dispatch state that is foreign to the dispatcher, or that was combined before."""
+
+
+class UnsupportedError(ValueError, NotImplementedError):
+    """A call of torch's surface that this package does not answer, such as a second derivative."""

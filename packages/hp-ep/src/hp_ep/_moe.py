@@ -108,13 +108,21 @@ class MoE(nn.Module):
         With the router's ``sequence_loss`` the dimension before the last is that of a sequence.
 
         Tokens where ``valid [...]``, a bool for each of this rank's, is False are left out of
-        everything, and their result is 0; that reads the mask on the host.
+        everything, and their result is 0; that reads the mask on the host. A sequence without valid
+        tokens has a ``sequence_loss`` of 0, and counts in the mean over sequences.
 
-        `ExpertConfigError` for such a DTensor, for an input whose last dimension is not ``dim`` and
-        for a wrong mask. Where only some ranks' inputs have another last dimension and tokens
-        travel, all of them raise a `RoutingError` instead; a wrong mask and, where no tokens
-        travel, a wrong input are seen on their own rank alone, for which others then wait.
+        `ExpertConfigError` for such a DTensor, for an input whose last dimension is not ``dim``,
+        that has no floating dtype, is no tensor or on the meta device, and for a wrong mask. Where
+        only some ranks' inputs are so and tokens travel, or only some ranks are under autocast, all
+        of them raise a `RoutingError` instead; a wrong mask or DTensor and, where no tokens travel,
+        a wrong input are seen on their own rank alone, for which others then wait.
         """
+        if not _has_values(x, self.router.weight):
+            self._report(torch.empty(0, self.dim, device="meta"), torch.Size())
+            raise ExpertConfigError(
+                f"the input is {_kind(x)}; give a tensor on the layer's device, "
+                f"{self.router.weight.device}"
+            )
         if isinstance(x, DTensor):
             _check_tokens(x, self.replicated_over)
             result = DTensor.from_local(
@@ -130,12 +138,12 @@ class MoE(nn.Module):
 
     def _compute(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return the result for this rank's own tokens, contiguous."""
-        compare = self.compare_inputs
-        if compare is not None and self.training and torch.is_grad_enabled():
-            self.compare_inputs = None
-            compare(x)
+        self._compare(x)
+        if not x.is_floating_point():
+            self._report(x.new_empty(0, self.dim), x.shape)
+            raise ExpertConfigError(f"the input is {x.dtype}; give one of a floating dtype")
         if x.shape[-1:] != (self.dim,):
-            self._report_width(x)
+            self._report(x.new_empty(0, x.shape[-1] if x.dim() else 0), x.shape)
             raise ExpertConfigError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be dim={self.dim}"
             )
@@ -154,13 +162,28 @@ class MoE(nn.Module):
         routed = self._routed(tokens.index_select(0, places), sequences)
         return torch.zeros_like(tokens).index_copy(0, places, routed).view(x.shape)
 
-    def _report_width(self, x: Tensor) -> None:
-        """Take part in the exchanges of ranks with a good input, which tell all of this one."""
-        nothing = x.new_empty((*x.shape[:-2], 0, self.dim))
-        tokens = nothing.reshape(0, self.dim)
-        weights, expert_ids = self._route(tokens, _sequences_of(nothing))
-        width = x.shape[-1] if x.dim() else 0
-        self.dispatcher.dispatch(x.new_empty(0, width), weights, expert_ids)
+    def _compare(self, x: Tensor) -> None:
+        """Compare inputs over the ranks that are to hold different ones, once."""
+        compare = self.compare_inputs
+        if compare is not None and self.training and torch.is_grad_enabled():
+            self.compare_inputs = None
+            compare(x)
+
+    def _report(self, x: Tensor, shape: torch.Size) -> None:
+        """Take part in the exchanges of ranks with a good input, which tell all of ``x``.
+
+        That has no rows, but what is wrong with the input of ``shape``.
+        """
+        weight = self.router.weight
+        nothing = torch.empty(
+            (*shape[:-2], 0, self.dim),
+            dtype=weight.dtype,
+            device=weight.device if x.is_meta else x.device,
+        )
+        self._compare(nothing)
+        weights, expert_ids = self._route(nothing.view(0, self.dim), _sequences_of(nothing))
+        if not isinstance(self.dispatcher, Local):  # nobody to tell
+            self.dispatcher.dispatch(x, weights, expert_ids)
 
     def _route(self, tokens: Tensor, sequences: Sequences | None) -> tuple[Tensor, Tensor]:
         weights: Tensor
@@ -188,6 +211,15 @@ def _sequences_of(x: Tensor) -> Sequences:
     length = math.prod(x.shape[:-1]) // max(number, 1)
     ids = torch.arange(number, device=x.device)
     return ids[:, None].expand(number, length).reshape(-1), number
+
+
+def _has_values(x: object, weight: Tensor) -> bool:
+    """Return whether ``x`` is a tensor that can be computed with ``weight``."""
+    return isinstance(x, Tensor) and (weight.is_meta or not x.is_meta)
+
+
+def _kind(x: object) -> str:
+    return f"a {type(x).__name__}" + (" on the meta device" if isinstance(x, Tensor) else "")
 
 
 def _check_tokens(x: DTensor, replicated_over: Axis | None) -> None:

@@ -1,11 +1,12 @@
 """Weights that may be DTensors: what a forward computes with, and how a style lays them out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from hp_dtensor import Axis
 
@@ -32,8 +33,45 @@ def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:
     return weight.to_local(grad_placements=placements)
 
 
+def check_untied(model: nn.Module, layers: Mapping[str, Sequence[nn.Module]]) -> None:
+    """Raise an `ExpertConfigError` if a parameter of the modules of ``layers`` is used elsewhere.
+
+    ``layers`` are the modules of each layer in ``model`` whose parameters are to be replaced: what
+    else has them, another layer among others, would keep the ones of before.
+    """
+    users: dict[int, list[str]] = {}
+    for layer, modules in layers.items():
+        for module in modules:
+            users.setdefault(id(module), []).append(layer)
+    for several in users.values():
+        if len(several) > 1:
+            raise ExpertConfigError(
+                f"layers {several} share a module whose parameters are to be spread; give each "
+                "its own, or use one MoE in both places"
+            )
+    places: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+    replaced = [p for modules in layers.values() for m in modules for p in m.parameters()]
+    for parameter in replaced:
+        if len(places[id(parameter)]) > 1:
+            raise ExpertConfigError(
+                f"{places[id(parameter)]} are one parameter, which is to be spread over ranks; "
+                "give each its own, or use one MoE in both places"
+            )
+
+
 def check_plain(module: nn.Module) -> None:
-    """Raise an `ExpertConfigError` if a parameter of ``module`` is a DTensor already."""
+    """Raise an `ExpertConfigError` if a parameter of ``module`` is a DTensor already.
+
+    Also where one is computed from others (``torch.nn.utils.parametrize``), which would not be cut.
+    """
+    if is_parametrized(module):
+        names = list(module.parametrizations.keys())  # type: ignore[operator, union-attr]
+        raise ExpertConfigError(
+            f"{names} are parametrized; spread the experts first, or remove_parametrizations"
+        )
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):
             raise ExpertConfigError(

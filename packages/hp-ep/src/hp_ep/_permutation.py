@@ -5,11 +5,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._errors import ExpertConfigError
 from ._order_checks import check_counts, check_permutation, check_slots
-from ._torch import run_function
+from ._torch import first_order, run_function
 
 _BLOCK = 1 << 20  # elements of a temporary that the allocator keeps instead of returning it
 
@@ -159,7 +158,7 @@ class _GatherRows(torch.autograd.Function):
         return x.index_select(0, order // places.shape[1])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         return F.embedding_bag(places, grads[0].contiguous(), mode="sum"), None, None
@@ -177,7 +176,7 @@ class _BagSum(torch.autograd.Function):
         return F.embedding_bag(places, rows.contiguous(), mode="sum", per_sample_weights=scale)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, order, places, weights = ctx.saved_tensors
         grad = grads[0].index_select(0, order // places.shape[1])

@@ -10,12 +10,17 @@ the other and copies the offsets to the host for that, three times in forward an
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from ._errors import UnsupportedError
+
+Backward = Callable[..., Any]
 
 EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
 """What ``nn.Module`` calls the entry of ``get_extra_state`` in a state dict."""
@@ -87,10 +92,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def as_autocast(x: Tensor) -> Tensor:
     """Return ``x`` in autocast's dtype where that is on for its device; as torch, not float64."""
+    return x.to(autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return what dtype autocast, if it is on, has products of ``x`` computed in."""
     device = x.device.type
     # Devices without autocast, as meta, have no dtype to ask for.
     known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return x.to(torch.get_autocast_dtype(device)) if known and x.dtype in _GROUPED_DTYPES else x
+    return torch.get_autocast_dtype(device) if known and x.dtype in _GROUPED_DTYPES else x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -138,6 +148,26 @@ def name_in_state(model: nn.Module, name: str) -> str:
 
     (found,) = _get_fqns(model, name)
     return found
+
+
+def first_order(backward: Backward) -> Backward:
+    """Return ``backward`` of an autograd function, made to refuse ``create_graph=True``.
+
+    torch's ``once_differentiable`` puts an error into the graph of the gradients instead, which a
+    second backward that asks for some inputs alone does not meet: it would lack terms silently.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a backward with create_graph=True through a mixture of experts is not supported: "
+                "its gradients have no graph, and second derivatives would lack terms; leave "
+                "create_graph out, or take second derivatives of the other layers alone"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def run_function(function: type[torch.autograd.Function], *args: object) -> Tensor:

@@ -2,7 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from hp_dtensor import Axis
 
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
@@ -13,7 +16,7 @@ from ..dispatch._tensor_parallel import Summed
 from ._migration import Migration, plan_migration
 from ._placement import Placement
 from ._replicas import ReplicaSum
-from ._rows import exchange_rows, rows_here
+from ._rows import check_same_placement, exchange_rows, rows_here
 
 
 @torch.no_grad()
@@ -25,12 +28,13 @@ def migrate_experts(
     Parameters, their gradients if there are any, and all of the optimizer's state that has a row
     per slot keep their identity and get the values of the slots' new experts; training goes on as
     if nothing had happened. Copies of the layer, as those of averaged weights, do not move with it:
-    migrate each in the same step. Call it between steps, with the same placement on all ranks. One
+    migrate each in the same step. Call it between steps, with the same placement on all ranks,
+    which they compare first: one small all-gather over each axis of the experts' mesh. Then one
     all-to-all over the experts' axis for each of these tensors, of the slots that change rank.
 
-    `ExpertConfigError`, before any communication, for a layer that no style gave a placement, for
-    another number of slots, and for tensors that another axis cuts along their experts: shard those
-    along another dimension.
+    `ExpertConfigError`, before anything moves, for a layer that no style gave a placement, for a
+    placement that is not the same on all ranks, for another number of slots, and for tensors that
+    another axis cuts along their experts: shard those along another dimension.
     """
     if not isinstance(layer, MoE):
         raise ExpertConfigError(f"got a {type(layer).__name__}; experts move with their whole MoE")
@@ -40,6 +44,11 @@ def migrate_experts(
             "the experts have no placement; give the style one, Placement.contiguous(...) if "
             "nothing is known of the load yet"
         )
+    if not isinstance(placement, Placement):
+        raise ExpertConfigError(
+            f"placement={placement!r} is not a Placement; make one by plan_placement"
+        )
+    _compare(layer.experts, placement, replicas)
     migration = plan_migration(replicas.placement, placement)
     dispatcher = _moved(layer.dispatcher, placement)
     tensors = _tensors(layer.experts, optimizer, replicas)
@@ -48,6 +57,13 @@ def migrate_experts(
     layer.dispatcher = dispatcher
     layer.experts.replicas = replicas.moved_to(placement)
     return migration
+
+
+def _compare(experts: GroupedExperts, placement: Placement, replicas: ReplicaSum) -> None:
+    """Raise on all ranks that have a part of the experts unless all give one placement."""
+    mesh = experts.w1.device_mesh if isinstance(experts.w1, DTensor) else None
+    axes = [replicas.axis] if mesh is None else [Axis.of(mesh, i) for i in range(mesh.ndim)]
+    check_same_placement(placement, axes, experts.w1.device, replicas.collectives)
 
 
 def _moved(dispatcher: TokenDispatcher, placement: Placement) -> TokenDispatcher:

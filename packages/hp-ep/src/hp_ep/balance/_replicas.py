@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
-from .._torch import run_several
+from .._torch import first_order, run_several
 from ._placement import Placement
 
 
@@ -95,6 +94,6 @@ class _Share(torch.autograd.Function):
         return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.replicas.add(list(grads))

@@ -1,6 +1,7 @@
 """The rows of tensors that have one per slot, and how they get to other ranks."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,6 +34,34 @@ def rows_here(what: str, tensor: Tensor, num_rows: int, axis: Axis) -> Tensor:
             f"move as whole rows, here {num_rows}, so only {axis.name} may cut dimension 0"
         )
     return tensor.to_local()
+
+
+def check_same_placement(
+    placement: Placement, axes: Iterable[Axis], device: torch.device, collectives: Collectives
+) -> None:
+    """Raise an `ExpertConfigError` on all ranks of ``axes`` unless all give one ``placement``.
+
+    All-gathers 16 bytes for each rank over each of the axes, and reads what came on the host.
+    """
+    text = repr((placement.num_ranks, placement.num_experts, placement.experts))
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+    over = [axis for axis in axes if axis.size > 1]
+    if not over:
+        return
+    told = torch.tensor([[over[0].ranks[over[0].index], digest]], dtype=torch.int64, device=device)
+    for axis in over:
+        (told,) = collectives.all_gather(axis, [told]).wait()
+        told = told.reshape(-1, 2)
+    ranks_of: dict[int, list[int]] = {}
+    for rank, given in sorted(told.tolist()):
+        ranks_of.setdefault(given, []).append(rank)
+    if len(ranks_of) > 1:
+        groups = "; ".join(map(str, ranks_of.values()))
+        raise ExpertConfigError(
+            f"{len(ranks_of)} placements were given, each by the ranks in one of these lists: "
+            f"{groups}; all ranks must give the same, or experts are taken for others: plan it "
+            "from loads of all ranks, as collect_loads returns them, or broadcast it"
+        )
 
 
 def exchange_rows(

@@ -10,6 +10,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from .._torch import autocast_dtype
+
 REPORT_SIZE = 3
 Report = tuple[int, int, int]
 
@@ -39,21 +41,28 @@ class Fault(IntEnum):
     OVERFLOW = 16
     ROW_DTYPE = 17
     WEIGHT_DTYPE = 18
+    ROW_DEVICE = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient."""
+    """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
+
+    ``computed`` is what experts make of the rows' dtype: another one under autocast.
+    """
 
     length: int
     dtype: torch.dtype
+    computed: torch.dtype
     weights: torch.dtype
     rows_need_grad: bool
     weights_need_grad: bool
 
     def report(self) -> Report:
         """Return it as a report, all but the length in one number."""
-        dtypes = DTYPES.index(self.dtype) * len(DTYPES) + DTYPES.index(self.weights)
+        dtypes = 0
+        for dtype in (self.dtype, self.computed, self.weights):
+            dtypes = dtypes * len(DTYPES) + DTYPES.index(dtype)
         return (
             Fault.NONE,
             self.length,
@@ -63,10 +72,12 @@ class Given:
     @classmethod
     def read(cls, length: int, packed: int) -> "Given":
         """Return what the last two numbers of such a report say."""
-        dtype, weights = divmod(packed // 4, len(DTYPES))
+        dtypes, weights = divmod(packed // 4, len(DTYPES))
+        dtype, computed = divmod(dtypes, len(DTYPES))
         return cls(
             length=length,
             dtype=DTYPES[dtype],
+            computed=DTYPES[computed],
             weights=DTYPES[weights],
             rows_need_grad=packed & 2 > 0,
             weights_need_grad=packed & 1 > 0,
@@ -103,6 +114,8 @@ def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: i
         return Fault.ID_DTYPE, DTYPES.index(expert_ids.dtype), 0
     if not x.is_floating_point():
         return Fault.ROW_DTYPE, DTYPES.index(x.dtype), 0
+    if x.device != weights.device:
+        return Fault.ROW_DEVICE, 0, 0
     if not weights.is_floating_point():
         return Fault.WEIGHT_DTYPE, DTYPES.index(weights.dtype), 0
     return _given(x, weights)
@@ -165,6 +178,7 @@ def _given(rows: Tensor, weights: Tensor) -> Report:
     return Given(
         length=rows.shape[1],
         dtype=rows.dtype,
+        computed=autocast_dtype(rows),
         weights=weights.dtype,
         rows_need_grad=grad and rows.requires_grad,
         weights_need_grad=grad and weights.requires_grad,

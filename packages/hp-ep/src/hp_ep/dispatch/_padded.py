@@ -6,14 +6,13 @@ from typing import Any, Final, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._errors import ExpertConfigError
 from .._permutation import row_products
 from .._sizes import check_sizes
-from .._torch import run_function
+from .._torch import first_order, run_function
 from ._exchange import expert_axis
 from ._faults import REPORT_SIZE, check_overflow, check_routing, checks_data
 from ._host import read_tables
@@ -115,7 +114,7 @@ class Padded(OverlappingDispatcher):
 
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
         """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        reads = self._refuses or checks_data(x, self._terms.validate)
+        reads = self._refuses or checks_data(weights, self._terms.validate)
         if not reads:  # a peer would never hear of it
             raise_faults([check_routing(x, weights, expert_ids, self.num_experts)], None)
         ready = self._terms.prepare(x, weights, expert_ids)
@@ -200,7 +199,7 @@ class _FillRows(torch.autograd.Function):
         return F.pad(x, (0, 0, 0, 1)).index_select(0, tokens)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         places, kept = ctx.saved_tensors
         return _sum_kept(grads[0], places, kept, kept.to(grads[0].dtype)), None, None, None
@@ -225,7 +224,7 @@ class _SumChoices(torch.autograd.Function):
         return _sum_kept(rows, places, kept, weights.to(rows.dtype) * kept)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, tokens, slots, places, kept = ctx.saved_tensors
         grad = F.pad(grads[0], (0, 0, 0, 1)).index_select(0, tokens)

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Axis, Collectives
 
 from .._permutation import reorder
-from .._torch import run_function, run_pair
+from .._torch import first_order, run_function, run_pair
 from ._sorting import sort_slots
 from ._trip import Way
 
@@ -80,7 +79,7 @@ class _DepartSlots(torch.autograd.Function):
         return weights.new_zeros(()).expand(sum(way.receive or ()))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.way.end(), None, None
 
@@ -97,7 +96,7 @@ class _ArriveSlots(torch.autograd.Function):
         return bits.view(stand_in.dtype)[:, 0], places
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         way: Way = ctx.way
         way.begin(grads[0], back=True)

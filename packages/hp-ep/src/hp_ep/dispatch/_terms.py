@@ -40,7 +40,8 @@ class Terms:
         """
         found = check_routing(x, weights, expert_ids, self.num_experts)
         if found[0] != Fault.NONE:
-            x, weights = x.new_empty(0, 1), weights.new_empty(0, 1)
+            weights = weights.new_empty(0, 1)
+            x = weights.new_empty((0, 1), dtype=x.dtype)
             expert_ids = x.new_empty((0, 1), dtype=torch.int64)
         report = as_numbers(found, x.device)
         if checks_data(expert_ids, self.validate):

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Axis, Collectives, Work
 
-from .._torch import run_function
+from .._torch import first_order, run_function
 from ._host import Side
 
 
@@ -138,7 +137,7 @@ class _Depart(torch.autograd.Function):
         return x.new_zeros(())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.way.end(), None
 
@@ -150,7 +149,7 @@ class _Arrive(torch.autograd.Function):
         return way.end()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         way: Way = ctx.way
         way.begin(grads[0], back=True)

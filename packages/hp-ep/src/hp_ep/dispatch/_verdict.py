@@ -27,6 +27,7 @@ _TEXTS: dict[int, str] = {
     "{expected}; raise the capacity or drop what does not fit",
     Fault.COUNT_DTYPE: "counts are {dtype}; they must be torch.int64 or torch.int32",
     Fault.ROW_DTYPE: "the tokens or rows are {dtype}; they must be of a floating dtype",
+    Fault.ROW_DEVICE: "the tokens or rows are no tensor on the device of the layer",
     Fault.WEIGHT_DTYPE: "weights are {dtype}; they must be of a floating dtype",
 }
 
@@ -37,7 +38,7 @@ def raise_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | None) 
     """Raise a `RoutingError` that names every rank with a fault; without ``ranks`` names none.
 
     Also where no rank has a fault of its own, but they give rows of different length or dtype, or
-    weights of different dtype.
+    weights of different dtype, or only some of them are under autocast.
     """
     if any(kind != Fault.NONE for kind, _, _ in reports):
         raise describe_faults(reports, ranks)
@@ -46,6 +47,13 @@ def raise_faults(reports: Sequence[Sequence[int]], ranks: Sequence[int] | None) 
     every = [Given.read(given, packed) for _, given, packed in reports]
     rows = [f"{g.length} of {g.dtype}" for g in every]
     raise_unequal("rows of one length and dtype", rows, reports, ranks)
+    computed = [str(g.computed) for g in every]
+    raise_unequal(
+        "rows that autocast, on all ranks or on none, has computed in one dtype",
+        computed,
+        reports,
+        ranks,
+    )
     raise_unequal("weights of one dtype", [str(g.weights) for g in every], reports, ranks)
 
 

@@ -10,7 +10,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._errors import ExpertConfigError
 from ._losses import RoutingRecord
-from ._router import TopKRouter, as_axes
+from ._router import TopKRouter, as_axes, check_apart
 
 
 def collect_loads(
@@ -23,10 +23,11 @@ def collect_loads(
     Values are ``[num_experts]`` int64, keys the routers' names in ``model``. The loads are those of
     the backward passes since the last call. One all-reduce of all routers' loads together for each
     of ``axes``, by default those that the routers were told about. `ExpertConfigError` for a model
-    without routers, and for routers that were told about different axes.
+    without routers, for routers that were told about different axes, and for ``axes`` over ranks
+    that hold the same tokens.
     """
     routers = _routers(model)
-    over = _axes(routers) if axes is None else as_axes(axes)
+    over = _axes(routers) if axes is None else _given(axes, routers)
     used = next(iter(routers.values())).collectives if collectives is None else collectives
     loads = [router.counted_load().clone() for router in routers.values()]
     for axis in over:
@@ -85,7 +86,8 @@ class BalanceLoss:
 
     Raises:
         ExpertConfigError: The model has no router, its routers differ in experts or ``top_k``, or
-            they were told about different axes.
+            they were told about different axes, or ``axes`` are over ranks that hold the same
+            tokens.
 
     Example:
         >>> with BalanceLoss(model) as balance:
@@ -108,7 +110,7 @@ class BalanceLoss:
                 "and one top_k: make a BalanceLoss for each kind of layer"
             )
         self._routers = list(routers.values())
-        self._axes = _axes(routers) if axes is None else as_axes(axes)
+        self._axes = _axes(routers) if axes is None else _given(axes, routers)
         self._collectives = self._routers[0].collectives if collectives is None else collectives
 
     def __enter__(self) -> "BalanceLoss":
@@ -177,3 +179,9 @@ def _axes(routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
             f"routers count tokens over different axes, {names}; pass the axes of this model"
         )
     return next(iter(told.values()))
+
+
+def _given(axes: AxisMesh | Sequence[Axis], routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
+    for router in routers.values():
+        check_apart(axes, router.replicated_over)
+    return as_axes(axes)

@@ -53,7 +53,8 @@ class TopKRouter(KeepsDtype):
 
     Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
-    each sequence alone (arXiv 2412.19437, equations 17 to 20) and ``z_loss`` times the mean squared
+    each sequence alone (arXiv 2412.19437, equations 17 to 20; one without valid tokens counts in
+    the mean, with 0) and ``z_loss`` times the mean squared
     logarithm of the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient
     through the weights and are not returned. They are added to a loss that is summed over ranks;
     what else scales that loss scales them if it is in the attribute ``loss_scale`` when backward
@@ -197,9 +198,11 @@ class TopKRouter(KeepsDtype):
 
         ``sequence_axes`` are those of them on which ranks hold parts of the *same* sequences, as
         many on each: context parallel, and tensor parallel as above. ``sequence_loss`` makes one
-        more all-reduce for each of these. `ExpertConfigError` for one that is not among ``axes``.
+        more all-reduce for each of these. `ExpertConfigError` for one that is not among ``axes``,
+        and for axes over ranks that hold the same tokens (``replicated_over``).
         """
         over = as_axes(axes)
+        check_apart(axes, self.replicated_over)
         self.sequence_axes = check_axes(over, sequence_axes)
         self.token_axes = over
         if collectives is not None:
@@ -309,8 +312,9 @@ class TopKRouter(KeepsDtype):
         for axis in self.token_axes or ():
             if axis.ranks not in cut:  # the others have the same sequences
                 (total,) = self.collectives.all_reduce(axis, [total]).wait()
+        counts = counts.view(num_sequences, self.num_experts)  # a number of 0 leaves -1 undefined
         return sequence_balancing_share(
-            self._shares(scores), sequence_ids, counts.view(num_sequences, -1), total[0], self.top_k
+            self._shares(scores), sequence_ids, counts, total[0], self.top_k
         )
 
     def _shares(self, scores: Tensor) -> Tensor:
@@ -327,6 +331,26 @@ def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
             raise ExpertConfigError(f"token axes {axes!r} are not a mesh or a sequence of Axis")
         return tuple(axes)
     return tuple(Axis.of(axes, i) for i in range(axes.ndim))
+
+
+def check_apart(axes: AxisMesh | Sequence[Axis], alike: Axis | None) -> None:
+    """Raise an `ExpertConfigError` where ``axes`` split tokens over ranks of ``alike``.
+
+    Those hold the same tokens, so a sum over ``axes`` would count a token once for each of them.
+    Communicates nothing.
+    """
+    if alike is None:
+        return
+    split = [set(axis.ranks) for axis in as_axes(axes)]
+    if not isinstance(axes, Sequence):  # the axes together, of which each may have one such rank
+        split.append(set(torch.tensor(axes.mesh.tolist()).flatten().tolist()))
+    if any(len(ranks & set(alike.ranks)) > 1 for ranks in split):
+        names = [axis.name for axis in as_axes(axes)]
+        raise ExpertConfigError(
+            f"token axes {names} split tokens over {alike.name}={alike.size}, whose ranks cut "
+            "experts inside and hold the same tokens: loads and losses would count a token once "
+            f"for each; leave {alike.name} out of them, () where no other axis splits tokens"
+        )
 
 
 def check_axes(

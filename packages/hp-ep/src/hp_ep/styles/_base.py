@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -10,13 +11,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._errors import ExpertConfigError
-from .._experts import GroupedExperts
+from .._experts import GroupedExperts, SharedExperts
 from .._moe import MoE
 from .._parameters import check_alike, check_plain, replicate_parameters, split_experts
 from ..balance._placement import Placement
 from ..balance._replicas import ReplicaSum
+from ..balance._rows import check_same_placement
 from ..dispatch._protocol import TokenDispatcher
-from ..routing._router import TopKRouter, as_axes, check_axes
+from ..dispatch._terms import or_torch
+from ..routing._router import TopKRouter, as_axes, check_apart, check_axes
 from ._choose import make_dispatcher
 from ._inputs import check_different_tokens, comparison
 from ._split import Split
@@ -35,20 +38,22 @@ class BaseExpertParallel(ParallelStyle):
     Where experts are cut inside, the ranks of that axis hold the same tokens (or rows), and their
     parts are summed; gradients of everything before are the same on all of them.
 
-    Parameters become DTensors of the values that this rank has; nothing is communicated, so
+    Parameters become DTensors of the values that this rank has; no values are communicated, so
     initialise them alike on all ranks. Apply before FSDP.
 
     ``token_axes`` and ``sequence_axes`` go to `TopKRouter.split_tokens_over`; a `MoE` whose router
     needs the load of the whole batch needs them, ``()`` where no axis splits the tokens. Ranks that
     split experts must hold different tokens, or gradients of experts would count them once for
-    each rank: ``token_axes`` over which they would not are refused, and so is, in the first
+    each rank: ``token_axes`` over which they would not are refused, as are ``token_axes`` over
+    ranks that cut experts inside, which hold the same tokens, and so is, in the first
     training forward, an input that is the same on ranks of ``sequence_axes`` or ``sequence_mesh``,
     which are to hold parts of it. That forward makes one more small collective per axis.
-    ``placement`` says which experts live where; replicas' gradients are summed in backward, by one
-    all-to-all over the experts' axis. ``sequence_mesh`` is for tensor parallelism with whole
-    experts: the 1-D mesh over which the `MoE`'s input is sharded by sequence. Parameters of the
-    router and of the shared experts become DTensors replicated over it, whose gradients are
-    Partial: sums over its ranks are due.
+    ``placement`` says which experts live where; all ranks give the same, or none. They compare it
+    before anything changes, by one small all-gather per axis of the split. Replicas' gradients are
+    summed in backward, by one all-to-all over the experts' axis. ``sequence_mesh`` is for tensor
+    parallelism with whole experts: the 1-D mesh over which the `MoE`'s input is sharded by
+    sequence. Parameters of the router and of the shared experts become DTensors replicated over it,
+    whose gradients are Partial: sums over its ranks are due.
     """
 
     def __init__(
@@ -88,12 +93,26 @@ class BaseExpertParallel(ParallelStyle):
         on a module that has been distributed before, and for options that do not suit it; the
         module is then as it was.
         """
+        self.compare_placements(mesh)
         self.prepare(module, mesh)()
         return module
 
     # What torch's parallelize_module calls; it has no public name for it.
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.apply(module, device_mesh)
+
+    def compare_placements(self, mesh: DeviceMesh) -> None:
+        """Raise an `ExpertConfigError` on all ranks of ``mesh`` unless they have one placement.
+
+        One small all-gather over each axis that splits experts; none without a placement.
+        """
+        if self._placement is None:
+            return
+        split = self.split(mesh)
+        axes = [Axis.of(split.mesh, i) for i in range(split.mesh.ndim)]
+        # A layer may have no memory yet, so its device does not say where to communicate.
+        device = torch.device(mesh.device_type)
+        check_same_placement(self._placement, axes, device, or_torch(self._collectives))
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
         """Return what changes ``module``, once nothing about it is wrong; raises as `apply`."""
@@ -106,10 +125,14 @@ class BaseExpertParallel(ParallelStyle):
             f"expert parallelism takes a MoE or a GroupedExperts, not {type(module).__name__}"
         )
 
+    def replaced(self, layer: MoE) -> list[nn.Module]:
+        """Return the modules of ``layer`` whose parameters the style replaces by DTensors."""
+        return [layer.experts, *(_beside(layer) if self._sequence_mesh is not None else ())]
+
     def _prepare_layer(self, layer: MoE, split: Split) -> Callable[[], None]:
         split.check(layer.experts, self._placement)
         check_plain(layer.experts)
-        beside = [m for m in (layer.router, layer.shared_experts) if m is not None]
+        beside = _beside(layer)
         self._check_sequence_mesh(split)
         for module in beside:
             if self._sequence_mesh is not None:
@@ -118,7 +141,9 @@ class BaseExpertParallel(ParallelStyle):
                 check_alike(module, split.summed_over)
         token_axes = None if self._token_axes is None else as_axes(self._token_axes)
         sequence_axes = check_axes(token_axes or (), self._sequence_axes)
-        check_different_tokens(split.expert_axis, self._token_axes, layer.router.token_axes)
+        told = layer.router.token_axes if self._token_axes is None else self._token_axes
+        check_different_tokens(split.expert_axis, told)
+        check_apart(() if told is None else told, split.summed_over)
         _check_balance(layer.router, token_axes)
         _check_noise(layer.router, split.summed_over)
         given = None if isinstance(self._dispatcher, str) else self._dispatcher
@@ -199,6 +224,10 @@ class BaseExpertParallel(ParallelStyle):
             wrap_forward(experts, split, self._collectives)
 
         return change
+
+
+def _beside(layer: MoE) -> list[TopKRouter | SharedExperts]:
+    return [m for m in (layer.router, layer.shared_experts) if m is not None]
 
 
 def _check_noise(router: TopKRouter, alike: Axis | None) -> None:

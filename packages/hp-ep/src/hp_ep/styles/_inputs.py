@@ -14,16 +14,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_different_tokens(
-    expert_axis: Axis | None,
-    given: AxisMesh | Sequence[Axis] | None,
-    told: tuple[Axis, ...] | None,
+    expert_axis: Axis | None, axes: AxisMesh | Sequence[Axis] | None
 ) -> None:
     """Raise an `ExpertConfigError` where ranks that split experts would hold the same tokens.
 
-    ``given`` are the axes that split the tokens, ``told`` those that the router knew before. Of
-    several axes without their mesh nothing is known about their product. Communicates nothing.
+    ``axes`` split the tokens. Of several axes without their mesh nothing is known about their
+    product. Communicates nothing.
     """
-    axes = told if given is None else given
     if expert_axis is None or expert_axis.size == 1 or axes is None:
         return
     if not isinstance(axes, Sequence):
