@@ -89,7 +89,7 @@ class ContextParallelForward:
                 args, kwargs = call.rebuild(dict(zip(keys, whole, strict=True)))
                 return self._inner(*args, **kwargs)
 
-            return exchange_around(inner, (q, k, v), exchange_of(plan, seats), *dims)
+            return exchange_around(inner, (q, k, v), plan, exchange_of(plan, seats), *dims)
         kernel = choose_backend(
             settings.backend,
             plan.kernels,

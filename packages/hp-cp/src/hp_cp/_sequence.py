@@ -10,7 +10,7 @@ from hp_dtensor import AxisMesh, Collectives, all_gather
 
 from ._errors import InputError
 from ._intervals import overlaps
-from ._lineage import note_whole
+from ._lineage import note_anew
 from ._masks import MaskSpec, check_mask
 from ._seats import axes_of, place_of
 from ._torch import map_tensors, share_structure
@@ -46,7 +46,7 @@ def shard_sequence(
         return _Cut(dim, checked_chunks(layout, n, x.shape[dim], mask))
 
     cuts = map_tensors(cut_of, tree, _each_dim(tree, seq_dim))
-    return map_tensors(lambda x, cut: _cut(x, cut.chunks[rank], cut.dim), tree, cuts)
+    return map_tensors(lambda x, cut: note_anew(_cut(x, cut.chunks[rank], cut.dim)), tree, cuts)
 
 
 def unshard_sequence(
@@ -92,7 +92,7 @@ def unshard_sequence(
 
     def whole(x: Tensor, cut: _Cut) -> Tensor:
         gathered = _gather(x, mesh, lengths_of(cut.chunks), cut.dim, collectives)
-        return _sort_rows(note_whole(gathered), cut.chunks, cut.dim)
+        return _sort_rows(note_anew(gathered), cut.chunks, cut.dim)
 
     return map_tensors(whole, tree, map_tensors(cut_of, tree, _each_dim(tree, seq_dim)))
 

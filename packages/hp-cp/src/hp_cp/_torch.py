@@ -1,5 +1,7 @@
 """Names of torch that are not public, in one place."""
 
+import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -167,6 +169,18 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
         return grad
     total: Tensor = grad.unflatten(1, (x.shape[1], -1)).sum(2)
     return total
+
+
+def largest_output(node: Any) -> int:
+    """Return the number of elements of the largest tensor that a node of the graph returned.
+
+    ``Node._input_metadata`` (2.11 to 2.13), which has no public name. Nested tensors, which do not
+    say it there, count as large.
+    """
+    outputs = node._input_metadata
+    if any(output.is_nested_tensor or output.is_cpp_nested_tensor for output in outputs):
+        return sys.maxsize
+    return max((math.prod(output.shape) for output in outputs), default=0)
 
 
 def keep_eager(function: F) -> F:
