@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-# torch.utils._pytree (2.11 to 2.13): containers of tensors as trees. No public module yet; the
-# optree package has the same functions.
-from torch.utils._pytree import tree_map as _tree_map
-from torch.utils._pytree import tree_structure as _tree_structure
+# torch.utils._pytree (2.11 to 2.13), with which libraries register containers of tensors. No public
+# module yet; the optree package has the same functions.
+from torch.utils import _pytree
 
 # torch.compiler.disable (2.11 to 2.13) that loads the compiler with the first call, as torch's
 # optimizers have it. The public one loads it with this module.
@@ -188,13 +187,13 @@ def keep_eager(function: F) -> F:
     return cast(F, _disable(function))
 
 
-def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Return ``tree`` with ``function`` applied to every tensor and what ``others`` hold there."""
-    return _tree_map(
-        lambda leaf, *at: function(leaf, *at) if isinstance(leaf, Tensor) else leaf, tree, *others
-    )
+def pytree_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return what a value of a type that is registered with pytree holds, and what makes another.
 
-
-def share_structure(tree: Any, other: Any) -> bool:
-    """Return whether two trees are built of the same containers."""
-    return bool(_tree_structure(tree) == _tree_structure(other))
+    None for values of other types.
+    """
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda new: node.unflatten_fn(new, context)
