@@ -1,25 +1,34 @@
 """Sharding the sequence and putting it together again."""
 
 import math
-from typing import Any
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import register_pytree_node
 
 from hp_cp import (
     Contiguous,
     DegreeError,
+    Greedy,
     InputError,
     Layout,
     LayoutError,
     MaskSpec,
     PerDocument,
     Zigzag,
+    cp_loss,
     position_ids,
     shard_sequence,
+    shift_labels,
     unshard_sequence,
 )
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
@@ -171,7 +180,7 @@ def test_a_tensor_without_the_dim_is_refused() -> None:
         shard_sequence(torch.zeros(4), mesh, Contiguous(), 1)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", None, Zigzag])
+@pytest.mark.parametrize("layout", ["zigzag", Zigzag])
 def test_a_layout_that_is_none_is_refused_even_without_tensors(layout: Any) -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     mesh = door.mesh((2,), ("cp",))
@@ -254,3 +263,190 @@ def test_a_mesh_of_three_axes_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((1, 2, 2), ("dp", "cp", "u"))
     with pytest.raises(DegreeError, match=r"or of two, .*, got axes \['dp', 'cp', 'u'\]"):
         position_ids(mesh, Contiguous(), 8)
+
+
+class Named(NamedTuple):
+    """A tuple with names."""
+
+    x: Tensor
+    note: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A dataclass that is registered nowhere."""
+
+    x: Tensor
+    note: str = "text"
+
+
+class Registered:
+    """A type that pytree knows."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Opaque:
+    """A type that nothing knows."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+register_pytree_node(Registered, lambda r: ([r.x], None), lambda new, _: Registered(*new))
+
+X = torch.arange(16).view(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("tree", "find"),
+    [
+        ({"x": X}, lambda t: t["x"]),
+        (OrderedDict(x=X), lambda t: t["x"]),
+        (defaultdict(lambda: X, x=X), lambda t: t["x"]),
+        (UserDict(x=X), lambda t: t["x"]),
+        (MappingProxyType({"x": X}), lambda t: t["x"]),
+        (Batch(X), lambda t: t.x),
+        (Named(X, "text"), lambda t: t.x),
+        (Registered(X), lambda t: t.x),
+        (deque([X]), lambda t: t[0]),
+        ([UserDict(x=[Batch(X)])], lambda t: t[0]["x"][0].x),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_containers_keep_their_type_and_their_tensors_are_cut(
+    tree: Any, find: Callable[[Any], Tensor]
+) -> None:
+    def rank(rank: int, door: SimulatedCollectives) -> None:
+        mesh = door.mesh((2,), ("cp",))
+        mine = shard_sequence(tree, mesh, Zigzag(), 1)
+        whole = unshard_sequence(mine, mesh, Zigzag(), 1, collectives=door)
+        assert type(mine) is type(whole) is type(tree)
+        assert torch.equal(find(mine), X[:, list(Zigzag().indices(2, 8)[rank])])
+        assert torch.equal(find(whole), X)
+        assert torch.equal(find(tree), torch.arange(16).view(2, 8))
+
+    SimulatedWorld(2).run(rank)
+
+
+def test_the_dims_of_any_mapping_may_be_given_in_a_dict() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    mine = shard_sequence(UserDict(a=X, b=X.T), mesh, None, {"b": 0, "a": 1})
+    assert torch.equal(mine["a"], X[:, :4])
+    assert torch.equal(mine["b"], X.T[:4])
+
+
+class Fixed(Mapping[str, Any]):
+    """A mapping that is not made of a mapping."""
+
+    def __init__(self, *, x: Tensor) -> None:
+        self._x = x
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Return the tensor."""
+        if key != "x":
+            raise KeyError(key)
+        return self._x
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the one key."""
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        """Return one."""
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (X.numpy(), "type ndarray is no tensor and would not be cut"),
+        ({"x": X, "y": X.numpy()}, "type ndarray is no tensor and would not be cut"),
+        (Opaque(X), "type Opaque is no tensor and would not be cut"),
+        ([X, Opaque([X])], "type Opaque is no tensor and would not be cut"),
+        ({X}, "type set is no tensor and would not be cut"),
+        (UserList([X]), "type UserList is no tensor and would not be cut"),
+        ({"x": X}.values(), "type dict_values is no tensor and would not be cut"),
+        (iter([X]), "type list_iterator is no tensor and would not be cut"),
+        ({"x": [[1, 2, 3]]}, "type dict holds no tensor"),
+        (3, "3 holds no tensor"),
+        (Fixed(x=X), "type Fixed holds a container that cannot be made again"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_not_be_cut_is_refused(tree: Any, said: str) -> None:
+    def rank(_: int, door: SimulatedCollectives) -> None:
+        record = RecordingCollectives(door)
+        mesh = door.mesh((2,), ("cp",))
+        with pytest.raises(InputError, match=said):
+            shard_sequence(tree, mesh, Zigzag(), 1)
+        with pytest.raises(InputError, match=said):
+            unshard_sequence(tree, mesh, Zigzag(), 1, collectives=record)
+        assert record.by_axis == {}
+
+    SimulatedWorld(2).run(rank)
+
+
+def test_leaves_without_rows_pass() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    rest = {"name": "text", "n": 3, "size": X.numpy()[0, 0], "set": {1}, "range": range(3)}
+    mine = shard_sequence({"x": X, **rest}, mesh, Zigzag(), 1)
+    assert {key: mine[key] for key in rest} == rest
+    empty: list[Any] = [[], {}, None, [None, (None,)]]
+    for nothing in empty:
+        assert shard_sequence(nothing, mesh, Zigzag(), 1) == nothing
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Greedy(2)], ids=repr)
+def test_every_rank_gets_contiguous_tensors_with_memory_of_their_own(
+    layout: Layout, dim: int, n: int
+) -> None:
+    source = torch.arange(5 * 6 * 8).view(5, 6, 8).transpose(0, 1)
+    images = torch.zeros(1, 4, 7, 5).to(memory_format=torch.channels_last)
+
+    def rank(_: int, door: SimulatedCollectives) -> None:
+        mesh, mask = door.mesh((n,), ("cp",)), MaskSpec(causal=True)
+        for x in (source, images, source.contiguous()):
+            mine = shard_sequence(x, mesh, layout, dim, mask)
+            mine.view(-1)
+            assert mine.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+    SimulatedWorld(n).run(rank)
+
+
+def test_no_layout_is_contiguous() -> None:
+    def rank(rank: int, door: SimulatedCollectives) -> None:
+        mesh = door.mesh((2,), ("cp",))
+        mine = shard_sequence(X, mesh, None, 1)
+        assert torch.equal(mine, X[:, 4 * rank : 4 * rank + 4])
+        assert torch.equal(unshard_sequence(mine, mesh, None, 1, collectives=door), X)
+        assert position_ids(mesh, None, 8).tolist() == [*range(4 * rank, 4 * rank + 4)]
+
+    SimulatedWorld(2).run(rank)
+
+
+def helpers_of_dtensors(rank: int) -> list[str]:
+    mesh, said = cp_mesh(2), []
+    for placement in (Shard(1), Replicate()):
+        x = distribute_tensor(X, mesh, [placement])
+        one = DTensor.from_local(torch.ones(()), mesh, [Replicate()])
+        for call in (
+            lambda x=x: shard_sequence({"x": x}, mesh, Zigzag(), 1),
+            lambda x=x: unshard_sequence([x], mesh, Zigzag(), 1),
+            lambda x=x: shift_labels(x),
+            lambda one=one: cp_loss(one, 1, mesh),
+            lambda one=one: cp_loss(torch.ones(()), one.long(), mesh),
+        ):
+            with pytest.raises(InputError) as info:
+                call()
+            said.append(str(info.value))
+    return said
+
+
+def test_dtensors_are_refused_by_all_helpers(ranks: Any) -> None:
+    first, second = ranks(2).run(helpers_of_dtensors)
+    assert first == second
+    assert all("is a DTensor with (" in said and "to_local()" in said for said in first)

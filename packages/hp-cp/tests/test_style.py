@@ -137,7 +137,7 @@ def test_the_call_decides_the_mask_where_the_style_has_none(
 
 
 @pytest.mark.parametrize("degree", [None, 1])
-def test_the_styles_mask_goes_before_the_calls(degree: int | None) -> None:
+def test_the_styles_mask_goes_before_the_forwards_default(degree: int | None) -> None:
     outs = simulated(
         2,
         lambda door: ContextParallel(
@@ -147,7 +147,7 @@ def test_the_styles_mask_goes_before_the_calls(degree: int | None) -> None:
             mask=MaskSpec(causal=True),
             collectives=door,
         ),
-        lambda r, m: m(*(x.chunk(2, 1)[r] for x in TENSORS[:3]), is_causal=False),
+        lambda r, m: m(*(x.chunk(2, 1)[r] for x in TENSORS[:3])),
     )
     torch.testing.assert_close(torch.cat(outs, 1), expected(True), rtol=0, atol=1e-13)
 
@@ -358,14 +358,14 @@ def test_what_a_call_hands_on_to_sdpa_is_read_by_position_and_by_keyword(
             torch.testing.assert_close(result, reference[:, :, mine], rtol=0, atol=1e-13)
 
 
-def test_the_styles_mask_goes_before_an_is_causal_by_position() -> None:
+def test_an_is_causal_by_position_agrees_with_the_styles_mask() -> None:
     q, k, v, _ = inputs(4, 4, 12)
     outs = simulated(
         2,
         lambda door: ContextParallel(
             seq_dim=2, head_dim=1, ulysses_degree=1, mask=MaskSpec(causal=True), collectives=door
         ),
-        lambda r, m: m(*(x.chunk(2, 2)[r] for x in (q, k, v)), None, 0.0, False),
+        lambda r, m: m(*(x.chunk(2, 2)[r] for x in (q, k, v)), None, 0.0, True),
         PassingOn,
     )
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -206,7 +206,7 @@ def test_the_options_of_many_ranks_serve_one_rank_with_every_mask(options: dict[
             module, simulated_mesh((1,))
         )
         local = leaves(*tensors[:3])
-        out = rows(module(*map(rows, local), is_causal=mask is None))
+        out = rows(module(*map(rows, local), is_causal=mask is None or mask.causal))
         expected = single(tensors, mask or CAUSAL, dense_attention)
         for result, reference in zip(with_gradients(out, local, tensors[3]), expected, strict=True):
             torch.testing.assert_close(result, reference, rtol=0, atol=1e-13)

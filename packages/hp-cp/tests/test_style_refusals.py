@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hp_cp import BackendError, ContextParallel, DegreeError, InputError, LayoutError, Zigzag
+from hp_cp import (
+    BackendError,
+    ContextParallel,
+    DegreeError,
+    InputError,
+    LayoutError,
+    MaskSpec,
+    Zigzag,
+)
 from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh, inputs
@@ -419,3 +427,89 @@ def test_a_module_that_decides_by_itself_is_served_where_it_is_told() -> None:
     )
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-13)
+
+
+class TrueByDefault(nn.Module):
+    """Causal where it is not told."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+        """Return q."""
+        return q
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("module_of", "causal", "args", "options", "said"),
+    [
+        (Core, False, (), {"is_causal": True}, "is_causal=True"),
+        (Core, True, (), {"is_causal": False}, "is_causal=False"),
+        (PassingOn, True, (None, 0.0, False), {}, "is_causal=False"),
+        (PassingRest, False, (), {"is_causal": True}, "is_causal=True"),
+        (TrueByDefault, False, (), {}, "is_causal=True"),
+    ],
+)
+def test_a_call_that_contradicts_the_styles_mask_is_refused(
+    module_of: type[nn.Module],
+    causal: bool,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    said: str,
+    n: int,
+) -> None:
+    records = []
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        records.append(RecordingCollectives(door))
+        return ContextParallel(
+            seq_dim=1,
+            head_dim=2,
+            mask=MaskSpec(causal=causal, window=3),
+            collectives=records[-1],
+        )
+
+    def call(rank: int, module: nn.Module) -> str:
+        local = [x.chunk(n, 1)[rank] for x in TENSORS[:3]]
+        module(*local, *args[:2], is_causal=causal)
+        with pytest.raises(InputError) as info:
+            module(*local, *args, **options)
+        return str(info.value)
+
+    for text in simulated(n, style, call, module_of):
+        assert f"{said}, but the style has a mask of causal={causal}" in text
+
+
+class Gated(nn.Module):
+    """Attention and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 8).double()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        """Return the gated attention."""
+        out: Tensor = self.gate(Core()(q, k, v, is_causal=is_causal))
+        return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layout": Zigzag()}, {"ulysses_degree": 1}, {"mask": MaskSpec(causal=True)}],
+    ids=str,
+)
+def test_a_module_with_parameters_is_not_replaced_and_runs_where_its_own_forward_does(
+    options: dict[str, Any],
+) -> None:
+    torch.manual_seed(0)
+    gated = Gated()
+
+    def rank(rank: int, door: SimulatedCollectives) -> Tensor:
+        mesh, module = door.mesh((2,), ("cp",)), Gated()
+        module.load_state_dict(gated.state_dict())
+        with pytest.raises(InputError, match=r"has parameters, \['gate.weight', 'gate.bias'\]"):
+            ContextParallel(seq_dim=1, head_dim=2, collectives=door, **options).apply(module, mesh)
+        ContextParallel(seq_dim=1, head_dim=2, collectives=door).apply(module, mesh)
+        out: Tensor = module(*(x.chunk(2, 1)[rank] for x in TENSORS[:3]), is_causal=True)
+        return out
+
+    out = torch.cat(SimulatedWorld(2).run(rank), 1)
+    torch.testing.assert_close(out, gated(*TENSORS[:3], is_causal=True), rtol=0, atol=1e-12)

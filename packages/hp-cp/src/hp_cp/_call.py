@@ -49,11 +49,15 @@ class Call:
 
     def says(self, name: str) -> bool:
         """Return whether ``name`` was given, or has a default."""
-        if name in self.values:
-            return True
-        return any(
-            parameter.name == name
-            and (position in self.values or parameter.default is not parameter.empty)
+        return self.gives(name) or any(
+            parameter.name == name and parameter.default is not parameter.empty
+            for parameter in self.parameters
+        )
+
+    def gives(self, name: str) -> bool:
+        """Return whether ``name`` was given, by position or by name."""
+        return name in self.values or any(
+            parameter.name == name and position in self.values
             for position, parameter in enumerate(self.parameters)
         )
 

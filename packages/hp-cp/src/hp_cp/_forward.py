@@ -2,10 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hp_dtensor import AxisMesh
 
@@ -22,7 +21,14 @@ from ._inputs import (
     to_batch_first,
 )
 from ._masks import MaskSpec
-from ._options import as_sdpa, check_causal, check_options, check_others, check_replaceable
+from ._options import (
+    as_sdpa,
+    check_bare,
+    check_causal,
+    check_options,
+    check_others,
+    check_replaceable,
+)
 from ._planned import exchange_of, planned_attention
 from ._seats import Seats, seats_of
 from ._settings import Settings
@@ -36,14 +42,15 @@ class ContextParallelForward:
     """A module's forward over the ranks of a mesh; keeps nothing between calls."""
 
     def __init__(
-        self, inner: Callable[..., Any], mesh: AxisMesh, n: int, degree: int, settings: Settings
+        self, module: nn.Module, mesh: AxisMesh, n: int, degree: int, settings: Settings
     ) -> None:
-        """Take the place of ``inner`` on ``n`` ranks.
+        """Stand for the forward of ``module`` on ``n`` ranks.
 
-        Raises `InputError` where ``inner`` will not run and what it computes cannot be told from
-        its parameters, and `BackendError` for a backend that is not used or has no kernels for the
-        devices of ``mesh``.
+        Raises `InputError` where that will not run and what it computes cannot be told from its
+        arguments, or needs parameters of the module, and `BackendError` for a backend that is not
+        used or has no kernels for the devices of ``mesh``.
         """
+        inner = module.forward
         functools.update_wrapper(self, inner)
         self._inner = inner
         self._parameters = tuple(inspect.signature(inner).parameters.values())
@@ -53,6 +60,7 @@ class ContextParallelForward:
         in_order = degree == n and isinstance(settings.layout, Contiguous)
         self._runs_inner = in_order and settings.mask is None
         if not self._runs_inner:
+            check_bare(module)
             self._parameters = as_sdpa(self._parameters, settings)
             check_replaceable(self._parameters, settings)
             check_device(settings.backend, mesh)
@@ -89,7 +97,7 @@ class ContextParallelForward:
                 args, kwargs = call.rebuild(dict(zip(keys, whole, strict=True)))
                 return self._inner(*args, **kwargs)
 
-            return exchange_around(inner, (q, k, v), exchange_of(plan, seats), *dims)
+            return exchange_around(inner, (q, k, v), plan, exchange_of(plan, seats), *dims)
         kernel = choose_backend(
             settings.backend,
             plan.kernels,

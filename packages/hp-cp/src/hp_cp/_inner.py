@@ -7,14 +7,21 @@ from torch import Tensor
 
 from ._errors import InputError
 from ._inputs import from_batch_first, to_batch_first
+from ._lineage import note_rows
 from ._repeats import repeat_heads
 from ._ulysses import Exchange, heads_to_rows, rows_to_heads
+from .plans._plan import AttentionPlan
 
 Forward = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 def exchange_around(
-    forward: Forward, qkv: tuple[Tensor, ...], exchange: Exchange, seq_dim: int, head_dim: int
+    forward: Forward,
+    qkv: tuple[Tensor, ...],
+    plan: AttentionPlan,
+    exchange: Exchange,
+    seq_dim: int,
+    head_dim: int,
 ) -> Any:
     """Return what ``forward`` returns for the whole sequence of this rank's heads, as local rows.
 
@@ -45,7 +52,8 @@ def exchange_around(
     def back(value: Any) -> Any:
         if not has_rows(value):
             return value
-        return from_batch_first(heads_to_rows(to_batch_first(value, *dims), exchange), *dims)
+        mine = heads_to_rows(to_batch_first(value, *dims), exchange)
+        return from_batch_first(note_rows(mine, plan), *dims)
 
     if isinstance(result, tuple) and hasattr(result, "_fields"):
         return type(result)(*map(back, result))

@@ -1,9 +1,8 @@
 """Whether the rows of a call come from an attention that took them for those of another cut.
 
-A layout that follows the mask cuts the sequence in another way for another mask. Layers of one
-model share their rows, so that the second of two such layers would attend the wrong pairs. The
-graph of gradients tells what a layer's rows were made of; ranks build equal graphs and raise
-together.
+Layers of one model share their rows, so that a layer with another cut than the one before it would
+attend the wrong pairs. The graph of gradients tells what a layer's rows were made of; ranks build
+equal graphs and raise together.
 """
 
 from collections import deque
@@ -14,58 +13,99 @@ import torch
 from torch import Tensor
 
 from ._errors import LayoutError
+from ._intervals import joined
 from ._masks import MaskSpec
-from .layouts._fixed import Contiguous, Zigzag
-from .layouts._pinned import Pinned
+from ._torch import largest_output
 from .plans._plan import AttentionPlan
 
 _NODES = 10_000  # of the graph that are looked at; the layer before is some tens away
+_ANEW = "hp_cuts_anew"  # in the metadata of a node that returns whole sequences or new rows of them
+_TELLING = 4  # rows per rank from which on a summary of them is told from them by its size
 
 
 class Origin(NamedTuple):
-    """What a node of the graph returns: rows as a plan cuts them, or whole sequences (None)."""
+    """What a node of the graph returns: rows as a plan cuts them."""
 
-    plan: AttentionPlan | None
+    plan: AttentionPlan
 
 
 def check_lineage(tensors: Sequence[Tensor], plan: AttentionPlan) -> None:
     """Raise `LayoutError` where an attention with another cut made the rows of ``tensors``.
 
-    Looks at nothing for layouts that all masks share, and sees nothing without gradients.
+    For each tensor the nearest attention over a sequence of this length counts: those before it
+    were seen when it was made. What holds less than two rows, as a summary of another sequence,
+    brings no rows, and what was gathered or sharded since may be cut in another way. Sees nothing
+    without gradients.
     """
-    if plan.n == 1 or isinstance(plan.layout, (Contiguous, Zigzag, Pinned)):
+    if plan.n == 1 or _find_other(tensors, plan) is None:  # sizes cost more than all the rest
         return
-    waiting: deque[Any] = deque(x.grad_fn for x in tensors if x.grad_fn is not None)
-    seen: set[Any] = set()
-    while waiting and len(seen) < _NODES:
-        node = waiting.popleft()
-        if node in seen:
-            continue
-        seen.add(node)
-        origin = getattr(node, "origin", None)
-        if not isinstance(origin, Origin):
-            waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
-        elif origin.plan is not None:  # the nearest: those before it were seen when it was made
-            _check_cut(origin.plan, plan)
-            return
+    rows, size = min(plan.lengths), max(x.numel() for x in tensors)
+    least = 2 * size / rows if rows >= _TELLING else 0  # a share of the rows, the same on all ranks
+    if (before := _find_other(tensors, plan, least)) is not None:
+        raise LayoutError(
+            f"q, k or v was made of rows that {before.layout!r} cut by {_brief(before.mask)}, but "
+            f"{plan.layout!r} cuts otherwise by {_brief(plan.mask)} here; layers of one model "
+            f"share one cut: give every layer {_remedy(before, plan)}, or unshard the rows and "
+            f"shard them again in between"
+        )
 
 
-def note_whole(x: Tensor) -> Tensor:
-    """Return ``x``, which was gathered: what is cut of it later may be cut in another way."""
-    if not torch.compiler.is_compiling() and x.grad_fn is not None:
-        node: Any = x.grad_fn  # of a function written in Python, which takes attributes
-        node.origin = Origin(None)
+def note_rows(x: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return ``x``, what a function written in Python returned, as rows that ``plan`` cuts."""
+    if x.grad_fn is not None:
+        node: Any = x.grad_fn
+        node.origin = Origin(plan)
     return x
 
 
-def _check_cut(before: AttentionPlan, plan: AttentionPlan) -> None:
-    same = (before.n, before.seq_len) == (plan.n, plan.seq_len)
-    if same and before.chunks != plan.chunks:
-        raise LayoutError(
-            f"q, k or v was made of rows that {before.layout!r} cut by {_brief(before.mask)}, but "
-            f"{plan.layout!r} cuts by {_brief(plan.mask)} here; layers of one model share one cut: "
-            f"give every layer Pinned({plan.layout!r}, mask), with the mask that cut the sequence"
-        )
+def note_anew(x: Tensor) -> Tensor:
+    """Return ``x``, which was gathered or sharded: it is cut otherwise than what made it."""
+    if not torch.compiler.is_compiling() and x.grad_fn is not None:
+        node: Any = x.grad_fn
+        node.metadata[_ANEW] = True
+    return x
+
+
+def _find_other(
+    tensors: Sequence[Tensor], plan: AttentionPlan, least: float | None = None
+) -> AttentionPlan | None:
+    """Return the plan of a nearest attention where its cut is not that of ``plan``.
+
+    With ``least``, follows no tensors of fewer elements, and none that were gathered or sharded.
+    """
+    seen: set[Any] = set()  # also by the walk from another tensor, which tells the rest
+    for x in tensors:
+        waiting: deque[Any] = deque([x.grad_fn])
+        while waiting and len(seen) < _NODES:
+            node = waiting.popleft()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if least is not None and (largest_output(node) < least or _ANEW in node.metadata):
+                continue
+            origin = getattr(node, "origin", None)
+            if not isinstance(origin, Origin):
+                waiting.extend(parent for parent, _ in node.next_functions)
+            elif (origin.plan.n, origin.plan.seq_len) == (plan.n, plan.seq_len):
+                if not _cuts_alike(origin.plan, plan):
+                    return origin.plan
+                break
+    return None
+
+
+def _cuts_alike(a: AttentionPlan, b: AttentionPlan) -> bool:
+    if a.chunks is b.chunks or a.chunks == b.chunks:
+        return True
+    return [joined(held) for held in a.chunks] == [joined(held) for held in b.chunks]
+
+
+def _remedy(before: AttentionPlan, plan: AttentionPlan) -> str:
+    if before.layout == plan.layout:
+        return f"Pinned({plan.layout!r}, mask), with the mask that cut the sequence"
+    return (
+        "the layout that cut the sequence, as Pinned(layout, mask) where it follows the mask that "
+        "cut it"
+    )
 
 
 def _brief(mask: MaskSpec) -> str:

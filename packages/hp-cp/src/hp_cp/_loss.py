@@ -8,7 +8,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 from ._errors import InputError, described
 from ._masks import MaskSpec, check_mask
 from ._seats import check_mesh
-from ._sequence import checked_dim
+from ._sequence import check_local, checked_dim
 
 IGNORED = -100  # what torch.nn.functional.cross_entropy leaves out by default
 
@@ -53,6 +53,8 @@ def cp_loss(
             f"loss_sum must be a tensor, got {described(loss_sum)}; use cross_entropy(..., "
             f"reduction='sum')"
         )
+    check_local("loss_sum", loss_sum)
+    check_local("n_tokens", n_tokens)
     check_mesh(loss_mesh)
     _check_count(n_tokens)
     door: Collectives = TorchCollectives() if collectives is None else collectives

@@ -4,8 +4,11 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from ._call import Call, Key
 from ._errors import InputError, described
+from ._masks import MaskSpec
 from ._settings import Settings
 
 _HONOURED = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -41,6 +44,17 @@ def check_replaceable(parameters: Sequence[inspect.Parameter], settings: Setting
         raise InputError(
             f"this module's forward has the defaults {meant}, which have no meaning for the "
             f"attention that replaces it; make them None, False or 0, or {ways_out}"
+        )
+
+
+def check_bare(module: nn.Module) -> None:
+    """Raise `InputError` for a module with parameters, which a replaced forward would not use."""
+    if names := [name for name, _ in module.named_parameters()]:
+        raise InputError(
+            f"this module has parameters, {names[:4]}, so that its forward does more than the "
+            f"attention that replaces it; give the style a module of the attention alone, call "
+            f"context_parallel_attention in the forward, or use ulysses_degree=None with "
+            f"Contiguous and no mask, which run the forward itself"
         )
 
 
@@ -83,8 +97,12 @@ def as_sdpa(
 
 
 def check_causal(call: Call, settings: Settings) -> None:
-    """Raise `InputError` where neither the style nor the call says whether attention is causal."""
+    """Raise `InputError` where style and call do not say, or not alike, if attention is causal.
+
+    A default of False says nothing where the style has a mask.
+    """
     if settings.mask is not None:
+        _check_agrees(call, settings.mask)
         return
     if not call.says("is_causal"):
         raise InputError(
@@ -96,6 +114,18 @@ def check_causal(call: Call, settings: Settings) -> None:
         raise InputError(
             f"is_causal={described(given)} is no bool; pass True or False, or give the style a "
             f"mask, MaskSpec(causal=...)"
+        )
+
+
+def _check_agrees(call: Call, mask: MaskSpec) -> None:
+    given = call.option("is_causal")
+    if given is None or (given is False and not call.gives("is_causal")):
+        return
+    if given is not mask.causal:
+        raise InputError(
+            f"is_causal={described(given)}, but the style has a mask of causal={mask.causal}; call "
+            f"with is_causal={mask.causal}, or give the style a mask of MaskSpec(causal="
+            f"{not mask.causal})"
         )
 
 

@@ -1,58 +1,60 @@
 """Cut tensors along the sequence, put them together again, and say which positions are here."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh, Collectives, all_gather
 
 from ._errors import InputError
 from ._intervals import overlaps
-from ._lineage import note_whole
+from ._lineage import note_anew
 from ._masks import MaskSpec, check_mask
+from ._nested import check_tree, each_tensor, map_tensors, share_structure
 from ._seats import axes_of, place_of
-from ._torch import map_tensors, share_structure
+from .layouts._fixed import Contiguous
 from .layouts._interface import Chunks, Layout, check_layout, in_global_order, lengths_of
 from .plans._checks import checked_chunks
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Where a tensor is cut: the dim, and the positions of each rank."""
-
-    dim: int
-    chunks: Chunks
-
-
 def shard_sequence(
-    tree: Any, mesh: AxisMesh, layout: Layout, seq_dim: Any, mask: MaskSpec | None = None
+    tree: Any, mesh: AxisMesh, layout: Layout | None, seq_dim: Any, mask: MaskSpec | None = None
 ) -> Any:
     """Return ``tree`` with every tensor cut to this rank's positions along ``seq_dim``.
 
-    Tensors hold the whole sequence, the same on every rank; containers keep their type, other
-    leaves pass. ``seq_dim`` is an int, or where tensors have the sequence in different dims a tree
-    of ints, built as ``tree`` is. Results are new tensors or views; communicates nothing. Raises
-    `InputError` for a tensor without that dim and a ``seq_dim`` that is neither, and `LayoutError`
-    for a layout that is no `Layout`, needs the mask or makes no partition, and for a mask of
-    another length.
+    Tensors hold the whole sequence, the same on every rank. They may lie in lists, tuples,
+    mappings, dataclasses and types that are registered with torch's pytree, which keep their type;
+    other leaves pass. ``layout=None`` means `Contiguous`. ``seq_dim`` is an int, or where tensors
+    have the sequence in different dims a tree of ints, built as ``tree`` is. Results are
+    contiguous tensors with memory of their own, on every rank, also where there is only one.
+    Communicates nothing. Raises `InputError` for DTensors, arrays that are no tensors, containers
+    of other types that hold tensors, a tree of values without any tensor, a tensor without that dim
+    and a ``seq_dim`` that is neither, and `LayoutError` for a layout that is no `Layout`, needs the
+    mask or makes no partition, and for a mask of another length.
     """
     n, rank = place_of(mesh)
+    layout = Contiguous() if layout is None else layout
     check_layout(layout)
 
-    def cut_of(x: Tensor, seq_dim: object) -> _Cut:
-        dim = checked_dim(x, seq_dim)
-        return _Cut(dim, checked_chunks(layout, n, x.shape[dim], mask))
+    def chunks_of(x: Tensor, dim: int) -> Chunks:
+        return checked_chunks(layout, n, x.shape[dim], mask)
 
-    cuts = map_tensors(cut_of, tree, _each_dim(tree, seq_dim))
-    return map_tensors(lambda x, cut: _cut(x, cut.chunks[rank], cut.dim), tree, cuts)
+    def cut(x: Tensor, seq_dim: int) -> Tensor:
+        dim = checked_dim(x, seq_dim)
+        return note_anew(_cut(x, chunks_of(x, dim)[rank], dim))
+
+    dims = _each_dim(tree, seq_dim)
+    for x, dim in each_tensor(tree, dims):
+        chunks_of(x, checked_dim(x, dim))
+    return map_tensors(cut, tree, dims)
 
 
 def unshard_sequence(
     tree: Any,
     mesh: AxisMesh,
-    layout: Layout,
+    layout: Layout | None,
     seq_dim: Any,
     mask: MaskSpec | None = None,
     *,
@@ -72,14 +74,14 @@ def unshard_sequence(
     seen on that rank only.
     """
     n, rank = place_of(mesh)
+    layout = Contiguous() if layout is None else layout
     check_layout(layout)
     if mask is not None:
         check_mask(mask)
     ends = None if mask is None else mask.cu_seqlens
     given = ends[-1] if ends is not None and seq_len is None else seq_len
 
-    def cut_of(x: Tensor, seq_dim: object) -> _Cut:
-        dim = checked_dim(x, seq_dim)
+    def chunks_of(x: Tensor, dim: int) -> Chunks:
         length = x.shape[dim] * n if given is None else given
         chunks = checked_chunks(layout, n, length, mask)
         if x.shape[dim] != lengths_of(chunks)[rank]:
@@ -88,18 +90,23 @@ def unshard_sequence(
                 f"S={length}) gives rank {rank}, {lengths_of(chunks)[rank]}; give seq_len where "
                 f"ranks hold unequal lengths"
             )
-        return _Cut(dim, chunks)
+        return chunks
 
-    def whole(x: Tensor, cut: _Cut) -> Tensor:
-        gathered = _gather(x, mesh, lengths_of(cut.chunks), cut.dim, collectives)
-        return _sort_rows(note_whole(gathered), cut.chunks, cut.dim)
+    def whole(x: Tensor, seq_dim: int) -> Tensor:
+        dim = checked_dim(x, seq_dim)
+        chunks = chunks_of(x, dim)
+        gathered = _gather(x, mesh, lengths_of(chunks), dim, collectives)
+        return _sort_rows(note_anew(gathered), chunks, dim)
 
-    return map_tensors(whole, tree, map_tensors(cut_of, tree, _each_dim(tree, seq_dim)))
+    dims = _each_dim(tree, seq_dim)
+    for x, dim in each_tensor(tree, dims):  # all of them before the first is gathered
+        chunks_of(x, checked_dim(x, dim))
+    return map_tensors(whole, tree, dims)
 
 
 def position_ids(
     mesh: AxisMesh,
-    layout: Layout,
+    layout: Layout | None,
     seq_len: int,
     mask: MaskSpec | None = None,
     *,
@@ -111,7 +118,7 @@ def position_ids(
     `LayoutError` as `shard_sequence` does.
     """
     n, rank = place_of(mesh)
-    chunks = checked_chunks(layout, n, seq_len, mask)
+    chunks = checked_chunks(Contiguous() if layout is None else layout, n, seq_len, mask)
     documents = (range(seq_len),) if mask is None else mask.documents(seq_len)
     parts = []
     for _, i, part in overlaps(chunks[rank], documents):
@@ -121,10 +128,8 @@ def position_ids(
 
 
 def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:
-    parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+    parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks] or [x.narrow(dim, 0, 0)]
+    return torch.cat(parts, dim).contiguous()  # which is a copy of a single part too
 
 
 def _gather(
@@ -148,7 +153,8 @@ def _sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
 
 
 def _each_dim(tree: Any, seq_dim: Any) -> Any:
-    """Return a tree of dims for ``tree``."""
+    """Return a tree of dims for ``tree``, all of whose tensors are found."""
+    check_tree(tree)
     if type(seq_dim) is int:
         return map_tensors(lambda x: seq_dim, tree)
     if not share_structure(tree, seq_dim):
@@ -160,10 +166,23 @@ def _each_dim(tree: Any, seq_dim: Any) -> Any:
 
 
 def checked_dim(x: Tensor, seq_dim: object) -> int:
-    """Return the dim of ``x`` that ``seq_dim`` means, or raise `InputError` where there is none."""
+    """Return the dim of ``x`` that ``seq_dim`` means, or raise `InputError` where there is none.
+
+    A DTensor is refused.
+    """
+    check_local("the tensor", x)
     if type(seq_dim) is not int or not -x.ndim <= seq_dim < x.ndim:
         raise InputError(
             f"a tensor of shape {tuple(x.shape)} has no dim {seq_dim!r} for the sequence; use one "
             f"of {list(range(-x.ndim, x.ndim))}"
         )
     return seq_dim % x.ndim
+
+
+def check_local(name: str, x: object) -> None:
+    """Raise `InputError` for a DTensor."""
+    if isinstance(x, DTensor):
+        raise InputError(
+            f"{name} is a DTensor with {x.placements}; pass a plain tensor, as x.to_local() of "
+            f"this rank's part or x.full_tensor() of the whole"
+        )

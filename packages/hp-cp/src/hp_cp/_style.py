@@ -35,12 +35,14 @@ class ContextParallel(ParallelStyle):
     ``[batch, heads, rows, size]``, as ``scaled_dot_product_attention`` takes them, and 1 and 2 for
     ``[batch, rows, heads, size]``. They have no default: no shape tells one from the other.
 
-    ``ulysses_degree``: None exchanges sequence for heads over all ranks of a mesh of one axis, or
+    ``ulysses_degree``: None, the default here where that of `context_parallel_attention` is 1,
+    exchanges sequence for heads over all ranks of a mesh of one axis, or
     the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
     heads and the ``schedule`` brings keys and values across the ``n / k`` groups.
     ``load_balance``, for rows that lie `Contiguous` under ``ulysses_degree=1``, swaps the second
     half of each rank's queries with rank ``n - 1 - r`` and the result back, so that causal work is
-    equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``.
+    equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``; a mask
+    must agree with an ``is_causal`` that the call gives, and with a default of True.
     ``seq_len`` is the length of the whole sequence; None means that of DTensors over the mesh, else
     the local length times the axis size, so give it where ranks call with unequal lengths of plain
     tensors.
@@ -48,14 +50,19 @@ class ContextParallel(ParallelStyle):
     The module's own forward runs only where Ulysses over all ranks, `Contiguous` and ``mask=None``
     meet: it then gets the whole sequence of its heads and every other argument untouched, and
     outputs that are shaped like its q, alone or in a tuple or list, are exchanged back. Elsewhere
-    `context_parallel_attention`, with the call's ``scale``, replaces it. What a replaced forward
-    takes as ``*args`` is read in the order of ``scaled_dot_product_attention``; one that hands on
-    what it gets must be told ``is_causal``, as a bool, by position or by name.
+    `context_parallel_attention`, with the call's ``scale``, replaces it, and the body of the
+    module's forward is not run: a scale of its own, dropout, normalisation of q and k, a transposed
+    output or whatever else it does are lost, without an error. Do that around the core module, pass
+    the scale in the call, or call `context_parallel_attention` in the forward instead of applying
+    the style. A module with parameters is refused. What a replaced forward takes as ``*args`` is
+    read in the order of ``scaled_dot_product_attention``; one that hands on what it gets must be
+    told ``is_causal``, as a bool, by position or by name.
 
     Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
-    cannot honour, an ``is_causal`` that is no bool where there is no mask, and queries and keys of
-    different lengths, and `LayoutError` where gradients lead from these rows to an attention that
-    took them for those of another cut (see `Pinned`); before any communication. A local
+    cannot honour, an ``is_causal`` that is no bool where there is no mask, or not that of the mask,
+    and queries and keys of different lengths, and `LayoutError` where gradients lead from these
+    rows to an attention that took them for those of another cut (see `Pinned`); before any
+    communication. A local
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
@@ -131,7 +138,7 @@ class ContextParallel(ParallelStyle):
         than two axes or a degree that its size does not allow, and `InputError` for a module that
         is context parallel already, which one that the style left as it is on one rank is not, and
         for one whose forward is to be replaced and has no ``is_causal`` where the style has no
-        mask, or defaults that would be lost.
+        mask, or defaults or parameters of the module that would be lost.
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
         settings, (n, _) = self.settings, place_of(mesh)
@@ -144,7 +151,7 @@ class ContextParallel(ParallelStyle):
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
         if n > 1 or settings.mask is not None:
-            forward = ContextParallelForward(module.forward, mesh, n, degree, settings)
+            forward = ContextParallelForward(module, mesh, n, degree, settings)
             if not forward.runs_inner:
                 seats.across.connect(device_of(mesh))
             module.forward = forward

@@ -1,15 +1,16 @@
 """Names of torch that are not public, in one place."""
 
+import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-# torch.utils._pytree (2.11 to 2.13): containers of tensors as trees. No public module yet; the
-# optree package has the same functions.
-from torch.utils._pytree import tree_map as _tree_map
-from torch.utils._pytree import tree_structure as _tree_structure
+# torch.utils._pytree (2.11 to 2.13), with which libraries register containers of tensors. No public
+# module yet; the optree package has the same functions.
+from torch.utils import _pytree
 
 # torch.compiler.disable (2.11 to 2.13) that loads the compiler with the first call, as torch's
 # optimizers have it. The public one loads it with this module.
@@ -169,18 +170,30 @@ def _summed(grad: Tensor, x: Tensor) -> Tensor:
     return total
 
 
+def largest_output(node: Any) -> int:
+    """Return the number of elements of the largest tensor that a node of the graph returned.
+
+    ``Node._input_metadata`` (2.11 to 2.13), which has no public name. Nested tensors, which do not
+    say it there, count as large.
+    """
+    outputs = node._input_metadata
+    if any(output.is_nested_tensor or output.is_cpp_nested_tensor for output in outputs):
+        return sys.maxsize
+    return max((math.prod(output.shape) for output in outputs), default=0)
+
+
 def keep_eager(function: F) -> F:
     """Return ``function`` as one that compilers call as it is, without a look inside."""
     return cast(F, _disable(function))
 
 
-def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Return ``tree`` with ``function`` applied to every tensor and what ``others`` hold there."""
-    return _tree_map(
-        lambda leaf, *at: function(leaf, *at) if isinstance(leaf, Tensor) else leaf, tree, *others
-    )
+def pytree_node(value: object) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return what a value of a type that is registered with pytree holds, and what makes another.
 
-
-def share_structure(tree: Any, other: Any) -> bool:
-    """Return whether two trees are built of the same containers."""
-    return bool(_tree_structure(tree) == _tree_structure(other))
+    None for values of other types.
+    """
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda new: node.unflatten_fn(new, context)

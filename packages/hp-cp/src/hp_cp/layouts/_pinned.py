@@ -12,9 +12,9 @@ class Pinned(Layout):
 
     `Greedy`, `PerDocument` and `Auto` cut by the mask that they are given, so that a model whose
     layers have several masks, as windows in some and none in others, must cut by one of them and
-    give every layer that same cut. Attention refuses rows that another layer took for those of
-    another cut, where there are gradients to tell. Raises `LayoutError` for what is no layout or
-    mask.
+    give every layer that same cut. Attention with any layout refuses rows that another layer took
+    for those of another cut, where there are gradients to tell. Raises `LayoutError` for what is no
+    layout or mask.
     """
 
     layout: Layout

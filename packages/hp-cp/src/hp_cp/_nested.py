@@ -1,0 +1,165 @@
+"""Find and replace the tensors in what a model reads."""
+
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ._errors import InputError, described
+from ._torch import pytree_node
+
+_PLAIN = (dict, OrderedDict, defaultdict, list, tuple)  # which pytree knows too
+_PASSING = (str, bytes, bytearray, range)  # hold no tensors
+
+
+class _Node(NamedTuple):
+    """A container: its kind, what it holds by name or place, and what makes another of it."""
+
+    kind: object
+    items: dict[Any, Any]
+    rebuild: Callable[[dict[Any, Any]], Any]
+
+
+def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Return ``tree`` with every tensor replaced by what ``function`` makes of it, in order.
+
+    ``function`` also gets what ``others``, which are built alike, hold there. Looks into lists,
+    tuples, mappings, dataclasses and the types that are registered with torch's pytree; other
+    values stay as they are.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree, *others)
+    node = _node_of(tree)
+    if node is None:
+        return tree
+    held = [_items_of(other) for other in others]
+    return node.rebuild(
+        {
+            key: map_tensors(function, item, *(items[key] for items in held))
+            for key, item in node.items.items()
+        }
+    )
+
+
+def each_tensor(tree: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield every tensor of ``tree`` and what ``others`` hold there."""
+    if isinstance(tree, Tensor):
+        yield (tree, *others)
+    elif (node := _node_of(tree)) is not None:
+        held = [_items_of(other) for other in others]
+        for key, item in node.items.items():
+            yield from each_tensor(item, *(items[key] for items in held))
+
+
+def share_structure(tree: Any, other: Any) -> bool:
+    """Return whether two trees are built of the same containers; all mappings are alike."""
+    node, like = _node_of(tree), _node_of(other)
+    if node is None or like is None:
+        return node is like
+    return (
+        node.kind == like.kind
+        and node.items.keys() == like.items.keys()
+        and all(share_structure(item, like.items[key]) for key, item in node.items.items())
+    )
+
+
+def check_tree(tree: Any) -> None:
+    """Raise `InputError` for a tree whose tensors would not all be found, or not be put back.
+
+    Without any tensor it may hold nothing but None.
+    """
+    leaves = list(_leaves(tree))
+    for leaf in leaves:
+        if _hides_tensors(leaf):
+            raise InputError(
+                f"{described(leaf)} is no tensor and would not be cut; give tensors (of an array: "
+                f"torch.from_numpy), alone or in lists, tuples, mappings, dataclasses or types "
+                f"registered with torch.utils._pytree"
+            )
+    given = [leaf for leaf in leaves if leaf is not None]
+    if given and not any(isinstance(leaf, Tensor) for leaf in given):
+        raise InputError(
+            f"{described(tree)} holds no tensor, so that nothing would be cut; give tensors, "
+            f"alone or in lists, tuples, mappings or dataclasses"
+        )
+    try:
+        map_tensors(lambda x: x, tree)
+    except (TypeError, AttributeError) as error:
+        raise InputError(
+            f"{described(tree)} holds a container that cannot be made again: {error}; give a dict "
+            f"of its tensors"
+        ) from error
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    node = None if isinstance(tree, Tensor) else _node_of(tree)
+    if node is None:
+        yield tree
+    else:
+        for item in node.items.values():
+            yield from _leaves(item)
+
+
+def _hides_tensors(leaf: object) -> bool:
+    """Return whether a value that is no known container holds tensors or is an array."""
+    if leaf is None or isinstance(leaf, (Tensor, type, *_PASSING)):
+        return False
+    if hasattr(leaf, "__array__") and hasattr(leaf, "ndim"):
+        return bool(leaf.ndim != 0)
+    if isinstance(leaf, Iterator):
+        return True
+    inside = [*getattr(leaf, "__dict__", {}).values()]
+    if isinstance(leaf, Iterable):
+        inside += leaf
+    return any(isinstance(item, Tensor) or _is_tree(item) for item in inside)
+
+
+def _is_tree(value: object) -> bool:
+    return not isinstance(value, Tensor) and any(True for _ in each_tensor(value))
+
+
+def _items_of(value: Any) -> dict[Any, Any]:
+    node = _node_of(value)
+    return {} if node is None else node.items
+
+
+def _node_of(value: Any) -> _Node | None:
+    kind = type(value)
+    if kind not in _PLAIN and (found := pytree_node(value)) is not None:
+        children, again = found
+        return _Node(kind, dict(enumerate(children)), lambda new: again(list(new.values())))
+    if isinstance(value, Mapping):
+        return _Node(Mapping, dict(value.items()), lambda new: _mapping_like(value, new))
+    if isinstance(value, (list, tuple)):
+        return _Node(kind, dict(enumerate(value)), lambda new: _sequence_like(value, new))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _Node(kind, items, lambda new: _fields_like(value, new))
+    return None
+
+
+def _mapping_like(value: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return new
+    if not isinstance(value, MutableMapping):
+        return type(value)(new)  # type: ignore[call-arg]
+    changed = copy.copy(value)
+    for key, item in new.items():
+        changed[key] = item  # not update(), which some leave to their base class
+    return changed
+
+
+def _sequence_like(value: Any, new: dict[Any, Any]) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*new.values())
+    return type(value)(new.values())
+
+
+def _fields_like(value: Any, new: dict[Any, Any]) -> Any:
+    changed = copy.copy(value)
+    for name, item in new.items():
+        object.__setattr__(changed, name, item)  # frozen dataclasses too
+    return changed
