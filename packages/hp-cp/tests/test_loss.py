@@ -61,6 +61,12 @@ def test_the_ends_of_all_documents_are_ignored_at_once() -> None:
             r"\(2, 4\) has no dim 5 .* \[-2, -1, 0, 1\]",
         ),
         (torch.ones(2, 4), {"seq_dim": "1"}, InputError, r"\(2, 4\) has no dim '1'"),
+        (
+            torch.ones(2, 4, dtype=torch.uint8),
+            {},
+            InputError,
+            "ignored=-100 is no torch.uint8, and would become a label; .* from 0 to 255",
+        ),
         (torch.ones(2, 4), {"mask": (0, 4)}, LayoutError, "mask must be a MaskSpec, got"),
         (
             torch.ones(2, 4),

@@ -20,17 +20,31 @@ def shift_labels(
 
     With a mask of packed documents each document's last label is ignored. For whole sequences,
     before `shard_sequence`: a rank's last label belongs to another rank. Raises `InputError` for
-    labels that are no tensor with that dim, and `LayoutError` for a mask that is no `MaskSpec` or
-    whose documents are those of another length.
+    labels that are no tensor with that dim or whose dtype has no ``ignored``, and `LayoutError` for
+    a mask that is no `MaskSpec` or whose documents are those of another length.
     """
     if not isinstance(labels, Tensor):
         raise InputError(f"labels must be a tensor, got {described(labels)}; use torch.tensor(...)")
     dim = checked_dim(labels, seq_dim)
+    _check_ignored(labels.dtype, ignored)
     whole = MaskSpec(causal=True) if mask is None else mask
     check_mask(whole)
     ends = [document.stop - 1 for document in whole.documents(labels.shape[dim])]
     last = torch.tensor(ends, dtype=torch.int64, device=labels.device)
     return labels.roll(-1, dim).index_fill_(dim, last, ignored)
+
+
+def _check_ignored(dtype: torch.dtype, ignored: int) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    least, most = (
+        (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    )
+    if not least <= ignored <= most:
+        raise InputError(
+            f"ignored={ignored} is no {dtype}, and would become a label; give labels as int64, or "
+            f"an ignored from {least} to {most}"
+        )
 
 
 def cp_loss(
