@@ -288,24 +288,48 @@ def makes_groups_alone() -> bool:
 def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
     """Make a process group of ascending ranks under a name; its members call, and no others.
 
+    It has the timeout of the world's group, also for the wait for the other members. A member that
+    waited in vain leaves its address in the store: the next attempt looks elsewhere.
+
     ``_new_process_group_helper`` (2.11 to 2.13). The public way is ``new_group`` with
     ``use_local_synchronization=True``, which names a group after how many groups a rank is in:
     ranks that differ in that would wait for each other for ever.
     """
     c10d: Any = distributed_c10d
     backend, store = c10d._world.pg_map[dist.group.WORLD]
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        c10d.Backend(backend),
-        store,
-        group_name=name,
-        timeout=c10d._get_default_timeout(c10d.Backend(backend)),
-        group_desc="hp_dtensor transfer",
-    )
+    attempt = 0
+    while store.check([f"{name}/failed/{attempt}"]):
+        attempt += 1
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            c10d.Backend(backend),
+            c10d.PrefixStore(f"attempt/{attempt}", store),
+            group_name=name,
+            timeout=_timeout_of(c10d._get_default_group()),
+            group_desc="hp_dtensor transfer",
+        )
+    except RuntimeError:
+        store.set(f"{name}/failed/{attempt}", "")
+        raise
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
+
+
+def _timeout_of(group: ProcessGroup) -> Any:
+    """Return a group's timeout, torch's default one where its backend does not tell it.
+
+    ``Backend.options`` with ``_timeout`` (2.11 to 2.13), of the first device type that has one;
+    ``ProcessGroup`` has a public ``set_timeout`` alone.
+    """
+    c10d: Any = distributed_c10d
+    for device in cast(Any, group)._device_types:
+        options = cast(Any, group)._get_backend(device).options
+        if (timeout := getattr(options, "_timeout", None)) is not None:
+            return timeout
+    return c10d._get_default_timeout(c10d.Backend(dist.get_backend(group)))
 
 
 def no_modes() -> Any:
