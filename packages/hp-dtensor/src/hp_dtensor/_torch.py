@@ -238,17 +238,27 @@ def written_arguments(op: Any) -> tuple[int | str, ...]:
 CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 
-def wrap_gathering(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put a function around what makes the tensors of a state dict whole.
+Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-    ``torch.distributed.checkpoint.state_dict`` (2.11 to 2.13) does so with ``_gather_state_dict``
-    for ``StateDictOptions(full_state_dict=True)``; it knows ``DTensor`` and ``ShardedTensor`` by
-    type, leaves every other tensor as it is, and asks nothing of it. There is no public hook.
+
+def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
+    """Put functions around what makes the tensors of a state dict whole, and what cuts whole ones.
+
+    ``torch.distributed.checkpoint.state_dict`` (2.11 to 2.13) does so for
+    ``StateDictOptions(full_state_dict=True)``, with ``_gather_state_dict``, and to load with
+    ``_distribute_state_dict`` and ``_broadcast_state_dict``. They know ``DTensor`` and
+    ``ShardedTensor`` by type, leave every other tensor as it is, and ask nothing of it. There is no
+    public hook.
     """
     from torch.distributed.checkpoint import state_dict
 
     names = vars(state_dict)
-    names["_gather_state_dict"] = wrap(names["_gather_state_dict"])
+    for name, wrap in (
+        ("_gather_state_dict", gather),
+        ("_distribute_state_dict", scatter),
+        ("_broadcast_state_dict", scatter),
+    ):
+        names[name] = wrap(names[name])
 
 
 def group_name(group: Any) -> str:
