@@ -232,6 +232,11 @@ def written_arguments(op: Any) -> tuple[int | str, ...]:
     )
 
 
+def argument_place(op: Any, name: str) -> int:
+    """Return the place of an operator's argument, as `written_arguments`."""
+    return [argument.name for argument in op._schema.arguments].index(name)
+
+
 # What torch.distributed.checkpoint calls on objects that it saves and loads in pieces (2.11 to
 # 2.13; DTensor has them too): which items to write, which chunks to read, the data of a chunk.
 # There is no public protocol for them.

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ._operands import common_spec, is_tensor_list, specs_of_rows
-from ._ops import REDUCTIONS, elementwise_form, trait_of
+from ._ops import REDUCTIONS, check_gradient, check_loss, elementwise_form, trait_of
 from ._random import fill
 from ._reductions import reduced
 
@@ -28,6 +28,9 @@ def run(
     trait = trait_of(op)
     if trait.other:
         return _other(kind, op, trait.other, args, kwargs)
+    if trait.reduction is not None:
+        check_loss(op, trait.reduction, args, kwargs)
+    check_gradient(op, args)
     values = (*args, *kwargs.values()) if kwargs else args
     written = [args[at] if isinstance(at, int) else kwargs[at] for at in trait.writes]
     parts = [_part(kind, value) for value in args]
