@@ -64,6 +64,8 @@ RANDOM = frozenset(
 _BY_TENSOR = {torch.ops.aten.bernoulli_.Tensor}
 # Reduced to a number that all ranks have.
 REDUCTIONS = frozenset({"sum", "mean", "linalg_vector_norm", "any", "all"})
+# What a gradient scaler calls: elementwise, but for a number that says whether any is infinite.
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 # Tagged as pointwise, yet a rank's part of the result says nothing, or differs between replicas.
 _UNSUITABLE = {Tag.data_dependent_output, Tag.nondeterministic_seeded}
 _ROOM = {torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default}
@@ -107,7 +109,7 @@ def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
 def trait_of(op: Any) -> Trait:
     """Return what ``op`` does; raise `RaggedOpError` unless it computes every element alone."""
     namespace, name = operator_name(op)
-    known = name in REDUCTIONS or (name in RANDOM and op not in _BY_TENSOR)
+    known = name in REDUCTIONS or name == UNSCALE or (name in RANDOM and op not in _BY_TENSOR)
     if namespace == "aten" and known:
         return Trait(writes=written_arguments(op), on_lists=False, other=name)
     if namespace != "aten" or not _is_elementwise(op, name):
