@@ -1,5 +1,6 @@
 """Ranks that mean different transfers all hear of it before anything is sent."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool, cached
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import (
@@ -159,6 +161,58 @@ def test_ranks_that_mean_other_ranks_end_with_an_error_each(ranks: Pools) -> Non
     assert any("rank 3 means" in text and "on ranks [1, 3]" in text for text in answers), answers
     late = [text for text in answers if "has not said in time" in text]
     assert all("other ranks than [0, 1, " in text for text in late)
+
+
+SECONDS = 3.0
+
+
+def between_submeshes(rank: int) -> tuple[str, float, int, torch.Tensor | None]:
+    """Each rank means its row as the source and its column as the target: other ranks each.
+
+    Then those that rank 1 meant mean the same ones.
+    """
+    source, target = Layout((2,), (S0,)), Layout((2,), (S1,), ranks=(1, 3))
+    there = [mesh_of(layout) for layout in (source, target)][1]
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = DTensor.from_local(whole((3, 4)), square["a"], spelled(Layout((2,), (S0,))))
+    dist.barrier()
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(torch.device("cpu"))
+    patience = backend.options._timeout
+    backend._set_default_timeout(timedelta(seconds=SECONDS))
+    groups, start = len(_named_groups()), time.monotonic()
+    try:
+        redistribute(x, (S1,), mesh=square["b"])
+        text = ""
+    except RanksDisagree as error:
+        text = str(error)
+    finally:
+        backend._set_default_timeout(patience)
+    seconds, left = time.monotonic() - start, len(_named_groups()) - groups
+    dist.barrier()
+    y: Any = Absent(target, SHAPE, torch.double)
+    if rank != 2:
+        y = redistribute(laid(whole(SHAPE), source, rank), (S1,), mesh=there)
+    return text, seconds, left, None if isinstance(y, Absent) else y.to_local()
+
+
+def _named_groups() -> Any:
+    return dist.distributed_c10d._world.pg_names
+
+
+def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does(
+    ranks: Pools,
+) -> None:
+    answers = ranks(WORLD).run(between_submeshes, timeout=30)
+    for rank, (text, seconds, left, after) in enumerate(answers):
+        meant = sorted({rank, rank ^ 1, rank ^ 2})
+        assert text.startswith(f"ranks {meant} have not said in time what they mean by"), text
+        assert SECONDS * 0.9 < seconds < SECONDS + 10
+        assert left == 0
+        if rank in (1, 3):
+            assert after is not None
+            target = Layout((2,), (S1,), ranks=(1, 3))
+            assert torch.equal(after, cut(whole(SHAPE), target, rank))
 
 
 def partial_gradient(rank: int) -> torch.Tensor | None:

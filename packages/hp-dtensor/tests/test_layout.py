@@ -98,6 +98,13 @@ def test_a_rank_outside_the_mesh_is_named(rank: int) -> None:
         Layout((2, 2), (R, R)).boxes((4,), rank)
 
 
+@pytest.mark.parametrize("shape", [2, "2", (2.0,), None])
+def test_a_mesh_shape_is_a_sequence_of_degrees(shape: Any) -> None:
+    with pytest.raises(LayoutError, match=r"mesh_shape=.* is no shape of a mesh; .* \(2, 4\)"):
+        Layout(shape, (Shard(0),))
+    assert Layout(np.array([2]), (Shard(0),)) == Layout((2,), (Shard(0),))  # type: ignore[arg-type]
+
+
 def test_errors_say_what_is_legal() -> None:
     with pytest.raises(PlacementCountError, match="give 2, one for each axis"):
         Layout((2, 2), (R,))

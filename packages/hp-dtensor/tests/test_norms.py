@@ -20,6 +20,8 @@ from hp_dtensor import (
     NonFiniteNormError,
     NormOrderError,
     PartialSourceError,
+    RaggedShard,
+    RaggedTensor,
     RecordingCollectives,
     ReduceOp,
     TorchCollectives,
@@ -166,6 +168,44 @@ def test_every_rank_refuses_alike_and_scales_nothing(ranks: Pools) -> None:
     errors = [kind.__name__ for kind in (PartialSourceError, NonFiniteNormError, NormOrderError)]
     for rank, names in enumerate(ranks(4).run(refused)):
         assert names == [*errors, "nan" if rank == 2 else "1.0"]
+
+
+def poisoned(
+    rank: int, kind: str, order: float, value: float, where: int
+) -> tuple[str, float, int]:
+    """Return the error, the norm without one, and the calls, where one rank has a bad gradient."""
+    mesh, pp = mesh_of(("fsdp",)), None
+    local = torch.tensor([1.0, value if rank == where else 2.0])
+    if kind == "plain":
+        grad, pp = local, mesh
+    elif kind == "ragged":
+        runs = (RaggedShard((0,), (2, 2, 2, 2)),)
+        grad = RaggedTensor.from_local(local, mesh, runs, shape=(8,))
+    else:
+        grad = DTensor.from_local(local, mesh, [S0])
+    parameter = nn.Parameter(torch.zeros_like(grad))
+    parameter.grad = grad.clone()
+    door = RecordingCollectives()
+    try:
+        clip_grad_norm_(parameter, 1.0, order, error_if_nonfinite=True, pp=pp, collectives=door)
+        error = ""
+    except NonFiniteNormError as found:
+        error = str(found)
+    norm = clip_grad_norm_(parameter, 1.0, order, pp=pp)
+    return error, norm.item(), sum(traffic.calls for traffic in door.by_axis.values())
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf])
+@pytest.mark.parametrize("order", [0.5, 1.0, 2.0, math.inf])
+@pytest.mark.parametrize("kind", ["dtensor", "ragged", "plain"])
+def test_a_norm_that_is_not_finite_is_so_on_every_rank(
+    ranks: Pools, kind: str, order: float, value: float
+) -> None:
+    for where in (0, 1, 3):
+        for error, norm, calls in ranks(4).run(poisoned, kind, order, value, where):
+            assert f"norm of order {order} is {'inf' if value == math.inf else 'nan'};" in error
+            assert norm == value or (math.isnan(norm) and math.isnan(value))
+            assert calls == 1
 
 
 def test_one_process_needs_no_group() -> None:

@@ -1,5 +1,6 @@
 """Plans: every rank chooses the same cheapest steps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hp_dtensor import (
     PlacementCountError,
     PlacementTypeError,
     Plan,
+    RankNotInMesh,
     Replicate,
     Shard,
     explain,
@@ -165,3 +167,13 @@ def test_explain_needs_the_shape_of_a_layout_and_one_mesh() -> None:
 def test_explain_starts_from_a_layout_or_a_dtensor(x: Any, said: str, target: Any) -> None:
     with pytest.raises(PlacementTypeError, match=f"a DTensor, got an object of type {said}; make"):
         explain(x, target, shape=(4,))
+
+
+def test_a_rank_of_neither_mesh_has_no_plan() -> None:
+    pair = Layout((2,), (Shard(0),)), Layout((2,), (Shard(1),))
+    with pytest.raises(RankNotInMesh, match=r"rank=9 is in neither .* use one of 0 to 1"):
+        explain(*pair, shape=(4, 4), rank=9)
+    apart = replace(pair[1], ranks=(4, 6))
+    with pytest.raises(RankNotInMesh, match=r"use one of \[0, 1, 4, 6\]"):
+        explain(pair[0], apart, shape=(4, 4), rank=5)
+    assert explain(pair[0], apart, shape=(4, 4), rank=6).rank == 6

@@ -1,5 +1,6 @@
 """Optimizers step ragged parameters as they step the same elements in one process."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -159,3 +160,47 @@ def test_optimizers_that_look_beyond_an_element_are_refused_before_they_change_a
     first, *others = ranks(4).run(refused)
     assert others == [first] * 3
     assert all("redistribute" in text for text in first)
+
+
+def scaled(rank: int, bad: int | None, fused: bool) -> list[tuple[float, bool, bool]]:
+    """Step twice with a gradient scaler; one rank's part of a gradient may have an infinity."""
+    cases = CASES[4]
+    parameters = [nn.Parameter(ragged_of(whole(case.shape, 1), case, rank)) for case in cases]
+    parameters.append(nn.Parameter(whole((3,), 7)))
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    found = []
+    for step in range(2):
+        for parameter in parameters:
+            parameter.grad = scaler.scale(parameter.detach().clone())
+        if step == 0 and rank == bad:
+            first: Any = parameters[0].grad
+            first.to_local()[0, 0] = math.inf
+        before = [parameter.detach().clone() for parameter in parameters]
+        scaler.unscale_(optimizer)
+        if step:
+            for parameter, old in zip(parameters, before, strict=True):
+                assert parameter.grad is not None
+                assert torch.equal(local(parameter.grad), local(old))
+        scaler.step(optimizer)
+        scaler.update()
+        pairs = [(local(a), local(b)) for a, b in zip(before, parameters, strict=True)]
+        moved = [not torch.equal(old, new) for old, new in pairs if new.numel()]
+        found.append((scaler.get_scale(), any(moved), all(moved)))
+    return found
+
+
+def local(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.to_local() if isinstance(x, RaggedTensor) else x
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [None, 0, 3])
+def test_a_gradient_scaler_skips_a_step_on_all_ranks_alike(
+    ranks: Pools, bad: int | None, fused: bool
+) -> None:
+    stepped = (4.0, True, True) if bad is None else (2.0, True, True)
+    skipped = stepped if bad is None else (2.0, False, False)
+    for found in ranks(4).run(scaled, bad, fused):
+        assert found == [skipped, stepped]

@@ -16,12 +16,22 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import Layout, RaggedShard, RaggedTensor, Replicate, Shard, StridedShard
+from hp_dtensor import (
+    Layout,
+    LayoutError,
+    RaggedShard,
+    RaggedTensor,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 
 from .test_ragged import Ragged, part_of, ragged_of, whole
 
@@ -193,3 +203,78 @@ def test_a_full_state_dict_has_whole_tensors(ranks: Pools, offload: bool) -> Non
             name = f"{number}.weight"
             assert torch.equal(state[name], whole(case.shape))
             torch.testing.assert_close(state["moments"][name], 0.1 * whole(case.shape))
+
+
+def model_of(rank: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of ragged weights and a plain bias, and an optimizer that has stepped."""
+    model = nn.Sequential(nn.Linear(3, 10), nn.Linear(6, 4, bias=False))
+    for layer, case in zip(model, CASES, strict=False):
+        layer.weight = nn.Parameter(ragged_of(whole(case.shape, seed), case, rank))
+    bias: Any = model[0].bias
+    nn.init.constant_(bias, float(seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return model, optimizer
+
+
+def loaded(rank: int, broadcast: bool) -> list[tuple[str, bool]]:
+    """Load the full state of one model into another; return which tensors and steps are equal."""
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = model_of(rank, 1)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    other, others = model_of(rank, 2)
+    if broadcast:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        weights, state = (weights, state) if rank == 0 else ({}, {})
+    # torch keeps the very tensors that it is given where they are whole and stay so.
+    set_model_state_dict(other, copy.deepcopy(weights), options=options)
+    set_optimizer_state_dict(other, others, copy.deepcopy(state), options=options)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        a.grad, b.grad = a.detach().clone(), a.detach().clone()
+    found = same([*model.parameters()], [*other.parameters()], "loaded")
+    for a, b in zip(optimizer.state.values(), others.state.values(), strict=True):
+        found += same([a["exp_avg"], a["step"]], [b["exp_avg"], b["step"]], "state")
+    for each in (optimizer, others):
+        each.step()
+    return found + same([*model.parameters()], [*other.parameters()], "after a step")
+
+
+def same(first: list[Tensor], second: list[Tensor], when: str) -> list[tuple[str, bool]]:
+    found = []
+    for a, b in zip(first, second, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, RaggedTensor) and isinstance(b, RaggedTensor):
+            assert a.placements == b.placements
+            a, b = a.to_local(), b.to_local()
+            assert b.untyped_storage().nbytes() == b.numel() * b.itemsize
+        found.append((when, torch.equal(a, b)))
+    return found
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_full_state_dict_loads_into_ragged_parameters_and_their_state(
+    ranks: Pools, broadcast: bool
+) -> None:
+    for found in ranks(4).run(loaded, broadcast):
+        assert len(found) == 3 + 6 + 3
+        assert all(equal for _, equal in found), found
+
+
+def wrongly_loaded(rank: int) -> str:
+    options = StateDictOptions(full_state_dict=True)
+    model, optimizer = model_of(rank, 1)
+    _, state = get_state_dict(model, optimizer, options=options)
+    moments: Any = state["state"]
+    moments["0.weight"]["exp_avg"] = torch.zeros(3, 10)
+    with pytest.raises(LayoutError) as info:
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    return str(info.value)
+
+
+def test_a_full_tensor_of_another_shape_is_refused_on_every_rank_alike(ranks: Pools) -> None:
+    first, *others = ranks(4).run(wrongly_loaded)
+    assert others == [first] * 3
+    assert "0.weight" in first
+    assert "of shape [3, 10], which loads into a ragged tensor of shape [10, 3]" in first

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ._errors import CrossMeshError, PlacementCountError
+from ._errors import CrossMeshError, PlacementCountError, RankNotInMesh
 from .layouts._layout import Layout, ShardOrder
 from .layouts._placements import Placement, Replicate, in_tuple
 from .plans._cost import CostModel, check_cost
@@ -36,9 +36,9 @@ def explain(
     `Layout` with the global ``shape``, a ``rank`` and an ``itemsize`` in bytes, planned as if any
     set of axes had a group, without torch, whatever ``groups`` says; the target is then a `Layout`
     too where it lies on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
-    and why. Communicates nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank that has
-    no part, `PlacementCountError` for a `Layout` without ``shape``, and `LayoutError` for negative
-    sizes.
+    and why. Communicates nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank, or for
+    a ``rank``, that has no part, `PlacementCountError` for a `Layout` without ``shape``, and
+    `LayoutError` for negative sizes.
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
@@ -75,4 +75,16 @@ def explain(
             (Replicate(),) * len(x.mesh_shape) if placements is None else in_tuple(placements)
         )
         placements = Layout(x.mesh_shape, wanted, shard_order, x.ranks)
+    if not x.holds(rank) and not placements.holds(rank):
+        held = sorted({*(x.ranks or range(x.size)), *(placements.ranks or range(placements.size))})
+        raise RankNotInMesh(
+            f"rank={rank} is in neither layout's mesh, so that it has no part; use one of "
+            f"{_short(held)}"
+        )
     return make_plan(x, placements, tuple(shape), rank, itemsize, cost, max_bytes=max_bytes)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    first, last = ranks[0], ranks[-1]
+    consecutive = last - first + 1 == len(ranks)
+    return f"{first} to {last}" if consecutive else str(ranks)

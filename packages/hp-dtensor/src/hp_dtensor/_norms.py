@@ -52,9 +52,11 @@ def clip_grad_norm_(
     The norm is that of all gradients as one vector, as in ``torch.nn.utils.clip_grad_norm_``, for
     any mix of plain tensors, DTensors and `RaggedTensor` on any meshes: each gradient's local part
     counts, summed (largest for ``inf``) over the ranks that shard it, once among ranks that
-    replicate it. ``max_norm`` may be a tensor of one element, whose value is not read on the host;
-    with ``foreach=False`` gradients are measured and scaled one by one. The result is a plain
-    scalar on every rank, at least float32, before clipping. A parameter given twice counts once.
+    replicate it; a NaN on any rank makes the norm NaN on all. ``max_norm`` may be a tensor of one
+    element, whose value is not read on the host: a negative one or NaN scales gradients as torch's
+    function does. With ``foreach=False`` gradients are measured and scaled one by one. The result
+    is a plain scalar on every rank, at least float32, before clipping. A parameter given twice
+    counts once.
 
     Communicates one all-reduce of a scalar for each set of ranks that share some gradient (over the
     axes one after another where no group spans the set), then one over ``pp``, whose stages hold
@@ -217,8 +219,14 @@ def _power_sum(
 
 
 def _over(axis: Axis, part: Tensor, order: float, door: Collectives) -> Tensor:
-    (result,) = door.all_reduce(axis, [part], op="max" if order == math.inf else "sum").wait()
-    return result
+    if order != math.inf:
+        (result,) = door.all_reduce(axis, [part], op="sum").wait()
+        return result
+    # The bits of numbers from 0 on, taken as integers, have the order of the numbers, with infinity
+    # and then NaN last: the largest of floats loses a NaN over gloo.
+    bits = torch.where(part.isnan(), math.nan, part).view(torch.int64)
+    (result,) = door.all_reduce(axis, [bits], op="max").wait()
+    return result.view(torch.float64)
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:

@@ -244,23 +244,38 @@ def written_arguments(op: Any) -> tuple[int | str, ...]:
     )
 
 
+def argument_place(op: Any, name: str) -> int:
+    """Return the place of an operator's argument, as `written_arguments`."""
+    return [argument.name for argument in op._schema.arguments].index(name)
+
+
 # What torch.distributed.checkpoint calls on objects that it saves and loads in pieces (2.11 to
 # 2.13; DTensor has them too): which items to write, which chunks to read, the data of a chunk.
 # There is no public protocol for them.
 CHECKPOINT_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 
-def wrap_gathering(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put a function around what makes the tensors of a state dict whole.
+Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-    ``torch.distributed.checkpoint.state_dict`` (2.11 to 2.13) does so with ``_gather_state_dict``
-    for ``StateDictOptions(full_state_dict=True)``; it knows ``DTensor`` and ``ShardedTensor`` by
-    type, leaves every other tensor as it is, and asks nothing of it. There is no public hook.
+
+def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
+    """Put functions around what makes the tensors of a state dict whole, and what cuts whole ones.
+
+    ``torch.distributed.checkpoint.state_dict`` (2.11 to 2.13) does so for
+    ``StateDictOptions(full_state_dict=True)``, with ``_gather_state_dict``, and to load with
+    ``_distribute_state_dict`` and ``_broadcast_state_dict``. They know ``DTensor`` and
+    ``ShardedTensor`` by type, leave every other tensor as it is, and ask nothing of it. There is no
+    public hook.
     """
     from torch.distributed.checkpoint import state_dict
 
     names = vars(state_dict)
-    names["_gather_state_dict"] = wrap(names["_gather_state_dict"])
+    for name, wrap in (
+        ("_gather_state_dict", gather),
+        ("_distribute_state_dict", scatter),
+        ("_broadcast_state_dict", scatter),
+    ):
+        names[name] = wrap(names[name])
 
 
 def group_name(group: Any) -> str:
@@ -300,24 +315,48 @@ def makes_groups_alone() -> bool:
 def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
     """Make a process group of ascending ranks under a name; its members call, and no others.
 
+    It has the timeout of the world's group, also for the wait for the other members. A member that
+    waited in vain leaves its address in the store: the next attempt looks elsewhere.
+
     ``_new_process_group_helper`` (2.11 to 2.13). The public way is ``new_group`` with
     ``use_local_synchronization=True``, which names a group after how many groups a rank is in:
     ranks that differ in that would wait for each other for ever.
     """
     c10d: Any = distributed_c10d
     backend, store = c10d._world.pg_map[dist.group.WORLD]
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        c10d.Backend(backend),
-        store,
-        group_name=name,
-        timeout=c10d._get_default_timeout(c10d.Backend(backend)),
-        group_desc="hp_dtensor transfer",
-    )
+    attempt = 0
+    while store.check([f"{name}/failed/{attempt}"]):
+        attempt += 1
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            c10d.Backend(backend),
+            c10d.PrefixStore(f"attempt/{attempt}", store),
+            group_name=name,
+            timeout=_timeout_of(c10d._get_default_group()),
+            group_desc="hp_dtensor transfer",
+        )
+    except RuntimeError:
+        store.set(f"{name}/failed/{attempt}", "")
+        raise
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
+
+
+def _timeout_of(group: ProcessGroup) -> Any:
+    """Return a group's timeout, torch's default one where its backend does not tell it.
+
+    ``Backend.options`` with ``_timeout`` (2.11 to 2.13), of the first device type that has one;
+    ``ProcessGroup`` has a public ``set_timeout`` alone.
+    """
+    c10d: Any = distributed_c10d
+    for device in cast(Any, group)._device_types:
+        options = cast(Any, group)._get_backend(device).options
+        if (timeout := getattr(options, "_timeout", None)) is not None:
+            return timeout
+    return c10d._get_default_timeout(c10d.Backend(dist.get_backend(group)))
 
 
 def no_modes() -> Any:

@@ -62,7 +62,6 @@ class Agreement:
 
     def start(self, graded: bool, fault: str) -> Callable[[], None]:
         """Start to compare, and return what waits for all ranks and raises if any differs."""
-        axis = self._find()
         gradient = "with a gradient to come back" if graded else "without a gradient"
         said = fault or f"{self._words}, {gradient}"
         digest = sha256(f"{self._base} {graded} {fault}".encode()).digest()
@@ -70,7 +69,12 @@ class Agreement:
         # The largest of numbers and of their opposites are opposite where all are the same.
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
         most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
-        work = TorchCollectives().all_reduce(axis, [most], "max")
+        try:
+            # The first call makes the group, where it waits for ranks that mean the same ones.
+            axis = self._find()
+            work = TorchCollectives().all_reduce(axis, [most], "max")
+        except RuntimeError as error:
+            raise self._late(mine) from error
 
         def finish() -> None:
             try:
@@ -80,11 +84,7 @@ class Agreement:
                     return
                 claims = _gathered(mine, axis, self._device)
             except RuntimeError as error:
-                raise RanksDisagree(
-                    f"ranks {self._ranks} have not said in time what they mean by the transfer "
-                    f"that rank {mine.rank} means as {_text(mine)}; some did not make the call, or "
-                    "with meshes that have other ranks than these"
-                ) from error
+                raise self._late(mine) from error
             first = min(claims)
             other = min(claim for claim in claims if claim.digest != first.digest)
             raise RanksDisagree(
@@ -94,6 +94,13 @@ class Agreement:
             )
 
         return finish
+
+    def _late(self, mine: _Claim) -> RanksDisagree:
+        return RanksDisagree(
+            f"ranks {self._ranks} have not said in time what they mean by the transfer that rank "
+            f"{mine.rank} means as {_text(mine)}; some did not make the call, or with meshes that "
+            "have other ranks than these"
+        )
 
 
 def _gathered(mine: _Claim, axis: Axis, device: str) -> list[_Claim]:

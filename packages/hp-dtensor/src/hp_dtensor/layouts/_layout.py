@@ -10,7 +10,7 @@ from ._boxes import Box as Box
 from ._boxes import run_boxes
 from ._intervals import Interval, Split, chunk, pieces, ravel, unravel
 from ._normal_form import ShardOrder as ShardOrder
-from ._normal_form import checked_placements, checked_ranks, ordered
+from ._normal_form import checked_placements, checked_ranks, checked_shape, ordered
 from ._placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
 
@@ -34,7 +34,7 @@ class Layout:
     )
 
     def __post_init__(self) -> None:
-        _set(self, "mesh_shape", tuple(self.mesh_shape))
+        _set(self, "mesh_shape", checked_shape(self.mesh_shape))
         placements = checked_placements(self.placements, self.mesh_shape)
         placements, order = ordered(placements, self.mesh_shape, self.shard_order)
         _set(self, "placements", placements)

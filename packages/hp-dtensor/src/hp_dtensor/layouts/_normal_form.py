@@ -1,10 +1,11 @@
 """One spelling for each layout: placements, order of axes and ranks, checked."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .._errors import (
+    LayoutError,
     MixedPartialError,
     PlacementCountError,
     PlacementTypeError,
@@ -23,6 +24,18 @@ from ._placements import (
 )
 
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def checked_shape(mesh_shape: object) -> tuple[int, ...]:
+    """Return the shape of a mesh as a tuple; raises `LayoutError` for what is none."""
+    if isinstance(mesh_shape, Iterable):
+        shape = tuple(mesh_shape)
+        if all(hasattr(degree, "__index__") for degree in shape):
+            return shape
+    raise LayoutError(
+        f"mesh_shape={mesh_shape!r} is no shape of a mesh; give a sequence of degrees, one for "
+        "each axis, such as (2, 4) or (8,)"
+    )
 
 
 def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:

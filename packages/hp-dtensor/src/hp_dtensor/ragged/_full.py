@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._errors import LayoutError
+
 if TYPE_CHECKING:
     from ._tensor import RaggedTensor
 
@@ -48,6 +50,47 @@ def gathering(
         return whole
 
     return wrap
+
+
+def scattering(
+    kind: "type[RaggedTensor]",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what lets torch's loading of a full state dict cut whole tensors into ragged ones.
+
+    Communicates nothing besides what torch does, whose broadcasts are complete only at its end.
+    Until then each rank holds the whole tensors that it received.
+    """
+
+    def wrap(scatter: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(scatter)
+        def cut(full: Any, local: dict[str, Any], *args: Any, **options: Any) -> Any:
+            ragged = {name: held for name, held in local.items() if isinstance(held, kind)}
+            result = scatter(full, local, *args, **options)
+            for name, held in ragged.items():
+                found = local.get(name)
+                if isinstance(found, Tensor) and not isinstance(found, kind):
+                    local[name] = _cut(name, found, held)
+            return result
+
+        return cut
+
+    return wrap
+
+
+def _cut(name: str, full: Tensor, like: "RaggedTensor") -> "RaggedTensor":
+    """Return this rank's part of a whole tensor, in memory of its own, laid as ``like``."""
+    if full.shape != like.shape:
+        raise LayoutError(
+            f"the full state dict has {name} of shape {list(full.shape)}, which loads into a "
+            f"ragged tensor of shape {list(like.shape)}; load a tensor of that shape"
+        )
+    spec = like._spec
+    with torch.no_grad():
+        part = full.new_empty(like._local.shape)
+        for box in spec.boxes():
+            view = spec.view(part, [lo for lo, _ in box])
+            view.copy_(full[tuple(slice(lo, hi) for lo, hi in box)])
+    return type(like)(part, spec)
 
 
 def _has(kind: "type[RaggedTensor]", state: Any) -> bool:

@@ -87,6 +87,26 @@ def reduced(x: "RaggedTensor", name: str, args: Sequence[Any], named: Mapping[st
     return mean(x, x._local, dtype) if name == "mean" else norm(x, x._local, order, dtype)
 
 
+def unscale(
+    ragged: Sequence["RaggedTensor"], parts: list[Tensor], found_inf: Tensor, scale: Tensor
+) -> None:
+    """Multiply all parts by ``scale`` in place, and set ``found_inf`` to 1 where any is not finite.
+
+    Of ``parts`` those of the ``ragged`` tensors count on all ranks of their meshes: one all-reduce
+    of ``found_inf`` over each, as torch does for DTensors.
+    """
+    meshes = {tuple(x.device_mesh.mesh.flatten().tolist()): x.device_mesh for x in ragged}
+    # One order of the meshes for all ranks, and groups found before anything is scaled.
+    axes = [
+        axis
+        for _, mesh in sorted(meshes.items(), key=lambda item: sorted(item[0]))
+        for axis in axes_over(mesh, tuple(range(mesh.ndim)))
+    ]
+    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, scale)
+    for axis in axes:
+        TorchCollectives().all_reduce(axis, [found_inf], "max").wait()
+
+
 def check_all(x: "RaggedTensor", name: str, dim: Any, keepdim: object) -> None:
     """Raise unless a reduction is one of all elements, to a number."""
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)

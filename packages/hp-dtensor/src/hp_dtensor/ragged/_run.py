@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ._operands import common_spec, is_tensor_list, specs_of_rows
-from ._ops import REDUCTIONS, elementwise_form, trait_of
+from ._ops import REDUCTIONS, UNSCALE, check_gradient, check_loss, elementwise_form, trait_of
 from ._random import fill
-from ._reductions import reduced
+from ._reductions import reduced, unscale
 
 if TYPE_CHECKING:
     from ._tensor import RaggedTensor
@@ -28,6 +28,9 @@ def run(
     trait = trait_of(op)
     if trait.other:
         return _other(kind, op, trait.other, args, kwargs)
+    if trait.reduction is not None:
+        check_loss(op, trait.reduction, args, kwargs)
+    check_gradient(op, args)
     values = (*args, *kwargs.values()) if kwargs else args
     written = [args[at] if isinstance(at, int) else kwargs[at] for at in trait.writes]
     parts = [_part(kind, value) for value in args]
@@ -58,6 +61,11 @@ def _other(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
+    if name == UNSCALE:
+        grads, found_inf, scale = args
+        unscale([x for x in grads if isinstance(x, kind)], _part(kind, grads), found_inf, scale)
+        increment_version(_uncounted(kind, [grads]))
+        return None
     x = args[0]
     if name in REDUCTIONS:
         return reduced(x, name, args[1:], kwargs)

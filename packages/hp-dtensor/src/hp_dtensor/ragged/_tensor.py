@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from .._errors import LocalShapeMismatch
-from .._torch import disabled_torch_function, wrap_gathering, wrapper_tensor
+from .._torch import disabled_torch_function, wrap_full_states, wrapper_tensor
 from ..collectives._interface import Collectives
 from ..layouts._convert import AnyPlacement
 from ..layouts._layout import Box
 from ..layouts._placements import RaggedShard
 from ._checkpoint import checkpointed
-from ._full import gathering
+from ._full import gathering, scattering
 from ._ops import RaggedOpError
 from ._reductions import check_all, mean, norm, total
 from ._run import run
@@ -224,7 +224,7 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-wrap_gathering(gathering(RaggedTensor))
+wrap_full_states(gathering(RaggedTensor), scattering(RaggedTensor))
 
 
 class _FromLocal(torch.autograd.Function):
