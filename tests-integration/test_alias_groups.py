@@ -107,7 +107,7 @@ def _uneven(rank: int, compiled: bool) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_uneven_rows_are_gathered_right_here_and_by_torch(ranks: Pools, compiled: bool) -> None:
-    assert ranks(8).run(_uneven, compiled, timeout=180) == [(True, False)] * 8
+    assert ranks(8).run(_uneven, compiled) == [(True, False)] * 8
 
 
 def _closed(rank: int) -> tuple[list[bool], list[bool]]:
@@ -153,4 +153,4 @@ def _torchs(rank: int, compiled: bool) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_torchs_own_redistribution_goes_axis_by_axis(ranks: Pools, compiled: bool) -> None:
-    assert ranks(8).run(_torchs, compiled, timeout=180) == [(True, 2)] * 8
+    assert ranks(8).run(_torchs, compiled) == [(True, 2)] * 8

@@ -30,9 +30,9 @@ def losses(out: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in map(json.loads, lines)}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_default_run_learns_and_equals_one_process_at_every_step(tmp_path: Path) -> None:
-    printed = run("--out", str(tmp_path), timeout=590)
+    printed = run("--out", str(tmp_path), timeout=1190)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 60
     assert summary["world_size"] == 4
@@ -58,7 +58,6 @@ def test_the_default_run_learns_and_equals_one_process_at_every_step(tmp_path: P
     assert "checkpoint" in printed
 
 
-@pytest.mark.timeout(300)
 def test_other_degrees_on_resume_are_refused(tmp_path: Path) -> None:
     run("--procs", "2", "--dp-shard", "2", "--steps", "1", "--out", str(tmp_path))
     message = refused("--resume", str(tmp_path), "--procs", "2", "--tp", "2")
@@ -72,7 +71,7 @@ def refused(*words: str, environment: dict[str, str] | None = None) -> str:
         [*TRAIN, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env=os.environ | (environment or {}),
     )
@@ -115,7 +114,6 @@ def test_wrong_options_end_with_one_message_before_anything_starts(
     assert "Traceback" not in message
 
 
-@pytest.mark.timeout(300)
 def test_it_joins_the_world_of_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", str(ROOT / "tools" / "train")]
@@ -156,20 +154,19 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def assert_gone(pids: list[int], seconds: float = 10) -> None:
+def assert_gone(pids: list[int], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_rank_ends_the_run_and_is_named_first(tmp_path: Path) -> None:
     process = start("--procs", "2", "--out", str(tmp_path))
     ranks = children(process.pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode not in (0, 2)
     assert errors.startswith("rank 1 was killed by SIGKILL")
     assert_gone(ranks)
@@ -191,7 +188,6 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_failing_rank_ends_the_run_with_its_own_traceback_first(tmp_path: Path) -> None:
     from train.launch import launch
 
@@ -202,7 +198,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_traceback_first(tmp_path: Path
     launcher = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
     launcher += f"from {launch.__module__} import launch; sys.exit(launch({command!r}, 2))"
     done = subprocess.run(
-        [sys.executable, "-c", launcher], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", launcher], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode not in (0, 2)
     first = done.stderr.splitlines()[0]
@@ -213,14 +209,13 @@ def test_a_failing_rank_ends_the_run_with_its_own_traceback_first(tmp_path: Path
     assert "Connection closed" not in traceback
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = start("--procs", "2", "--out", str(tmp_path))
     ranks = children(process.pid)
     process.send_signal(number)
     try:
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 128 + number

@@ -165,7 +165,7 @@ def test_every_mode_mask_layout_and_ratio_of_heads_is_dense_attention_in_fp64(
     cases = every_case(n, seq_len)
     if seq_len == EVEN:  # equal lengths are another matter for gather alone
         cases = [case for case in cases if case.mode.schedule == "gather"]
-    per_rank = ranks(n).run(attend_all, n, seq_len, torch.float64, cases, timeout=200)
+    per_rank = ranks(n).run(attend_all, n, seq_len, torch.float64, cases)
     answers = map(over_ranks, zip(*per_rank, strict=True))
     wrong = [
         (case, found)
@@ -185,7 +185,7 @@ def test_every_mode_mask_layout_and_ratio_of_heads_is_as_exact_as_one_process_in
         tensors = inputs(*heads, EVEN, dtype=torch.float32)
         allowed[mask, heads] = errors_between(single(tensors, mask), exact_attention(tensors, mask))
     cases = every_case(n, EVEN)
-    per_rank = ranks(n).run(attend_all, n, EVEN, torch.float32, cases, timeout=200)
+    per_rank = ranks(n).run(attend_all, n, EVEN, torch.float32, cases)
     answers = map(over_ranks, zip(*per_rank, strict=True))
     wrong = [
         (case, found)

@@ -264,7 +264,7 @@ def test_masks_layouts_and_plans_need_no_torch() -> None:
         "p.plan_attention(m, p.Auto(), 2, 8, schedule='ring').explain(); "
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code, root], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, root], check=True, timeout=300)
 
 
 def test_equal_plans_have_equal_hashes() -> None:

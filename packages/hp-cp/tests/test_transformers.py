@@ -162,7 +162,7 @@ def test_losses_and_gradients_of_a_llama_are_those_of_one_process(
     ranks: Any, mask: MaskSpec, layout: Layout, options: dict[str, Any]
 ) -> None:
     losses, gradients = alone(mask)
-    answers = ranks(2).run(on_rank, 2, mask, layout, options, timeout=120)
+    answers = ranks(2).run(on_rank, 2, mask, layout, options)
     for ours, found in answers:
         assert losses[-1] < losses[0]
         torch.testing.assert_close(ours, losses, rtol=1e-12, atol=0)

@@ -116,7 +116,7 @@ SAID = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_one_rank_that_means_something_else_is_named_on_all(ranks: Pools, what: str) -> None:
-    first, *others = (text for text, _ in ranks(WORLD).run(refusal, what, timeout=30))
+    first, *others = (text for text, _ in ranks(WORLD).run(refusal, what))
     assert others == [first] * 3
     assert first.startswith("the ranks of both meshes do not mean the same transfer: rank 0 means ")
     assert all(said in first for said in SAID[what]), first
@@ -124,7 +124,7 @@ def test_one_rank_that_means_something_else_is_named_on_all(ranks: Pools, what: 
 
 
 def test_after_a_refusal_ranks_are_in_step(ranks: Pools) -> None:
-    for rank, (_, local) in enumerate(ranks(WORLD).run(refusal, "dtype", timeout=30)):
+    for rank, (_, local) in enumerate(ranks(WORLD).run(refusal, "dtype")):
         assert (local is None) == (rank < 2)
         if local is not None:
             assert torch.equal(local, cut(whole(SHAPE), TARGET, rank))
@@ -139,7 +139,7 @@ def not_sent(rank: int) -> int:
 
 
 def test_nothing_of_the_tensor_is_sent_then(ranks: Pools) -> None:
-    assert ranks(WORLD).run(not_sent, timeout=30) == [0] * WORLD
+    assert ranks(WORLD).run(not_sent) == [0] * WORLD
 
 
 def with_other_ranks(rank: int) -> str:
@@ -156,7 +156,7 @@ def with_other_ranks(rank: int) -> str:
 
 
 def test_ranks_that_mean_other_ranks_end_with_an_error_each(ranks: Pools) -> None:
-    answers = ranks(WORLD).run(with_other_ranks, timeout=60)
+    answers = ranks(WORLD).run(with_other_ranks)
     assert all(answers)
     assert any("rank 3 means" in text and "on ranks [1, 3]" in text for text in answers), answers
     late = [text for text in answers if "has not said in time" in text]
@@ -203,7 +203,7 @@ def _named_groups() -> Any:
 def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does(
     ranks: Pools,
 ) -> None:
-    answers = ranks(WORLD).run(between_submeshes, timeout=30)
+    answers = ranks(WORLD).run(between_submeshes)
     for rank, (text, seconds, left, after) in enumerate(answers):
         meant = sorted({rank, rank ^ 1, rank ^ 2})
         assert text.startswith(f"ranks {meant} have not said in time what they mean by"), text
@@ -231,7 +231,7 @@ def partial_gradient(rank: int) -> torch.Tensor | None:
 
 def test_a_gradient_that_lies_otherwise_than_the_result_comes_back(ranks: Pools) -> None:
     total = whole(SHAPE, 2) + whole(SHAPE, 3)
-    for rank, grad in enumerate(ranks(WORLD).run(partial_gradient, timeout=30)):
+    for rank, grad in enumerate(ranks(WORLD).run(partial_gradient)):
         if rank < 2:
             assert grad is not None
             assert torch.equal(grad, cut(total, SOURCE, rank))

@@ -107,7 +107,7 @@ def test_any_two_layouts_of_eight_ranks_give_slices_both_ways(
     ranks: Pools, batch: list[Case]
 ) -> None:
     """Uneven, empty, in blocks, ragged, with dims split in any order."""
-    for rank, results in enumerate(ranks(WORLD).run(moved, batch, timeout=60)):
+    for rank, results in enumerate(ranks(WORLD).run(moved, batch)):
         for case, result in zip(batch, results, strict=True):
             assert torch.equal(result.local, cut(whole(case.shape, 0), case.target, rank)), case
             assert torch.equal(result.grad, cut(whole(case.shape, 1), case.source, rank)), case

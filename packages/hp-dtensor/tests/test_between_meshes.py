@@ -153,7 +153,7 @@ def test_random_layouts_on_random_meshes_give_slices(
     @settings(deadline=None, max_examples=examples)
     @given(st.lists(drawn(world), min_size=BATCH, max_size=BATCH))
     def check(batch: list[Case]) -> None:
-        for rank, results in enumerate(ranks(world).run(moved, batch, timeout=180)):
+        for rank, results in enumerate(ranks(world).run(moved, batch)):
             for case, (local, received, predicted, same) in zip(batch, results, strict=True):
                 assert (local is None) == (not case.target.holds(rank))
                 if local is not None:
@@ -415,7 +415,7 @@ def ahead(rank: int) -> list[Tensor | None]:
 
 def test_a_started_transfer_waits_for_nobody_after_the_first_of_its_kind(ranks: Pools) -> None:
     _, target, _ = APART[2]
-    for rank, results in enumerate(ranks(WORLD).run(ahead, timeout=20)):
+    for rank, results in enumerate(ranks(WORLD).run(ahead)):
         for local in results:
             assert (local is None) == (not target.holds(rank))
             if local is not None:
@@ -440,7 +440,7 @@ def disagreeing(rank: int) -> list[str]:
 
 
 def test_ranks_that_disagree_after_they_started_hear_of_it_when_they_wait(ranks: Pools) -> None:
-    first, *others = ranks(WORLD).run(disagreeing, timeout=40)
+    first, *others = ranks(WORLD).run(disagreeing)
     assert first[0] == ""
     assert "rank 0 means torch.float64" in first[1]
     assert "rank 2 means torch.float32" in first[1]

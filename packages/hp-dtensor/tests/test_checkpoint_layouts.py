@@ -111,9 +111,9 @@ def test_what_one_layout_saves_another_loads_with_its_moments(
     ranks: Pools, tmp_path: Path, source: str, target: str
 ) -> None:
     model, optimizer = trained(whole(SHAPE, 1), 3)
-    ranks(ranks_of(source)).run(saved, str(tmp_path), source, timeout=60)
+    ranks(ranks_of(source)).run(saved, str(tmp_path), source)
     wanted: dict[str, Any] = {"value": model.weight.detach(), **optimizer.state[model.weight]}
-    for found in ranks(ranks_of(target)).run(loaded, str(tmp_path), target, timeout=60):
+    for found in ranks(ranks_of(target)).run(loaded, str(tmp_path), target):
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
             assert torch.equal(found[key], value), key
@@ -141,12 +141,12 @@ def test_ragged_tensors_and_torchs_fsdp_load_what_the_other_saved(
     ranks: Pools, tmp_path: Path
 ) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
-    (value, moment), *_ = ranks(4).run(by_fsdp, there, 1, False, timeout=60)
-    for found in ranks(4).run(loaded, there, "ragged", timeout=60):
+    (value, moment), *_ = ranks(4).run(by_fsdp, there, 1, False)
+    for found in ranks(4).run(loaded, there, "ragged"):
         assert torch.equal(found["value"], value)
         assert torch.equal(found["exp_avg"], moment)
     model, optimizer = trained(whole(SHAPE, 1), 3)
-    ranks(4).run(saved, back, "ragged", timeout=60)
-    for full, first in ranks(4).run(by_fsdp, back, 2, True, timeout=60):
+    ranks(4).run(saved, back, "ragged")
+    for full, first in ranks(4).run(by_fsdp, back, 2, True):
         assert torch.equal(full, model.weight.detach())
         assert torch.equal(first, optimizer.state[model.weight]["exp_avg"])

@@ -35,7 +35,6 @@ from .strategies import Case, cases
 _package = plan_transfer.__module__.rpartition(".plans")[0]
 Pools = Callable[[int], RankPool]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-PATIENCE = 180.0  # seconds: the first compilation loads the compiler
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
@@ -100,7 +99,7 @@ def test_compiled_values_and_gradients_are_bitwise_those_of_eager(
     whole_result = y * y * 5
     (whole_result * whole_result).sum().backward()
     assert full.grad is not None
-    for rank, results in enumerate(ranks(2).run(compiled_and_not, backend, timeout=PATIENCE)):
+    for rank, results in enumerate(ranks(2).run(compiled_and_not, backend)):
         (eager, kept, grad, back, strides), compiled = results
         assert torch.equal(compiled[0], eager)
         assert torch.equal(eager, whole_result.detach())
@@ -129,7 +128,7 @@ def graphs(rank: int) -> list[str]:
 
 
 def test_each_graph_has_one_opaque_op_in_order_for_each_redistribution(ranks: Pools) -> None:
-    for seen in ranks(2).run(graphs, timeout=PATIENCE):
+    for seen in ranks(2).run(graphs):
         assert [code.count("carry_out") for code in seen] == [2, 2]
         assert not any("c10d" in code for code in seen)
         assert all(code.count("with_effects(") == 2 for code in seen)
@@ -158,7 +157,7 @@ def priced(rank: int) -> list[str]:
 
 def test_the_way_back_in_a_graph_is_the_cheapest_under_the_same_cost(ranks: Pools) -> None:
     """One call over one axis where calls cost, one over both that moves less where bytes do."""
-    for calls, bytes_ in ranks(4).run(priced, timeout=PATIENCE):
+    for calls, bytes_ in ranks(4).run(priced):
         assert '"kind":"all_to_all","axes":[0]' in calls
         assert '"kind":"direct","axes":[0,1]' in bytes_
 
@@ -197,7 +196,7 @@ def many(rank: int) -> tuple[list[Tensor], list[Tensor]]:
 
 def test_every_kind_of_target_compiles_on_a_mesh_of_two_axes(ranks: Pools) -> None:
     full = whole((5, 6))
-    for rank, (eager, compiled) in enumerate(ranks(4).run(many, timeout=PATIENCE)):
+    for rank, (eager, compiled) in enumerate(ranks(4).run(many)):
         assert len(eager) == len(compiled) == len(CHANGES) + 2
         assert all(map(torch.equal, eager, compiled))
         ordered = Layout((2, 2), (S0, S0), {0: (1, 0)})
@@ -223,7 +222,7 @@ def sizes(rank: int) -> list[Tensor]:
 
 
 def test_another_size_is_planned_anew_with_gradients_or_without(ranks: Pools) -> None:
-    for rank, results in enumerate(ranks(2).run(sizes, timeout=PATIENCE)):
+    for rank, results in enumerate(ranks(2).run(sizes)):
         for rows, result in zip((4, 8, 4, 6) * 2, results, strict=True):
             expected = 2 * part(whole((rows, 6)), Layout((2,), (S1,)), rank)
             assert torch.equal(result, expected)
@@ -241,7 +240,7 @@ def twice(rank: int) -> Tensor:
 
 
 def test_second_derivatives_pass_where_the_backend_has_them(ranks: Pools) -> None:
-    for second in ranks(2).run(twice, timeout=PATIENCE):
+    for second in ranks(2).run(twice):
         assert torch.equal(second, 6 * whole((4, 4)))
 
 
@@ -283,7 +282,7 @@ def test_what_a_graph_cannot_hold_is_refused_on_every_rank_with_the_reason(ranks
         "are in one of the two meshes only; a compiled function needs a tensor on every rank",
         "LocalShapeMismatch('the local tensor has shape [3, 4]",
     ]
-    for texts in ranks(4).run(refused, timeout=PATIENCE):
+    for texts in ranks(4).run(refused):
         for text, reason in zip(texts, reasons, strict=True):
             assert reason in text
 

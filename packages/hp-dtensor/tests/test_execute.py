@@ -120,7 +120,7 @@ def run(
         result = carried_out(plan, local, folder(plan, simulated), door)
         return result, plan, sum(traffic.bytes for traffic in door.by_axis.values())
 
-    return SimulatedWorld(case.source.size, timeout=20.0).run(member)
+    return SimulatedWorld(case.source.size, timeout=200.0).run(member)
 
 
 @settings(deadline=None, max_examples=150)
@@ -184,7 +184,7 @@ def test_every_rank_makes_the_same_calls_on_each_group_also_with_nothing_to_move
         carried_out(plan, local, folder(plan, simulated), cast(Collectives, door))
         return door.heard
 
-    heard = SimulatedWorld(case.source.size, timeout=20.0).run(member)
+    heard = SimulatedWorld(case.source.size, timeout=200.0).run(member)
     for calls in heard:
         for group, names in calls.items():
             assert all(heard[rank].get(group) == names for rank in group)
@@ -215,7 +215,7 @@ def moved(
         here = case.target.holds(rank)
         return result if here else None, received, plan.bytes_received
 
-    return SimulatedWorld(WORLD, timeout=20.0).run(member)
+    return SimulatedWorld(WORLD, timeout=200.0).run(member)
 
 
 def cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
@@ -270,7 +270,7 @@ def test_partial_values_are_reduced_on_their_way_to_another_mesh(
         result = carried_out(plan, local, folder(plan, simulated), door)
         return result, sum(t.bytes for t in door.by_axis.values()), plan.bytes_received
 
-    results = SimulatedWorld(WORLD, timeout=20.0).run(member)
+    results = SimulatedWorld(WORLD, timeout=200.0).run(member)
     for rank, (result, received, predicted) in enumerate(results):
         assert received == predicted
         if target.holds(rank):

@@ -112,7 +112,7 @@ def test_ranks_that_list_parameters_in_another_order_reduce_in_the_same_one(rank
         generator = torch.Generator().manual_seed(seed)
         grads.append(torch.randn(4, 6, generator=generator, dtype=torch.double))
     expected = torch.stack(grads).norm()
-    for rank, (norm, axes) in enumerate(ranks(4).run(ordered, timeout=60)):
+    for rank, (norm, axes) in enumerate(ranks(4).run(ordered)):
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0.0)
         row, column = (2 * (rank // 2), 2 * (rank // 2) + 1), (rank % 2, rank % 2 + 2)
         # In the order of the ranks; of two groups with the same ranks, the first by name.

@@ -161,7 +161,7 @@ def staged(rank: int, path: str) -> list[Tensor]:
 def test_an_asynchronous_checkpoint_has_the_values_of_its_call(
     ranks: Pools, tmp_path: Path
 ) -> None:
-    for rank, parts in enumerate(ranks(4).run(staged, str(tmp_path), timeout=120)):
+    for rank, parts in enumerate(ranks(4).run(staged, str(tmp_path))):
         for case, part in zip(CASES, parts, strict=True):
             assert torch.equal(part, part_of(whole(case.shape), case, rank))
 

@@ -127,7 +127,7 @@ def test_an_embeddings_output_is_redistributed_in_a_compiled_function(ranks: Poo
     expected = F.embedding(ids(), weight)
     (expected * expected).sum().backward()
     assert weight.grad is not None
-    for full, grad in ranks(4).run(compiled, timeout=180):
+    for full, grad in ranks(4).run(compiled):
         torch.testing.assert_close(full, expected.detach())
         torch.testing.assert_close(grad, weight.grad)
 

@@ -148,7 +148,7 @@ def _both(rank: int, size: int) -> list[Any]:
 
 
 def test_losses_and_gradients_equal_one_process(ranks: Any) -> None:
-    single, spread = _single(), ranks(2).run(_both, 2, timeout=180)
+    single, spread = _single(), ranks(2).run(_both, 2)
     for step, (loss, expected) in enumerate(single):
         for way in range(2):  # experts alone, and the whole layer
             found = [rank[way][step] for rank in spread]

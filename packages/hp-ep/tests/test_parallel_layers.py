@@ -115,7 +115,7 @@ def _steps(rank: int, size: int, chunks: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_dispatcher_and_split_equals_one_process(ranks: Any, size: int, chunks: int) -> None:
-    results = ranks(size).run(_steps, size, chunks, timeout=120)
+    results = ranks(size).run(_steps, size, chunks)
     for i, case in enumerate(_cases(size)):
         parts = case.efsdp * case.ep
         layer, x = build_moe(9, **OPTIONS), torch.cat(_tokens(parts)).requires_grad_()

@@ -227,7 +227,7 @@ def _reordered(rank: int, folder: str, case: int, flat: bool) -> list[float]:
 def test_what_is_saved_by_expert_loads_under_every_split_and_placement(
     ranks: Any, tmp_path: Path, case: int, flat: bool
 ) -> None:
-    for worst in ranks(4).run(_reordered, str(tmp_path), case, flat, timeout=120):
+    for worst in ranks(4).run(_reordered, str(tmp_path), case, flat):
         assert len(worst) > 20
         assert_close(torch.tensor(worst), torch.zeros(len(worst)), 1e-9)
 

@@ -632,6 +632,6 @@ def test_an_exception_at_any_call_leaves_no_wrong_weight_and_a_right_next_step(
     ranks: Ranks, mode: str
 ) -> None:
     world = math.prod(EVERYWHERE[mode][0])
-    for total, wrong in ranks(world).run(fail_everywhere, mode, timeout=200):
+    for total, wrong in ranks(world).run(fail_everywhere, mode):
         assert total > STRIDE
         assert wrong == []

@@ -151,7 +151,7 @@ def build_where_one_rank_fails(
 def test_where_one_rank_fails_every_rank_raises_and_keeps_no_group(
     ranks: Pool, moment: str, together: bool, told: list[int]
 ) -> None:
-    results = ranks(4).run(build_where_one_rank_fails, moment, together, timeout=120)
+    results = ranks(4).run(build_where_one_rank_fails, moment, together)
     errors = [error for error, _, _ in results]
     assert errors[0].startswith("Broken: no ")
     assert "built" not in errors
@@ -198,7 +198,7 @@ def build_beside_a_thread(rank: int) -> list[int]:
 def test_a_group_that_another_thread_makes_meanwhile_meets_in_the_stores_own_place(
     ranks: Pool,
 ) -> None:
-    assert ranks(2).run(build_beside_a_thread, timeout=40) == [[3], [3]]
+    assert ranks(2).run(build_beside_a_thread) == [[3], [3]]
 
 
 @pytest.mark.parametrize("fails", [False, True])

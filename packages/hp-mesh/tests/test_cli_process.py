@@ -17,7 +17,7 @@ CHECK = ["check", "tp=8", "--world", "16"]
 
 def python(*argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def blocked(module: str, *argv: str) -> subprocess.CompletedProcess[str]:

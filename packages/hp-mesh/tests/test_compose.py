@@ -26,8 +26,6 @@ from .strategies import dims
 Pool = Callable[[int], RankPool]
 # The first of these imports FSDP, DTensor and the compiler on four ranks at once, which takes 15 s
 # on two idle cores and minutes on busy ones.
-PATIENCE = 240
-pytestmark = pytest.mark.timeout(PATIENCE + 60)
 INNER_TP = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 OUTER_TP = ("tp", "pp", "cp", "dp_shard", "dp_replicate", "ep")
 
@@ -68,7 +66,7 @@ def test_fsdp_on_the_dense_view_combines_with_tensor_parallel_on_the_base_view(
 ) -> None:
     reference = dense_model(0)
     reference(samples()).square().mean().backward()
-    for gradients in ranks(4).run(train_on_two_views, ParallelDims(tp=2), timeout=PATIENCE):
+    for gradients in ranks(4).run(train_on_two_views, ParallelDims(tp=2)):
         for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
 
@@ -104,7 +102,7 @@ def test_fsdp_over_tensor_parallel_trains_and_checkpoints_like_one_process(
 ) -> None:
     reference = dense_model(0)
     reference(samples()).square().mean().backward()
-    for gradients, equal in ranks(4).run(train_dense, dims, str(tmp_path), timeout=PATIENCE):
+    for gradients, equal in ranks(4).run(train_dense, dims, str(tmp_path)):
         assert equal
         for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
@@ -159,7 +157,7 @@ def test_gradients_of_ranks_that_saw_parts_of_sequences_are_reduced_folded_or_no
 ) -> None:
     reference = Attended()
     reference(sequences(), 0, 6).square().mean().backward()
-    for gradients in ranks(4).run(train_on_parts_of_sequences, dims, timeout=PATIENCE):
+    for gradients in ranks(4).run(train_on_parts_of_sequences, dims):
         for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
 
@@ -227,7 +225,7 @@ def test_fsdp_over_experts_averages_over_the_ranks_that_hold_the_same_and_checkp
             (layout.coordinate("ep", rank) + 1) * 4 // dims.ep,
         )
         expected[mine] += here.weight.grad[mine] / (4 // dims.ep)
-    for gradient, equal in ranks(4).run(train_experts, dims, str(tmp_path), timeout=PATIENCE):
+    for gradient, equal in ranks(4).run(train_experts, dims, str(tmp_path)):
         assert equal
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
@@ -281,7 +279,7 @@ def gather_rows(rank: int, dims: ParallelDims, axes: tuple[str, str]) -> list[tu
 def test_torch_gathers_rows_that_two_axes_do_not_divide(
     ranks: Pool, dims: ParallelDims, axes: tuple[str, str]
 ) -> None:
-    assert ranks(4).run(gather_rows, dims, axes, timeout=PATIENCE) == [[(True, True)] * 7] * 4
+    assert ranks(4).run(gather_rows, dims, axes) == [[(True, True)] * 7] * 4
 
 
 def train_uneven_rows(rank: int, dims: ParallelDims, axes: tuple[str, str]) -> list[Tensor]:
@@ -312,6 +310,6 @@ def test_a_linear_layer_with_uneven_rows_over_two_axes_trains_like_one_process(
     output = torch.tanh(inputs @ weight.T)
     loss = output.pow(3).sum()
     loss.backward()
-    for values in ranks(4).run(train_uneven_rows, dims, axes, timeout=PATIENCE):
+    for values in ranks(4).run(train_uneven_rows, dims, axes):
         for value, expected in zip(values, (loss, output, weight.grad), strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)

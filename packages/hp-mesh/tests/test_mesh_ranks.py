@@ -78,7 +78,7 @@ def test_an_all_reduce_on_every_name_reaches_its_ranks_among_eight(
     ranks: Pool, dims: ParallelDims
 ) -> None:
     layout = dims.resolve(8).layout()
-    members = ranks(8).run(reduce_one_hot_ranks, dims, timeout=180)
+    members = ranks(8).run(reduce_one_hot_ranks, dims)
     for rank, reached in enumerate(members):
         assert reached == {name: [*layout.group(name, rank)] for name in layout.names}
 
@@ -162,7 +162,7 @@ def random_orders(count: int) -> list[list[tuple[ParallelDims, int]]]:
 def test_meshes_are_built_and_closed_in_any_order(
     ranks: Pool, orders: list[list[tuple[ParallelDims, int]]]
 ) -> None:
-    assert ranks(4).run(build_and_close, orders, timeout=180) == [[]] * 4
+    assert ranks(4).run(build_and_close, orders) == [[]] * 4
 
 
 def rebuild_where_one_rank_has_more_taken(rank: int) -> list[int]:
@@ -186,7 +186,7 @@ def rebuild_where_one_rank_has_more_taken(rank: int) -> list[int]:
 
 def test_ranks_agree_on_names_that_are_free_on_all_of_them(ranks: Pool) -> None:
     expected = [[1, 3, 5], [2, 3, 10], [4, 12, 5], [8, 12, 10]]
-    assert ranks(4).run(rebuild_where_one_rank_has_more_taken, timeout=60) == expected
+    assert ranks(4).run(rebuild_where_one_rank_has_more_taken) == expected
 
 
 def build_world_again(rank: int) -> int:
@@ -202,7 +202,7 @@ def build_world_again(rank: int) -> int:
 
 
 def test_a_world_mesh_is_built_again_while_an_expert_mesh_lives(ranks: Pool) -> None:
-    assert ranks(4).run(build_world_again, timeout=60) == [3, 3, 12, 12]
+    assert ranks(4).run(build_world_again) == [3, 3, 12, 12]
 
 
 def build_what_differs(rank: int, degrees: dict[int, int], others: int) -> str:
@@ -222,10 +222,10 @@ def test_ranks_with_different_degrees_all_raise_and_say_what_each_has(ranks: Poo
 
 def test_a_rank_whose_degrees_are_illegal_alone_keeps_no_other_waiting(ranks: Pool) -> None:
     illegal = "tp=3 does not divide world_size=4; use 1, 2 or 4"
-    first, *others = ranks(4).run(build_what_differs, {0: 3}, 2, timeout=20)
+    first, *others = ranks(4).run(build_what_differs, {0: 3}, 2)
     assert first == illegal
     assert all(message.startswith("ranks build different meshes") for message in others)
-    assert ranks(4).run(build_what_differs, {}, 3, timeout=20) == [illegal] * 4
+    assert ranks(4).run(build_what_differs, {}, 3) == [illegal] * 4
 
 
 def build_after_local_groups_were_destroyed(rank: int) -> list[int]:
@@ -254,7 +254,7 @@ def test_addresses_that_others_groups_left_behind_are_not_taken_for_those_of_the
     ranks: Pool,
 ) -> None:
     expected = [[3, 5], [3, 10], [12, 5], [12, 10]]
-    assert ranks(4).run(build_after_local_groups_were_destroyed, timeout=40) == expected
+    assert ranks(4).run(build_after_local_groups_were_destroyed) == expected
 
 
 @dataclass
@@ -306,7 +306,7 @@ def build_what_one_rank_gets_wrong(rank: int, case: str) -> str:
 def test_wrong_input_on_one_rank_keeps_no_other_waiting(
     ranks: Pool, case: str, message: str
 ) -> None:
-    first, *others = ranks(4).run(build_what_one_rank_gets_wrong, case, timeout=20)
+    first, *others = ranks(4).run(build_what_one_rank_gets_wrong, case)
     assert first.startswith(message)
     assert all(other.startswith("ranks build different meshes") for other in others)
 
@@ -326,7 +326,7 @@ def build_where_one_rank_has_a_world_mesh(rank: int) -> str:
 
 
 def test_a_rank_that_has_a_world_mesh_already_keeps_no_other_waiting(ranks: Pool) -> None:
-    first, *others = ranks(4).run(build_where_one_rank_has_a_world_mesh, timeout=20)
+    first, *others = ranks(4).run(build_where_one_rank_has_a_world_mesh)
     assert first.startswith("there is a world mesh already")
     assert all(other.startswith("ranks build different meshes") for other in others)
 
@@ -341,7 +341,7 @@ def build_with_one_topology(rank: int) -> str:
 
 
 def test_ranks_that_differ_in_topology_all_raise(ranks: Pool) -> None:
-    for message in ranks(4).run(build_with_one_topology, timeout=20):
+    for message in ranks(4).run(build_with_one_topology):
         assert message.startswith(
             "ranks build different meshes: topology differs between ranks; this rank has {"
         )
@@ -350,7 +350,7 @@ def test_ranks_that_differ_in_topology_all_raise(ranks: Pool) -> None:
 def test_the_error_names_the_degrees_that_differ_and_the_rank_that_refuses(ranks: Pool) -> None:
     for message in ranks(4).run(build_what_differs, {0: 4}, 2):
         assert ": dp_shard and tp differ between ranks; " in message
-    messages = ranks(4).run(build_what_differs, {1: 3}, 2, timeout=20)
+    messages = ranks(4).run(build_what_differs, {1: 3}, 2)
     assert messages.pop(1).startswith("tp=3 does not divide")
     for message in messages:
         assert ": rank 1 refuses its arguments and builds none, its own error " in message

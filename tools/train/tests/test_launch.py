@@ -94,6 +94,6 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert all(_alive(pid) for pid in pids)
     launcher.send_signal(number)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=120)
     _wait_for("end of the ranks", lambda: not any(_alive(pid) for pid in pids))
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)

@@ -42,7 +42,6 @@ def _train(out: Path, *words: str, **environment: str) -> tuple[dict[str, Any], 
     return summary, [(r["step"], r["loss"], r["grad_norm"]) for r in records], done.stdout
 
 
-@pytest.mark.timeout(400)
 def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) -> None:
     whole, expected, _ = _train(tmp_path / "whole", "--cp", "2", "--ep", "2", *_two(3))
     _, first, _ = _train(tmp_path / "part", "--cp", "2", "--ep", "2", *_two(2))
@@ -59,7 +58,6 @@ def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) 
     assert whole["final_loss"] < whole["first_loss"]
 
 
-@pytest.mark.timeout(200)
 def test_the_reference_is_one_process_without_traffic(tmp_path: Path) -> None:
     summary, losses, _ = _train(tmp_path, "--reference", "--steps", "1")
     assert summary["bytes_by_axis"] == {}
@@ -67,7 +65,6 @@ def test_the_reference_is_one_process_without_traffic(tmp_path: Path) -> None:
     assert [step for step, _, _ in losses] == [1]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -93,7 +90,6 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_summary_is_whole(
     assert not [*out.glob("loss.*")]
 
 
-@pytest.mark.timeout(200)
 def test_a_run_whose_parameters_are_not_sharded_over_cp_equals_one_process(tmp_path: Path) -> None:
     summary, _, _ = _train(tmp_path, "--fsdp-folds-cp", "false", "--cp", "2", *_two(2))
     assert summary["dims"]["fsdp_folds_cp"] is False

@@ -21,7 +21,8 @@ import cloudpickle
 from ._worker import serve
 
 T = TypeVar("T")
-START_SECONDS = 180.0  # what new processes get to import torch and find each other
+START_SECONDS = 240.0  # what new processes get to import torch and find each other
+CALL_SECONDS = 240.0  # what ranks get for one call: many, for a machine with other work to do
 # Imported once, by the server that all ranks are forked from. Importing them starts no thread.
 PRELOAD = [
     "rank_pool",
@@ -30,7 +31,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch._dynamo",
 ]
-GRACE_SECONDS = 5.0  # what the others get to answer once one rank has failed
+GRACE_SECONDS = 10.0  # what the others get to answer once one rank has failed
 
 
 class RankError(RuntimeError):
@@ -55,7 +56,7 @@ class RankPool:
         self,
         function: Callable[..., T],
         *args: object,
-        timeout: float = 60.0,
+        timeout: float = CALL_SECONDS,
     ) -> list[T]:
         """Call ``function(rank, *args)`` on every rank and return the results in rank order.
 
