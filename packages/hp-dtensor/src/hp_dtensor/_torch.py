@@ -10,6 +10,7 @@ describe a DTensor from inside; what they are used for, and the public way, stan
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -324,9 +325,7 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
     """
     c10d: Any = distributed_c10d
     backend, store = c10d._world.pg_map[dist.group.WORLD]
-    attempt = 0
-    while store.check([f"{name}/failed/{attempt}"]):
-        attempt += 1
+    attempt = _next_attempt(store, name)
     try:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -343,6 +342,14 @@ def make_group(ranks: tuple[int, ...], name: str) -> ProcessGroup:
         raise
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
+
+
+def _next_attempt(store: Any, name: str) -> int:
+    """Return the number of attempts to make a group that failed on some rank."""
+    try:
+        return next(n for n in count() if not store.check([f"{name}/failed/{n}"]))
+    except RuntimeError:  # the store of fake groups has no methods, and no addresses
+        return 0
 
 
 def _timeout_of(group: ProcessGroup) -> Any:
