@@ -194,6 +194,21 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def long(session: nox.Session) -> None:
+    """Run what takes too long for every change: before a release, and after large changes.
+
+    Tests with the mark ``long``: combinations of axes of which others have the parts. Then all
+    tests of all copies of packages, of which `vendor` runs an eighth.
+    """
+    needs = [need for package in PACKAGES for need in test_requirements(package)]
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needs))
+    nothing_marked = 5  # pytest's exit code
+    for folder in (*(f"packages/{package}/tests" for package in PACKAGES), "tests-integration"):
+        session.run("pytest", folder, "-m", "long", success_codes=[0, nothing_marked])
+    session.notify("vendor", ["--every", "1"])
+
+
+@nox.session
 def train(session: nox.Session) -> None:
     """Train the reference model; degrees and other options go after ``--``."""
     install(session, *PACKAGES, extras=TRAINER)
