@@ -160,7 +160,7 @@ def wheel(session: nox.Session, package: str) -> None:
 
 @nox.session
 def vendor(session: nox.Session) -> None:
-    """Copy each package into a foreign one of its own; run an eighth of its tests, or as told.
+    """Copy each package into a foreign one of its own; run a sixteenth of its tests, or as told.
 
     What differs there are imports, and all test files are imported; packages and pytest's options
     go after ``--``: ``-- hp-cp --every 1`` runs all of one. The copies share one environment, where
@@ -182,7 +182,7 @@ def vendor(session: nox.Session) -> None:
         session.run("python", "tools/vendor.py", package, *where)
         settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), str(tests)]
         paths = {"PYTHONPATH": str(root)}
-        session.run("pytest", *settings, *(options or ["--every", "8"]), env=paths)
+        session.run("pytest", *settings, *(options or ["--every", "16"]), env=paths)
 
 
 @nox.session
@@ -198,7 +198,7 @@ def long(session: nox.Session) -> None:
     """Run what takes too long for every change: before a release, and after large changes.
 
     Tests with the mark ``long``: combinations of axes of which others have the parts. Then all
-    tests of all copies of packages, of which `vendor` runs an eighth.
+    tests of all copies of packages, of which `vendor` runs a sixteenth.
     """
     needs = [need for package in PACKAGES for need in test_requirements(package)]
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needs))
