@@ -169,8 +169,8 @@ def redistribute(
     ``placements`` no sequence, `PlacementTypeError`. Between meshes `RanksDisagree`, on all ranks,
     where they mean different changes or one has a wrong local tensor, before any of it is sent.
     """
-    if len(where) == 1 and placements is None and type(where[0]) is tuple:
-        placements = where[0]
+    if len(where) == 1 and placements is None and isinstance(where[0], (tuple, list)):
+        placements = where[0]  # whether it is a mesh takes longer to ask than all else here
     elif where:
         mesh, placements = _sorted_out(where, mesh, placements)
     if is_compiling():

@@ -284,14 +284,16 @@ def group_name(group: Any) -> str:
     return str(group.group_name)
 
 
+_resolve: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
+
+
 def find_group(name: str) -> ProcessGroup:
     """Return the group of a name.
 
     ``distributed_c10d._resolve_process_group`` (seen in 2.13), by which the groups of functional
     collectives are found in a graph; no public name.
     """
-    resolve: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
-    return resolve(name)
+    return _resolve(name)
 
 
 def registered_group(name: str) -> ProcessGroup | None:

@@ -135,7 +135,7 @@ def find_route(
     # Equal meshes may have different groups: each has its own number.
     # A mesh that is flattened later brings a group that a better plan may use.
     number, flat = (0, 0) if own is None else (number_of(own), flattened_count(own))
-    there = number_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    there = number_of(mesh) if mesh is not None and isinstance(mesh, DeviceMesh) else mesh
     return _route(start, number, flat, there, placements, shard_order, cost, max_bytes, groups)
 
 
