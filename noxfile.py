@@ -197,8 +197,9 @@ def integration(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """Run what takes too long for every change: before a release, and after large changes.
 
-    Tests with the mark ``long``: combinations of axes of which others have the parts. Then all
-    tests of all copies of packages, of which `vendor` runs a sixteenth.
+    Tests with the mark ``long``: combinations of axes of which others have the parts, and hp-cp's
+    matrix of modes and masks on four ranks in float32 (in float64, and on two, it always runs).
+    Then all tests of all copies of packages, of which `vendor` runs a sixteenth.
     """
     needs = [need for package in PACKAGES for need in test_requirements(package)]
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needs))
