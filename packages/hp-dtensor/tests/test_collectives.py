@@ -232,7 +232,11 @@ def calls_of_lists(rank: int, program: Program, n: int) -> list[str]:
     return [event.name for event in profile.events() or () if event.name.startswith("c10d::")]
 
 
-@pytest.mark.parametrize("program", [gather_list, reduce_list, scatter_list])
+def gather_one_small(door: Collectives, axis: Axis) -> list[Tensor]:
+    return door.all_gather(axis, [torch.ones(2**18), torch.ones(4)]).wait()
+
+
+@pytest.mark.parametrize("program", [gather_list, gather_one_small, reduce_list, scatter_list])
 def test_no_call_whose_name_gloo_cannot_note_safely(
     ranks: Callable[[int], RankPool], program: Program
 ) -> None:

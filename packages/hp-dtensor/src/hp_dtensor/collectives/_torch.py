@@ -100,18 +100,17 @@ class TorchCollectives:
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
         group = _group(axis)
         pairs = list(zip(outs, inputs, strict=True))
-        alone, together = _split_by_size(pairs, group)
-        if not together and len(alone) == 1:
-            work = all_gather_single(*alone[0], group=group, async_op=True)
+        if len(pairs) == 1:
+            work = all_gather_single(*pairs[0], group=group, async_op=True)
             return _Pending([work], outs, inputs)
+        if pairs and dist.get_backend(group) != "gloo":
+            return _Pending([all_gather_coalesced(group, outs, inputs)], outs, inputs)
+        alone, together = _split_by_size(pairs)
         finish = None
-        if len(together) > 1 and _is_gloo(group):
-            packed, finish = _packed(together, axis.size)
-            inputs, alone, together = [*inputs, *packed], [*alone, packed], []
-        starts = [partial(all_gather_single, *pair, group=group, async_op=True) for pair in alone]
         if together:
-            lists = map(list, zip(*together, strict=True))
-            starts.append(partial(all_gather_coalesced, group, *lists))
+            packed, finish = _packed(together, axis.size)
+            inputs, alone = [*inputs, *packed], [*alone, packed]
+        starts = [partial(all_gather_single, *pair, group=group, async_op=True) for pair in alone]
         works, error = _started(starts)
         return _Pending(works, outs, inputs, finish, error)
 
@@ -226,19 +225,11 @@ def _started(starts: Sequence[Callable[[], Any]]) -> tuple[list[Any], Exception 
     return works, None
 
 
-def _split_by_size(pairs: list[_Pair], group: dist.ProcessGroup) -> tuple[list[_Pair], list[_Pair]]:
-    """Return which outputs and inputs are gathered each alone, and which in one coalesced call."""
-    if len(pairs) == 1:
-        return pairs, []
-    if not _is_gloo(group):
-        return [], pairs
+def _split_by_size(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
+    """Return which outputs and inputs gloo gathers each alone, and which in one packed call."""
     large = [_bytes(tensor) >= _ALONE for _, tensor in pairs]
     alone = [pair for pair, is_large in zip(pairs, large, strict=True) if is_large]
     return alone, [pair for pair, is_large in zip(pairs, large, strict=True) if not is_large]
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "gloo"
 
 
 @torch.no_grad()
