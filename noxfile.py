@@ -53,10 +53,10 @@ def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) 
     session.install("-c", "constraints.txt", *(f"-epackages/{n}" for n in names), *extras)
 
 
-def test_requirements(package: str) -> tuple[str, ...]:
-    """Return what a package's tests need beyond the tools of all tests."""
-    path = Path("packages", package, "tests", "requirements.txt")
-    return ("-r", str(path)) if (ROOT / path).exists() else ()
+def test_requirements(*packages: str) -> tuple[str, ...]:
+    """Return what packages' tests need beyond the tools of all tests."""
+    paths = [Path("packages", package, "tests", "requirements.txt") for package in packages]
+    return tuple(word for path in paths if (ROOT / path).exists() for word in ("-r", str(path)))
 
 
 def chosen_packages(session: nox.Session) -> tuple[list[str], list[str]]:
@@ -91,8 +91,7 @@ def quick(session: nox.Session) -> None:
     Of each test that starts ranks one case is run. The rest is the other sessions' to find.
     """
     chosen, options = chosen_packages(session)
-    needs = [need for package in chosen for need in test_requirements(package)]
-    install(session, *chosen, extras=(*TEST_TOOLS, *needs, "mypy", "ruff"))
+    install(session, *chosen, extras=(*TEST_TOOLS, *test_requirements(*chosen), "mypy", "ruff"))
     for package in chosen:
         session.run("ruff", "check", f"packages/{package}")
         session.run("ruff", "format", "--check", f"packages/{package}")
@@ -110,8 +109,11 @@ def types(session: nox.Session) -> None:
     chosen = session.posargs or [*PACKAGES, "tools"]
     if unknown := set(chosen) - {*PACKAGES, "tools"}:
         session.error(f"no package: {', '.join(sorted(unknown))}; use {', '.join(PACKAGES)}, tools")
-    needs = [need for package in PACKAGES for need in test_requirements(package)]
-    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needs, "mypy", "nox"))
+    install(
+        session,
+        *PACKAGES,
+        extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES), "mypy", "nox"),
+    )
     for package in chosen:
         if package != "tools":
             session.run("mypy", "-p", import_name(package))
@@ -167,8 +169,7 @@ def vendor(session: nox.Session) -> None:
     none of ours is installed.
     """
     chosen, options = chosen_packages(session)
-    needs = [need for package in chosen for need in test_requirements(package)]
-    session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *needs)
+    session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *test_requirements(*chosen))
     nothing_installed = (
         "import sys, importlib.util as u; found = [n for n in sys.argv[1:] if u.find_spec(n)]; "
         "assert not found, f'installed beside the vendored copy: {found}'"
@@ -201,8 +202,7 @@ def long(session: nox.Session) -> None:
     matrix of modes and masks on four ranks in float32 (in float64, and on two, it always runs).
     Then all tests of all copies of packages, of which `vendor` runs a sixteenth.
     """
-    needs = [need for package in PACKAGES for need in test_requirements(package)]
-    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *needs))
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
     nothing_marked = 5  # pytest's exit code
     for folder in (*(f"packages/{package}/tests" for package in PACKAGES), "tests-integration"):
         session.run("pytest", folder, "-m", "long", success_codes=[0, nothing_marked])
