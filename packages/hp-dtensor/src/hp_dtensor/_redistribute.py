@@ -169,10 +169,14 @@ def redistribute(
     ``placements`` no sequence, `PlacementTypeError`. Between meshes `RanksDisagree`, on all ranks,
     where they mean different changes or one has a wrong local tensor, before any of it is sent.
     """
-    if len(where) == 1 and placements is None and isinstance(where[0], (tuple, list)):
-        placements = where[0]  # whether it is a mesh takes longer to ask than all else here
-    elif where:
-        mesh, placements = _sorted_out(where, mesh, placements)
+    if where:
+        first: Any = where[0]
+        # Whether it is a mesh takes longer to ask than all else here.
+        listed = type(first) is list or type(first) is tuple
+        if listed and placements is None and len(where) == 1:
+            placements = first
+        else:
+            mesh, placements = _sorted_out(where, mesh, placements)
     if is_compiling():
         from .executor._compile import trace  # it loads the compiler, which takes seconds
 

@@ -70,7 +70,7 @@ def carry_out(
         find_route(step.origin, step.then, mesh, shard_order, cost, max_bytes, groups)
         y = step.run(cast(DTensor, x))
         if step.whole:
-            return Pending(lambda: y) if async_op else y
+            return _at_hand(y) if async_op else y
         return carry_out(
             y, step.then, mesh, shard_order, max_bytes, cost, async_op, collectives, groups
         )
@@ -80,9 +80,24 @@ def carry_out(
             f"collectives={collectives!r} has not the methods of Collectives; give "
             "TorchCollectives(), or leave it out"
         )
-    graded = torch.is_grad_enabled() and x.requires_grad
+    graded = x.requires_grad and torch.is_grad_enabled()
     if route.unchanged and not graded:
-        return Pending(lambda: x) if async_op else x
+        return _at_hand(x) if async_op else x
+    return _moved(x, route, mesh, async_op, collectives, graded)
+
+
+def _at_hand(x: Result) -> Pending[Result]:
+    return Pending(lambda: x)
+
+
+def _moved(
+    x: Distributed,
+    route: Route,
+    mesh: Any,
+    async_op: bool,
+    collectives: Collectives | None,
+    graded: bool,
+) -> Distributed | Pending[Any]:
     # Where nothing moves, the gradient may still lie otherwise than x, and is brought back.
     if graded:
         route.check_back()
