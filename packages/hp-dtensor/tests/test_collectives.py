@@ -64,6 +64,18 @@ def scatter_list(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.reduce_scatter(axis, [numbers(axis.index, n), numbers(axis.index, 2 * n)]).wait()
 
 
+def scatter_mean_of_list(door: Collectives, axis: Axis) -> list[Tensor]:
+    n, parts = axis.size, [(0,), (axis.size, 2), (3 * axis.size,)]
+    outputs = [numbers(1, *(rows // n, *rest)) for rows, *rest in parts]
+    inputs = [numbers(axis.index, *part) for part in parts]
+    return door.reduce_scatter(axis, inputs, outputs, op="avg").wait()
+
+
+def scatter_large(door: Collectives, axis: Axis) -> list[Tensor]:
+    parts = [numbers(axis.index, axis.size * 2**17), numbers(axis.index, axis.size)]
+    return door.reduce_scatter(axis, parts).wait()
+
+
 def scatter_mean(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.reduce_scatter(axis, [numbers(axis.index, axis.size)], op="avg").wait()
 
@@ -123,7 +135,9 @@ PROGRAMS: list[Program] = [
     gather_into,
     scatter,
     scatter_list,
+    scatter_large,
     scatter_mean,
+    scatter_mean_of_list,
     reduce_all,
     reduce_list,
     swap_equal,
@@ -153,7 +167,16 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
         sum_of(n, n)[me : me + 1],
         sum_of(n, 2 * n)[2 * me : 2 * me + 2],
     ],
+    scatter_large: lambda me, n: [
+        sum_of(n, n * 2**17)[me * 2**17 : (me + 1) * 2**17],
+        sum_of(n, n)[me : me + 1],
+    ],
     scatter_mean: lambda me, n: [sum_of(n, n)[me : me + 1] / n],
+    scatter_mean_of_list: lambda me, n: [
+        torch.zeros(0).double(),
+        sum_of(n, n, 2)[me : me + 1] / n,
+        sum_of(n, 3 * n)[3 * me : 3 * me + 3] / n,
+    ],
     reduce_all: lambda me, n: [
         sum_of(n, 5),
         sum_of(n, 5) / n,
@@ -253,7 +276,9 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     gather_into: lambda me, n: (n - 1) * 24,
     scatter: lambda me, n: (n - 1) * 48,
     scatter_list: lambda me, n: (n - 1) * 24,
+    scatter_large: lambda me, n: (n - 1) * (2**20 + 8),
     scatter_mean: lambda me, n: (n - 1) * 8,
+    scatter_mean_of_list: lambda me, n: (n - 1) * 40,
     reduce_all: lambda me, n: 5 * (2 * 40 * (n - 1) // n),
     reduce_list: lambda me, n: 2 * 72 * (n - 1) // n,
     swap_equal: lambda me, n: (n - 1) * 48,

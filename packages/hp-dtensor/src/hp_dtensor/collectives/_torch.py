@@ -129,7 +129,11 @@ class TorchCollectives:
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
         group = _group(axis)
         reduce, finish = _reduction(op, axis)
-        if len(inputs) == 1:
+        if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
+            (output, packed), copy_out = _packed_rows(outs, inputs, axis.size)
+            finish, inputs = _both(copy_out, finish), [*inputs, packed]
+            work = reduce_scatter_single(output, packed, op=reduce, group=group, async_op=True)
+        elif len(inputs) == 1:
             work = reduce_scatter_single(outs[0], inputs[0], op=reduce, group=group, async_op=True)
         else:
             work = reduce_scatter_coalesced(group, outs, list(inputs), reduce)
@@ -252,6 +256,41 @@ def _packed(pairs: list[_Pair], size: int) -> tuple[_Pair, Callable[[list[Tensor
             torch.split_with_sizes_copy(gathered.view(size, -1), widths, dim=1, out=rows)
 
     return (gathered, flat), copy_out
+
+
+def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
+    """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
+    small = sum(map(_bytes, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
+    return small and dist.get_backend(group) == "gloo"
+
+
+@torch.no_grad()
+def _packed_rows(
+    outputs: list[Tensor], inputs: list[Tensor], size: int
+) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
+    """Return one output and one input of a reduce-scatter, and what then copies the parts out."""
+    widths = [output.numel() for output in outputs]
+    rows = [tensor.reshape(size, width) for tensor, width in zip(inputs, widths, strict=True)]
+    flat = torch.cat(rows, dim=1).view(-1)
+    reduced = flat.new_empty(sum(widths))
+
+    def copy_out(outputs: list[Tensor]) -> None:
+        parts = [output.view(-1) for output in outputs]
+        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
+            torch.split_with_sizes_copy(reduced, widths, out=parts)
+
+    return (reduced, flat), copy_out
+
+
+def _both(
+    first: Callable[[list[Tensor]], None], then: Callable[[list[Tensor]], None] | None
+) -> Callable[[list[Tensor]], None]:
+    def finish(outputs: list[Tensor]) -> None:
+        first(outputs)
+        if then is not None:
+            then(outputs)
+
+    return finish
 
 
 def _bytes(tensor: Tensor) -> int:
