@@ -5,20 +5,19 @@ import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
+import torch.distributed as dist
 
-from ._worker import serve
+from ._worker import LOOPBACK, serve
 
 T = TypeVar("T")
 START_SECONDS = 240.0  # what new processes get to import torch and find each other
@@ -50,7 +49,7 @@ class RankPool:
         self.world_size = world_size
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._store: dist.TCPStore | None = None
 
     def run(
         self,
@@ -103,12 +102,12 @@ class RankPool:
 
     def _spawn(self) -> None:
         context = _server()
-        self._directory = tempfile.TemporaryDirectory()
-        store = str(Path(self._directory.name) / "store")
+        # In this process, so that it outlives any rank. A store in a file is asked every 10 ms.
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, self.world_size, store, theirs), daemon=True
+                target=serve, args=(rank, self.world_size, self._store.port, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -127,9 +126,7 @@ class RankPool:
                 process.kill()
                 process.join()
         self._pipes, self._processes = [], []
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
+        self._store = None
 
 
 @cache

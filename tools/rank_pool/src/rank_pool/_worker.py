@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
 _CACHE: dict[Hashable, Any] = {}
 
 
@@ -24,15 +25,14 @@ def cached(key: Hashable, make: Callable[[], T]) -> T:
     return value
 
 
-def serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> None:
+def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     """Be ``rank`` of ``world_size``; receive pickled ``(function, args)`` and send back results."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     if os.uname().sysname == "Linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
-    )
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while (message := pipe.recv_bytes()) != b"":
         try:
             function, args = pickle.loads(message)
