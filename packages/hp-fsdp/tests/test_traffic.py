@@ -1,6 +1,7 @@
 """What a step moves over the network, copies in memory, and does not do at all for one rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -89,11 +90,8 @@ class Pausing(RecordingCollectives):
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
         """Pass on, uncounted."""
-        self.copies.paused = True
-        try:
+        with self.paused():
             return PausedWork(super().all_gather(axis, inputs, outputs), self)
-        finally:
-            self.copies.paused = False
 
     def reduce_scatter(
         self,
@@ -102,8 +100,18 @@ class Pausing(RecordingCollectives):
         outputs: Sequence[Tensor] | None = None,
         op: ReduceOp = "sum",
     ) -> Work:
-        """Pass on, with a wait that is not counted."""
-        return PausedWork(super().reduce_scatter(axis, inputs, outputs, op), self)
+        """Pass on, uncounted."""
+        with self.paused():
+            return PausedWork(super().reduce_scatter(axis, inputs, outputs, op), self)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is copied within."""
+        self.copies.paused = True
+        try:
+            yield
+        finally:
+            self.copies.paused = False
 
 
 class PausedWork:
@@ -115,11 +123,8 @@ class PausedWork:
 
     def wait(self) -> list[Tensor]:
         """Wait, uncounted."""
-        self._owner.copies.paused = True
-        try:
+        with self._owner.paused():
             return self._work.wait()
-        finally:
-            self._owner.copies.paused = False
 
 
 def copied(rank: int, shape: tuple[int, ...], axis: str) -> int:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ._worker import LOOPBACK, serve
 
@@ -49,7 +49,7 @@ class RankPool:
         self.world_size = world_size
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def run(
         self,
@@ -103,7 +103,7 @@ class RankPool:
     def _spawn(self) -> None:
         context = _server()
         # In this process, so that it outlives any rank. A store in a file is asked every 10 ms.
-        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             process = context.Process(

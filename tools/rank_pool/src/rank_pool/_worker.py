@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
@@ -31,7 +32,7 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     if os.uname().sysname == "Linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    store = TCPStore(LOOPBACK, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while (message := pipe.recv_bytes()) != b"":
         try:
