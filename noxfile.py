@@ -10,6 +10,7 @@ One package at a time: ``nox -s "tests(hp-mesh)"``. The block above lets nox fet
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import nox
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
-nox.options.sessions = ["lint", "types", "tests", "build", "wheel", "vendor", "integration"]
+nox.options.sessions = ["checks"]
 
 # uv does not read pip's settings: hand it the local wheels that pip was told about.
 if "PIP_FIND_LINKS" in os.environ:
@@ -70,6 +71,15 @@ def import_name(package: str) -> str:
     return package.replace("-", "_")
 
 
+@nox.session(venv_backend="none")
+def checks(session: nox.Session) -> None:
+    """Run all that a change must pass, the sessions side by side."""
+    # The longest first; sessions of one job share what the first of them makes.
+    tests_of = (f"tests({package})" for package in ("hp-fsdp", "hp-dtensor", "hp-ep", "hp-cp"))
+    jobs = ["lint", "integration", *tests_of, "types", "vendor", "tests(hp-mesh)", "build wheel"]
+    session.run(sys.executable, "tools/checks.py", *jobs, external=True)
+
+
 @nox.session
 @each_package
 def tests(session: nox.Session, package: str) -> None:
@@ -114,9 +124,10 @@ def types(session: nox.Session) -> None:
         *PACKAGES,
         extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES), "mypy", "nox"),
     )
+    if named := [package for package in chosen if package != "tools"]:
+        session.run("mypy", *(word for name in named for word in ("-p", import_name(name))))
     for package in chosen:
         if package != "tools":
-            session.run("mypy", "-p", import_name(package))
             session.run("mypy", f"packages/{package}/tests")
             continue
         session.run("mypy", "noxfile.py", *map(str, ROOT.glob("tools/*.py")))

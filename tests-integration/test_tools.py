@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checks
 import examples
 import pytest
 import vendor
@@ -110,3 +111,36 @@ def test_repeated_tests_run_in_rounds_with_fixtures_of_their_own(tmp_path: Path)
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert re.findall(r"^\.?(\d)$", result.stdout, re.MULTILINE) == list("010101")
     assert "6 passed" in result.stdout
+
+
+def test_jobs_run_side_by_side_and_all_to_their_end(tmp_path: Path) -> None:
+    def job(name: str, code: str) -> checks.Job:
+        return checks.Job(name, [sys.executable, "-c", f"from pathlib import Path\n{code}"])
+
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    meet = "Path({!r}).touch()\nwhile not Path({!r}).exists(): pass\nprint('met', {})"
+    jobs = [
+        job("first", meet.format(here, there, 1)),
+        job("second", meet.format(there, here, 2) + "\nraise SystemExit(3)"),
+        job("third", "print('alone')"),
+    ]
+    ended = {done.name: done for done in checks.run_jobs(jobs, 2)}
+    assert [ended[j.name].printed for j in jobs] == ["met 1\n", "met 2\n", "alone\n"]
+    assert [ended[j.name].status for j in jobs] == [0, 3, 0]
+
+
+def test_a_failed_job_is_named_and_fails_the_whole(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def short(name: str) -> checks.Job:
+        return checks.Job(name, [sys.executable, "-c", f"raise SystemExit({name!r} == 'b')"])
+
+    monkeypatch.setattr(checks, "nox_job", short)
+    assert checks.main(["a"]) == 0
+    assert "failed" not in capfd.readouterr().out
+    assert checks.main(["a", "b"]) == 1
+    last = capfd.readouterr().out.splitlines()[-2:]
+    assert sorted((line.split()[0], line.split()[-1]) for line in last) == [
+        ("failed", "b"),
+        ("passed", "a"),
+    ]

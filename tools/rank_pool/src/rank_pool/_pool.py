@@ -15,16 +15,13 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from ._worker import LOOPBACK, serve
 
 T = TypeVar("T")
 START_SECONDS = 240.0  # what new processes get to import torch and find each other
 CALL_SECONDS = 240.0  # what ranks get for one call: many, for a machine with other work to do
 # Imported once, by the server that all ranks are forked from. Importing them starts no thread.
 PRELOAD = [
-    "rank_pool",
+    "rank_pool._worker",
     "pytest",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -49,7 +46,7 @@ class RankPool:
         self.world_size = world_size
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._store: TCPStore | None = None
+        self._store: Any = None
 
     def run(
         self,
@@ -101,6 +98,11 @@ class RankPool:
         return [replies[r][1] for r in range(self.world_size)]
 
     def _spawn(self) -> None:
+        # Here: whoever only starts pytest need not load torch.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from ._worker import LOOPBACK, serve
+
         context = _server()
         # In this process, so that it outlives any rank. A store in a file is asked every 10 ms.
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)

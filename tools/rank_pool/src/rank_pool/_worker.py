@@ -4,26 +4,14 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-_CACHE: dict[Hashable, Any] = {}
-
-
-def cached(key: Hashable, make: Callable[[], T]) -> T:
-    """Return ``make()``, called once per rank process for each ``key`` (meshes, process groups)."""
-    if key not in _CACHE:
-        _CACHE[key] = make()
-    value: T = _CACHE[key]
-    return value
 
 
 def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
