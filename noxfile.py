@@ -173,7 +173,7 @@ def wheel(session: nox.Session, package: str) -> None:
 
 @nox.session
 def vendor(session: nox.Session) -> None:
-    """Copy each package into a foreign one of its own; run a sixteenth of its tests, or as told.
+    """Copy each package into a foreign one of its own; run a fiftieth of its tests, or as told.
 
     What differs there are imports, and all test files are imported; packages and pytest's options
     go after ``--``: ``-- hp-cp --every 1`` runs all of one. The copies share one environment, where
@@ -194,7 +194,7 @@ def vendor(session: nox.Session) -> None:
         session.run("python", "tools/vendor.py", package, *where)
         settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), str(tests)]
         paths = {"PYTHONPATH": str(root)}
-        session.run("pytest", *settings, *(options or ["--every", "16"]), env=paths)
+        session.run("pytest", *settings, *(options or ["--every", "50"]), env=paths)
 
 
 @nox.session
@@ -209,9 +209,10 @@ def integration(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """Run what takes too long for every change: before a release, and after large changes.
 
-    Tests with the mark ``long``: combinations of axes of which others have the parts, and hp-cp's
-    matrix of modes and masks on four ranks in float32 (in float64, and on two, it always runs).
-    Then all tests of all copies of packages, of which `vendor` runs a sixteenth.
+    Tests with the mark ``long``: the default training run whole (12 of its steps always run),
+    combinations of axes of which others have the parts, and hp-cp's matrix of modes and masks on
+    four ranks in float32 (in float64, and on two, it always runs).
+    Then all tests of all copies of packages, of which `vendor` runs a fiftieth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
     nothing_marked = 5  # pytest's exit code

@@ -31,10 +31,17 @@ def losses(out: Path) -> dict[int, float]:
 
 
 @pytest.mark.timeout(1200)
-def test_the_default_run_learns_and_equals_one_process_at_every_step(tmp_path: Path) -> None:
-    printed = run("--out", str(tmp_path), timeout=1190)
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [(("--steps", "12"), 12), pytest.param((), 60, marks=pytest.mark.long)],
+    ids=["shortened", "whole"],
+)
+def test_the_default_run_learns_and_equals_one_process_at_every_step(
+    tmp_path: Path, words: tuple[str, ...], steps: int
+) -> None:
+    printed = run("--out", str(tmp_path), *words, timeout=1190)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 60
+    assert summary["steps"] == steps
     assert summary["world_size"] == 4
     dims = summary["dims"]
     assert (dims["dp_shard"], dims["cp"], dims["ep"]) == (2, 2, 4)
@@ -47,9 +54,9 @@ def test_the_default_run_learns_and_equals_one_process_at_every_step(tmp_path: P
         assert summary["bytes_by_axis"][axis]["calls"] > 0
         assert summary["bytes_by_axis"][axis]["bytes"] > 0
     recorded = losses(tmp_path)
-    assert list(recorded) == list(range(1, 61))
+    assert list(recorded) == list(range(1, steps + 1))
     assert recorded[1] == summary["first_loss"]
-    assert recorded[60] == summary["final_loss"]
+    assert recorded[steps] == summary["final_loss"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "loss.svg").read_text()
     assert Path(summary["checkpoint"]) == tmp_path / "checkpoint"

@@ -50,7 +50,8 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> Iterator[Ended]:
 
 
 def _run(job: Job) -> Ended:
-    print(f"started {job.name}", flush=True)
+    sys.stdout.write(f"started {job.name}\n")  # at once: other threads write too
+    sys.stdout.flush()
     start = time.monotonic()
     done = subprocess.run(
         job.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

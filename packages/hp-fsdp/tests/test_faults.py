@@ -541,7 +541,8 @@ EVERYWHERE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "Halved": ((2,), {}),
 }
 EXTENDED: dict[str, type[Wrapped]] = {"Whole": Whole, "Halved": Halved}
-STRIDE = 11  # calls that a run of a test leaves out between two; repeated runs fill them in
+# From one call that fails to the next; repeated runs fill in those between.
+STRIDES = [29, pytest.param(1, marks=pytest.mark.long)]
 
 
 def run_step(model: Any, rank: int, mode: str) -> None:
@@ -564,7 +565,7 @@ def shown(model: Any) -> dict[str, Tensor]:
     }
 
 
-def fail_everywhere(rank: int, mode: str) -> tuple[int, list[str]]:
+def fail_everywhere(rank: int, mode: str, stride: int) -> tuple[int, list[str]]:
     """Let a step fail at many calls; return their number, and what was wrong after which."""
     shape, options = EVERYWHERE[mode]
     mesh, injection = mesh_of(shape, NAMES[len(shape)]), Injection()
@@ -592,8 +593,8 @@ def fail_everywhere(rank: int, mode: str) -> tuple[int, list[str]]:
         injection.armed, injection.count = True, 0
         run_step(model, rank, mode)
         injection.armed, total = False, injection.count
-        first = next(cached(("turns", mode), itertools.count)) % STRIDE
-        for number in range(first, total, STRIDE):
+        first = next(cached(("turns", mode), itertools.count)) % stride
+        for number in range(first, total, stride):
             for after in (False, True):
                 model.zero_grad()
                 injection.armed, injection.count = True, 0
@@ -627,11 +628,12 @@ def fail_everywhere(rank: int, mode: str) -> tuple[int, list[str]]:
     return total, wrong
 
 
+@pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("mode", EVERYWHERE)
 def test_an_exception_at_any_call_leaves_no_wrong_weight_and_a_right_next_step(
-    ranks: Ranks, mode: str
+    ranks: Ranks, mode: str, stride: int
 ) -> None:
     world = math.prod(EVERYWHERE[mode][0])
-    for total, wrong in ranks(world).run(fail_everywhere, mode):
-        assert total > STRIDE
+    for total, wrong in ranks(world).run(fail_everywhere, mode, stride):
+        assert total > stride
         assert wrong == []
