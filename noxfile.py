@@ -74,6 +74,8 @@ def import_name(package: str) -> str:
 @nox.session(venv_backend="none")
 def checks(session: nox.Session) -> None:
     """Run all that a change must pass, the sessions side by side."""
+    if session.posargs:
+        session.error(f"{' '.join(session.posargs)} is for one session: name it with -s")
     # The longest first; sessions of one job share what the first of them makes.
     tests_of = (f"tests({package})" for package in ("hp-fsdp", "hp-dtensor", "hp-ep", "hp-cp"))
     jobs = ["lint", "integration", *tests_of, "types", "vendor", "tests(hp-mesh)", "build wheel"]
@@ -210,8 +212,10 @@ def long(session: nox.Session) -> None:
     """Run what takes too long for every change: before a release, and after large changes.
 
     Tests with the mark ``long``: the default training run whole (12 of its steps always run),
-    combinations of axes of which others have the parts, and hp-cp's matrix of modes and masks on
-    four ranks in float32 (in float64, and on two, it always runs).
+    combinations of axes of which others have the parts, hp-cp's matrix of modes and masks on four
+    ranks in float32 (in float64, and on two, it always runs), an exception at every third call of
+    hp-fsdp's steps in each mode (at every 29th), and ten times the pairs of layouts that are
+    planned by torch's planners too.
     Then all tests of all copies of packages, of which `vendor` runs a fiftieth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))

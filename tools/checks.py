@@ -44,9 +44,12 @@ def nox_job(sessions: str) -> Job:
 
 def run_jobs(jobs: Sequence[Job], at_once: int) -> Iterator[Ended]:
     """Run jobs, ``at_once`` at a time, in their order; give each as it ends."""
-    with ThreadPoolExecutor(at_once) as threads:
+    threads = ThreadPoolExecutor(at_once)
+    try:
         for done in as_completed([threads.submit(_run, job) for job in jobs]):
             yield done.result()
+    finally:  # after Ctrl-C, which those that run get too, no further job starts
+        threads.shutdown(cancel_futures=True)
 
 
 def _run(job: Job) -> Ended:
