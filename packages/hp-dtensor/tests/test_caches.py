@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from hp_dtensor import (
 )
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+_caches: Any = import_module(plan_transfer.__module__.rpartition(".plans")[0] + "._caches")
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +109,14 @@ def _is_cache(value: object, package: str) -> bool:
     if kind.__name__ != "_lru_cache_wrapper":
         return False
     return str(getattr(value, "__module__", "")).startswith(package)
+
+
+def test_the_oldest_entry_goes_from_a_full_cache_and_all_on_request() -> None:
+    kept = _caches.Remembered(2)
+    for key in "abc":
+        kept.keep(key, key.upper())
+    assert kept == {"b": "B", "c": "C"}
+    clear_caches()
+    assert kept == {}
+    assert _caches._kept[-1] is kept
+    _caches._kept.pop()

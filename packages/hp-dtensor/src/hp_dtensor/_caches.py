@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 _kept: list[Any] = []
 
@@ -22,6 +24,24 @@ def remembered(maxsize: int) -> "Callable[[Callable[P, T]], _lru_cache_wrapper[T
         return cache
 
     return decorate
+
+
+class Remembered(dict[K, V]):
+    """A dict with a bound, whose entries `clear_caches` drops; the oldest go first."""
+
+    def __init__(self, maxsize: int) -> None:
+        self._maxsize = maxsize
+        _kept.append(self)
+
+    def keep(self, key: K, value: V) -> None:
+        """Set an entry."""
+        while len(self) >= self._maxsize:
+            self.pop(next(iter(self)), None)
+        self[key] = value
+
+    def cache_clear(self) -> None:
+        """Drop all entries."""
+        self.clear()
 
 
 def clear_caches() -> None:
