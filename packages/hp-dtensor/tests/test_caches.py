@@ -112,7 +112,7 @@ def _is_cache(value: object, package: str) -> bool:
 
 
 def test_the_oldest_entry_goes_from_a_full_cache_and_all_on_request() -> None:
-    kept = _caches.Remembered(2)
+    kept = _caches.BoundedDict(2)
     for key in "abc":
         kept.keep(key, key.upper())
     assert kept == {"b": "B", "c": "C"}

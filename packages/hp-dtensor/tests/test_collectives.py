@@ -49,6 +49,12 @@ def gather_small_and_large(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.all_gather(axis, parts).wait()
 
 
+def gather_dtypes(door: Collectives, axis: Axis) -> list[Tensor]:
+    exact = torch.tensor([2**53 + 1 + axis.index])  # no float has it
+    parts = [exact, numbers(axis.index, 2).float(), exact + 4, numbers(axis.index, 3)]
+    return door.all_gather(axis, parts).wait()
+
+
 def gather_into(door: Collectives, axis: Axis) -> list[Tensor]:
     out = torch.zeros(3 * axis.size + 1, dtype=torch.double)
     door.all_gather(axis, [numbers(axis.index, 3)], [out[1:]]).wait()
@@ -132,6 +138,7 @@ PROGRAMS: list[Program] = [
     gather,
     gather_list,
     gather_small_and_large,
+    gather_dtypes,
     gather_into,
     scatter,
     scatter_list,
@@ -158,6 +165,12 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
         torch.cat([numbers(r, 2) for r in range(n)]),
         torch.cat([numbers(r, 2**17) for r in range(n)]),
         torch.cat([numbers(r + 9, 1) for r in range(n)]),
+    ],
+    gather_dtypes: lambda me, n: [
+        torch.arange(n) + 2**53 + 1,
+        torch.cat([numbers(r, 2) for r in range(n)]).float(),
+        torch.arange(n) + 2**53 + 5,
+        torch.cat([numbers(r, 3) for r in range(n)]),
     ],
     gather_into: lambda me, n: [
         torch.cat([torch.zeros(1).double(), *(numbers(r, 3) for r in range(n))])
@@ -273,6 +286,7 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     gather: lambda me, n: (n - 1) * 48,
     gather_list: lambda me, n: (n - 1) * 56,
     gather_small_and_large: lambda me, n: (n - 1) * (16 + 2**20 + 8),
+    gather_dtypes: lambda me, n: (n - 1) * (8 + 8 + 8 + 24),
     gather_into: lambda me, n: (n - 1) * 24,
     scatter: lambda me, n: (n - 1) * 48,
     scatter_list: lambda me, n: (n - 1) * 24,

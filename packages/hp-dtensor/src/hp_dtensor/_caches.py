@@ -26,7 +26,7 @@ def remembered(maxsize: int) -> "Callable[[Callable[P, T]], _lru_cache_wrapper[T
     return decorate
 
 
-class Remembered(dict[K, V]):
+class BoundedDict(dict[K, V]):
     """A dict with a bound, whose entries `clear_caches` drops; the oldest go first."""
 
     def __init__(self, maxsize: int) -> None:

@@ -105,7 +105,7 @@ class TorchCollectives:
             return _Pending([work], outs, inputs)
         if pairs and dist.get_backend(group) != "gloo":
             return _Pending([all_gather_coalesced(group, outs, inputs)], outs, inputs)
-        alone, together = _split_by_size(pairs)
+        alone, together = _split_to_pack(pairs)
         finish = None
         if together:
             packed, finish = _packed(together, axis.size)
@@ -229,11 +229,15 @@ def _started(starts: Sequence[Callable[[], Any]]) -> tuple[list[Any], Exception 
     return works, None
 
 
-def _split_by_size(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
-    """Return which outputs and inputs gloo gathers each alone, and which in one packed call."""
-    large = [_bytes(tensor) >= _ALONE for _, tensor in pairs]
-    alone = [pair for pair, is_large in zip(pairs, large, strict=True) if is_large]
-    return alone, [pair for pair, is_large in zip(pairs, large, strict=True) if not is_large]
+def _split_to_pack(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
+    """Return which outputs and inputs gloo gathers each alone, and which in one packed call.
+
+    Packed are small ones of one dtype, that of the first: together they would take another.
+    """
+    dtype = next((tensor.dtype for _, tensor in pairs if _bytes(tensor) < _ALONE), None)
+    packs = [_bytes(tensor) < _ALONE and tensor.dtype == dtype for _, tensor in pairs]
+    alone = [pair for pair, is_packed in zip(pairs, packs, strict=True) if not is_packed]
+    return alone, [pair for pair, is_packed in zip(pairs, packs, strict=True) if is_packed]
 
 
 @torch.no_grad()
@@ -250,12 +254,7 @@ def _packed(pairs: list[_Pair], size: int) -> tuple[_Pair, Callable[[list[Tensor
     gathered = flat.new_empty(size * flat.numel())
     widths = [tensor.numel() for tensor in inputs]
 
-    def copy_out(_: list[Tensor]) -> None:
-        rows = [output.view(size, width) for output, width in zip(outputs, widths, strict=True)]
-        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
-            torch.split_with_sizes_copy(gathered.view(size, -1), widths, dim=1, out=rows)
-
-    return (gathered, flat), copy_out
+    return (gathered, flat), _unpack(gathered, size, widths, outputs)
 
 
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
@@ -274,12 +273,20 @@ def _packed_rows(
     flat = torch.cat(rows, dim=1).view(-1)
     reduced = flat.new_empty(sum(widths))
 
-    def copy_out(outputs: list[Tensor]) -> None:
-        parts = [output.view(-1) for output in outputs]
-        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
-            torch.split_with_sizes_copy(reduced, widths, out=parts)
+    return (reduced, flat), _unpack(reduced, 1, widths, outputs)
 
-    return (reduced, flat), copy_out
+
+def _unpack(
+    flat: Tensor, count: int, widths: list[int], outputs: Sequence[Tensor]
+) -> Callable[[list[Tensor]], None]:
+    """Return what copies the columns of ``count`` rows, ``widths`` of them each, to ``outputs``."""
+
+    def copy_out(_: list[Tensor]) -> None:
+        parts = [output.view(count, width) for output, width in zip(outputs, widths, strict=True)]
+        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
+            torch.split_with_sizes_copy(flat.view(count, -1), widths, dim=1, out=parts)
+
+    return copy_out
 
 
 def _both(

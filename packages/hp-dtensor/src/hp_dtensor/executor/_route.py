@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._absent import Absent
-from .._caches import Remembered
+from .._caches import BoundedDict
 from .._errors import (
     CrossMeshError,
     LayoutError,
@@ -148,7 +148,7 @@ def find_route(
 
 
 # By the hash of what a tensor starts from: what that is stands beside the route.
-_routes: Remembered[tuple[Any, ...], tuple[tuple[Any, ...], Route]] = Remembered(2048)
+_routes: BoundedDict[tuple[Any, ...], tuple[tuple[Any, ...], Route]] = BoundedDict(2048)
 
 
 def _route(
