@@ -76,9 +76,9 @@ def checks(session: nox.Session) -> None:
     """Run all that a change must pass, the sessions side by side."""
     if session.posargs:
         session.error(f"{' '.join(session.posargs)} is for one session: name it with -s")
-    # The longest first; sessions of one job share what the first of them makes.
-    tests_of = (f"tests({package})" for package in ("hp-fsdp", "hp-dtensor", "hp-ep", "hp-cp"))
-    jobs = ["lint", "integration", *tests_of, "types", "vendor", "tests(hp-mesh)", "build wheel"]
+    # About the longest first; sessions of one job share what the first of them makes.
+    tests_of = (f"tests({package})" for package in reversed(PACKAGES))
+    jobs = ["lint", "integration", *tests_of, "types", "vendor", "build wheel"]
     session.run(sys.executable, "tools/checks.py", *jobs, external=True)
 
 
