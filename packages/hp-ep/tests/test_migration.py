@@ -232,6 +232,7 @@ def _differing(rank: int) -> list[str]:
             for other in (swapped, wide, few)
         ),
         lambda: migrate_experts(cut, back if rank == 1 else half),
+        lambda: migrate_experts(layer, [0, 1] if rank == 1 else here),  # type: ignore[arg-type]
     ]
     texts = []
     for case in cases:

@@ -44,11 +44,11 @@ def migrate_experts(
             "the experts have no placement; give the style one, Placement.contiguous(...) if "
             "nothing is known of the load yet"
         )
-    if not isinstance(placement, Placement):
+    _compare(layer.experts, placement, replicas)
+    if not isinstance(placement, Placement):  # on all ranks, or they would have differed
         raise ExpertConfigError(
             f"placement={placement!r} is not a Placement; make one by plan_placement"
         )
-    _compare(layer.experts, placement, replicas)
     migration = plan_migration(replicas.placement, placement)
     dispatcher = _moved(layer.dispatcher, placement)
     tensors = _tensors(layer.experts, optimizer, replicas)
@@ -59,7 +59,7 @@ def migrate_experts(
     return migration
 
 
-def _compare(experts: GroupedExperts, placement: Placement, replicas: ReplicaSum) -> None:
+def _compare(experts: GroupedExperts, placement: object, replicas: ReplicaSum) -> None:
     """Raise on all ranks that have a part of the experts unless all give one placement."""
     mesh = experts.w1.device_mesh if isinstance(experts.w1, DTensor) else None
     axes = [replicas.axis] if mesh is None else [Axis.of(mesh, i) for i in range(mesh.ndim)]

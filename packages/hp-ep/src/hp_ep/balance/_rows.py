@@ -37,13 +37,16 @@ def rows_here(what: str, tensor: Tensor, num_rows: int, axis: Axis) -> Tensor:
 
 
 def check_same_placement(
-    placement: Placement, axes: Iterable[Axis], device: torch.device, collectives: Collectives
+    placement: object, axes: Iterable[Axis], device: torch.device, collectives: Collectives
 ) -> None:
     """Raise an `ExpertConfigError` on all ranks of ``axes`` unless all give one ``placement``.
 
+    What is no `Placement` differs from any, and is otherwise the caller's to refuse.
     All-gathers 16 bytes for each rank over each of the axes, and reads what came on the host.
     """
-    text = repr((placement.num_ranks, placement.num_experts, placement.experts))
+    text = type(placement).__name__
+    if isinstance(placement, Placement):
+        text = repr((placement.num_ranks, placement.num_experts, placement.experts))
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
     over = [axis for axis in axes if axis.size > 1]
     if not over:
