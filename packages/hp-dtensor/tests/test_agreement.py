@@ -30,9 +30,9 @@ from hp_dtensor import (
 
 from .test_between_meshes import cut, laid, mesh_of, spelled, whole
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_agreement: Any = import_module(f"{_package}.executor._agreement")
-_plan: Any = import_module(f"{_package}.plans._plan")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_agreement: Any = import_module(f"{_package}._consistency")
+_plan: Any = import_module(f"{_package}._planner")
 
 Pools = Callable[[int], RankPool]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

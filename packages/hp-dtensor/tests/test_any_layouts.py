@@ -28,8 +28,8 @@ from hp_dtensor import (
 from .strategies import Case, free_layouts
 from .test_between_meshes import cut
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_convert: Any = import_module(f"{_package}.layouts._convert")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_convert: Any = import_module(f"{_package}._convert")
 
 Pools = Callable[[int], RankPool]
 WORLD = 8

@@ -26,7 +26,7 @@ from hp_dtensor import (
 )
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-_caches: Any = import_module(plan_transfer.__module__.rpartition(".plans")[0] + "._caches")
+_caches: Any = import_module(plan_transfer.__module__.rpartition("._")[0] + "._caches")
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_caches_can_be_dropped_and_calls_then_plan_anew() -> None:
 
 
 def test_every_cache_has_a_bound() -> None:
-    package = plan_transfer.__module__.partition(".plans")[0]
+    package = plan_transfer.__module__.rpartition("._")[0]
     cached = [each for each in gc.get_objects() if _is_cache(each, package)]
     assert cached
     assert [each for each in cached if each.cache_parameters()["maxsize"] is None] == []

@@ -27,8 +27,8 @@ from hp_dtensor import (
 
 from .strategies import Case, cases, free_cases
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_plan: Any = import_module(f"{_package}.plans._plan")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_plan: Any = import_module(f"{_package}._planner")
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 

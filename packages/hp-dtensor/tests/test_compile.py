@@ -32,7 +32,7 @@ from hp_dtensor import (
 
 from .strategies import Case, cases
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
+_package = plan_transfer.__module__.rpartition("._")[0]
 Pools = Callable[[int], RankPool]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -290,8 +290,8 @@ def test_what_a_graph_cannot_hold_is_refused_on_every_rank_with_the_reason(ranks
 @settings(deadline=None, max_examples=50)
 @given(case=st.sampled_from([(2,), (4,), (2, 2), (2, 3)]).flatmap(lambda mesh: cases(mesh=mesh)))
 def test_a_plan_comes_back_from_its_text(case: Case) -> None:
-    written = import_module(f"{_package}.executor._written")
-    stages = import_module(f"{_package}.executor._stages")
+    written = import_module(f"{_package}._compile")
+    stages = import_module(f"{_package}._execute")
     group = type("Group", (), {"group_name": "7"})()
 
     def fold(step: Step) -> Any:

@@ -25,8 +25,8 @@ from hp_dtensor import (
 
 from .strategies import Case, cases
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_convert: Any = import_module(f"{_package}.layouts._convert")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_convert: Any = import_module(f"{_package}._convert")
 _torch: Any = import_module(f"{_package}._torch")
 
 

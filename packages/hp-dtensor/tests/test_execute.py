@@ -29,10 +29,10 @@ from hp_dtensor import (
 
 from .strategies import Case, cases, free_cases, free_layouts
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_execute = import_module(f"{_package}.executor._execute")
-_stages = import_module(f"{_package}.executor._stages")
-_plan = import_module(f"{_package}.plans._plan")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_execute = import_module(f"{_package}._execute")
+_stages = import_module(f"{_package}._execute")
+_plan = import_module(f"{_package}._planner")
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WORLD = 10  # ranks of which meshes take some

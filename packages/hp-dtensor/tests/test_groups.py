@@ -27,8 +27,8 @@ from hp_dtensor import (
     redistribute,
 )
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_route = import_module(f"{_package}.executor._route")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_route = import_module(f"{_package}._prepare")
 
 Placements = tuple[Replicate | Shard, ...]
 Pools = Callable[[int], RankPool]

@@ -22,7 +22,7 @@ except ImportError:
 
 
 def test_layouts_and_plans_need_no_torch() -> None:
-    name = Layout.__module__.rpartition(".layouts")[0]
+    name = Layout.__module__.rpartition("._")[0]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name], capture_output=True, text=True, check=False
     )

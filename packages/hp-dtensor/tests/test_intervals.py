@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from hp_dtensor import plan_transfer
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_intervals = import_module(f"{_package}.layouts._intervals")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_intervals = import_module(f"{_package}._boxes")
 
 splits = st.lists(
     st.tuples(st.integers(1, 4), st.one_of(st.just(1), st.integers(1, 5))), max_size=3

@@ -28,9 +28,9 @@ from hp_dtensor import (
 )
 
 Placement = Replicate | Shard | Partial
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_execute: Any = import_module(f"{_package}.executor._execute")
-_route: Any = import_module(f"{_package}.executor._route")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_execute: Any = import_module(f"{_package}._execute")
+_route: Any = import_module(f"{_package}._prepare")
 
 KINDS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
 

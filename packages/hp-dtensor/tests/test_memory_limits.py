@@ -17,10 +17,10 @@ from hp_dtensor import Layout, MissingGroup, NoPlan, PlacementTypeError, Shard, 
 from .strategies import Case, free_layouts
 from .test_memory import Allocating, Held
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_execute: Any = import_module(f"{_package}.executor._execute")
-_origin: Any = import_module(f"{_package}.executor._origin")
-_route: Any = import_module(f"{_package}.executor._route")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_execute: Any = import_module(f"{_package}._execute")
+_origin: Any = import_module(f"{_package}._prepare")
+_route: Any = import_module(f"{_package}._prepare")
 
 # Meshes of a world of 8: of all ranks, of some, overlapping and disjoint.
 GRIDS = [

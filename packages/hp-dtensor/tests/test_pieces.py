@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hp_dtensor import Box, plan_transfer
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_pieces = import_module(f"{_package}.executor._pieces")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_pieces = import_module(f"{_package}._local_view")
 
 frames = st.lists(
     st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))),

@@ -39,7 +39,7 @@ from hp_dtensor import (
 
 from .strategies import Case, cases
 
-_torch: Any = import_module(f"{plan_transfer.__module__.rpartition('.plans')[0]}._torch")
+_torch: Any = import_module(f"{plan_transfer.__module__.rpartition('._')[0]}._torch")
 Pools = Callable[[int], RankPool]
 Placements = tuple[Replicate | Shard | Partial, ...]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

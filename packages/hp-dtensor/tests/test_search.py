@@ -14,12 +14,12 @@ from hp_dtensor import AlphaBeta, Layout, NoPlan, Partial, Replicate, Shard, pla
 
 from .strategies import layouts
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_links: Any = import_module(f"{_package}.layouts._links")
-_least: Any = import_module(f"{_package}.plans._least")
-_plan: Any = import_module(f"{_package}.plans._plan")
-_pricing: Any = import_module(f"{_package}.plans._pricing")
-_search: Any = import_module(f"{_package}.plans._search")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_links: Any = import_module(f"{_package}._shard_order")
+_least: Any = import_module(f"{_package}._planner")
+_plan: Any = import_module(f"{_package}._planner")
+_pricing: Any = import_module(f"{_package}._cost")
+_search: Any = import_module(f"{_package}._planner")
 
 ITEMSIZE = 4
 MODELS = [

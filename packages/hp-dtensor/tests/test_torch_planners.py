@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_dtensor import AlphaBeta, Layout, Partial, Replicate, Shard, plan_transfer
 
-_package = plan_transfer.__module__.rpartition(".plans")[0]
-_plan: Any = import_module(f"{_package}.plans._plan")
+_package = plan_transfer.__module__.rpartition("._")[0]
+_plan: Any = import_module(f"{_package}._planner")
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Placements = tuple[Replicate | Shard | Partial, ...]

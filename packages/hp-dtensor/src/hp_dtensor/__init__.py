@@ -6,7 +6,10 @@ Names that need torch are loaded on first use: layouts and plans work without it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._boxes import Box as Box
 from ._caches import clear_caches as clear_caches
+from ._cost import AlphaBeta as AlphaBeta
+from ._cost import CostModel as CostModel
 from ._errors import CostModelError as CostModelError
 from ._errors import CrossMeshError as CrossMeshError
 from ._errors import LayoutError as LayoutError
@@ -25,23 +28,19 @@ from ._errors import RanksDisagree as RanksDisagree
 from ._errors import ShardDimError as ShardDimError
 from ._errors import ShardOrderError as ShardOrderError
 from ._explain import explain as explain
-from .layouts._boxes import Box as Box
-from .layouts._layout import Layout as Layout
-from .layouts._placements import Partial as Partial
-from .layouts._placements import RaggedShard as RaggedShard
-from .layouts._placements import Replicate as Replicate
-from .layouts._placements import Shard as Shard
-from .layouts._placements import StridedShard as StridedShard
-from .plans._cost import AlphaBeta as AlphaBeta
-from .plans._cost import CostModel as CostModel
-from .plans._plan import Plan as Plan
-from .plans._steps import Step as Step
-from .plans._transfer import Transfer as Transfer
-from .plans._transfer import plan_transfer as plan_transfer
+from ._layout import Layout as Layout
+from ._placements import Partial as Partial
+from ._placements import RaggedShard as RaggedShard
+from ._placements import Replicate as Replicate
+from ._placements import Shard as Shard
+from ._placements import StridedShard as StridedShard
+from ._planner import Plan as Plan
+from ._steps import Step as Step
+from ._transfer import Transfer as Transfer
+from ._transfer import plan_transfer as plan_transfer
 
 if TYPE_CHECKING:
-    from ._absent import Absent as Absent
-    from ._absent import AbsentError as AbsentError
+    from ._errors import RaggedOpError as RaggedOpError
     from ._modules import MeshError as MeshError
     from ._modules import NonLeafError as NonLeafError
     from ._modules import SharedParameterError as SharedParameterError
@@ -49,17 +48,20 @@ if TYPE_CHECKING:
     from ._modules import distribute_module as distribute_module
     from ._modules import distribute_tensor as distribute_tensor
     from ._modules import reduce_partial as reduce_partial
+    from ._non_member import Absent as Absent
+    from ._non_member import AbsentError as AbsentError
     from ._norms import CollectivesError as CollectivesError
     from ._norms import MaxNormError as MaxNormError
     from ._norms import NonFiniteNormError as NonFiniteNormError
     from ._norms import NormOrderError as NormOrderError
     from ._norms import clip_grad_norm_ as clip_grad_norm_
+    from ._redistribute import Pending as Pending
     from ._redistribute import redistribute as redistribute
-    from .collectives._differentiable import all_gather as all_gather
-    from .collectives._differentiable import all_reduce as all_reduce
-    from .collectives._differentiable import all_to_all as all_to_all
-    from .collectives._differentiable import reduce_scatter as reduce_scatter
-    from .collectives._differentiable import replicate as replicate
+    from .collectives._autograd import all_gather as all_gather
+    from .collectives._autograd import all_reduce as all_reduce
+    from .collectives._autograd import all_to_all as all_to_all
+    from .collectives._autograd import reduce_scatter as reduce_scatter
+    from .collectives._autograd import replicate as replicate
     from .collectives._interface import Axis as Axis
     from .collectives._interface import AxisMesh as AxisMesh
     from .collectives._interface import Collectives as Collectives
@@ -68,16 +70,14 @@ if TYPE_CHECKING:
     from .collectives._interface import Work as Work
     from .collectives._recording import RecordingCollectives as RecordingCollectives
     from .collectives._recording import Traffic as Traffic
-    from .collectives._simulated import SimulatedCollectives as SimulatedCollectives
-    from .collectives._simulated import SimulatedWorld as SimulatedWorld
     from .collectives._torch import TorchCollectives as TorchCollectives
-    from .executor._autograd import Pending as Pending
-    from .ragged._ops import RaggedOpError as RaggedOpError
     from .ragged._tensor import RaggedTensor as RaggedTensor
+    from .testing import SimulatedCollectives as SimulatedCollectives
+    from .testing import SimulatedWorld as SimulatedWorld
 
 _NEED_TORCH = {
-    "Absent": "._absent",
-    "AbsentError": "._absent",
+    "Absent": "._non_member",
+    "AbsentError": "._non_member",
     "Axis": ".collectives._interface",
     "AxisMesh": ".collectives._interface",
     "Collectives": ".collectives._interface",
@@ -88,28 +88,28 @@ _NEED_TORCH = {
     "NonFiniteNormError": "._norms",
     "NonLeafError": "._modules",
     "NormOrderError": "._norms",
-    "Pending": ".executor._autograd",
-    "RaggedOpError": ".ragged._ops",
+    "Pending": "._redistribute",
+    "RaggedOpError": "._errors",
     "RaggedTensor": ".ragged._tensor",
     "RecordingCollectives": ".collectives._recording",
     "ReduceOp": ".collectives._interface",
     "SharedParameterError": "._modules",
-    "SimulatedCollectives": ".collectives._simulated",
-    "SimulatedWorld": ".collectives._simulated",
+    "SimulatedCollectives": ".testing",
+    "SimulatedWorld": ".testing",
     "TorchCollectives": ".collectives._torch",
     "Traffic": ".collectives._recording",
     "Work": ".collectives._interface",
-    "all_gather": ".collectives._differentiable",
-    "all_reduce": ".collectives._differentiable",
-    "all_to_all": ".collectives._differentiable",
+    "all_gather": ".collectives._autograd",
+    "all_reduce": ".collectives._autograd",
+    "all_to_all": ".collectives._autograd",
     "clip_grad_norm_": "._norms",
     "concatenate_meshes": "._modules",
     "distribute_module": "._modules",
     "distribute_tensor": "._modules",
     "redistribute": "._redistribute",
     "reduce_partial": "._modules",
-    "reduce_scatter": ".collectives._differentiable",
-    "replicate": ".collectives._differentiable",
+    "reduce_scatter": ".collectives._autograd",
+    "replicate": ".collectives._autograd",
 }
 
 __version__ = "0.1.0"

@@ -65,6 +65,10 @@ class RanksDisagree(LayoutError):
     """Ranks call for a change of mesh with different tensors, targets or limits."""
 
 
+class RaggedOpError(TypeError):
+    """An operator that ragged tensors do not have, or operands of it that lie differently."""
+
+
 class NoPlan(LayoutError):
     """Every way to the target needs more memory than allowed.
 

@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ._cost import CostModel, check_cost
 from ._errors import CrossMeshError, PlacementCountError, RankNotInMesh
-from .layouts._layout import Layout, ShardOrder
-from .layouts._placements import Placement, Replicate, in_tuple
-from .plans._cost import CostModel, check_cost
-from .plans._plan import Plan, make_plan
+from ._layout import Layout, ShardOrder
+from ._placements import Placement, Replicate, in_tuple
+from ._planner import Plan, make_plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .executor._origin import Distributed
+    from ._prepare import Distributed
 
 
 def explain(
@@ -42,8 +42,8 @@ def explain(
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
+        from ._prepare import origin_of, ranks_of
         from ._redistribute import plan_for
-        from .executor._origin import origin_of, ranks_of
 
         if isinstance(placements, Layout):
             origin = origin_of(x)

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from ._convert import AnyPlacement, to_layout, to_torch
 from ._errors import LayoutError, PartialTargetError, PlacementTypeError, RankNotInMesh
+from ._placements import Partial, Replicate, Shard, StridedShard, in_tuple
 from ._redistribute import redistribute
 from .collectives._interface import Collectives
-from .layouts._convert import AnyPlacement, to_layout, to_torch
-from .layouts._placements import Partial, Replicate, Shard, StridedShard, in_tuple
 from .ragged._spec import find_spec
 from .ragged._tensor import RaggedTensor
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._errors import PartialSourceError
+from ._groups import axes_over, ranks_along
 from ._modules import MeshError
 from ._torch import foreach_norms, foreach_scale, group_name, local_part
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .collectives._torch import TorchCollectives
-from .executor._groups import axes_over, ranks_along
 from .ragged._tensor import RaggedTensor
 
 

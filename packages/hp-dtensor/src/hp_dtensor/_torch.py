@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (  # the option structs of the coalesced methods
+from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     ReduceScatterOptions,

@@ -15,8 +15,8 @@ from .._torch import (
     reduce_scatter_coalesced,
     reduce_scatter_single,
 )
+from ..testing import SimulatedGroup
 from ._interface import Axis, Parts, ReduceOp, Work, as_tensors, check_divisible
-from ._simulated_mesh import SimulatedGroup
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,

@@ -1,18 +1,23 @@
 """Which operators act on every element alone, so that ranks may run them on their own parts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tag, Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from .._caches import remembered
+from .._errors import RaggedOpError
 from .._torch import argument_place, operator_name, written_arguments
+from ._reductions import fill, reduced, unscale
+from ._spec import RaggedSpec
 
-
-class RaggedOpError(TypeError):
-    """An operator that ragged tensors do not have, or operands of it that lie differently."""
+if TYPE_CHECKING:
+    from ._tensor import RaggedTensor
 
 
 _INFIX = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -161,3 +166,157 @@ def _is_elementwise(op: Any, name: str) -> bool:
 
 def _has_pointwise(packet: Any) -> bool:
     return any(Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
+
+
+def common_spec(
+    kind: "type[RaggedTensor]",
+    use: object,
+    operands: Sequence[object],
+    written: Sequence[object] = (),
+) -> RaggedSpec:
+    """Return where the operands, of which some are ragged, lie; raise unless they lie alike.
+
+    What is ``written`` to is ragged; the others may be numbers and plain 0-dim tensors.
+    """
+    first = next(x for x in operands if isinstance(x, kind))
+    spec = first._spec
+    for x in operands:
+        if isinstance(x, kind):
+            fits = x._spec is spec or x._spec == spec
+        elif isinstance(x, Tensor):
+            fits = _goes_with_all(x) and not any(x is target for target in written)
+        else:
+            continue
+        if not fits:
+            raise RaggedOpError(
+                f"{use} of {described(first, kind)} and {described(x, kind)}, which lie "
+                "differently; use operands that lie alike, numbers or 0-dim tensors that are not "
+                "written to, or redistribute one first"
+            )
+    return spec
+
+
+def specs_of_rows(
+    kind: "type[RaggedTensor]", use: object, operands: Sequence[object]
+) -> Sequence[RaggedSpec | None]:
+    """Return where the first tensors of all lists lie, the second ones, and so on; None if nowhere.
+
+    Each row, with the operands that are no lists, is a case of `common_spec`, or has no ragged
+    tensor.
+    """
+    columns = [value for value in operands if is_tensor_list(value)]
+    others = [value for value in operands if isinstance(value, Tensor)]
+    found = [[x._spec if isinstance(x, kind) else None for x in column] for column in columns]
+    ragged = [specs for specs in found if any(specs)]
+    plain = [column for column, specs in zip(columns, found, strict=True) if not any(specs)]
+    # Lists that lie alike row by row are what optimizers give: one comparison for each list.
+    if (
+        all(specs == ragged[0] for specs in ragged)
+        and all(map(all, ragged[:1]))
+        and all(map(_goes_with_all, (*others, *chain(*plain))))
+    ):
+        return ragged[0]
+    rows = [(*row, *others) for row in zip_longest(*columns)]
+    return [
+        common_spec(kind, use, row) if any(isinstance(x, kind) for x in row) else None
+        for row in rows
+    ]
+
+
+def is_tensor_list(value: object) -> TypeGuard[Sequence[Tensor]]:
+    """Return whether an operand is a list of tensors."""
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
+def described(x: Any, kind: "type[RaggedTensor]") -> str:
+    """Return what an operand is, the same on every rank."""
+    if isinstance(x, kind):
+        mesh = tuple(x.device_mesh.shape)
+        return f"a {list(x.shape)} tensor as {x._spec.layout} on a mesh of shape {mesh}"
+    return f"a {list(x.shape)} {type(x).__name__}" if isinstance(x, Tensor) else repr(x)
+
+
+def _goes_with_all(x: object) -> bool:
+    return not isinstance(x, Tensor) or (x.ndim == 0 and not isinstance(x, DTensor))
+
+
+def run(
+    kind: "type[RaggedTensor]", op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what ``op`` makes of the parts, as ragged tensors that lie as its operands do.
+
+    Random fills and reductions to a number are known besides. Raises `RaggedOpError` for any other
+    operator that is not elementwise, for operands that lie
+    differently, and for a plain tensor to write to; numbers and plain 0-dim tensors go with all.
+    """
+    op, args = elementwise_form(op, args)
+    trait = trait_of(op)
+    if trait.other:
+        return _other(kind, op, trait.other, args, kwargs)
+    if trait.reduction is not None:
+        check_loss(op, trait.reduction, args, kwargs)
+    check_gradient(op, args)
+    values = (*args, *kwargs.values()) if kwargs else args
+    written = [args[at] if isinstance(at, int) else kwargs[at] for at in trait.writes]
+    parts = [_part(kind, value) for value in args]
+    named = {name: _part(kind, value) for name, value in kwargs.items()}
+    if trait.on_lists:
+        specs = specs_of_rows(kind, op, values)
+        result = op(*parts, **named)
+        if not written:
+            pairs = zip(result, specs, strict=True)
+            return [x if spec is None else kind(x, spec) for x, spec in pairs]
+    else:
+        spec = common_spec(kind, op, values, written)
+        result = op(*parts, **named)
+        if not written:
+            if isinstance(result, Tensor):
+                return kind(result, spec)
+            return type(result)(kind(x, spec) for x in result)
+    increment_version(_uncounted(kind, written))
+    if result is None:
+        return None
+    return written[0] if isinstance(result, Tensor) else type(result)(written)
+
+
+def _other(
+    kind: "type[RaggedTensor]",
+    op: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    if name == UNSCALE:
+        grads, found_inf, scale = args
+        unscale([x for x in grads if isinstance(x, kind)], _part(kind, grads), found_inf, scale)
+        increment_version(_uncounted(kind, [grads]))
+        return None
+    x = args[0]
+    if name in REDUCTIONS:
+        return reduced(x, name, args[1:], kwargs)
+    fill(x._local, x._spec, op, args[1:], kwargs)
+    increment_version(_uncounted(kind, [x]))
+    return x
+
+
+def _part(kind: "type[RaggedTensor]", value: Any) -> Any:
+    if isinstance(value, kind):
+        return value._local
+    if is_tensor_list(value):
+        return [x._local if isinstance(x, kind) else x for x in value]
+    return value
+
+
+def _uncounted(kind: "type[RaggedTensor]", written: list[Any]) -> list[Tensor]:
+    """Return the tensors whose versions torch leaves, although a graph may have saved them.
+
+    It counts a write for the whole tensor, not for the part; for lists of tensors in neither.
+    """
+    found: list[Tensor] = []
+    for value in written:
+        if is_tensor_list(value):
+            found += value
+            found += [x._local for x in value if isinstance(x, kind)]
+        elif isinstance(value, kind):
+            found.append(value._local)
+    return found

@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from .._boxes import Box, extent, place_in, ravel
+from .._convert import AnyPlacement, to_layout, to_torch
 from .._errors import PlacementTypeError, RankNotInMesh
-from ..layouts._boxes import Box, extent, place_in
-from ..layouts._convert import AnyPlacement, to_layout, to_torch
-from ..layouts._intervals import ravel
-from ..layouts._layout import Layout
-from ..layouts._placements import RaggedShard, Replicate, StridedShard, in_tuple
+from .._layout import Layout
+from .._placements import RaggedShard, Replicate, StridedShard, in_tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

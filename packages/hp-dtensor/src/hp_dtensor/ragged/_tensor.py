@@ -1,26 +1,73 @@
-"""Tensors whose ranks hold contiguous runs of unequal lengths."""
+"""Where the parts of a ragged tensor lie, and which of them this rank holds."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from .._errors import LocalShapeMismatch
+from .._boxes import Box
+from .._convert import AnyPlacement
+from .._errors import LocalShapeMismatch, RaggedOpError
+from .._placements import RaggedShard
 from .._torch import disabled_torch_function, wrap_full_states, wrapper_tensor
 from ..collectives._interface import Collectives
-from ..layouts._convert import AnyPlacement
-from ..layouts._layout import Box
-from ..layouts._placements import RaggedShard
-from ._checkpoint import checkpointed
-from ._full import gathering, scattering
-from ._ops import RaggedOpError
+from ._checkpoint import checkpointed, gathering, scattering
+from ._ops import BINARY, described, run
 from ._reductions import check_all, mean, norm, total
-from ._run import run
 from ._spec import RaggedSpec, find_spec
-from ._speech import speak_up
+
+C = TypeVar("C", bound="type[RaggedTensor]")
+# What works on a tensor's memory, of which a ragged tensor has none besides its part: torch would
+# read and write at address 0, or name its own reasons.
+_ON_MEMORY = (
+    *("untyped_storage", "storage", "share_memory_", "is_shared", "apply_", "map_", "map2_"),
+    *("__dlpack__", "__array__", "numpy", "tolist"),
+)
+
+
+def speak_up(cls: C) -> C:
+    """Let a tensor class without memory of its own tell what is wrong; return the class.
+
+    torch takes a TypeError in an infix operator for an operand that is not its own, and Python then
+    says no more than that there is no such operator.
+    """
+    for name in BINARY:
+        setattr(cls, name, _speaking(cls, name, getattr(Tensor, name)))
+    for name in _ON_MEMORY:
+        setattr(cls, name, _refusing(cls, name))
+    return cls
+
+
+def _speaking(
+    kind: "type[RaggedTensor]", name: str, method: Callable[[Any, Any], Any]
+) -> Callable[[Any, Any], Any]:
+    def operate(self: Any, other: Any) -> Any:
+        result = method(self, other)
+        if result is NotImplemented and isinstance(other, Tensor | int | float | complex):
+            raise RaggedOpError(
+                f"{name} of {described(self, kind)} and {described(other, kind)}: ragged "
+                "tensors have operators that act on each element alone, on operands that lie "
+                "alike, numbers and 0-dim tensors; redistribute to Replicate() or Shard(dim) "
+                "first, or work on to_local()"
+            )
+        return result
+
+    operate.__name__ = name
+    return operate
+
+
+def _refusing(kind: "type[RaggedTensor]", name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: object, **named: object) -> NoReturn:
+        raise RaggedOpError(
+            f"{name} of {described(self, kind)}, which has no memory of its own; use that of "
+            "to_local(), or full_tensor() for the whole tensor"
+        )
+
+    refuse.__name__ = name
+    return refuse
 
 
 def _boxes(x: "RaggedTensor") -> tuple[Box, ...]:

@@ -1,8 +1,8 @@
-"""What a redistribution needs besides its tensor, worked out once for all calls alike."""
+"""What a redistribution starts from: a DTensor, a ragged tensor, or nothing on this rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -11,39 +11,215 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._absent import Absent
-from .._caches import BoundedDict
-from .._errors import (
+from . import _placements as ours
+from ._boxes import ravel
+from ._caches import BoundedDict
+from ._consistency import Agreement
+from ._convert import AnyPlacement, is_torch_partial, to_layout, to_torch
+from ._cost import CostModel, check_cost
+from ._errors import (
     CrossMeshError,
     LayoutError,
     LocalShapeMismatch,
     NoPlan,
+    PartialDtypeError,
+    PartialTargetError,
+    PlacementCountError,
 )
-from .._torch import (
+from ._execute import Stage, prepare
+from ._groups import fold_between, fold_for, found_folds, mesh_of, number_of, transfer_fold
+from ._layout import Layout, ShardOrder, checked_order
+from ._non_member import Absent
+from ._placements import Partial, Replicate, in_tuple
+from ._planner import Plan, make_plan
+from ._shard_order import with_placement
+from ._torch import (
     as_dtensor,
     flattened_count,
+    local_part,
+    order_of,
     shard_order_of,
     spec_elsewhere,
     spec_for,
     spec_of,
 )
-from ..layouts._convert import AnyPlacement, to_layout, to_torch
-from ..layouts._intervals import ravel
-from ..layouts._layout import Layout, ShardOrder
-from ..layouts._links import with_placement
-from ..layouts._normal_form import checked_order
-from ..layouts._placements import Partial, Replicate, in_tuple
-from ..plans._cost import CostModel, check_cost
-from ..plans._plan import Plan, make_plan
-from ..ragged._spec import find_spec
-from ..ragged._tensor import RaggedTensor
-from ._agreement import Agreement
-from ._execute import prepare
-from ._groups import fold_between, fold_for, found_folds, transfer_fold
-from ._meshes import mesh_of, number_of
-from ._origin import Distributed, Origin, origin_of, origin_of_parts, ranks_of
-from ._reducible import check_reducible
-from ._stages import Stage
+from ._transfer import same_mesh
+from .ragged._spec import find_spec
+from .ragged._tensor import RaggedTensor
+
+Distributed: TypeAlias = DTensor | RaggedTensor | Absent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """How a tensor lies: ``layout`` by position in ``mesh``, by rank where this rank has no mesh.
+
+    ``mesh`` is None for an `Absent`.
+    """
+
+    layout: Layout
+    mesh: DeviceMesh | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def origin_of(x: object) -> Origin:
+    """Return how ``x`` lies; raises `PlacementTypeError` for what is no distributed tensor."""
+    if isinstance(x, Absent):
+        return Origin(layout=x.layout, mesh=None, shape=x.shape, dtype=x.dtype)
+    if isinstance(x, Origin):
+        return x
+    if isinstance(x, RaggedTensor):
+        held = x._spec
+        return Origin(layout=held.layout, mesh=held.mesh, shape=held.shape, dtype=x.dtype)
+    spec = spec_of(x)
+    return origin_of_parts(spec.mesh, spec.placements, spec.tensor_meta, shard_order_of(spec))
+
+
+def origin_of_parts(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> Origin:
+    """Return how a DTensor lies whose spec has these parts."""
+    shape = tuple(meta.shape)
+    layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
+    return Origin(layout=layout, mesh=mesh, shape=shape, dtype=meta.dtype)
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the global ranks of a mesh, row-major."""
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def part_of(x: Any) -> torch.Tensor | None:
+    """Return this rank's part, complete, without autograd; None where there is none."""
+    if isinstance(x, DTensor):
+        return local_part(x)
+    return x._local if isinstance(x, RaggedTensor) else None
+
+
+def mesh_under(x: Any) -> DeviceMesh | None:
+    """Return the mesh of a tensor, None for an `Absent`."""
+    return None if isinstance(x, Absent) else cast(DeviceMesh, x._spec.mesh)
+
+
+def check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
+    """Raise `PartialDtypeError` where partial values are reduced as their dtype cannot be."""
+    one_mesh = same_mesh(src, dst)
+    for axis, placement in enumerate(src.placements):
+        if not isinstance(placement, Partial) or src.mesh_shape[axis] == 1:
+            continue
+        if one_mesh and dst.placements[axis] == placement:
+            continue
+        if placement.op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+            legal = "convert to a floating dtype first, or use Partial('sum')"
+        elif placement.op in ("max", "min", "prod") and dtype.is_complex:
+            legal = "use Partial('sum') or Partial('avg')"
+        else:
+            continue
+        raise PartialDtypeError(
+            f"{placement} on mesh axis {axis} of a tensor of {dtype}, which has no such "
+            f"reduction; {legal}"
+        )
+
+
+class TorchStep(NamedTuple):
+    """What torch does first: to these placements; ``then`` is what is left, on ``origin``.
+
+    Where a target keeps such values nothing is left to plan, and torch goes all the way.
+    """
+
+    placements: tuple[theirs.Placement, ...]
+    origin: Origin
+    then: tuple[AnyPlacement, ...]
+    axes: tuple[int, ...]
+    whole: bool
+
+    @property
+    def note(self) -> str:
+        """Return what to say of it in a plan."""
+        end = ", which takes all steps" if self.whole else " before these steps"
+        return f"the mesh axes {self.axes} are reduced by torch's own redistribution{end}"
+
+    def run(self, x: DTensor) -> DTensor:
+        """Return the tensor after torch's part, recorded by autograd as torch does."""
+        return x.redistribute(placements=list(self.placements))
+
+
+def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bool) -> TorchStep:
+    """Return torch's part of a redistribution; communicates nothing.
+
+    Values go straight to the shards of the target where no other axis shards the same dim, and
+    become replicated otherwise. Raises `PartialTargetError` for a target that asks for such values
+    and does not have them, and `PlacementCountError`.
+    """
+    mesh = x.device_mesh
+    held = tuple(x.placements)
+    axes = tuple(axis for axis, p in enumerate(held) if is_torch_partial(p))
+    ndim = len(held)
+    wanted: tuple[AnyPlacement, ...] = (ours.Replicate(),) * ndim
+    if placements is not None:
+        wanted = in_tuple(placements)
+    if not other_mesh and len(wanted) != ndim:
+        raise PlacementCountError(
+            f"{len(wanted)} placements for a mesh of shape {tuple(mesh.shape)}; give {ndim}, one "
+            "for each axis"
+        )
+    kept = []
+    for axis, placement in enumerate(wanted):
+        if not is_torch_partial(placement):
+            continue
+        old = "another mesh" if other_mesh else held[axis]
+        if other_mesh or old != placement:
+            raise PartialTargetError(
+                f"axis {axis} goes from {old} to {placement}; a target can keep partial values but "
+                "not make them: use Replicate() or Shard(dim)"
+            )
+        if hasattr(old, "mask_buffer") and any(p != q for p, q in zip(held, wanted, strict=True)):
+            raise PartialTargetError(
+                f"{old} stays on axis {axis} while others go from {held} to {wanted}; its mask is "
+                "that of the parts as they are: reduce it, with Replicate() or Shard(dim)"
+            )
+        kept.append(axis)
+    whole = bool(kept)
+    steps = [
+        _onto(held, wanted, axis, x.ndim) if axis in axes and not other_mesh else p
+        for axis, p in enumerate(held)
+    ]
+    if other_mesh:
+        steps = [theirs.Replicate() if axis in axes else p for axis, p in enumerate(held)]
+    # What is planned, and checked, has those values reduced on both sides.
+    plain = [theirs.Replicate() if axis in kept else p for axis, p in enumerate(steps)]
+    then = tuple(ours.Replicate() if axis in kept else p for axis, p in enumerate(wanted))
+    origin = origin_of_parts(mesh, tuple(plain), x._spec.tensor_meta, None)
+    if whole:
+        steps = [_spelled(p, x.ndim) for p in wanted]
+    return TorchStep(tuple(steps), replace(origin, dtype=x.dtype), then, axes, whole)
+
+
+def _onto(
+    held: Sequence[theirs.Placement], wanted: Sequence[AnyPlacement], axis: int, ndim: int
+) -> theirs.Placement:
+    """Return what torch makes of one axis: the target's shard, if that can be its place at once."""
+    new = wanted[axis]
+    if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:
+        return theirs.Replicate()
+    dim = new.dim % ndim
+    others = [p for side in (held, wanted) for at, p in enumerate(side) if at != axis]
+    taken = any(isinstance(p, ours.RaggedShard) for p in others)
+    taken |= any(getattr(p, "dim", dim - ndim) % ndim == dim for p in others if hasattr(p, "dim"))
+    return theirs.Replicate() if taken else theirs.Shard(dim)
+
+
+def _spelled(placement: AnyPlacement, ndim: int) -> theirs.Placement:
+    if isinstance(placement, theirs.Placement):
+        return placement
+    if isinstance(placement, ours.Shard):
+        return theirs.Shard(placement.dim % ndim)
+    if isinstance(placement, ours.Replicate):
+        return theirs.Replicate()
+    raise PartialTargetError(
+        f"{placement} beside partial values that stay and that only torch reduces; reduce these "
+        "first, with Replicate() or Shard(dim) on their axes"
+    )
+
 
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
 

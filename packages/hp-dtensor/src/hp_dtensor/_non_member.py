@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .layouts._layout import Box, Layout, check_sizes
+from ._layout import Box, Layout, check_sizes
 from .ragged._checkpoint import checkpointed
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._errors import RanksDisagree
-from ..collectives._interface import Axis
-from ..collectives._torch import TorchCollectives
-from ..layouts._layout import Layout
-from ..layouts._links import replicated
-from ..plans._plan import Plan
+from ._errors import RanksDisagree
+from ._layout import Layout
+from ._planner import Plan
+from ._shard_order import replicated
+from .collectives._interface import Axis
+from .collectives._torch import TorchCollectives
 
 
 class _Claim(NamedTuple):

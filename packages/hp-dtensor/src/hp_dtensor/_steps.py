@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..layouts._boxes import intersect, volume
-from ..layouts._layout import Layout
-from ..layouts._placements import Partial, Replicate
+from ._boxes import intersect, volume
+from ._layout import Layout
+from ._placements import Partial, Replicate
 from ._transfer import plan_transfer
 
 Kind = Literal[

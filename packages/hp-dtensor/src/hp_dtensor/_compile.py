@@ -1,12 +1,8 @@
-"""`redistribute` in a graph of ``torch.compile``: planned while traced, carried out by one op.
+"""A plan for one rank as text that says all that carrying it out needs, and back."""
 
-Dynamo traces `trace` and puts `redistribute_in_graph` into its graph as it is. What traces the
-graph further runs that as ordinary Python on tensors without data, where it leaves one opaque op,
-and another in backward.
-"""
-
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -15,23 +11,60 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._caches import remembered
-from .._errors import CrossMeshError, LayoutError, PlacementTypeError
-from .._torch import find_group, local_part, no_modes, opaque_op
-from ..collectives._interface import Axis, Collectives
-from ..collectives._torch import TorchCollectives
-from ..layouts._convert import AnyPlacement, TorchPartial
-from ..layouts._placements import RaggedShard
-from ..plans._cost import CostModel
-from ..plans._steps import Step
-from ._autograd import Pending
-from ._by_torch import torch_step
-from ._execute import prepare, start
+from ._caches import remembered
+from ._convert import AnyPlacement, TorchPartial
+from ._cost import CostModel
+from ._errors import CrossMeshError, LayoutError, PlacementTypeError
+from ._execute import Fold, Stage, prepare, start
 from ._groups import fold_between
-from ._origin import origin_of
-from ._route import Order, Route, check_local, find_route, whole
-from ._stages import Fold, Stage
-from ._written import read_plan, write_plan
+from ._layout import Layout
+from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from ._planner import Plan
+from ._prepare import Order, Route, check_local, find_route, origin_of, torch_step, whole
+from ._redistribute import Pending
+from ._steps import Step
+from ._torch import find_group, group_name, local_part, no_modes, opaque_op
+from .collectives._interface import Axis, Collectives
+from .collectives._torch import TorchCollectives
+
+_TYPES = {
+    cls.__name__: cls
+    for cls in (Layout, Partial, Plan, RaggedShard, Replicate, Shard, Step, StridedShard)
+}
+Found = tuple[str, str, tuple[int, ...], int]  # name of axis, name of group, members, size
+
+
+def write_plan(plan: Plan, fold: Callable[[Step], Fold]) -> str:
+    """Return the plan with the groups of its collectives, by torch's names for them."""
+    folds = [None if step.kind == "slice" else _named(fold(step)) for step in plan.steps]
+    return json.dumps([_plain(replace(plan, why="", note="")), folds], separators=(",", ":"))
+
+
+def read_plan(text: str) -> tuple[Plan, dict[Step, Found]]:
+    """Return what `write_plan` was given, with a group for each step that needs one."""
+    plan, folds = _rebuilt(json.loads(text))
+    return plan, {step: fold for step, fold in zip(plan.steps, folds, strict=True) if fold}
+
+
+def _named(fold: Fold) -> Found:
+    axis = fold.find()
+    return axis.name, group_name(axis.group), tuple(fold.members), fold.size
+
+
+def _plain(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
+        return {type(value).__name__: given}
+    if isinstance(value, tuple | list | range):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _rebuilt(value: Any) -> Any:
+    if isinstance(value, dict):
+        ((name, given),) = value.items()
+        return _TYPES[name](**{field: _rebuilt(item) for field, item in given.items()})
+    return tuple(map(_rebuilt, value)) if isinstance(value, list) else value
 
 
 def trace(

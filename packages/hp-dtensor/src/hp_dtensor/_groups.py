@@ -1,17 +1,23 @@
-"""Find the process group that spans given axes of a mesh, or two meshes."""
+"""Numbers that stand for meshes in what is kept between calls, which must not keep them alive."""
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from itertools import combinations, product
+from itertools import combinations, count, product
 from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._caches import remembered
-from .._errors import LayoutError, MissingGroup
-from .._torch import (
+from ._boxes import ravel
+from ._caches import remembered
+from ._errors import LayoutError, MissingGroup
+from ._execute import Fold
+from ._layout import Layout
+from ._planner import Plan
+from ._steps import Step
+from ._torch import (
     alias_groups,
     find_group,
     flattened_meshes,
@@ -20,14 +26,30 @@ from .._torch import (
     makes_groups_alone,
     registered_group,
 )
-from ..collectives._interface import Axis
-from ..layouts._intervals import ravel
-from ..layouts._layout import Layout
-from ..plans._plan import Plan
-from ..plans._steps import Step
-from ..plans._transfer import same_mesh
-from ._meshes import mesh_of, number_of
-from ._stages import Fold
+from ._transfer import same_mesh
+from .collectives._interface import Axis
+
+_numbers: dict[int, int] = {}  # by id, of those that live
+_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+_next = count(1)
+
+
+def number_of(mesh: DeviceMesh) -> int:
+    """Return the mesh's number, which no other mesh has had or will have in this process.
+
+    Equal meshes may have different groups, so that each has its own.
+    """
+    number = _numbers.get(id(mesh))
+    if number is None:
+        number = _numbers[id(mesh)] = next(_next)
+        _meshes[number] = mesh
+        weakref.finalize(mesh, _numbers.pop, id(mesh), None).atexit = False
+    return number
+
+
+def mesh_of(number: int) -> DeviceMesh:
+    """Return the mesh of a number that `number_of` gave."""
+    return _meshes[number]
 
 
 def checked_groups(groups: object) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from .._errors import PlacementTypeError, RaggedSizesError, ShardDimError
+from ._errors import PlacementTypeError, RaggedSizesError, ShardDimError
 
 PartialOp = Literal["sum", "avg", "max", "min", "prod"]
 _PRODUCT: Any = "product"

@@ -6,11 +6,10 @@ from typing import TypeAlias, cast, get_args
 
 from torch.distributed.tensor import placement_types as theirs
 
-from .._errors import PlacementCountError, PlacementTypeError, ShardDimError
-from .._torch import split_factor, strided_shard
 from . import _placements as ours
-from ._layout import Layout, ShardOrder
-from ._normal_form import checked_order
+from ._errors import PlacementCountError, PlacementTypeError, ShardDimError
+from ._layout import Layout, ShardOrder, checked_order
+from ._torch import split_factor, strided_shard
 
 AnyPlacement: TypeAlias = ours.Placement | theirs.Placement
 # What a DTensor can have.

@@ -1,0 +1,453 @@
+"""The cheapest walk over layouts, step by step, where the usual ways may not be the cheapest."""
+
+import heapq
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, count, product
+from typing import TypeAlias
+
+from ._boxes import Interval, chunk
+from ._caches import remembered
+from ._candidates import (
+    Way,
+    direct_step,
+    gather_step,
+    merged,
+    move_step,
+    reduce_step,
+    slice_step,
+    ways,
+    ways_between,
+)
+from ._cost import AlphaBeta, CostModel, check_length, sampled, seconds, step_seconds
+from ._errors import NoPlan
+from ._layout import Layout
+from ._placements import Partial, Replicate
+from ._shard_order import is_local, replicated, unchanged_axes
+from ._steps import Step, most_held
+from ._transfer import check_pair, same_mesh
+
+# A bound on the work for meshes with many axes; walks of usual meshes visit some dozen layouts.
+_MOST_LAYOUTS = 4000
+
+
+def cheapest_walk(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    price: Callable[[Step], float],
+    allowed: Callable[[Step], bool],
+    least: Callable[[Layout], float],
+    bound: float = math.inf,
+    join: Callable[[float, float], float] = operator.add,
+) -> tuple[Step, ...] | None:
+    """Return the cheapest allowed steps that cost less than ``bound``, None if there are none.
+
+    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
+    ``least`` says what a layout's way to ``dst`` costs at least. Each step changes one axis,
+    reduces several, or goes straight to ``dst``: all that torch's planners choose from is among
+    these. A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Ties go to native
+    collectives, to fewer steps, and to what was found first, so that every rank finds the same.
+    Both layouts are plain.
+    """
+    serial = count()
+    best = {src: (0.0, 0)}  # what was spent, and on how many steps that are no native collectives
+    queue: list[tuple[float, int, int, int, float, Layout, tuple[Step, ...]]] = [
+        (least(src), 0, 0, 0, 0.0, src, ())
+    ]
+    visits = 0
+    while queue and visits < _MOST_LAYOUTS:
+        _, direct, _, _, spent, here, steps = heapq.heappop(queue)
+        if here == dst:
+            return steps
+        if (spent, direct) > best[here]:
+            continue
+        visits += 1
+        for step in _next_steps(here, dst, shape):
+            if not allowed(step):
+                continue
+            total = join(spent, price(step)), direct + (step.kind == "direct")
+            if total >= best.get(step.target, (bound, 0)):
+                continue
+            whole = join(total[0], least(step.target))
+            if whole >= bound:
+                continue
+            best[step.target] = total
+            order = whole, total[1], len(steps) + 1, next(serial)
+            heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
+    return None
+
+
+def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Step]:
+    dims = range(len(shape))
+    partial = [
+        axis
+        for axis, (old, new) in enumerate(zip(here.placements, dst.placements, strict=True))
+        if isinstance(old, Partial) and old != new
+    ]
+    if not partial:
+        yield direct_step(here, dst, len(shape))
+        if is_local(here, dst, len(shape)):
+            return
+    for axis, placement in enumerate(here.placements):
+        if isinstance(placement, Replicate) and here.mesh_shape[axis] > 1:
+            for dim in dims:
+                yield slice_step(here, dim, axis)
+    for dim in dims:
+        if here.chain(dim):
+            yield gather_step(here, dim, shape)
+            for new in dims:
+                if new != dim:
+                    yield move_step(here, dim, new, shape)
+    for size in range(1, len(partial) + 1):
+        for axes in combinations(partial, size):
+            yield reduce_step(here, axes, None)
+            for dim in dims:
+                yield reduce_step(here, axes, dim)
+
+
+Axes: TypeAlias = tuple[int, ...]
+Sides: TypeAlias = tuple[int | None, ...]  # coordinates, None for any
+
+# Where prices are told from a few ranks they may be lower than all ranks pay together.
+_CERTAIN = 0.97
+
+
+def least_seconds(
+    dst: Layout, shape: tuple[int, ...], itemsize: int, cost: CostModel, widest: int
+) -> Callable[[Layout], float]:
+    """Return what gives the least time that steps from a plain layout to ``dst`` can take.
+
+    In both, axes of one rank are replicated.
+
+    Take the ranks apart along some axes: each side must receive what it needs and none of it holds,
+    and every step that crosses pays at least the smallest price of these axes. Axes are taken in
+    layers, those of the highest price alone, then the next with them; each layer pays by how much
+    its price is above the next. Where ``n`` sides hold terms of a sum that ``m`` sides need, each
+    element crosses ``n - 1`` times to meet and ``m - 1`` times more. A call crosses at most
+    ``widest`` axes, and each axis that must be crossed is by some call. On over 64 ranks, where
+    prices are told from 64, it may exceed them by the error of that. Of other models than
+    `AlphaBeta` nothing is known, which gives 0.
+    """
+    if not isinstance(cost, AlphaBeta):
+        return lambda here: 0.0
+    degrees = dst.mesh_shape
+    alphas, betas = (
+        given if isinstance(given, tuple) else (given,) * len(degrees)
+        for given in (cost.alpha, cost.beta)
+    )
+    axes = [axis for axis, degree in enumerate(degrees) if degree > 1]
+    layers, below = [], 0.0
+    for price in sorted({betas[axis] for axis in axes}):
+        layer = tuple(axis for axis in axes if betas[axis] >= price)
+        layers.append((layer, price - below, min(alphas[axis] for axis in layer)))
+        below = price
+    sampled_only = dst.size > len(sampled(degrees))
+    known: dict[Layout, float] = {}
+
+    def seconds(here: Layout) -> float:
+        if is_local(here, dst, len(shape)) and _terms(here, dst, axes) == 1:
+            return 0.0
+        call, total = min(alphas[axis] for axis in axes), 0.0
+        if widest < len(axes):
+            crossed = [axis for axis in axes if _crossing(here, dst, shape, (axis,)) > 0]
+            call *= max(1, -(-len(crossed) // widest))
+        for layer, price, alpha in layers:
+            crossing = _crossing(here, dst, shape, layer)
+            if sampled_only and (len(layer) < len(axes) or _terms(here, dst, layer) > 1):
+                crossing *= _CERTAIN
+            if crossing > 0:
+                call = max(call, alpha)
+                # Steps count whole bytes, rounded down.
+                total += price * max(0.0, crossing * itemsize - len(degrees))
+        return call + total
+
+    def least(here: Layout) -> float:
+        if here not in known:
+            known[here] = seconds(here)
+        return known[here]
+
+    return least
+
+
+def _crossing(here: Layout, dst: Layout, shape: Sequence[int], axes: Axes) -> float:
+    """Return how many elements a rank receives, on average, from ranks elsewhere along ``axes``."""
+    degrees = here.mesh_shape
+    kept = [
+        axis
+        for axis, (old, new) in enumerate(zip(here.placements, dst.placements, strict=True))
+        if isinstance(old, Partial) and old == new
+    ]
+    if (terms := _terms(here, dst, axes)) > 1:
+        # Each coordinate of axes that keep their terms sums a tensor of its own.
+        needing = math.prod(degrees[a] for a in axes if isinstance(dst.placements[a], Replicate))
+        tensors = math.prod(degrees[a] for a in kept)
+        return tensors * math.prod(shape) * (terms + needing - 2) / here.size
+    dims = [
+        (length, here.chain(dim), here.degrees(dim), dst.chain(dim), dst.degrees(dim))
+        for dim, length in enumerate(shape)
+    ]
+    known: list[dict[Sides, tuple[int, int]]] = [{} for _ in dims]
+    places = sampled(degrees)
+    total = 0
+    for place in places:
+        side = [at if axis in axes else None for axis, at in enumerate(place)]
+        needed = common = 1
+        for (length, old, old_degrees, new, new_degrees), found in zip(dims, known, strict=True):
+            key = tuple([side[axis] for axis in (*old, *new)])
+            if key not in found:
+                held = _covered(length, old_degrees, key[: len(old)])
+                wanted = _covered(length, new_degrees, key[len(old) :])
+                found[key] = sum(hi - lo for lo, hi in wanted), _overlap(held, wanted)
+            needed *= found[key][0]
+            common *= found[key][1]
+        total += needed - common
+    # All ranks of one side are counted, but together they need to receive it once.
+    together = math.prod(n for a, n in enumerate(degrees) if a not in axes and a not in kept)
+    return total / len(places) / together
+
+
+def _terms(here: Layout, dst: Layout, axes: Sequence[int]) -> int:
+    """Return over how many coordinates of ``axes`` a sum is still to be taken."""
+    return math.prod(
+        here.mesh_shape[axis]
+        for axis in axes
+        if isinstance(here.placements[axis], Partial)
+        and here.placements[axis] != dst.placements[axis]
+    )
+
+
+@remembered(4096)
+def _covered(length: int, degrees: Axes, index: Sides) -> tuple[Interval, ...]:
+    """Return the ranges of a dim that the chunks of an index cover, of all where it has None."""
+    while index and index[-1] is None:
+        degrees, index = degrees[:-1], index[:-1]
+    choices = [
+        range(degree) if at is None else (at,) for degree, at in zip(degrees, index, strict=True)
+    ]
+    return tuple(sorted(chunk(length, degrees, each) for each in product(*choices)))
+
+
+def _overlap(a: Sequence[Interval], b: Sequence[Interval]) -> int:
+    return sum(max(0, min(hi, stop) - max(lo, start)) for lo, hi in a for start, stop in b)
+
+
+Folded = frozenset[tuple[int, ...]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The steps that take one rank's part of a tensor from one layout to another.
+
+    ``bytes_received`` is payload from other ranks, an all-reduce counted as bandwidth-optimal, and
+    ``step_bytes`` that of each step; ``peak_bytes`` the most that the tensor given and the input,
+    output and buffers of a step occupy; ``time`` seconds by the cost model. ``why`` says what it
+    was chosen from, ``note`` what would make a cheaper plan possible, or is empty.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    rank: int
+    steps: tuple[Step, ...]
+    bytes_received: int
+    peak_bytes: int
+    time: float
+    note: str = ""
+    why: str = ""
+    step_bytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        mesh = f"mesh {list(self.target.mesh_shape)}"
+        if not same_mesh(self.source, self.target):
+            mesh = f"mesh {list(self.source.mesh_shape)} to another, {mesh}"
+        lines = [
+            f"{self.source} -> {self.target} for {list(self.shape)} on {mesh}: rank {self.rank} "
+            f"receives {self.bytes_received} bytes, holds at most {self.peak_bytes}, about "
+            f"{self.time * 1e6:.1f} us"
+        ]
+        received = zip(self.steps, self.step_bytes, strict=False)
+        lines += [f"  {n}. {step}, {count} bytes" for n, (step, count) in enumerate(received, 1)]
+        if not self.steps:
+            lines.append("  nothing to do")
+        lines += [f"  {text}" for text in (self.why, self.note) if text]
+        return "\n".join(lines)
+
+
+@remembered(4096)
+def make_plan(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    rank: int,
+    itemsize: int = 4,
+    cost: CostModel | None = None,
+    folded: Folded = None,
+    max_bytes: int | None = None,
+    exact: Folded = None,
+) -> Plan:
+    """Return the cheapest plan for ``rank``; every rank finds the same steps.
+
+    ``folded`` are the sets of mesh axes that one process group spans, besides the single axes, and
+    ``exact`` those that a group spans and no more, as reductions need it; None means that any set
+    has one. No step holds more than ``max_bytes`` on any rank. Raises as `plan_transfer` does,
+    except for partial sources, which a plan reduces, and `NoPlan`.
+    """
+    check_pair(src, dst, shape)
+    model = AlphaBeta() if cost is None else cost
+    check_length(model, max(len(src.mesh_shape), len(dst.mesh_shape)))
+    steps, why, note = _choose(
+        replicated(src), replicated(dst), shape, itemsize, model, folded, max_bytes, exact
+    )
+    step_bytes = tuple([step.received(shape, rank, itemsize) for step in steps])
+    return Plan(
+        source=src,
+        target=dst,
+        shape=shape,
+        rank=rank,
+        steps=steps,
+        bytes_received=sum(step_bytes),
+        peak_bytes=_peak(steps, shape, rank) * itemsize,
+        time=seconds(steps, shape, itemsize, model),
+        note=note,
+        why=why,
+        step_bytes=step_bytes,
+    )
+
+
+@remembered(1024)
+def _choose(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    cost: CostModel,
+    folded: Folded,
+    max_bytes: int | None,
+    exact: Folded,
+) -> tuple[Way, str, str]:
+    """Return the cheapest way, why it is that, and what would be cheaper with other groups.
+
+    Among equals one of native collectives is chosen, then the shortest.
+    """
+    if src == dst:
+        return (), "", ""
+
+    def price(way: Way) -> tuple[float, int, int]:
+        direct = sum(step.kind == "direct" for step in way)
+        return seconds(way, shape, itemsize, cost), direct, len(way)
+
+    one_mesh = same_mesh(src, dst)
+    unchanged = unchanged_axes(src, dst, len(shape)) if one_mesh else frozenset()
+
+    def has_group(step: Step) -> bool:
+        groups = folded if step.kind == "direct" else exact
+        return groups is None or len(step.axes) <= 1 or step.axes in groups
+
+    def stays(step: Step) -> bool:
+        # Ranks that differ along an axis that keeps what it has take no part, nor do they help.
+        return not unchanged or unchanged.isdisjoint(step.axes or _sliced(step))
+
+    def most(step: Step) -> int:
+        # What the caller gave stays while later steps work on what earlier ones made of it.
+        return step.most(shape) + (0 if step.source == src else most_held(src, shape))
+
+    def fits(step: Step) -> bool:
+        return max_bytes is None or most(step) * itemsize <= max_bytes
+
+    found = (ways if one_mesh else ways_between)(src, dst, shape, cost)
+    every = [way for way in dict.fromkeys(found) if all(map(stays, way))]
+    open_ways = [way for way in every if all(map(has_group, way))]
+    candidates = [way for way in open_ways if all(map(fits, way))]
+    best = min(candidates, key=price, default=None)
+    walkable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
+    groups = None if folded is None or exact is None else folded | exact
+    widest = len(src.mesh_shape) if groups is None else max([1, *map(len, groups)])
+    searched = walkable and not _is_least(best, src, dst, shape, itemsize, cost)
+    if searched:
+        walk = cheapest_walk(
+            src,
+            dst,
+            shape,
+            lambda step: step_seconds(step, shape, itemsize, cost),
+            lambda step: stays(step) and has_group(step) and fits(step),
+            least_seconds(dst, shape, itemsize, cost, widest),
+            math.inf if best is None else price(best)[0],
+        )
+        best = best if walk is None else merged(walk)
+    if best is None:
+        if walkable:
+            # Whatever a step does, it holds something else than its result, and as much at least.
+            end = 2 * most_held(dst, shape)
+            low = cheapest_walk(
+                src,
+                dst,
+                shape,
+                most,
+                lambda step: stays(step) and has_group(step),
+                lambda here: end,
+                join=max,
+            )
+            open_ways += [low] if low else []
+        least = min(max(map(most, way)) for way in open_ways) * itemsize
+        raise NoPlan(
+            f"no way from {src} to {dst} for {list(shape)} holds at most max_bytes={max_bytes} at "
+            f"once; the least found is {least}: allow that much",
+            max_bytes=max_bytes or 0,
+            best_peak=least,
+        )
+    why = f"the cheapest of {len(candidates)} ways" + (" and of all walks" if searched else "")
+    if len(open_ways) > len(candidates):
+        why += f"; {len(open_ways) - len(candidates)} more hold over {max_bytes} bytes"
+    better = [way for way in every if way not in open_ways and price(way)[0] < price(best)[0]]
+    if not better:
+        return best, why, ""
+    wanted = min(better, key=price)
+    axes = next(step.axes for step in wanted if not has_group(step))
+    now, then = price(best)[0], price(wanted)[0]
+    gain = f"about {now / then:.1f}x faster" if then > 0 else "at no cost"
+    note = (
+        f"{gain} with one process group over the mesh axes {axes}; build that alias with the mesh"
+    )
+    return best, why, note
+
+
+def _sliced(step: Step) -> list[int]:
+    """Return the axes whose placements a slice changes."""
+    pairs = zip(step.source.placements, step.target.placements, strict=True)
+    return [axis for axis, (old, new) in enumerate(pairs) if old != new]
+
+
+def _peak(steps: Sequence[Step], shape: tuple[int, ...], rank: int) -> int:
+    """Return how many elements are alive at once, what the steps began with always."""
+    given = 0
+    if steps and steps[0].source.holds(rank):
+        given = math.prod(steps[0].source.local_shape(shape, rank))
+    peaks = [step.peak(shape, rank) + given * (number > 0) for number, step in enumerate(steps)]
+    return max(peaks, default=0)
+
+
+def _is_least(
+    best: Way | None,
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    cost: CostModel,
+) -> bool:
+    """Return whether nothing can be cheaper: what every rank lacks, in one call at one price."""
+    if best is None:
+        return False
+    if src.has_partial or not isinstance(cost, AlphaBeta):
+        return is_local(src, dst, len(shape)) and not src.has_partial
+    if isinstance(cost.alpha, tuple) or isinstance(cost.beta, tuple):
+        return all(step.kind == "slice" for step in best)
+    calls = [step for step in best if step.kind != "slice"]
+    if not calls:
+        return True
+    straight = Step(kind="direct", axes=calls[0].axes, source=src, target=dst)
+    return len(calls) == 1 and seconds(best, shape, itemsize, cost) <= step_seconds(
+        straight, shape, itemsize, cost
+    )

@@ -1,1 +1,0 @@
-"""What is to be moved, in which steps and at which price, and the cheapest way; no torch."""
