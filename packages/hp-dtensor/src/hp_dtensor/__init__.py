@@ -62,10 +62,12 @@ if TYPE_CHECKING:
     from .collectives._autograd import all_to_all as all_to_all
     from .collectives._autograd import reduce_scatter as reduce_scatter
     from .collectives._autograd import replicate as replicate
+    from .collectives._checked import CheckedCollectives as CheckedCollectives
     from .collectives._interface import Axis as Axis
     from .collectives._interface import AxisMesh as AxisMesh
     from .collectives._interface import Collectives as Collectives
     from .collectives._interface import Group as Group
+    from .collectives._interface import RankMismatchError as RankMismatchError
     from .collectives._interface import ReduceOp as ReduceOp
     from .collectives._interface import Work as Work
     from .collectives._recording import RecordingCollectives as RecordingCollectives
@@ -80,6 +82,7 @@ _NEED_TORCH = {
     "AbsentError": "._non_member",
     "Axis": ".collectives._interface",
     "AxisMesh": ".collectives._interface",
+    "CheckedCollectives": ".collectives._checked",
     "Collectives": ".collectives._interface",
     "CollectivesError": "._norms",
     "Group": ".collectives._interface",
@@ -92,6 +95,7 @@ _NEED_TORCH = {
     "RaggedOpError": "._errors",
     "RaggedTensor": ".ragged._tensor",
     "RecordingCollectives": ".collectives._recording",
+    "RankMismatchError": ".collectives._interface",
     "ReduceOp": ".collectives._interface",
     "SharedParameterError": "._modules",
     "SimulatedCollectives": ".testing",

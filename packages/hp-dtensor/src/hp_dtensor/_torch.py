@@ -16,11 +16,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    ReduceScatterOptions,
-)
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,50 +28,6 @@ from ._errors import PlacementTypeError
 
 Spec: TypeAlias = DTensorSpec
 T = TypeVar("T", bound=Tensor)
-
-
-def _first(owner: Any, *names: str) -> Any:
-    for name in names:
-        if hasattr(owner, name):
-            return getattr(owner, name)
-    raise ImportError(f"torch {owner} has none of {names}; hp-dtensor supports torch >= 2.11")
-
-
-all_gather_single: Callable[..., Any] = _first(dist, "all_gather_single", "all_gather_into_tensor")
-reduce_scatter_single: Callable[..., Any] = _first(
-    dist, "reduce_scatter_single", "reduce_scatter_tensor"
-)
-_gather_coalesced = _first(
-    ProcessGroup, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
-)
-_scatter_coalesced = _first(
-    ProcessGroup, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
-)
-
-
-def all_gather_coalesced(group: ProcessGroup, outputs: list[Any], inputs: list[Any]) -> Any:
-    """Start one all-gather of several tensors and return c10d's work."""
-    options = AllgatherOptions()
-    options.asyncOp = True
-    return _gather_coalesced(group, outputs, inputs, options)
-
-
-def reduce_scatter_coalesced(
-    group: ProcessGroup, outputs: list[Any], inputs: list[Any], op: dist.ReduceOp
-) -> Any:
-    """Start one reduce-scatter of several tensors and return c10d's work."""
-    options = ReduceScatterOptions()
-    options.asyncOp = True
-    options.reduceOp = op
-    return _scatter_coalesced(group, outputs, inputs, options)
-
-
-def all_reduce_coalesced(group: ProcessGroup, tensors: list[Any], op: dist.ReduceOp) -> Any:
-    """Start one all-reduce of several tensors and return c10d's work."""
-    options = AllreduceCoalescedOptions()
-    options.asyncOp = True
-    options.reduceOp = op
-    return group.allreduce_coalesced(tensors, options)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -11,6 +11,10 @@ ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
 Parts = Tensor | Sequence[Tensor]  # what one rank sends another at once
 
 
+class RankMismatchError(RuntimeError):
+    """Ranks that should do the same do not; where it is found out, all of them raise it."""
+
+
 class Group(Protocol):
     """The part of ``torch.distributed.ProcessGroup`` that the packages use."""
 

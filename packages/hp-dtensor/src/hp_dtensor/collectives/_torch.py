@@ -1,4 +1,4 @@
-"""The real thing: collectives of ``torch.distributed`` on an axis's process group."""
+"""Collectives of ``torch.distributed`` on an axis's process group, and torch's names for them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -7,16 +7,59 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from .._torch import (
-    all_gather_coalesced,
-    all_gather_single,
-    all_reduce_coalesced,
-    reduce_scatter_coalesced,
-    reduce_scatter_single,
+from torch._C._distributed_c10d import (  # the option structs of the coalesced methods
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    ReduceScatterOptions,
 )
-from ..testing import SimulatedGroup
+from torch.distributed import ProcessGroup, distributed_c10d
+
 from ._interface import Axis, Parts, ReduceOp, Work, as_tensors, check_divisible
+
+
+def _first(owner: Any, *names: str) -> Any:
+    for name in names:
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    raise ImportError(f"torch {owner} has none of {names}; hp-dtensor supports torch >= 2.11")
+
+
+_all_gather_single: Callable[..., Any] = _first(dist, "all_gather_single", "all_gather_into_tensor")
+_reduce_scatter_single: Callable[..., Any] = _first(
+    dist, "reduce_scatter_single", "reduce_scatter_tensor"
+)
+_c10d_gather = _first(
+    ProcessGroup, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+)
+_c10d_scatter = _first(
+    ProcessGroup, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+)
+
+
+def _all_gather_coalesced(group: ProcessGroup, outputs: list[Any], inputs: list[Any]) -> Any:
+    """Start one all-gather of several tensors and return c10d's work."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return _c10d_gather(group, outputs, inputs, options)
+
+
+def _reduce_scatter_coalesced(
+    group: ProcessGroup, outputs: list[Any], inputs: list[Any], op: dist.ReduceOp
+) -> Any:
+    """Start one reduce-scatter of several tensors and return c10d's work."""
+    options = ReduceScatterOptions()
+    options.asyncOp = True
+    options.reduceOp = op
+    return _c10d_scatter(group, outputs, inputs, options)
+
+
+def _all_reduce_coalesced(group: ProcessGroup, tensors: list[Any], op: dist.ReduceOp) -> Any:
+    """Start one all-reduce of several tensors and return c10d's work."""
+    options = AllreduceCoalescedOptions()
+    options.asyncOp = True
+    options.reduceOp = op
+    return group.allreduce_coalesced(tensors, options)
+
 
 _OPS: dict[ReduceOp, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -101,16 +144,16 @@ class TorchCollectives:
         group = _group(axis)
         pairs = list(zip(outs, inputs, strict=True))
         if len(pairs) == 1:
-            work = all_gather_single(*pairs[0], group=group, async_op=True)
+            work = _all_gather_single(*pairs[0], group=group, async_op=True)
             return _Pending([work], outs, inputs)
         if pairs and dist.get_backend(group) != "gloo":
-            return _Pending([all_gather_coalesced(group, outs, inputs)], outs, inputs)
+            return _Pending([_all_gather_coalesced(group, outs, inputs)], outs, inputs)
         alone, together = _split_to_pack(pairs)
         finish = None
         if together:
             packed, finish = _packed(together, axis.size)
             inputs, alone = [*inputs, *packed], [*alone, packed]
-        starts = [partial(all_gather_single, *pair, group=group, async_op=True) for pair in alone]
+        starts = [partial(_all_gather_single, *pair, group=group, async_op=True) for pair in alone]
         works, error = _started(starts)
         return _Pending(works, outs, inputs, finish, error)
 
@@ -132,11 +175,11 @@ class TorchCollectives:
         if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
             (output, packed), copy_out = _packed_rows(outs, inputs, axis.size)
             finish, inputs = _both(copy_out, finish), [*inputs, packed]
-            work = reduce_scatter_single(output, packed, op=reduce, group=group, async_op=True)
+            work = _reduce_scatter_single(output, packed, op=reduce, group=group, async_op=True)
         elif len(inputs) == 1:
-            work = reduce_scatter_single(outs[0], inputs[0], op=reduce, group=group, async_op=True)
+            work = _reduce_scatter_single(outs[0], inputs[0], op=reduce, group=group, async_op=True)
         else:
-            work = reduce_scatter_coalesced(group, outs, list(inputs), reduce)
+            work = _reduce_scatter_coalesced(group, outs, list(inputs), reduce)
         return _Pending([work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -149,7 +192,7 @@ class TorchCollectives:
         if len(outs) == 1:
             work = dist.all_reduce(outs[0], op=reduce, group=group, async_op=True)
         else:
-            work = all_reduce_coalesced(group, outs, reduce)
+            work = _all_reduce_coalesced(group, outs, reduce)
         return _Pending([work], outs, (), finish)
 
     def all_to_all(
@@ -305,12 +348,12 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
-    if isinstance(axis.group, SimulatedGroup):
-        raise ValueError(
-            f"axis {axis.name!r} is simulated; pass collectives=, those that the simulated world "
-            "gave this rank"
-        )
-    return cast(dist.ProcessGroup, axis.group)
+    if isinstance(axis.group, ProcessGroup):
+        return axis.group
+    raise ValueError(
+        f"axis {axis.name!r} has no process group but a {type(axis.group).__name__}; pass "
+        "collectives=, in a simulated world those that it gave this rank"
+    )
 
 
 def _outputs(
@@ -340,3 +383,19 @@ def _reduction(op: ReduceOp, axis: Axis) -> tuple[Any, Callable[[list[Tensor]], 
             output.div_(axis.size)
 
     return _OPS["sum"], divide
+
+
+def default_store() -> Any:
+    """Return the store of the default process group.
+
+    ``distributed_c10d._get_default_store`` (2.11 to 2.13); no public name.
+    """
+    return distributed_c10d._get_default_store()
+
+
+def is_store_timeout(error: RuntimeError) -> bool:
+    """Return whether a store's ``wait`` ended because its time was over.
+
+    TCP stores raise ``DistStoreError``, others a plain RuntimeError, which say so in words alone.
+    """
+    return "timeout" in str(error).lower()

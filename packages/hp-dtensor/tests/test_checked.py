@@ -1,0 +1,220 @@
+"""Ranks that make different calls raise one error on all of them instead of hanging."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as dt
+from rank_pool import RankPool
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hp_dtensor import (
+    Axis,
+    CheckedCollectives,
+    RankMismatchError,
+    RecordingCollectives,
+    Replicate,
+    SimulatedCollectives,
+    SimulatedWorld,
+    redistribute,
+)
+
+Ranks = Callable[[int], RankPool]
+DEADLINE = 3.0
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+
+
+def errors(
+    rank: int, call: Callable[[int, CheckedCollectives, DeviceMesh], Any], *shape: int
+) -> str:
+    """Return what the call of this rank raises, or nothing."""
+    mesh = mesh_of(*shape)
+    try:
+        call(rank, CheckedCollectives(deadline=DEADLINE), mesh)
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def other_operation(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    if rank == 1:
+        checked.all_reduce(axis, [torch.ones(4)]).wait()
+    else:
+        checked.all_gather(axis, [torch.ones(4)]).wait()
+
+
+def other_reduction(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    checked.all_reduce(Axis.of(mesh, "tp"), [torch.ones(4)], "max" if rank == 1 else "sum").wait()
+
+
+def other_shape(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    checked.all_reduce(Axis.of(mesh, "tp"), [torch.ones(4 + (rank == 1))]).wait()
+
+
+def other_dtype(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    dtype = torch.float64 if rank == 1 else torch.float32
+    checked.reduce_scatter(Axis.of(mesh, "tp"), [torch.ones(4, dtype=dtype)]).wait()
+
+
+def other_splits(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    sent = [1] * (axis.size - 1) + [2]
+    checked.all_to_all(axis, torch.ones(axis.size + 1), sent, [1] * axis.size).wait()
+
+
+def other_source(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    checked.broadcast(Axis.of(mesh, "tp"), [torch.ones(2)], source=int(rank == 1)).wait()
+
+
+def other_message(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    peer = axis.index ^ 1
+    sent, received = torch.ones(2 + rank % 2), torch.empty(2)
+    checked.exchange(axis, {peer: sent}, {peer: received}).wait()
+
+
+DIFFERENT = {
+    other_operation: ("all_gather float32 [4]", "all_reduce sum float32 [4]"),
+    other_reduction: ("all_reduce sum", "all_reduce max"),
+    other_shape: ("float32 [4]", "float32 [5]"),
+    other_dtype: ("reduce_scatter sum float32 [4]", "reduce_scatter sum float64 [4]"),
+    other_splits: ("rank 0 sends 2 rows to rank", "which expects 1"),
+    other_source: ("broadcast from 0", "broadcast from 1"),
+    other_message: ("send from rank 1 to rank 0 of float32 [3]", "float32 [2]"),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("call", DIFFERENT, ids=lambda call: call.__name__)
+def test_a_different_call_is_one_error_on_all_ranks(
+    ranks: Ranks, size: int, call: Callable[..., Any]
+) -> None:
+    found = ranks(size).run(errors, call, size)
+    if call is other_message:  # between pairs: every rank has one
+        assert all(found)
+        found = found[:2]
+    assert len(set(found)) == 1
+    for words in (*DIFFERENT[call], "axis 'tp'", "rank 0"):
+        assert words in found[0]
+
+
+def one_call_less(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    for _ in range(3 - (rank == 1)):
+        checked.all_reduce(Axis.of(mesh, "tp"), [torch.ones(4)]).wait()
+
+
+def missing_rank(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    if rank != 1:
+        checked.all_reduce(Axis.of(mesh, "tp"), [torch.ones(4)]).wait()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (one_call_less, "ranks [1]: all_reduce sum float32 [4] over axis 'tp', ranks"),
+        (missing_rank, "ranks [1]: "),
+    ],
+)
+def test_all_that_wait_for_a_rank_say_what_it_did_last(
+    ranks: Ranks, size: int, call: Callable[..., Any], words: str
+) -> None:
+    pool = ranks(size)
+    found = pool.run(errors, call, size)
+    assert found[1] == ""
+    waiting = [text for rank, text in enumerate(found) if rank != 1]
+    assert len(set(waiting)) == 1
+    assert words in waiting[0]
+    assert f"call {3 if call is one_call_less else 1}" in waiting[0]
+
+
+def other_axis(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    checked.all_reduce(Axis.of(mesh, "dp" if rank == 3 else "tp"), [torch.ones(4)]).wait()
+
+
+def test_ranks_that_wait_in_different_groups_see_each_other(ranks: Ranks) -> None:
+    found = ranks(4).run(errors, other_axis, 2, 2)
+    # ranks 0 and 1 meet; 2 waits for 3 over tp, 3 for 1 over dp
+    assert found[:2] == ["", ""]
+    assert found[2] == found[3]
+    assert "ranks [2]: all_reduce sum float32 [4] over axis 'tp', ranks [2, 3], call 1" in found[2]
+    assert "ranks [3]: all_reduce sum float32 [4] over axis 'dp', ranks [1, 3], call 1" in found[2]
+
+
+def all_calls(rank: int, collectives: Any, axis: Axis) -> list[torch.Tensor]:
+    size = axis.size
+    x = torch.arange(2.0 * size) + rank
+    found = [*collectives.all_gather(axis, [x, x[:2]]).wait()]
+    found += collectives.reduce_scatter(axis, [x, x * 2]).wait()
+    found += collectives.all_reduce(axis, [x.clone()], "max").wait()
+    found += collectives.all_to_all(axis, x).wait()
+    to = {(rank + 1) % size: [x, x[:1]]}
+    come = {(rank - 1) % size: [torch.empty(2 * size), torch.empty(1)]}
+    found += collectives.exchange(axis, to, come).wait()
+    return [*found, *collectives.broadcast(axis, [x.clone()], size - 1).wait()]
+
+
+def both(rank: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    axis = Axis.of(mesh_of(size), "tp")
+    plain = all_calls(rank, RecordingCollectives(), axis)  # groups leave keys when they are used
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    before = store.num_keys()
+    checked = CheckedCollectives(RecordingCollectives(), deadline=60)
+    found = [all_calls(rank, checked, axis) for _ in range(5)][-1]
+    dist.barrier()
+    return found, plain, store.num_keys() - before
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_equal_calls_pass_through_and_leave_few_keys(ranks: Ranks, size: int) -> None:
+    for checked, plain, keys in ranks(size).run(both, size):
+        for mine, expected in zip(checked, plain, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+        # for each rank its last call, a count of objects and one call not yet dropped; their list
+        assert keys <= 3 * size + 1
+
+
+def wrong_part(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    local = torch.ones(2 + (rank == 1), 3)
+    x = dt.DTensor.from_local(
+        local, mesh, [dt.Shard(0)], shape=torch.Size((2 * mesh.size(), 3)), stride=(3, 1)
+    )
+    redistribute(x, [Replicate()], collectives=checked)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_wrong_local_shape_is_the_same_error_on_all_ranks(ranks: Ranks, size: int) -> None:
+    found = ranks(size).run(errors, wrong_part, size)
+    assert len(set(found)) == 1
+    assert "rank 1" in found[0]
+    assert "the local tensor has shape [3, 3]" in found[0]
+
+
+def test_a_shared_store_checks_a_simulated_world() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def live(rank: int, collectives: SimulatedCollectives) -> str:
+        checked = CheckedCollectives(collectives, store=store, deadline=20)
+        try:
+            checked.all_reduce(collectives.axis(), [torch.ones(1 + rank // 2)])
+        except RankMismatchError as error:
+            return str(error)
+        return ""
+
+    found = SimulatedWorld(3).run(live)
+    assert len(set(found)) == 1
+    assert "rank 2 calls all_reduce sum float32 [2]" in found[0]
+    assert threading.active_count() < 50
+
+
+def test_a_deadline_is_a_time() -> None:
+    with pytest.raises(ValueError, match="seconds above 0"):
+        CheckedCollectives(deadline=0)
