@@ -100,7 +100,7 @@ def test_a_slow_axis_is_gathered_while_there_is_little_to_gather() -> None:
 def test_several_partial_axes_are_reduced_at_once_where_one_group_has_just_them() -> None:
     pair = Layout((2, 4), (P, P)), Layout((2, 4), (R, R))
     together = explain(*pair, shape=(1024, 1024))
-    apart = _plan.make_plan(*pair, (1024, 1024), 0, 4, None, None, None, frozenset())
+    apart = _plan.make_plan(*pair, (1024, 1024), 0, 4, None, frozenset())
     assert [(step.kind, step.axes) for step in together.steps] == [("all_reduce", (0, 1))]
     assert all(len(step.axes) <= 1 for step in apart.steps if step.kind != "direct")
     assert apart.time > together.time
@@ -170,10 +170,10 @@ class FreeOverBoth:
 def test_a_way_at_no_cost_is_named_in_the_note() -> None:
     pair = Layout((2, 2), (S1, StridedShard(0, 2))), Layout((2, 2), (StridedShard(0, 2), S1))
     none: frozenset[tuple[int, ...]] = frozenset()
-    plan = _plan.make_plan(*pair, (8, 2), 0, cost=FreeOverBoth(), folded=none, exact=none)
+    plan = _plan.make_plan(*pair, (8, 2), 0, cost=FreeOverBoth(), groups=none)
     assert "at no cost with one process group over the mesh axes (0, 1)" in plan.note
     cost = AlphaBeta(alpha=0.0, beta=1e-9)
-    assert _plan.make_plan(*pair, (8, 2), 0, cost=cost, folded=none, exact=none).time > 0
+    assert _plan.make_plan(*pair, (8, 2), 0, cost=cost, groups=none).time > 0
 
 
 def test_a_step_of_unequal_receivers_costs_what_they_receive_on_average() -> None:

@@ -73,7 +73,7 @@ def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dic
         outputs = [torch.zeros(LARGE * axis.size) for _ in inputs]
         where: Any = collectives._torch
         name, expected = (
-            "all_gather_single",
+            "_all_gather_single",
             [
                 torch.cat([torch.full((LARGE,), 10.0 * i + r) for r in range(axis.size)])
                 for i in range(3)

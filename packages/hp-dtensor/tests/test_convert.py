@@ -76,7 +76,7 @@ def test_blocks_are_what_torchs_strided_shard_splits(
     placements = [_torch.strided_shard(0, factor) for _, factor in nested]
     layout = _convert.to_layout(placements, degrees, 1)
     assume(not layout.is_plain or length % math.prod(degrees) == 0)
-    assume(layout.is_plain or layout.chain(0) == tuple(range(len(degrees))))
+    assume(layout.is_plain or layout.shard_axes(0) == tuple(range(len(degrees))))
     full = torch.arange(length)
     for rank in range(layout.size):
         part = full

@@ -104,7 +104,7 @@ def unchanged(case: Case, axis: int) -> bool:
     if not isinstance(old, Shard):
         return old == new
     chains = [
-        layout.chain(old.dim)
+        layout.shard_axes(old.dim)
         for layout in (Layout(case.source.mesh_shape, case.source.placements), case.target)
     ]
     return old == new and chains[0][0] == chains[1][0] == axis

@@ -31,7 +31,7 @@ from .strategies import Case, cases, free_cases, free_layouts
 
 _package = plan_transfer.__module__.rpartition("._")[0]
 _execute = import_module(f"{_package}._execute")
-_stages = import_module(f"{_package}._execute")
+_groups = import_module(f"{_package}._groups")
 _plan = import_module(f"{_package}._planner")
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -92,7 +92,7 @@ def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[Step], Any]:
                 )
             ]
         axis: Axis = door.axis(str(axes), ranks)
-        return _stages.Fold(lambda: axis, tuple(range(len(ranks))), len(ranks))
+        return _groups.AxisGroup(lambda: axis, tuple(range(len(ranks))), len(ranks))
 
     return fold
 
@@ -100,7 +100,12 @@ def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[Step], Any]:
 def carried_out(
     plan: Plan, local: Tensor, fold: Callable[[Step], Any], door: Collectives
 ) -> Tensor:
-    result: Tensor = _execute.start(_execute.prepare(plan, fold), local, door)()
+    groups = {
+        step: fold(step)
+        for step in plan.steps
+        if step.kind != "slice" and (step.source.holds(plan.rank) or step.target.holds(plan.rank))
+    }
+    result: Tensor = _execute.start(_execute.bind(plan, groups), local, door)()
     return result
 
 
@@ -114,7 +119,7 @@ def run(
     values = global_values(case.source, case.shape).to(dtype)
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, Plan, int]:
-        plan: Plan = _plan.make_plan(*case, rank, dtype.itemsize, cost, folded, None, folded)
+        plan: Plan = _plan.make_plan(*case, rank, dtype.itemsize, cost, folded)
         door = RecordingCollectives(simulated)
         local = part(values, case.source, case.shape, rank)
         result = carried_out(plan, local, folder(plan, simulated), door)
@@ -178,7 +183,7 @@ def test_every_rank_makes_the_same_calls_on_each_group_also_with_nothing_to_move
     values = global_values(case.source, case.shape)
 
     def member(rank: int, simulated: SimulatedCollectives) -> dict[tuple[int, ...], list[str]]:
-        plan: Plan = _plan.make_plan(*case, rank, 8, cost, folded, None, folded)
+        plan: Plan = _plan.make_plan(*case, rank, 8, cost, folded)
         door = Listening(simulated)
         local = part(values, case.source, case.shape, rank)
         carried_out(plan, local, folder(plan, simulated), cast(Collectives, door))
@@ -205,7 +210,7 @@ def moved(
     groups: frozenset[tuple[int, ...]] | None = frozenset() if single else None
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor | None, int, int]:
-        plan: Plan = _plan.make_plan(*case, rank, 8, cost, groups, None, groups)
+        plan: Plan = _plan.make_plan(*case, rank, 8, cost, groups)
         door = RecordingCollectives(simulated)
         local = full.new_empty(0)
         if case.source.holds(rank):

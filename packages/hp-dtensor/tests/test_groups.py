@@ -161,7 +161,7 @@ def counted(rank: int) -> tuple[int, int, list[str], list[str]]:
     searched: list[int] = []
     axes: list[list[str]] = []
     for _ in range(2):
-        with mock.patch.object(_route, "found_folds", wraps=_route.found_folds) as search:
+        with mock.patch.object(_route, "spanned_axes", wraps=_route.spanned_axes) as search:
             for _ in range(2):
                 door = RecordingCollectives()
                 redistribute(x, (S1, S0), collectives=door)

@@ -56,7 +56,7 @@ def test_a_shard_is_torch_chunk_nested_in_shard_order(case: Case) -> None:
         part = full
         coordinate = layout.coordinate(rank)
         for dim in range(len(shape)):
-            for axis in layout.chain(dim):
+            for axis in layout.shard_axes(dim):
                 chunks = part.chunk(layout.mesh_shape[axis], dim)
                 empty = part.narrow(dim, 0, 0)
                 at = coordinate[axis]

@@ -124,11 +124,11 @@ def test_a_plan_holds_at_most_what_it_says(
         local, mesh, [spelled(p) for p in source], shape=torch.Size(shape), stride=(shape[1], 1)
     )
     for target in itertools.product(KINDS[:3], repeat=2):
-        route = _route.find_route(x, target, None, None, None)
+        route = _route.prepare(x, _route.Target(target), _route.Options())
         if route.unchanged:
             continue
         with Held(local) as mode:
-            result = _execute.start(route.stages, local, Allocating())()
+            result = _execute.start(route.steps, local, Allocating())()
         assert mode.most <= route.plan.peak_bytes, str(route.plan)
         assert mode.most >= local.nbytes + result.nbytes
         del result

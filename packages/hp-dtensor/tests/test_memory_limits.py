@@ -19,7 +19,6 @@ from .test_memory import Allocating, Held
 
 _package = plan_transfer.__module__.rpartition("._")[0]
 _execute: Any = import_module(f"{_package}._execute")
-_origin: Any = import_module(f"{_package}._prepare")
 _route: Any = import_module(f"{_package}._prepare")
 
 # Meshes of a world of 8: of all ranks, of some, overlapping and disjoint.
@@ -68,7 +67,7 @@ def route_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
     """Return the route of this rank, as from a tensor or, where it holds none, what says so."""
     source, target, shape = case
     here = source.holds(dist.get_rank())
-    x = _origin.Origin(
+    x = _route.TensorSpec(
         layout=Layout(source.mesh_shape, source.placements, source.shard_order) if here else source,
         mesh=mesh_of(source, meshes) if here else None,
         shape=shape,
@@ -77,7 +76,8 @@ def route_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
     one_mesh = (source.mesh_shape, source.ranks) == (target.mesh_shape, target.ranks)
     other = None if one_mesh else mesh_of(target, meshes)
     try:
-        return _route.find_route(x, target.placements, other, target.shard_order, None, limit)
+        wanted = _route.Target(target.placements, other, target.shard_order)
+        return _route.prepare(x, wanted, _route.Options(max_bytes=limit))
     except (PlacementTypeError, MissingGroup):  # torch has no name for it, or no group
         return assume(False)
 
@@ -86,7 +86,7 @@ def measured(route: Any) -> int:
     """Return the most bytes that were alive at once, what was given and the result at least."""
     local = torch.ones(route.local_shape or (0,))
     with Held(local) as mode:
-        result = _execute.start(route.stages, local, Allocating())()
+        result = _execute.start(route.steps, local, Allocating())()
     most: int = mode.most
     assert most >= local.nbytes + result.nbytes
     return most
@@ -98,7 +98,7 @@ def test_what_is_held_is_within_the_limit_and_what_the_plan_says(
     meshes: Meshes, case: Case
 ) -> None:
     free = route_of(case, meshes, None)
-    assume(free.stages is not None and free.plan.steps)
+    assume(free.steps is not None and free.plan.steps)
     assert measured(free) <= free.plan.peak_bytes
     try:
         route_of(case, meshes, 1)

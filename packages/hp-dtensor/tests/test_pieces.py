@@ -81,11 +81,11 @@ def test_joining_undoes_parting(part: tuple[int, ...], parts: int, data: st.Data
     dim = data.draw(st.integers(0, len(part) - 1))
     shape = (*part[:dim], part[dim] * parts, *part[dim + 1 :])
     x = torch.arange(math.prod(shape)).view(shape)
-    apart = _pieces.parter(shape, dim, parts)(x)
+    apart = _pieces.splitter(shape, dim, parts)(x)
     assert apart.is_contiguous()
     expected = x.chunk(parts, dim) if x.shape[dim] else [x] * parts
     assert torch.equal(apart.flatten(), torch.cat([chunk.flatten() for chunk in expected]))
-    together = _pieces.joiner(part, dim, parts)(apart)
+    together = _pieces.concatenator(part, dim, parts)(apart)
     assert torch.equal(together, x)
     assert together.is_contiguous()
 

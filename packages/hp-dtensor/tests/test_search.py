@@ -109,7 +109,7 @@ def expanded(
     _plan.make_plan.cache_clear()
     with mock.patch.object(_search, "_next_steps", wraps=_search._next_steps) as look:
         try:
-            _plan.make_plan(*pair, shape, 0, ITEMSIZE, cost, groups, limit, groups)
+            _plan.make_plan(*pair, shape, 0, ITEMSIZE, cost, groups, limit)
         except NoPlan:
             assert limit == 1
     return look.call_count
@@ -162,9 +162,9 @@ def test_the_search_gives_up_at_its_bound_and_the_usual_ways_remain() -> None:
     with mock.patch.object(_search, "_MOST_LAYOUTS", 0):
         _plan._choose.cache_clear()
         _plan.make_plan.cache_clear()
-        plan = _plan.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None, None)
+        plan = _plan.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None)
     _plan._choose.cache_clear()
     _plan.make_plan.cache_clear()
-    searched = _plan.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None, None)
+    searched = _plan.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None)
     assert plan.steps[-1].target == dst
     assert searched.time <= plan.time

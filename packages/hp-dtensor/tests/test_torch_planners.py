@@ -105,7 +105,7 @@ def test_no_plan_is_dearer_than_torchs_greedy_or_min_cost_one(
         for place in torch.randperm(len(pairs), generator=generator)[:examples].tolist():
             source, target = pairs[place]
             pair = Layout(shape, source), Layout(shape, target)
-            ours = _plan.make_plan(*pair, SHAPE, 0, 4, model, groups, None, groups)
+            ours = _plan.make_plan(*pair, SHAPE, 0, 4, model, groups)
             for graph in (False, True):
                 bound = their_price(mesh, source, target, graph, model)
                 assert ours.time <= bound * (1 + 1e-9) + 1e-12, (source, target, str(ours), graph)

@@ -6,15 +6,15 @@ from ._cost import CostModel
 from ._layout import Layout
 from ._placements import Partial, Replicate, Shard, StridedShard
 from ._shard_order import (
+    axis_splits,
     common,
-    extended,
     is_local,
-    links,
     moving_axes,
     same_runs,
-    shortened,
     with_placement,
+    with_split,
     without,
+    without_last_split,
 )
 from ._steps import Kind, Step
 
@@ -59,25 +59,27 @@ def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
     if dim is None:
         return Step(kind="all_reduce", axes=axes, source=src, target=target)
     for axis in axes:
-        target = extended(target, dim, (axis, 1))
+        target = with_split(target, dim, (axis, 1))
     return Step(kind="reduce_scatter", axes=axes, source=src, target=target)
 
 
 def slice_step(src: Layout, dim: int, axis: int) -> Step:
     """Return the step that keeps this coordinate's chunk of ``dim`` on a replicated axis."""
-    return Step(kind="slice", axes=(), source=src, target=extended(src, dim, (axis, 1)))
+    return Step(kind="slice", axes=(), source=src, target=with_split(src, dim, (axis, 1)))
 
 
 def gather_step(src: Layout, dim: int, shape: Sequence[int]) -> Step:
     """Return the step that gathers the last split of ``dim``."""
     kind: Kind = "all_gather" if src.is_even(shape) else "direct"
-    return Step(kind=kind, axes=(src.chain(dim)[-1],), source=src, target=shortened(src, dim))
+    return Step(
+        kind=kind, axes=(src.shard_axes(dim)[-1],), source=src, target=without_last_split(src, dim)
+    )
 
 
 def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int = 1) -> Step:
     """Return the step that takes the last split of dim ``old`` to the end of dim ``new``."""
-    axis = src.chain(old)[-1]
-    target = extended(shortened(src, old), new, (axis, factor))
+    axis = src.shard_axes(old)[-1]
+    target = with_split(without_last_split(src, old), new, (axis, factor))
     even = src.is_even(shape) and target.is_even(shape)
     return Step(kind="all_to_all" if even else "direct", axes=(axis,), source=src, target=target)
 
@@ -97,9 +99,9 @@ def gathers_in_turn(
     for axis in turn:
         old = here.placements[axis]
         if isinstance(old, Shard | StridedShard) and isinstance(dst.placements[axis], Replicate):
-            place = here.chain(old.dim).index(axis)
+            place = here.shard_axes(old.dim).index(axis)
             target = without(here, old.dim, place)
-            last = place + 1 == len(here.chain(old.dim)) and here.is_plain
+            last = place + 1 == len(here.shard_axes(old.dim)) and here.is_plain
             kind: Kind = "all_gather" if last else "direct"
             steps.append(Step(kind=kind, axes=(axis,), source=here, target=target))
             here = target
@@ -118,25 +120,25 @@ def merged(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 def _slice(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
     for dim in range(len(shape)):
-        have, want = links(here, dim), links(dst, dim)
+        have, want = axis_splits(here, dim), axis_splits(dst, dim)
         if want[: len(have)] == have and len(want) > len(have):
             link = want[len(have)]
             if isinstance(here.placements[link[0]], Replicate):
-                target = extended(here, dim, link)
+                target = with_split(here, dim, link)
                 return Step(kind="slice", axes=(), source=here, target=target)
     return None
 
 
 def _move(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
     for dim in range(len(shape)):
-        have = links(here, dim)
-        if common(have, links(dst, dim)) == len(have):
+        have = axis_splits(here, dim)
+        if common(have, axis_splits(dst, dim)) == len(have):
             continue
         axis = have[-1][0]
         new = dst.placements[axis]
         if not isinstance(new, Shard | StridedShard) or new.dim == dim:
             continue
-        want, there = links(dst, new.dim), links(here, new.dim)
+        want, there = axis_splits(dst, new.dim), axis_splits(here, new.dim)
         if want[: len(there)] == there and want[len(there) : len(there) + 1]:
             link = want[len(there)]
             if link[0] == axis:
@@ -146,8 +148,8 @@ def _move(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
 
 def _gather(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
     for dim in range(len(shape)):
-        have = links(here, dim)
-        if common(have, links(dst, dim)) < len(have):
+        have = axis_splits(here, dim)
+        if common(have, axis_splits(dst, dim)) < len(have):
             return gather_step(here, dim, shape)
     return None
 
@@ -209,7 +211,7 @@ def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Way]
         # Scattering first leaves less to reduce; in shard order it leaves the least to move.
         new = dst.placements[axis]
         if isinstance(new, Shard):
-            return False, dst.chain(new.dim).index(axis)
+            return False, dst.shard_axes(new.dim).index(axis)
         return True, axis
 
     found = []
@@ -218,7 +220,7 @@ def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Way]
         here = src
         if slice_first:
             for dim in range(len(shape)):
-                for axis in dst.chain(dim):
+                for axis in dst.shard_axes(dim):
                     if isinstance(here.placements[axis], Replicate) and _may_split(here, dim):
                         start.append(slice_step(here, dim, axis))
                         here = start[-1].target
@@ -265,7 +267,7 @@ def _spread(dst: Layout, shape: tuple[int, ...]) -> Layout:
     for axis, placement in enumerate(dst.placements):
         if isinstance(placement, Replicate) and dst.mesh_shape[axis] > 1:
             for dim in range(len(shape)):
-                wider = extended(here, dim, (axis, 1))
+                wider = with_split(here, dim, (axis, 1))
                 if wider.is_even(shape):
                     here = wider
                     break

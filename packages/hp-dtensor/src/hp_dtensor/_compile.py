@@ -1,7 +1,12 @@
-"""A plan for one rank as text that says all that carrying it out needs, and back."""
+"""`redistribute` in a graph of ``torch.compile``: planned while traced, carried out by one op.
+
+Dynamo traces `trace` and puts `redistribute_in_graph` into its graph as it is. What traces the
+graph further runs that as ordinary Python on tensors without data, where it leaves one opaque op,
+and another in backward. The op is told the plan as text.
+"""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -12,66 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._caches import remembered
-from ._convert import AnyPlacement, TorchPartial
+from ._convert import AnyPlacement
 from ._cost import CostModel
 from ._errors import CrossMeshError, LayoutError, PlacementTypeError
-from ._execute import Fold, Stage, prepare, start
-from ._groups import fold_between
+from ._execute import BoundStep, bind, start
+from ._groups import AxisGroup, group_between
 from ._layout import Layout
 from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from ._planner import Plan
-from ._prepare import Order, Route, check_local, find_route, origin_of, torch_step, whole
-from ._redistribute import Pending
+from ._prepare import Options, Order, Prepared, Target, prepare, step_groups, tensor_spec
+from ._redistribute import Pending, run
 from ._steps import Step
-from ._torch import find_group, group_name, local_part, no_modes, opaque_op
+from ._torch import group_name, no_modes, opaque_op, resolve_group
 from .collectives._interface import Axis, Collectives
 from .collectives._torch import TorchCollectives
-
-_TYPES = {
-    cls.__name__: cls
-    for cls in (Layout, Partial, Plan, RaggedShard, Replicate, Shard, Step, StridedShard)
-}
-Found = tuple[str, str, tuple[int, ...], int]  # name of axis, name of group, members, size
-
-
-def write_plan(plan: Plan, fold: Callable[[Step], Fold]) -> str:
-    """Return the plan with the groups of its collectives, by torch's names for them."""
-    folds = [None if step.kind == "slice" else _named(fold(step)) for step in plan.steps]
-    return json.dumps([_plain(replace(plan, why="", note="")), folds], separators=(",", ":"))
-
-
-def read_plan(text: str) -> tuple[Plan, dict[Step, Found]]:
-    """Return what `write_plan` was given, with a group for each step that needs one."""
-    plan, folds = _rebuilt(json.loads(text))
-    return plan, {step: fold for step, fold in zip(plan.steps, folds, strict=True) if fold}
-
-
-def _named(fold: Fold) -> Found:
-    axis = fold.find()
-    return axis.name, group_name(axis.group), tuple(fold.members), fold.size
-
-
-def _plain(value: object) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        given = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
-        return {type(value).__name__: given}
-    if isinstance(value, tuple | list | range):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _rebuilt(value: Any) -> Any:
-    if isinstance(value, dict):
-        ((name, given),) = value.items()
-        return _TYPES[name](**{field: _rebuilt(item) for field, item in given.items()})
-    return tuple(map(_rebuilt, value)) if isinstance(value, list) else value
 
 
 def trace(
     x: object,
-    placements: Sequence[AnyPlacement] | None,
-    mesh: DeviceMesh | None,
-    shard_order: Order,
+    target: Target,
     max_bytes: int | None,
     cost: CostModel | None,
     async_op: bool,
@@ -79,6 +43,7 @@ def trace(
     groups: object = None,
 ) -> DTensor | Pending[DTensor]:
     """Return what `redistribute` does; raises as it does, and for what a graph cannot hold."""
+    placements, mesh, shard_order = target
     if not isinstance(x, DTensor):
         raise PlacementTypeError(
             f"in a compiled function a redistribution starts from a DTensor, got an object of type "
@@ -110,69 +75,31 @@ def _redistribute_in_graph(
     shard_order: Order,
     cost: CostModel | None,
     max_bytes: int | None,
-) -> DTensor:
-    try:
-        return _planned(x, placements, mesh, shard_order, cost, max_bytes)
-    except TorchPartial:
-        step = torch_step(x, placements, mesh is not None and mesh != x.device_mesh)
-        y = step.run(x)
-        if step.whole:
-            return y
-        return _planned(y, step.then, mesh, shard_order, cost, max_bytes)
-
-
-def _planned(
-    x: DTensor,
-    placements: Sequence[AnyPlacement] | None,
-    mesh: DeviceMesh | None,
-    shard_order: Order,
-    cost: CostModel | None,
-    max_bytes: int | None,
-) -> DTensor:
-    found = origin_of(x)
-    # A dynamic size becomes a number here, and a guard: there is a plan for each size.
-    origin = replace(found, shape=tuple(int(length) for length in found.shape))
-    with no_modes():
-        route = find_route(origin, placements, mesh, shard_order, cost, max_bytes)
-        _check_everywhere(route)
-        text = write_plan(
-            route.plan,
-            lambda step: fold_between(step, route.plan, origin.mesh, mesh, make=False),
-        )
-    graded = torch.is_grad_enabled() and x.requires_grad
-    if route.unchanged and not graded:
-        return x
-    if graded:
-        route.check_back()
-    there = mesh if route.crosses else origin.mesh
-    result: DTensor = _InGraph.apply(x, route, text, there)  # type: ignore[no-untyped-call]
-    return result
+) -> Any:
+    target = Target(placements, mesh, shard_order)
+    return run(x, target, Options(cost, max_bytes), prepare=prepare_in_graph)
 
 
 redistribute_in_graph = torch.compiler.allow_in_graph(_redistribute_in_graph)
 
 
-class _InGraph(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, route: Route, text: str, there: DeviceMesh) -> Any:
-        ctx.route, ctx.mesh = route, x.device_mesh
-        local = local_part(x)
-        check_local(local, route)
-        return route.wrap(carry_out(local, text), there)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        route: Route = ctx.route
-        source = whole(route.source)
-        order = source.shard_order
-        back = _redistribute_in_graph(
-            grads[0], source.placements, ctx.mesh, order, route.cost, route.max_bytes
+def prepare_in_graph(x: Any, target: Target, options: Options) -> Prepared:
+    """Return what `prepare` does, for an op of a graph to carry out on all ranks of both meshes."""
+    found = tensor_spec(x)
+    # A dynamic size becomes a number here, and a guard: there is a plan for each size.
+    spec = replace(found, shape=tuple(int(length) for length in found.shape))
+    with no_modes():
+        prepared = prepare(spec, target, options)
+        plan = prepared.plan
+        _check_everywhere(plan)
+        here = target.mesh if isinstance(target.mesh, DeviceMesh) else None
+        groups = step_groups(
+            plan, lambda step: group_between(step, plan, spec.mesh, here, make=False)
         )
-        return back, None, None, None
+        return replace(prepared, check=None, op_text=write_plan(plan, groups))
 
 
-def _check_everywhere(route: Route) -> None:
-    plan = route.plan
+def _check_everywhere(plan: Plan) -> None:
     source, target = (
         set(layout.ranks or range(layout.size)) for layout in (plan.source, plan.target)
     )
@@ -185,10 +112,10 @@ def _check_everywhere(route: Route) -> None:
 
 
 def _carry_out(local: Tensor, text: str) -> Tensor:
-    _, stages = _read(text)
-    result = start(stages, local, TorchCollectives())()
+    _, steps = _read(text)
+    result = start(steps, local, TorchCollectives())()
     # An op gives memory of its own, laid out as the trace was told.
-    return result.contiguous() if stages else result.clone(memory_format=torch.contiguous_format)
+    return result.contiguous() if steps else result.clone(memory_format=torch.contiguous_format)
 
 
 def _empty(local: Tensor, text: str) -> Tensor:
@@ -201,20 +128,62 @@ carry_out = opaque_op(f"{_package}::carry_out", _carry_out, _empty)
 
 
 @remembered(2048)
-def _read(text: str) -> tuple[tuple[int, ...], tuple[Stage, ...]]:
-    """Return the shape of the result and the stages; they hold names of groups, no groups."""
-    plan, folds = read_plan(text)
+def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
+    """Return the shape of the result and the steps; they hold names of groups, no groups."""
+    plan, groups = read_plan(text)
+    return plan.target.local_shape(plan.shape, plan.rank), bind(plan, groups)
 
-    def fold(step: Step) -> Fold:
-        name, group, written, size = folds[step]
-        members: Any = written
-        if step.kind == "transfer":
-            members = {rank: place for place, rank in enumerate(written)}
 
-        def find() -> Axis:
-            found = find_group(group)
-            return Axis(name, found, tuple(dist.get_process_group_ranks(found)))
+_TYPES = {
+    cls.__name__: cls
+    for cls in (Layout, Partial, Plan, RaggedShard, Replicate, Shard, Step, StridedShard)
+}
 
-        return Fold(find, members, size)
 
-    return plan.target.local_shape(plan.shape, plan.rank), prepare(plan, fold)
+def write_plan(plan: Plan, groups: Mapping[Step, AxisGroup]) -> str:
+    """Return the plan with the groups of its steps, by torch's names for them."""
+    named = [_named(groups[step]) if step in groups else None for step in plan.steps]
+    return json.dumps([_plain(replace(plan, why="", note="")), named], separators=(",", ":"))
+
+
+def read_plan(text: str) -> tuple[Plan, dict[Step, AxisGroup]]:
+    """Return what `write_plan` was given."""
+    plan, named = _rebuilt(json.loads(text))
+    return plan, {
+        step: _group(step, *found)
+        for step, found in zip(plan.steps, named, strict=True)
+        if found is not None
+    }
+
+
+def _named(group: AxisGroup) -> tuple[str, str, tuple[int, ...], int]:
+    axis = group.find()
+    return axis.name, group_name(axis.group), tuple(group.members), group.size
+
+
+def _group(step: Step, name: str, group: str, written: tuple[int, ...], size: int) -> AxisGroup:
+    members: Any = written
+    if step.kind == "transfer":
+        members = {rank: place for place, rank in enumerate(written)}
+
+    def find() -> Axis:
+        found = resolve_group(group)
+        return Axis(name, found, tuple(dist.get_process_group_ranks(found)))
+
+    return AxisGroup(find, members, size)
+
+
+def _plain(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
+        return {type(value).__name__: given}
+    if isinstance(value, tuple | list | range):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _rebuilt(value: Any) -> Any:
+    if isinstance(value, dict):
+        ((name, given),) = value.items()
+        return _TYPES[name](**{field: _rebuilt(item) for field, item in given.items()})
+    return tuple(map(_rebuilt, value)) if isinstance(value, list) else value

@@ -16,7 +16,7 @@ from .collectives._interface import Axis
 from .collectives._torch import TorchCollectives
 
 
-class _Claim(NamedTuple):
+class _Fingerprint(NamedTuple):
     """What a rank means: in words, and as a digest that tells any two meanings apart."""
 
     rank: int
@@ -28,14 +28,14 @@ _LONGEST = 984
 _CLAIM = struct.Struct(f"<q32s{_LONGEST}s")
 
 
-class Agreement:
+class ConsistencyCheck:
     """Finds out whether all ranks of both meshes mean a plan.
 
     ``find`` gives the axis of these ranks. Compared are both layouts with their ranks, shape,
     dtype, steps, and whether a gradient is to come back. A comparison is one all-reduce of 32
     bytes; where ranks differ, they also gather 1 KiB from each, and all raise `RanksDisagree` with
     the same text. Where they do not even mean the same ranks, some wait for what is never sent, and
-    raise it when the group times out. ``agreed`` are the comparisons that ended well, by their
+    raise it when the group times out. ``passed`` are the comparisons that ended well, by their
     ``graded``.
     """
 
@@ -54,7 +54,7 @@ class Agreement:
         self._words = f"{dtype} of shape {shape} from {_lies(source)} to {_lies(target)} by {kinds}"
         self._find = find
         self._device = device
-        self.agreed: set[bool] = set()
+        self.passed: set[bool] = set()
 
     def __call__(self, graded: bool, fault: str) -> None:
         """Compare, and wait for all ranks; ``fault`` is what is wrong on this rank alone."""
@@ -65,7 +65,7 @@ class Agreement:
         gradient = "with a gradient to come back" if graded else "without a gradient"
         said = fault or f"{self._words}, {gradient}"
         digest = sha256(f"{self._base} {graded} {fault}".encode()).digest()
-        mine = _Claim(dist.get_rank(), digest, said.encode()[:_LONGEST])
+        mine = _Fingerprint(dist.get_rank(), digest, said.encode()[:_LONGEST])
         # The largest of numbers and of their opposites are opposite where all are the same.
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
         most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
@@ -80,7 +80,7 @@ class Agreement:
             try:
                 high, low, high_opposite, low_opposite = work.wait()[0].tolist()
                 if (high, low) == (-high_opposite, -low_opposite):
-                    self.agreed.add(graded)
+                    self.passed.add(graded)
                     return
                 claims = _gathered(mine, axis, self._device)
             except RuntimeError as error:
@@ -95,7 +95,7 @@ class Agreement:
 
         return finish
 
-    def _late(self, mine: _Claim) -> RanksDisagree:
+    def _late(self, mine: _Fingerprint) -> RanksDisagree:
         return RanksDisagree(
             f"ranks {self._ranks} have not said in time what they mean by the transfer that rank "
             f"{mine.rank} means as {_text(mine)}; some did not make the call, or with meshes that "
@@ -103,19 +103,19 @@ class Agreement:
         )
 
 
-def _gathered(mine: _Claim, axis: Axis, device: str) -> list[_Claim]:
+def _gathered(mine: _Fingerprint, axis: Axis, device: str) -> list[_Fingerprint]:
     sent = torch.frombuffer(bytearray(_CLAIM.pack(*mine)), dtype=torch.uint8).to(device)
     heard = TorchCollectives().all_gather(axis, [sent]).wait()[0].tolist()
     told = bytes(heard)
     claims = [_CLAIM.unpack_from(told, place) for place in range(0, len(told), _CLAIM.size)]
-    return [_Claim(rank, digest, words.rstrip(b"\0")) for rank, digest, words in claims]
+    return [_Fingerprint(rank, digest, words.rstrip(b"\0")) for rank, digest, words in claims]
 
 
-def _told(claim: _Claim) -> str:
+def _told(claim: _Fingerprint) -> str:
     return f"rank {claim.rank} means {_text(claim)}"
 
 
-def _text(claim: _Claim) -> str:
+def _text(claim: _Fingerprint) -> str:
     return claim.words.decode(errors="replace")
 
 

@@ -73,7 +73,7 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
         if isinstance(placement, ours.StridedShard):
             result.append(strided_shard(placement.dim, placement.split_factor))
         elif isinstance(placement, ours.Shard):
-            chain = layout.chain(placement.dim)
+            chain = layout.shard_axes(placement.dim)
             before = chain[: chain.index(axis)]
             factor = math.prod(layout.mesh_shape[other] for other in before if other > axis)
             result.append(

@@ -145,7 +145,7 @@ def _lacking(
 ) -> int:
     """Return how many elements the ranks at these places need and do not hold, all together."""
     dims = [
-        (length, src.chain(dim), src.degrees(dim), dst.chain(dim), dst.degrees(dim))
+        (length, src.shard_axes(dim), src.degrees(dim), dst.shard_axes(dim), dst.degrees(dim))
         for dim, length in enumerate(shape)
     ]
     known: list[dict[tuple[int, ...], tuple[int, int]]] = [{} for _ in dims]

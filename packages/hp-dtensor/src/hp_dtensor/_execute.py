@@ -2,54 +2,116 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ._boxes import Box, chunk, extent, ravel, unravel, volume
-from ._local_view import Change, Frame, equal_parts, fills, joiner, packer, parter, shaped, unpacker
+from ._groups import AxisGroup
+from ._local_view import (
+    Change,
+    LocalView,
+    concatenator,
+    equal_parts,
+    fills,
+    packer,
+    shaped,
+    splitter,
+    unpacker,
+)
 from ._placements import Partial, Shard
 from ._planner import Plan
 from ._shard_order import replicated
 from ._steps import Step
 from ._transfer import plan_transfer
-from .collectives._interface import Axis, Collectives, ReduceOp
+from .collectives._interface import Collectives, ReduceOp
 
 Finish: TypeAlias = Callable[[], Tensor]
 # Starts a step's collective, or does a step that needs none.
-Stage: TypeAlias = Callable[[Tensor, Collectives], Finish | Tensor]
+BoundStep: TypeAlias = Callable[[Tensor, Collectives], Finish | Tensor]
 
 
-class Fold(NamedTuple):
-    """A process group that spans some mesh axes, and where their positions are in it.
+def bind(plan: Plan, groups: Mapping[Step, AxisGroup]) -> tuple[BoundStep, ...]:
+    """Return the steps of a plan that its rank takes part in, ready to run.
 
-    ``find`` looks the group up at each call, so that what is kept never outlives a group.
-    ``members[i]`` is the group index of the rank at row-major position ``i`` on the axes, between
-    meshes of the rank ``i``; ``size`` the number of ranks in the group.
+    All that follows from shapes is worked out here. ``groups`` has the group of each step that
+    communicates. What is returned keeps no tensor and no process group.
     """
+    rank = plan.rank
+    steps = [
+        _bound(step, plan, groups)
+        for step in plan.steps
+        if step.source.holds(rank) or step.target.holds(rank)
+    ]
+    # Plans take an axis of degree one as replicated, where ragged runs would flatten dims.
+    source, target = replicated(plan.source), replicated(plan.target)
+    if plan.source.ragged != source.ragged and source.holds(rank):
+        steps.insert(0, _viewed(source.local_shape(plan.shape, rank)))
+    if plan.target.ragged != target.ragged and target.holds(rank):
+        steps.append(_viewed(plan.target.local_shape(plan.shape, rank)))
+    return tuple(steps)
 
-    find: Callable[[], Axis]
-    members: Sequence[int] | Mapping[int, int]
-    size: int
 
-    @property
-    def in_mesh_order(self) -> bool:
-        """Return whether the group's ranks are those along the axes, in the same order."""
-        return tuple(self.members) == tuple(range(self.size))  # of axes, not between meshes
+def start(steps: Sequence[BoundStep], local: Tensor, collectives: Collectives) -> Finish:
+    """Start the first collective and return what finishes the steps and gives the result.
+
+    The result shares memory with ``local`` only if there are no steps. Until the end ``local``
+    must stay untouched.
+    """
+    # What is sent are bytes: they must be those of the values, not of their conjugates.
+    result = local.detach().resolve_conj().resolve_neg()
+    del local  # what later steps start from is not kept beside what they make
+    for number, step in enumerate(steps, 1):
+        started = step(result, collectives)
+        if isinstance(started, Tensor):
+            result = started
+        elif number == len(steps):
+            return started
+        else:
+            return _Rest(steps[number:], started, collectives)
+    return lambda: result
 
 
-def empty_stage(step: Step, shape: tuple[int, ...], rank: int) -> Stage:
+class _Rest:
+    """The steps after the one under way."""
+
+    def __init__(
+        self, steps: Sequence[BoundStep], pending: Finish, collectives: Collectives
+    ) -> None:
+        self._steps, self._pending, self._collectives = steps, [pending], collectives
+
+    def __call__(self) -> Tensor:
+        return start(self._steps, self._pending.pop()(), self._collectives)()
+
+
+def _bound(step: Step, plan: Plan, groups: Mapping[Step, AxisGroup]) -> BoundStep:
+    if 0 in plan.shape:
+        return _empty(step, plan.shape, plan.rank)
+    if step.kind == "slice":
+        return _slice(step, plan.shape, plan.rank)
+    group = groups[step]
+    # Native collectives lay parts in group order; where that is not the mesh's, pieces are placed
+    # one by one. All ranks of the group see the same order.
+    moves = step.kind in ("all_gather", "all_to_all") and not group.in_mesh_order
+    return _BINDERS["direct" if moves else step.kind](step, plan.shape, plan.rank, group)
+
+
+def _viewed(shape: tuple[int, ...]) -> BoundStep:
+    return lambda x, collectives: x.reshape(shape)
+
+
+def _empty(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
     """Return what makes the rank's part of a tensor without elements."""
     result = step.target.local_shape(shape, rank) if step.target.holds(rank) else (0,)
     return lambda x, collectives: x.new_empty(result)
 
 
-def slice_stage(step: Step, shape: tuple[int, ...], rank: int) -> Stage:
+def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
     """Return what copies the part to keep."""
     coordinate = step.source.coordinate(rank)
-    held = Frame(step.source, shape, coordinate)
-    kept = Frame(step.target, shape, coordinate)
+    held = LocalView(step.source, shape, coordinate)
+    kept = LocalView(step.target, shape, coordinate)
     if kept.box is not None and held.box is not None:
         look = held.view(kept.box)
         return lambda x, collectives: look(x).clone(memory_format=torch.contiguous_format)
@@ -65,11 +127,11 @@ def slice_stage(step: Step, shape: tuple[int, ...], rank: int) -> Stage:
     return copy
 
 
-def all_gather_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
+def _all_gather(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return one all-gather of equal parts of a dim."""
     part = step.source.local_shape(shape, rank)
-    join = joiner(part, _sharded(step)[0], fold.size)
-    find = fold.find
+    join = concatenator(part, _sharded(step)[0], group.size)
+    find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         work = collectives.all_gather(find(), [x])
@@ -78,26 +140,26 @@ def all_gather_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) 
     return begin
 
 
-def all_to_all_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
+def _all_to_all(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return one all-to-all that gathers one dim and splits another, equally."""
     old, new = _sharded(step)
     held = step.source.local_shape(shape, rank)
     piece = list(held)
-    piece[new] //= fold.size
-    parted = parter(held, new, fold.size)
-    join = joiner(tuple(piece), old, fold.size)
-    find = fold.find
+    piece[new] //= group.size
+    split_up = splitter(held, new, group.size)
+    join = concatenator(tuple(piece), old, group.size)
+    find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
-        work = collectives.all_to_all(find(), parted(x))
+        work = collectives.all_to_all(find(), split_up(x))
         return lambda: join(work.wait()[0])
 
     return begin
 
 
-def all_reduce_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
+def _all_reduce(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return one all-reduce of a copy."""
-    (op, terms), find = _op(step), fold.find
+    (op, terms), find = _op(step), group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         own = x.clone(memory_format=torch.contiguous_format)
@@ -107,28 +169,28 @@ def all_reduce_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) 
     return begin
 
 
-def reduce_scatter_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
+def _reduce_scatter(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return one reduce-scatter; one all-to-all and a sum where parts differ or change order."""
     even = step.source.is_even(shape) and step.target.is_even(shape)
-    if not (even and fold.in_mesh_order):
-        return _scatter_by_exchange(step, fold)
+    if not (even and group.in_mesh_order):
+        return _scatter_by_exchange(step, group)
     dim = _sharded(step)[1]
-    parted = parter(step.source.local_shape(shape, rank), dim, fold.size)
+    split_up = splitter(step.source.local_shape(shape, rank), dim, group.size)
     result = step.target.local_shape(shape, rank)
-    (op, terms), find = _op(step), fold.find
+    (op, terms), find = _op(step), group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
-        work = collectives.reduce_scatter(find(), [parted(x)], op=op)
+        work = collectives.reduce_scatter(find(), [split_up(x)], op=op)
         return lambda: _averaged(work.wait()[0].view(result), terms)
 
     return begin
 
 
-def _scatter_by_exchange(step: Step, fold: Fold) -> Stage:
+def _scatter_by_exchange(step: Step, group: AxisGroup) -> BoundStep:
     dim = _sharded(step)[1]
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
-    (op, terms), find, size = _op(step), fold.find, fold.size
-    positions = sorted(range(size), key=fold.members.__getitem__)
+    (op, terms), find, size = _op(step), group.find, group.size
+    positions = sorted(range(size), key=group.members.__getitem__)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         axis = find()
@@ -186,8 +248,8 @@ def _reduced(parts: Tensor, op: ReduceOp) -> Tensor:
 Pieces: TypeAlias = list[tuple[int, Box]]  # (group index of the peer, global box)
 
 
-def exchange_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
-    """Return what carries out a direct step: pack, one all-to-all in the group of ``fold``, unpack.
+def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
+    """Return what carries out a direct step: pack, one all-to-all, unpack.
 
     Splits are in elements, pieces in group order. The rank's own piece travels along where what
     arrives is then the result itself, or one copy away from it.
@@ -195,12 +257,12 @@ def exchange_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) ->
     source, target = step.source, step.target
     transfer = plan_transfer(source, target, shape, rank)
     coordinate = source.coordinate(rank)
-    held, needed = (Frame(layout, shape, coordinate) for layout in (source, target))
+    held, needed = (LocalView(layout, shape, coordinate) for layout in (source, target))
     degrees = [source.mesh_shape[axis] for axis in step.axes]
 
     def index(peer: int) -> int:
         position = source.coordinate(peer)
-        return fold.members[ravel([position[axis] for axis in step.axes], degrees)]
+        return group.members[ravel([position[axis] for axis in step.axes], degrees)]
 
     mine = index(rank)
     sends = sorted((index(peer), box) for peer, box in transfer.sends)
@@ -210,11 +272,11 @@ def exchange_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) ->
     if arranged is not None:
         sends, receives = sorted(sends + kept), sorted(receives + kept)
         kept = []
-    splits = _splits(sends, fold.size), _splits(receives, fold.size)
+    splits = _splits(sends, group.size), _splits(receives, group.size)
     pack = packer([box for _, box in sends], held.box, held.view)
     unpack = unpacker([box for _, box in receives], needed.view)
     own = [(held.view(box), needed.view(box)) for _, box in kept]
-    find, result = fold.find, needed.shape
+    find, result = group.find, needed.shape
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         work = collectives.all_to_all(find(), pack(x), *splits)
@@ -233,18 +295,18 @@ def exchange_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) ->
     return begin
 
 
-def transfer_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) -> Stage:
-    """Return what carries out a transfer: one message to and from each peer, over ``fold``.
+def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
+    """Return what carries out a transfer: one message to and from each peer, over ``group``.
 
-    ``fold.members`` are the group indices of the ranks of both meshes, by rank. A rank that is not
+    ``group.members`` are the group indices of the ranks of both meshes, by rank. A rank that is not
     in the source's mesh gives an empty tensor, one that is not in the target's gets one.
     """
     source, target = step.source, step.target
     transfer = plan_transfer(source, target, shape, rank)
-    held = Frame(source, shape, source.coordinate(rank)) if source.holds(rank) else None
-    needed = Frame(target, shape, target.coordinate(rank)) if target.holds(rank) else None
-    outgoing = _messages([(fold.members[peer], box) for peer, box in transfer.sends])
-    incoming = _messages([(fold.members[peer], box) for peer, box in transfer.recvs])
+    held = LocalView(source, shape, source.coordinate(rank)) if source.holds(rank) else None
+    needed = LocalView(target, shape, target.coordinate(rank)) if target.holds(rank) else None
+    outgoing = _messages([(group.members[peer], box) for peer, box in transfer.sends])
+    incoming = _messages([(group.members[peer], box) for peer, box in transfer.recvs])
     # Peers that get the same boxes are sent the same buffer.
     parts = list(dict.fromkeys(outgoing.values()))
     sizes = [_size(boxes) for boxes in parts]
@@ -253,7 +315,7 @@ def transfer_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) ->
     boxes = [box for boxes in incoming.values() for box in boxes]
     unpack = unpacker(boxes, needed.view) if needed else None
     own = [(held.view(b), needed.view(b)) for b in transfer.local] if held and needed else []
-    find, result = fold.find, needed.shape if needed else (0,)
+    find, result = group.find, needed.shape if needed else (0,)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish | Tensor:
         out = x.new_empty(result)
@@ -280,14 +342,14 @@ def transfer_stage(step: Step, shape: tuple[int, ...], rank: int, fold: Fold) ->
     return begin
 
 
-def _arranged(arriving: Sequence[Box], needed: Frame) -> Change | None:
+def _arranged(arriving: Sequence[Box], needed: LocalView) -> Change | None:
     """Return what makes the result of all pieces in a row; None if they are to be placed singly."""
     if needed.box is None:
         return None
     if fills(arriving, needed.box):
         return shaped(needed.shape)
     dim = equal_parts(arriving, needed.box)
-    return None if dim is None else joiner(extent(arriving[0]), dim, len(arriving))
+    return None if dim is None else concatenator(extent(arriving[0]), dim, len(arriving))
 
 
 def _splits(pieces: Pieces, size: int) -> list[int]:
@@ -309,78 +371,11 @@ def _size(boxes: Sequence[Box]) -> int:
     return sum(volume(box) for box in boxes)
 
 
-_STAGES = {
-    "all_gather": all_gather_stage,
-    "all_reduce": all_reduce_stage,
-    "all_to_all": all_to_all_stage,
-    "direct": exchange_stage,
-    "reduce_scatter": reduce_scatter_stage,
-    "transfer": transfer_stage,
+_BINDERS = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "direct": _direct,
+    "reduce_scatter": _reduce_scatter,
+    "transfer": _transfer,
 }
-
-
-def prepare(plan: Plan, fold: Callable[[Step], Fold]) -> tuple[Stage, ...]:
-    """Return the steps of a plan that its rank takes part in, ready to run.
-
-    All that follows from shapes is worked out. ``fold`` says how to find the group of a step.
-    Stages keep no tensor and no group.
-    """
-    rank = plan.rank
-    stages = [
-        _stage(step, plan, fold)
-        for step in plan.steps
-        if step.source.holds(rank) or step.target.holds(rank)
-    ]
-    # Plans take an axis of degree one as replicated, where ragged runs would flatten dims.
-    source, target = replicated(plan.source), replicated(plan.target)
-    if plan.source.ragged != source.ragged and source.holds(rank):
-        stages.insert(0, _viewed(source.local_shape(plan.shape, rank)))
-    if plan.target.ragged != target.ragged and target.holds(rank):
-        stages.append(_viewed(plan.target.local_shape(plan.shape, rank)))
-    return tuple(stages)
-
-
-def _viewed(shape: tuple[int, ...]) -> Stage:
-    return lambda x, collectives: x.reshape(shape)
-
-
-def start(stages: Sequence[Stage], local: Tensor, collectives: Collectives) -> Finish:
-    """Start the first collective and return what finishes the stages and gives the result.
-
-    The result shares memory with ``local`` only if there are no stages. Until the end ``local``
-    must stay untouched.
-    """
-    # What is sent are bytes: they must be those of the values, not of their conjugates.
-    result = local.detach().resolve_conj().resolve_neg()
-    del local  # what later stages start from is not kept beside what they make
-    for number, stage in enumerate(stages, 1):
-        started = stage(result, collectives)
-        if isinstance(started, Tensor):
-            result = started
-        elif number == len(stages):
-            return started
-        else:
-            return _Rest(stages[number:], started, collectives)
-    return lambda: result
-
-
-class _Rest:
-    """The stages after the one under way."""
-
-    def __init__(self, stages: Sequence[Stage], pending: Finish, collectives: Collectives) -> None:
-        self._stages, self._pending, self._collectives = stages, [pending], collectives
-
-    def __call__(self) -> Tensor:
-        return start(self._stages, self._pending.pop()(), self._collectives)()
-
-
-def _stage(step: Step, plan: Plan, fold: Callable[[Step], Fold]) -> Stage:
-    if 0 in plan.shape:
-        return empty_stage(step, plan.shape, plan.rank)
-    if step.kind == "slice":
-        return slice_stage(step, plan.shape, plan.rank)
-    found = fold(step)
-    # Native collectives lay parts in group order; where that is not the mesh's, pieces are placed
-    # one by one. All ranks of the group see the same order.
-    moves = step.kind in ("all_gather", "all_to_all") and not found.in_mesh_order
-    return _STAGES["direct" if moves else step.kind](step, plan.shape, plan.rank, found)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ._cost import CostModel, check_cost
 from ._errors import CrossMeshError, PlacementCountError, RankNotInMesh
@@ -42,26 +42,14 @@ def explain(
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
-        from ._prepare import origin_of, ranks_of
-        from ._redistribute import plan_for
+        from ._groups import group_names
+        from ._prepare import Options, Target
 
         if isinstance(placements, Layout):
-            origin = origin_of(x)
-            lies = origin.layout
-            if placements.mesh_shape != lies.mesh_shape:
-                raise CrossMeshError(
-                    f"the tensor lies on a mesh of shape {lies.mesh_shape} and the target on one "
-                    f"of shape {placements.mesh_shape}; give placements and mesh="
-                )
-            ranks = lies.ranks if origin.mesh is None else ranks_of(origin.mesh)
-            wanted_ranks = placements.ranks
-            if wanted_ranks is not None and wanted_ranks != replace(lies, ranks=ranks).ranks:
-                raise CrossMeshError(
-                    f"the tensor lies on ranks {ranks} and the target on {wanted_ranks}; give "
-                    "placements and mesh="
-                )
-            shard_order, placements = placements.shard_order, placements.placements
-        return plan_for(x, placements, mesh, shard_order, cost, max_bytes, groups)
+            shard_order, placements = _on_own_mesh(x, placements)
+        named = () if groups is None else group_names(groups)
+        target = Target(cast(Any, placements), mesh, shard_order)
+        return _plan_of(x, target, Options(cost, max_bytes, named))
     check_cost(cost)
     if shape is None:
         raise PlacementCountError("a plan between layouts needs the tensor's global shape=")
@@ -82,6 +70,50 @@ def explain(
             f"{_short(held)}"
         )
     return make_plan(x, placements, tuple(shape), rank, itemsize, cost, max_bytes=max_bytes)
+
+
+def _on_own_mesh(x: "Distributed", wanted: Layout) -> tuple[Any, Any]:
+    """Return shard order and placements of a layout; raises `CrossMeshError` for another mesh."""
+    from ._prepare import ranks_of, tensor_spec
+
+    spec = tensor_spec(x)
+    held = spec.layout
+    if wanted.mesh_shape != held.mesh_shape:
+        raise CrossMeshError(
+            f"the tensor lies on a mesh of shape {held.mesh_shape} and the target on one of shape "
+            f"{wanted.mesh_shape}; give placements and mesh="
+        )
+    ranks = held.ranks if spec.mesh is None else ranks_of(spec.mesh)
+    if wanted.ranks is not None and wanted.ranks != replace(held, ranks=ranks).ranks:
+        raise CrossMeshError(
+            f"the tensor lies on ranks {ranks} and the target on {wanted.ranks}; give placements "
+            "and mesh="
+        )
+    return wanted.shard_order, wanted.placements
+
+
+def _plan_of(x: Any, target: Any, options: Any) -> Plan:
+    """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
+    from ._convert import TorchPartial
+    from ._prepare import own_mesh, prepare, ranks_of, tensor_spec
+    from ._torch_partial import torch_step
+
+    try:
+        prepared = prepare(x, target, options)
+    except TorchPartial:
+        mesh = target.mesh
+        step = torch_step(x, target.placements, mesh is not None and mesh != own_mesh(x))
+        plan = _plan_of(step.spec, target._replace(placements=step.then), options)
+        return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
+    if prepared.steps is None:
+        ranks = prepared.source.ranks or f"0 to {prepared.source.size - 1}"
+        if (own := tensor_spec(x).mesh) is not None:
+            ranks = list(ranks_of(own))
+        raise RankNotInMesh(
+            f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
+            f"{ranks}"
+        )
+    return prepared.plan
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -2,10 +2,10 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from itertools import combinations, count, product
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,21 +13,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._boxes import ravel
 from ._caches import remembered
 from ._errors import LayoutError, MissingGroup
-from ._execute import Fold
 from ._layout import Layout
 from ._planner import Plan
 from ._steps import Step
 from ._torch import (
     alias_groups,
-    find_group,
     flattened_meshes,
     group_name,
     make_group,
     makes_groups_alone,
     registered_group,
+    resolve_group,
 )
 from ._transfer import same_mesh
 from .collectives._interface import Axis
+
+
+class AxisGroup(NamedTuple):
+    """A process group of the ranks along some mesh axes, and where their positions are in it.
+
+    ``find`` looks the group up at each call, so that what is kept never outlives a group.
+    ``members[i]`` is the group index of the rank at row-major position ``i`` on the axes, between
+    meshes of the rank ``i``; ``size`` the number of ranks in the group.
+    """
+
+    find: Callable[[], Axis]
+    members: Sequence[int] | Mapping[int, int]
+    size: int
+
+    @property
+    def in_mesh_order(self) -> bool:
+        """Return whether the group's ranks are those along the axes, in the same order."""
+        return tuple(self.members) == tuple(range(self.size))  # of axes, not between meshes
+
 
 _numbers: dict[int, int] = {}  # by id, of those that live
 _meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
@@ -52,7 +70,7 @@ def mesh_of(number: int) -> DeviceMesh:
     return _meshes[number]
 
 
-def checked_groups(groups: object) -> tuple[str, ...]:
+def group_names(groups: object) -> tuple[str, ...]:
     """Return the names of groups that were given, of which this rank is a member.
 
     Raises `LayoutError` for what is no sequence of process groups and meshes of one axis.
@@ -80,7 +98,9 @@ def _refuse_groups(wrong: str) -> NoReturn:
     )
 
 
-def find_fold(mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()) -> Fold | None:
+def find_group(
+    mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = ()
+) -> AxisGroup | None:
     """Return the group over ``axes``: given, the axis's own, flattened, an alias's, the world's.
 
     Groups are ``given`` by name, and come first. It has the ranks that differ from this one on
@@ -92,7 +112,7 @@ def find_fold(mesh: DeviceMesh, axes: tuple[int, ...], given: tuple[str, ...] = 
     found = _lines(mesh, axes[0]) if len(axes) == 1 else _candidates(mesh)
     for group, ranks in [*_by_name(given), *found]:
         if (members := _members(mesh, axes, coordinate, ranks)) is not None:
-            return Fold(_finder(name, group, ranks), members, len(ranks))
+            return AxisGroup(_finder(name, group, ranks), members, len(ranks))
     return None
 
 
@@ -109,19 +129,21 @@ def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:
         return ()
-    if (together := find_fold(mesh, axes)) is not None:
+    if (together := find_group(mesh, axes)) is not None:
         return (together.find(),)
-    found = [find_fold(mesh, (axis,)) for axis in axes]
-    for axis, fold in zip(axes, found, strict=True):
-        if fold is None:
+    found = [find_group(mesh, (axis,)) for axis in axes]
+    for axis, group in zip(axes, found, strict=True):
+        if group is None:
             raise MissingGroup(
                 f"no process group has the ranks of axis {axis} of {mesh} alone, over which a "
                 "tensor is sharded or replicated; build the mesh with groups"
             )
-    return tuple(fold.find() for fold in found if fold is not None)
+    return tuple(group.find() for group in found if group is not None)
 
 
-def found_folds(mesh: DeviceMesh, given: tuple[str, ...] = ()) -> frozenset[tuple[int, ...]] | None:
+def spanned_axes(
+    mesh: DeviceMesh, given: tuple[str, ...] = ()
+) -> frozenset[tuple[int, ...]] | None:
     """Return the sets of several axes that one process group spans, without any other rank.
 
     A rank outside the mesh has no groups to look at and answers None.
@@ -136,10 +158,10 @@ def found_folds(mesh: DeviceMesh, given: tuple[str, ...] = ()) -> frozenset[tupl
         for axes in combinations(range(mesh.ndim), count)
         if math.prod(mesh.shape[axis] for axis in axes) in sizes
     ]
-    return frozenset(axes for axes in sets if find_fold(mesh, axes, given) is not None)
+    return frozenset(axes for axes in sets if find_group(mesh, axes, given) is not None)
 
 
-def transfer_fold(plan: Plan, given: tuple[str, ...] = ()) -> Fold:
+def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
     """Return the group of the ranks of two meshes and no others.
 
     One that was ``given``, the world's where they are all, or else one of their own, which its
@@ -152,7 +174,7 @@ def transfer_fold(plan: Plan, given: tuple[str, ...] = ()) -> Fold:
     for name, members in [*_by_name(given), *([_named(dist.group.WORLD)] if world else [])]:
         if set(members) == set(ranks):
             find = _finder("world" if world else "transfer", name, members)
-            return Fold(find, {rank: i for i, rank in enumerate(members)}, len(ranks))
+            return AxisGroup(find, {rank: i for i, rank in enumerate(members)}, len(ranks))
     name = _own_name(ranks)
 
     def find_or_make() -> Axis:
@@ -167,27 +189,27 @@ def transfer_fold(plan: Plan, given: tuple[str, ...] = ()) -> Fold:
             group = make_group(ranks, name)
         return Axis("transfer", group, ranks)
 
-    return Fold(find_or_make, {rank: i for i, rank in enumerate(ranks)}, len(ranks))
+    return AxisGroup(find_or_make, {rank: i for i, rank in enumerate(ranks)}, len(ranks))
 
 
-def known_transfer_fold(plan: Plan, mesh: DeviceMesh | None) -> Fold:
-    """Return `transfer_fold`, or the group of a mesh that has all the ranks; makes none.
+def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
+    """Return `transfer_group`, or the group of a mesh that has all the ranks; makes none.
 
     Raises `MissingGroup`.
     """
     ranks = tuple(sorted({*_ranks_in(plan.source), *_ranks_in(plan.target)}))
     known = len(ranks) == dist.get_world_size() or registered_group(_own_name(ranks)) is not None
     if known:
-        return transfer_fold(plan)
+        return transfer_group(plan)
     axes = () if mesh is None else tuple(a for a in range(mesh.ndim) if mesh.size(a) > 1)
-    found = find_fold(mesh, axes) if mesh is not None and mesh.size() == len(ranks) else None
+    found = find_group(mesh, axes) if mesh is not None and mesh.size() == len(ranks) else None
     if found is None:
         raise MissingGroup(
             f"no process group has the ranks {list(ranks)} of both meshes and no others, which a "
             "compiled function cannot make; redistribute once outside of it, or flatten the mesh"
         )
     members = found.find().ranks
-    return Fold(found.find, {rank: i for i, rank in enumerate(members)}, len(members))
+    return AxisGroup(found.find, {rank: i for i, rank in enumerate(members)}, len(members))
 
 
 def _ranks_in(layout: Layout) -> Sequence[int]:
@@ -198,9 +220,9 @@ def _own_name(ranks: tuple[int, ...]) -> str:
     return f"hp_dtensor_transfer_{sha256(repr(ranks).encode()).hexdigest()[:16]}"
 
 
-def fold_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> Fold:
+def group_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> AxisGroup:
     """Return the group of a step on one mesh; raises `MissingGroup`."""
-    found = find_fold(mesh, step.axes, given)
+    found = find_group(mesh, step.axes, given)
     if found is None:
         raise MissingGroup(
             f"no process group has the ranks along the axes {step.axes} of {mesh} and no others; "
@@ -209,24 +231,24 @@ def fold_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> Fold:
     return found
 
 
-def fold_between(
+def group_between(
     step: Step,
     plan: Plan,
     source: DeviceMesh | None,
     target: DeviceMesh | None,
     given: tuple[str, ...] = (),
     make: bool = True,
-) -> Fold:
-    """Return the group of a step of a plan between two meshes, None where this rank is not in one.
+) -> AxisGroup:
+    """Return the group of a step of a plan between two meshes.
 
     With ``make`` the first use may make that of a transfer. Raises `MissingGroup`.
     """
     if step.kind == "transfer":
-        return transfer_fold(plan, given) if make else known_transfer_fold(plan, source)
+        return transfer_group(plan, given) if make else existing_transfer_group(plan, source)
     mesh = source if same_mesh(step.source, plan.source) else target
     if mesh is None:  # a rank takes part in steps of its own meshes only
         raise RuntimeError(f"this rank has no mesh for {step}")
-    return fold_for(step, mesh, given)
+    return group_for(step, mesh, given)
 
 
 # Names under which torch finds groups again, so that what is kept never outlives them, with ranks.
@@ -257,7 +279,7 @@ def _candidates(mesh: DeviceMesh) -> _Groups:
 
 
 def _by_name(names: tuple[str, ...]) -> _Groups:
-    return [_named(find_group(name)) for name in names]
+    return [_named(resolve_group(name)) for name in names]
 
 
 def _named(group: Any) -> tuple[str, tuple[int, ...]]:
@@ -265,7 +287,7 @@ def _named(group: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]:
-    return lambda: Axis(name, find_group(group), ranks)
+    return lambda: Axis(name, resolve_group(group), ranks)
 
 
 @remembered(256)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from ._errors import (
     ShardDimError,
     ShardOrderError,
 )
-from ._placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, in_tuple
+from ._placements import Partial, Placement, RaggedShard, Shard, StridedShard, in_tuple
 
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -228,7 +228,7 @@ class Layout:
                 return axis, placement
         return None
 
-    def chain(self, dim: int) -> tuple[int, ...]:
+    def shard_axes(self, dim: int) -> tuple[int, ...]:
         """Return the axes that shard tensor dim ``dim``, the one that splits first in front."""
         for dim_in_order, axes in _pairs(self):
             if dim_in_order == dim:
@@ -238,13 +238,13 @@ class Layout:
         )
 
     def degrees(self, dim: int) -> tuple[int, ...]:
-        """Return the degrees of `chain`."""
-        return tuple(self.mesh_shape[a] for a in self.chain(dim))
+        """Return the degrees of `shard_axes`."""
+        return tuple(self.mesh_shape[a] for a in self.shard_axes(dim))
 
     def splits(self, dim: int) -> tuple[Split, ...]:
-        """Return the degree of each axis of `chain` with its split factor, 1 for a plain shard."""
+        """Return degree and split factor of each axis of `shard_axes`; a plain one has factor 1."""
         found = []
-        for axis in self.chain(dim):
+        for axis in self.shard_axes(dim):
             placement = self.placements[axis]
             factor = placement.split_factor if isinstance(placement, StridedShard) else 1
             found.append((self.mesh_shape[axis], factor))
@@ -284,8 +284,8 @@ class Layout:
             if shape[dim] % others or not plain:
                 raise RaggedSizesError(
                     f"{placement} on mesh axis {axis} runs over dim {dim} of length {shape[dim]}, "
-                    f"which the axes {self.chain(dim)} split; they must cut it into {others} equal "
-                    "consecutive parts"
+                    f"which the axes {self.shard_axes(dim)} split; they must cut it into {others} "
+                    "equal consecutive parts"
                 )
             count *= shape[dim] // others
         if placement.starts[-1] != count:
@@ -324,7 +324,7 @@ class Layout:
     ) -> list[tuple[Interval, ...]]:
         """Return the ranges of each dim at a position, before a ragged axis divides them."""
         return [
-            self.intervals_of(shape, dim, [coordinate[a] for a in self.chain(dim)])
+            self.intervals_of(shape, dim, [coordinate[a] for a in self.shard_axes(dim)])
             for dim in range(len(shape))
         ]
 
@@ -344,7 +344,7 @@ class Layout:
     def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
         """Return the box at a position of a layout that `is_plain`, empty where it holds none."""
         return tuple(
-            chunk(length, self.degrees(dim), [coordinate[a] for a in self.chain(dim)])
+            chunk(length, self.degrees(dim), [coordinate[a] for a in self.shard_axes(dim)])
             for dim, length in enumerate(shape)
         )
 
@@ -386,23 +386,6 @@ class Layout:
         return self.is_plain and all(
             n % math.prod(self.degrees(dim)) == 0 for dim, n in enumerate(shape)
         )
-
-    def with_chains(self, chains: Mapping[int, Sequence[int]]) -> "Layout":
-        """Return this layout with dims sharded as ``chains`` says; other axes keep what they have.
-
-        Axes that were sharded and are in no chain become replicated; an axis that stays on its dim
-        keeps its split factor.
-        """
-        placements: list[Placement] = [
-            Replicate() if isinstance(p, Shard | StridedShard) else p for p in self.placements
-        ]
-        for dim, axes in chains.items():
-            for axis in axes:
-                old = self.placements[axis]
-                strided = isinstance(old, StridedShard) and old.dim == dim
-                placements[axis] = old if strided else Shard(dim)
-        order = tuple((dim, tuple(axes)) for dim, axes in chains.items() if axes)
-        return replace(self, placements=tuple(placements), shard_order=order)
 
     def __str__(self) -> str:
         text = "(" + ", ".join(map(str, self.placements)) + ")"

@@ -13,7 +13,7 @@ from ._layout import Layout
 View: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class Frame:
+class LocalView:
     """What one position of a layout holds, and how to look at a part of it.
 
     ``box`` is the one box that it holds, perhaps empty; None where it may hold several.
@@ -88,7 +88,7 @@ Change: TypeAlias = Callable[[Tensor], Tensor]
 Cut: TypeAlias = tuple[tuple[int, int, int], ...]  # (dim, start, length) where not everything
 
 
-def parter(shape: Shape, dim: int, parts: int) -> Change:
+def splitter(shape: Shape, dim: int, parts: int) -> Change:
     """Return what lays the equal parts of ``dim`` of a tensor of ``shape`` one after another.
 
     Its result is contiguous, ``[parts, ...]``; for the first dim that is the tensor itself.
@@ -100,10 +100,10 @@ def parter(shape: Shape, dim: int, parts: int) -> Change:
     return lambda x: x.reshape(split).permute(order).contiguous()
 
 
-def joiner(part: Shape, dim: int, parts: int) -> Change:
+def concatenator(part: Shape, dim: int, parts: int) -> Change:
     """Return what lays contiguous parts of shape ``part`` end to end along ``dim``.
 
-    It undoes `parter` and takes the parts in any shape.
+    It undoes `splitter` and takes the parts in any shape.
     """
     whole = (*part[:dim], parts * part[dim], *part[dim + 1 :])
     if dim == 0:
@@ -121,8 +121,8 @@ def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change
     if frame is not None and fills(boxes, frame):
         return lambda x: x.reshape(-1)
     if frame is not None and (dim := equal_parts(boxes, frame)) is not None:
-        parted = parter(extent(frame), dim, len(boxes))
-        return lambda x: parted(x).view(-1)
+        split_up = splitter(extent(frame), dim, len(boxes))
+        return lambda x: split_up(x).view(-1)
     views = [view(box) for box in boxes]
     shapes = [extent(box) for box in boxes]
     if not views:

@@ -96,7 +96,7 @@ def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[S
             for dim in dims:
                 yield slice_step(here, dim, axis)
     for dim in dims:
-        if here.chain(dim):
+        if here.shard_axes(dim):
             yield gather_step(here, dim, shape)
             for new in dims:
                 if new != dim:
@@ -186,7 +186,7 @@ def _crossing(here: Layout, dst: Layout, shape: Sequence[int], axes: Axes) -> fl
         tensors = math.prod(degrees[a] for a in kept)
         return tensors * math.prod(shape) * (terms + needing - 2) / here.size
     dims = [
-        (length, here.chain(dim), here.degrees(dim), dst.chain(dim), dst.degrees(dim))
+        (length, here.shard_axes(dim), here.degrees(dim), dst.shard_axes(dim), dst.degrees(dim))
         for dim, length in enumerate(shape)
     ]
     known: list[dict[Sides, tuple[int, int]]] = [{} for _ in dims]
@@ -234,7 +234,7 @@ def _overlap(a: Sequence[Interval], b: Sequence[Interval]) -> int:
     return sum(max(0, min(hi, stop) - max(lo, start)) for lo, hi in a for start, stop in b)
 
 
-Folded = frozenset[tuple[int, ...]] | None
+Spanned = frozenset[tuple[int, ...]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,22 +284,21 @@ def make_plan(
     rank: int,
     itemsize: int = 4,
     cost: CostModel | None = None,
-    folded: Folded = None,
+    groups: Spanned = None,
     max_bytes: int | None = None,
-    exact: Folded = None,
 ) -> Plan:
     """Return the cheapest plan for ``rank``; every rank finds the same steps.
 
-    ``folded`` are the sets of mesh axes that one process group spans, besides the single axes, and
-    ``exact`` those that a group spans and no more, as reductions need it; None means that any set
-    has one. No step holds more than ``max_bytes`` on any rank. Raises as `plan_transfer` does,
-    except for partial sources, which a plan reduces, and `NoPlan`.
+    ``groups`` are the sets of mesh axes that have a process group of exactly their ranks, besides
+    the single axes; None means that any set has one. No step holds more than ``max_bytes`` on any
+    rank. Raises as `plan_transfer` does, except for partial sources, which a plan reduces, and
+    `NoPlan`.
     """
     check_pair(src, dst, shape)
     model = AlphaBeta() if cost is None else cost
     check_length(model, max(len(src.mesh_shape), len(dst.mesh_shape)))
     steps, why, note = _choose(
-        replicated(src), replicated(dst), shape, itemsize, model, folded, max_bytes, exact
+        replicated(src), replicated(dst), shape, itemsize, model, groups, max_bytes
     )
     step_bytes = tuple([step.received(shape, rank, itemsize) for step in steps])
     return Plan(
@@ -324,9 +323,8 @@ def _choose(
     shape: tuple[int, ...],
     itemsize: int,
     cost: CostModel,
-    folded: Folded,
+    groups: Spanned,
     max_bytes: int | None,
-    exact: Folded,
 ) -> tuple[Way, str, str]:
     """Return the cheapest way, why it is that, and what would be cheaper with other groups.
 
@@ -343,7 +341,6 @@ def _choose(
     unchanged = unchanged_axes(src, dst, len(shape)) if one_mesh else frozenset()
 
     def has_group(step: Step) -> bool:
-        groups = folded if step.kind == "direct" else exact
         return groups is None or len(step.axes) <= 1 or step.axes in groups
 
     def stays(step: Step) -> bool:
@@ -363,7 +360,6 @@ def _choose(
     candidates = [way for way in open_ways if all(map(fits, way))]
     best = min(candidates, key=price, default=None)
     walkable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
-    groups = None if folded is None or exact is None else folded | exact
     widest = len(src.mesh_shape) if groups is None else max([1, *map(len, groups)])
     searched = walkable and not _is_least(best, src, dst, shape, itemsize, cost)
     if searched:

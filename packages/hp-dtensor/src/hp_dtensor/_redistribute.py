@@ -1,8 +1,8 @@
-"""Carry out a redistribution on this rank, at once or in two parts, recorded by autograd."""
+"""Take a distributed tensor to another layout or mesh: the call, autograd, and what is pending."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -13,38 +13,26 @@ from torch.distributed.tensor import DTensor
 
 from ._convert import AnyPlacement, DensePlacement, TorchPartial
 from ._cost import CostModel
-from ._errors import (
-    LayoutError,
-    LocalShapeMismatch,
-    PlacementTypeError,
-    RankNotInMesh,
-)
+from ._errors import LayoutError, PlacementTypeError
 from ._execute import start
-from ._groups import checked_groups
+from ._groups import group_names
+from ._layout import Layout
 from ._non_member import Absent
-from ._planner import Plan
 from ._prepare import (
     Distributed,
+    Options,
     Order,
-    Origin,
-    Route,
-    check_local,
-    find_route,
-    mesh_under,
-    origin_of,
-    part_of,
-    ranks_of,
-    torch_step,
-    whole,
+    Prepared,
+    Target,
+    gradient_layout,
+    local_of,
+    own_mesh,
+    prepare,
 )
+from ._torch_partial import torch_step
+from .collectives._checked import CheckedCollectives
 from .collectives._interface import Collectives
 from .collectives._torch import TorchCollectives
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ._prepare import Distributed
 
 Result = TypeVar("Result", bound=Distributed)
 
@@ -75,177 +63,6 @@ class Pending(Generic[Result]):
                 del self._finish  # it holds the buffers of the last collective
             self._done = True
         return self._result
-
-
-def carry_out(
-    x: Distributed,
-    placements: Sequence[AnyPlacement] | None,
-    mesh: Any,
-    shard_order: Order,
-    max_bytes: int | None,
-    cost: CostModel | None,
-    async_op: bool,
-    collectives: Collectives | None,
-    groups: tuple[str, ...] = (),
-) -> Distributed | Pending[Any]:
-    """Return what `redistribute` does where nothing is traced; groups are given by name."""
-    try:
-        route = find_route(x, placements, mesh, shard_order, cost, max_bytes, groups)
-    except TorchPartial:
-        step = torch_step(x, placements, mesh is not None and mesh != mesh_under(x))
-        # What is wrong with the rest is said before torch communicates.
-        find_route(step.origin, step.then, mesh, shard_order, cost, max_bytes, groups)
-        y = step.run(cast(DTensor, x))
-        if step.whole:
-            return _at_hand(y) if async_op else y
-        return carry_out(
-            y, step.then, mesh, shard_order, max_bytes, cost, async_op, collectives, groups
-        )
-    # Looking through a protocol takes longer than all else here.
-    if collectives is not None and not isinstance(collectives, Collectives):
-        raise LayoutError(
-            f"collectives={collectives!r} has not the methods of Collectives; give "
-            "TorchCollectives(), or leave it out"
-        )
-    graded = x.requires_grad and torch.is_grad_enabled()
-    if route.unchanged and not graded:
-        return _at_hand(x) if async_op else x
-    return _moved(x, route, mesh, async_op, collectives, graded)
-
-
-def _at_hand(x: Result) -> Pending[Result]:
-    return Pending(lambda: x)
-
-
-def _moved(
-    x: Distributed,
-    route: Route,
-    mesh: Any,
-    async_op: bool,
-    collectives: Collectives | None,
-    graded: bool,
-) -> Distributed | Pending[Any]:
-    # Where nothing moves, the gradient may still lie otherwise than x, and is brought back.
-    if graded:
-        route.check_back()
-    compared = None
-    if route.agree is not None:
-        fault = _fault(x, route)
-        compared = route.agree.start(graded, fault)
-        # What all have meant before goes on its way; whether they mean it again is seen in wait().
-        if fault or not async_op or graded not in route.agree.agreed:
-            compared()
-            compared = None
-    door = TorchCollectives() if collectives is None else collectives
-    call = Call(route, mesh if route.crosses else mesh_under(x), door)
-    if async_op:
-        finish = _started(x, call)
-        return Pending(lambda: _waited(x, call, finish, graded, compared))
-    return _apply(x, call, None, graded)
-
-
-class Call(NamedTuple):
-    """A route with what is not kept: the mesh of the result, and what communicates."""
-
-    route: Route
-    mesh: Any
-    door: Collectives
-
-
-def _fault(x: Distributed, route: Route) -> str:
-    """Return what is wrong with this rank's part, which its peers cannot see."""
-    local = part_of(x)
-    if local is not None:
-        try:
-            check_local(local, route)
-        except LocalShapeMismatch as error:
-            return str(error)
-    return ""
-
-
-def _started(x: Distributed, call: Call) -> Callable[[], Tensor]:
-    route = call.route
-    local = part_of(x)
-    if local is None or (route.local_shape is None and route.stages is not None):
-        local = torch.empty(0, dtype=route.dtype, device=route.device)
-    if route.stages is None:
-        return lambda: local
-    check_local(local, route)
-    return start(route.stages, local, call.door)
-
-
-def _finished(x: Distributed, call: Call, finish: Callable[[], Tensor] | None) -> Distributed:
-    if finish is None:
-        finish = _started(x, call)
-    return call.route.wrap(finish(), call.mesh)
-
-
-def _waited(
-    x: Distributed,
-    call: Call,
-    finish: Callable[[], Tensor],
-    graded: bool,
-    compared: Callable[[], None] | None,
-) -> Distributed:
-    if compared is not None:
-        compared()
-    with torch.set_grad_enabled(graded):
-        return _apply(x, call, finish, graded)
-
-
-def _apply(
-    x: Distributed, call: Call, finish: Callable[[], Tensor] | None, graded: bool
-) -> Distributed:
-    if not graded:
-        return _finished(x, call, finish)
-    absent = x if isinstance(x, Absent) else None
-    tensor = x if absent is None else absent.anchor()
-    result: Tensor = _Redistribute.apply(tensor, absent, call, finish)  # type: ignore[no-untyped-call]
-    if isinstance(result, Distributed):
-        return result
-    made = cast(Absent, call.route.wrap(result, None))
-    return replace(made, requires_grad=True, graph=result)
-
-
-class _Redistribute(torch.autograd.Function):
-    """Its result is the redistributed tensor; where there is none, an empty one to come back by."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Any,
-        absent: Absent | None,
-        call: Call,
-        finish: Callable[[], Tensor] | None,
-    ) -> Tensor:
-        x = tensor if absent is None else absent
-        result = _finished(x, call, finish)
-        back: Any = None
-        if call.route.crosses:
-            # A gradient goes back to this mesh, or to this layout of other ranks.
-            back = mesh_under(x) if absent is None else whole(call.route.source)
-        ctx.saved = (call.route, call.door, back, absent is None, isinstance(result, Absent))
-        return torch.zeros(0) if isinstance(result, Absent) else result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        route, door, there, was_here, is_gone = ctx.saved
-        grad, plan = grads[0], route.plan
-        most, cost, groups = route.max_bytes, route.cost, route.groups
-        if is_gone:
-            recorded = torch.is_grad_enabled()
-            grad = Absent(plan.target, plan.shape, route.dtype, requires_grad=recorded)
-        elif route.agree is not None:
-            # Ranks without a gradient take it to lie as the result does.
-            lies = whole(plan.target)
-            order = lies.shard_order
-            grad = carry_out(grad, lies.placements, None, order, most, cost, False, door, groups)
-        source = whole(route.source)
-        order = source.shard_order
-        back = carry_out(grad, source.placements, there, order, most, cost, False, door, groups)
-        if not was_here:
-            return torch.zeros(0), None, None, None
-        return None if isinstance(back, Absent) else back, None, None, None
 
 
 @overload
@@ -404,16 +221,13 @@ def redistribute(
             placements = first
         else:
             mesh, placements = _sorted_out(where, mesh, placements)
+    target = Target(placements, mesh, shard_order)
     if is_compiling():
         from ._compile import trace  # it loads the compiler, which takes seconds
 
-        return trace(
-            x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives, groups
-        )
-    named = () if groups is None else checked_groups(groups)
-    return carry_out(
-        x, placements, mesh, shard_order, max_bytes, cost, async_op, collectives, named
-    )
+        return trace(x, target, max_bytes, cost, async_op, collectives, groups)
+    options = Options(cost, max_bytes, () if groups is None else group_names(groups))
+    return run(x, target, options, collectives, async_op)
 
 
 def _sorted_out(
@@ -437,29 +251,175 @@ def _sorted_out(
     )
 
 
-def plan_for(
-    x: Distributed | Origin,
-    placements: Sequence[AnyPlacement] | None,
-    mesh: DeviceMesh | None,
-    shard_order: Order,
-    cost: CostModel | None,
-    max_bytes: int | None,
-    groups: object = None,
-) -> Plan:
-    """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
-    named = () if groups is None else checked_groups(groups)
+class _Call(NamedTuple):
+    """A prepared redistribution with what is not kept between calls.
+
+    ``mesh`` is that of the result; ``absent`` is what was given where there is no tensor.
+    """
+
+    prepared: Prepared
+    mesh: Any
+    collectives: Collectives
+    absent: Absent | None
+
+
+def run(
+    x: Distributed,
+    target: Target,
+    options: Options,
+    collectives: Collectives | None = None,
+    async_op: bool = False,
+    prepare: Callable[[Any, Target, Options], Prepared] = prepare,
+) -> Distributed | Pending[Any]:
+    """Return what `redistribute` does, in eager code, in backward and in a graph.
+
+    ``prepare`` is another one in a graph, where an op carries the plan out.
+    """
     try:
-        route = find_route(x, placements, mesh, shard_order, cost, max_bytes, named)
+        prepared = prepare(x, target, options)
     except TorchPartial:
-        step = torch_step(x, placements, mesh is not None and mesh != mesh_under(x))
-        plan = plan_for(step.origin, step.then, mesh, shard_order, cost, max_bytes, groups)
-        return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
-    if route.stages is None:
-        lies = route.source.ranks or f"0 to {route.source.size - 1}"
-        if (own := origin_of(x).mesh) is not None:
-            lies = list(ranks_of(own))
-        raise RankNotInMesh(
-            f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
-            f"{lies}"
+        mesh = target.mesh
+        step = torch_step(x, target.placements, mesh is not None and mesh != own_mesh(x))
+        rest = target._replace(placements=step.then)
+        # What is wrong with the rest is said before torch communicates.
+        prepare(step.spec, rest, options)
+        y = step.run(cast(DTensor, x))
+        if step.whole:
+            return _at_hand(y) if async_op else y
+        return run(y, rest, options, collectives, async_op, prepare)
+    # Looking through a protocol takes longer than all else here.
+    if collectives is not None and not isinstance(collectives, Collectives):
+        raise LayoutError(
+            f"collectives={collectives!r} has not the methods of Collectives; give "
+            "TorchCollectives(), or leave it out"
         )
-    return route.plan
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    if prepared.unchanged and not recorded:
+        return _at_hand(x) if async_op else x
+    # Where nothing moves, the gradient may still be laid out otherwise than x: it is brought back.
+    if recorded:
+        prepared.check_back()
+    call = _Call(
+        prepared,
+        target.mesh if prepared.crosses else own_mesh(x),
+        TorchCollectives() if collectives is None else collectives,
+        x if isinstance(x, Absent) else None,
+    )
+    compared = _compared(x, call, recorded, async_op)
+    if not async_op:
+        return _recorded(x, call, None) if recorded else _finished(x, call, None)
+    finish = _started(x, call)
+
+    def wait() -> Distributed:
+        if compared is not None:
+            compared()
+        if not recorded:
+            with torch.no_grad():
+                return _finished(x, call, finish)
+        with torch.enable_grad():
+            return _recorded(x, call, finish)
+
+    return Pending(wait)
+
+
+def _at_hand(x: Result) -> Pending[Result]:
+    return Pending(lambda: x)
+
+
+def _compared(
+    x: Distributed, call: _Call, recorded: bool, async_op: bool
+) -> Callable[[], None] | None:
+    """Compare what the ranks of two meshes are about to do; return what still waits for that.
+
+    What all have compared before goes on at once in an asynchronous call: whether they mean the
+    same again is seen when it is waited for.
+    """
+    check = call.prepared.check
+    if check is None:
+        return None
+    local = local_of(x)
+    fault = "" if local is None else call.prepared.fault(local)
+    compared = check.start(recorded, fault)
+    if async_op and not fault and recorded in check.passed:
+        return compared
+    compared()
+    return None
+
+
+def _started(x: Distributed, call: _Call) -> Callable[[], Tensor]:
+    """Start the first step on this rank's part and return what does the rest."""
+    prepared, collectives = call.prepared, call.collectives
+    local = local_of(x)
+    if local is None or (prepared.local_shape is None and prepared.steps is not None):
+        local = torch.empty(0, dtype=prepared.dtype, device=prepared.device)
+    if prepared.steps is None:
+        return lambda: local
+    if isinstance(collectives, CheckedCollectives) and prepared.first_group is not None:
+        plan = prepared.plan
+        collectives.check(
+            prepared.first_group.find(),
+            "redistribute",
+            f"{prepared.dtype} of shape {list(plan.shape)} from {plan.source} to {plan.target}",
+            fault=prepared.fault(local),
+        )
+    prepared.check_local(local)
+    if prepared.op_text:
+        from ._compile import carry_out
+
+        result = carry_out(local, prepared.op_text)
+        return lambda: result
+    return start(prepared.steps, local, collectives)
+
+
+def _finished(x: Distributed, call: _Call, finish: Callable[[], Tensor] | None) -> Distributed:
+    if finish is None:
+        finish = _started(x, call)
+    return call.prepared.wrap(finish(), call.mesh)
+
+
+def _recorded(x: Distributed, call: _Call, finish: Callable[[], Tensor] | None) -> Distributed:
+    tensor = x if call.absent is None else call.absent.anchor()
+    result: Tensor = _Redistribute.apply(tensor, call, finish)  # type: ignore[no-untyped-call]
+    if isinstance(result, Distributed):
+        return result
+    made = cast(Absent, call.prepared.wrap(result, None))
+    return replace(made, requires_grad=True, graph=result)
+
+
+class _Redistribute(torch.autograd.Function):
+    """Its result is the redistributed tensor; where there is none, an empty one to come back by."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, call: _Call, finish: Callable[[], Tensor] | None) -> Tensor:
+        x = tensor if call.absent is None else call.absent
+        result = _finished(x, call, finish)
+        back: Any = None
+        if call.prepared.crosses:
+            # A gradient goes back to this mesh, or to this layout of other ranks.
+            back = own_mesh(x) if call.absent is None else gradient_layout(call.prepared.source)
+        ctx.saved = (call, back, isinstance(result, Absent))
+        return torch.zeros(0) if isinstance(result, Absent) else result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        call, there, is_gone = ctx.saved
+        prepared: Prepared = call.prepared
+        plan, grad = prepared.plan, grads[0]
+        again = prepare
+        if prepared.op_text:
+            from ._compile import prepare_in_graph as again
+
+        def take(x: Any, layout: Layout, mesh: Any) -> Any:
+            target = Target(layout.placements, mesh, layout.shard_order)
+            return run(x, target, prepared.options, call.collectives, prepare=again)
+
+        if is_gone:
+            recorded = torch.is_grad_enabled()
+            grad = Absent(plan.target, plan.shape, prepared.dtype, requires_grad=recorded)
+        elif prepared.check is not None:
+            # Ranks without a gradient take it to have the layout of the result.
+            grad = take(grad, gradient_layout(plan.target), None)
+        back = take(grad, gradient_layout(prepared.source), there)
+        if call.absent is not None:
+            return torch.zeros(0), None, None
+        return None if isinstance(back, Absent) else back, None, None

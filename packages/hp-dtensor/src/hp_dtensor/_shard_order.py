@@ -7,25 +7,25 @@ from typing import TypeAlias
 from ._layout import Layout
 from ._placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
-Link: TypeAlias = tuple[int, int]  # (axis, split factor)
-Links: TypeAlias = dict[int, tuple[Link, ...]]
+AxisSplit: TypeAlias = tuple[int, int]  # (axis, split factor)
+AxisSplits: TypeAlias = dict[int, tuple[AxisSplit, ...]]
 
 
-def links(layout: Layout, dim: int) -> tuple[Link, ...]:
+def axis_splits(layout: Layout, dim: int) -> tuple[AxisSplit, ...]:
     """Return the axes that split ``dim`` in turn, each with its factor."""
     return tuple(
         (axis, factor)
-        for axis, (_, factor) in zip(layout.chain(dim), layout.splits(dim), strict=True)
+        for axis, (_, factor) in zip(layout.shard_axes(dim), layout.splits(dim), strict=True)
     )
 
 
-def all_links(layout: Layout) -> Links:
+def all_axis_splits(layout: Layout) -> AxisSplits:
     """Return `links` of each dim that is split."""
     dims = {p.dim for p in layout.placements if isinstance(p, Shard | StridedShard)}
-    return {dim: links(layout, dim) for dim in sorted(dims)}
+    return {dim: axis_splits(layout, dim) for dim in sorted(dims)}
 
 
-def relinked(layout: Layout, chains: Mapping[int, Sequence[Link]]) -> Layout:
+def with_axis_splits(layout: Layout, chains: Mapping[int, Sequence[AxisSplit]]) -> Layout:
     """Return the layout with dims split as ``chains`` say; axes in none become replicated.
 
     Partial and ragged axes that are in none keep what they have.
@@ -40,18 +40,18 @@ def relinked(layout: Layout, chains: Mapping[int, Sequence[Link]]) -> Layout:
     return replace(layout, placements=tuple(placements), shard_order=order)
 
 
-def extended(layout: Layout, dim: int, link: Link) -> Layout:
+def with_split(layout: Layout, dim: int, link: AxisSplit) -> Layout:
     """Return the layout with one more split of ``dim``, after the others."""
-    chains = all_links(layout)
+    chains = all_axis_splits(layout)
     chains[dim] = (*chains.get(dim, ()), link)
-    return relinked(layout, chains)
+    return with_axis_splits(layout, chains)
 
 
-def shortened(layout: Layout, dim: int) -> Layout:
+def without_last_split(layout: Layout, dim: int) -> Layout:
     """Return the layout without the last split of ``dim``."""
-    chains = all_links(layout)
+    chains = all_axis_splits(layout)
     chains[dim] = chains[dim][:-1]
-    return relinked(layout, chains)
+    return with_axis_splits(layout, chains)
 
 
 def without(layout: Layout, dim: int, place: int) -> Layout:
@@ -59,12 +59,12 @@ def without(layout: Layout, dim: int, place: int) -> Layout:
 
     Later splits then cut every block that the split had made; for lengths that divide evenly.
     """
-    chains = all_links(layout)
+    chains = all_axis_splits(layout)
     chain = chains[dim]
     degree = layout.mesh_shape[chain[place][0]]
     later = tuple((axis, factor * degree) for axis, factor in chain[place + 1 :])
     chains[dim] = (*chain[:place], *later)
-    return relinked(layout, chains)
+    return with_axis_splits(layout, chains)
 
 
 def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
@@ -74,7 +74,7 @@ def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
     return replace(layout, placements=tuple(placements))
 
 
-def common(a: Sequence[Link], b: Sequence[Link]) -> int:
+def common(a: Sequence[AxisSplit], b: Sequence[AxisSplit]) -> int:
     """Return how many splits both begin with."""
     length = 0
     while length < min(len(a), len(b)) and a[length] == b[length]:
@@ -86,7 +86,7 @@ def same_runs(a: Layout, b: Layout) -> bool:
     """Return whether both hold the same ragged runs, of parts split alike."""
     if a.ragged is None or a.ragged != b.ragged:
         return False
-    return all(links(a, dim) == links(b, dim) for dim in a.ragged[1].dims)
+    return all(axis_splits(a, dim) == axis_splits(b, dim) for dim in a.ragged[1].dims)
 
 
 def replicated(layout: Layout) -> Layout:
@@ -95,13 +95,13 @@ def replicated(layout: Layout) -> Layout:
         return layout
     chains = {
         dim: [link for link in chain if layout.mesh_shape[link[0]] > 1]
-        for dim, chain in all_links(layout).items()
+        for dim, chain in all_axis_splits(layout).items()
     }
     placements = tuple(
         Replicate() if degree == 1 and isinstance(p, Partial | RaggedShard) else p
         for degree, p in zip(layout.mesh_shape, layout.placements, strict=True)
     )
-    return relinked(replace(layout, placements=placements), chains)
+    return with_axis_splits(replace(layout, placements=placements), chains)
 
 
 def is_local(src: Layout, dst: Layout, ndim: int) -> bool:
@@ -109,13 +109,14 @@ def is_local(src: Layout, dst: Layout, ndim: int) -> bool:
     if src.ragged is not None and not same_runs(src, dst):
         return False
     return all(
-        common(links(src, dim), links(dst, dim)) == len(src.chain(dim)) for dim in range(ndim)
+        common(axis_splits(src, dim), axis_splits(dst, dim)) == len(src.shard_axes(dim))
+        for dim in range(ndim)
     )
 
 
 def moving_axes(src: Layout, dst: Layout, ndim: int) -> tuple[int, ...]:
     """Return the axes on which senders and receivers of `plan_transfer` can differ."""
-    divided = {dim for dim in range(ndim) if src.chain(dim)}
+    divided = {dim for dim in range(ndim) if src.shard_axes(dim)}
     if src.ragged is not None:
         divided.update(src.ragged[1].dims)
     still = set()
@@ -131,8 +132,8 @@ def moving_axes(src: Layout, dst: Layout, ndim: int) -> tuple[int, ...]:
             if not divided.intersection(dims):
                 still.add(axis)
     for dim in range(ndim):
-        chain = links(src, dim)
-        still.update(axis for axis, _ in chain[: common(chain, links(dst, dim))])
+        chain = axis_splits(src, dim)
+        still.update(axis for axis, _ in chain[: common(chain, axis_splits(dst, dim))])
     if src.ragged is not None and same_runs(src, dst):
         still.add(src.ragged[0])
     return tuple(axis for axis in range(len(src.mesh_shape)) if axis not in still)
@@ -150,8 +151,8 @@ def unchanged_axes(src: Layout, dst: Layout, ndim: int) -> frozenset[int]:
         if src.mesh_shape[axis] == 1 or (old == new and isinstance(old, Replicate | Partial))
     }
     for dim in range(ndim):
-        chain = links(src, dim)
-        kept.update(axis for axis, _ in chain[: common(chain, links(dst, dim))])
+        chain = axis_splits(src, dim)
+        kept.update(axis for axis, _ in chain[: common(chain, axis_splits(dst, dim))])
     if src.ragged is not None and same_runs(src, dst):
         kept.add(src.ragged[0])
     return frozenset(kept)

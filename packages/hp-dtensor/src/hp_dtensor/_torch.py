@@ -131,7 +131,7 @@ def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
 
     ``_alias_groups`` of a root mesh, ``{alias: name of a process group}``, is no attribute of
     torch's: hp-mesh sets it on its meshes, and so may whoever builds a mesh with groups for
-    `find_group`. Torch's own DTensor does not see them.
+    `resolve_group`. Torch's own DTensor does not see them.
     """
     told: dict[str, str] = vars(mesh._get_root_mesh()).get("_alias_groups", {})
     return tuple(told.values())
@@ -232,14 +232,14 @@ def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
 
 
 def group_name(group: Any) -> str:
-    """Return the name under which torch finds a group; see `find_group`."""
+    """Return the name under which torch finds a group; see `resolve_group`."""
     return str(group.group_name)
 
 
 _resolve: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
 
 
-def find_group(name: str) -> ProcessGroup:
+def resolve_group(name: str) -> ProcessGroup:
     """Return the group of a name.
 
     ``distributed_c10d._resolve_process_group`` (seen in 2.13), by which the groups of functional
@@ -251,7 +251,7 @@ def find_group(name: str) -> ProcessGroup:
 def registered_group(name: str) -> ProcessGroup | None:
     """Return the group of a name if there is one; ``_world.pg_names`` (2.11 to 2.13)."""
     known = distributed_c10d._world.pg_names.values()
-    return find_group(name) if name in known else None
+    return resolve_group(name) if name in known else None
 
 
 def makes_groups_alone() -> bool:

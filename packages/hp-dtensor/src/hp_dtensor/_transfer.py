@@ -36,7 +36,7 @@ class Tiles:
     def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
         self.layout, self.shape = layout, shape
         dims = range(len(shape))
-        self.chains = [layout.chain(dim) for dim in dims]
+        self.chains = [layout.shard_axes(dim) for dim in dims]
         self.degrees = [layout.degrees(dim) for dim in dims]
         self.splits = [layout.splits(dim) for dim in dims]
         self.plain = [all(factor == 1 for _, factor in splits) for splits in self.splits]
@@ -135,8 +135,8 @@ class Tiles:
     def span(self, dim: int, interval: Interval) -> tuple[int, int]:
         """Return the first chunk of ``dim`` that meets an interval, and how many from there on.
 
-        Chunks are counted row-major in the order of `Layout.chain`. Where a dim is cut into blocks
-        this is all of them.
+        Chunks are counted row-major in the order of `Layout.shard_axes`. Where a dim is cut into
+        blocks this is all of them.
         """
         length, degrees = self.shape[dim], self.degrees[dim]
         if not self.plain[dim]:

@@ -49,7 +49,8 @@ class CheckedCollectives:
 
     A call costs some round trips to the store, and the ranks of an axis wait for each other on the
     host in each call, so that nothing overlaps: for debugging, not for speed. After an error
-    the ranks are out of step; make a new object on all of them to go on.
+    the ranks are out of step, and the object raises it again in each call; make a new one on all
+    ranks to go on.
 
     Args:
         inner: What carries the calls out; `TorchCollectives` if None.
@@ -70,6 +71,7 @@ class CheckedCollectives:
         self._deadline = timedelta(seconds=deadline)
         self._prefixes: dict[tuple[int, ...], str] = {}
         self._numbers: dict[str, int] = {}
+        self._failure = ""
 
     def check(self, axis: Axis, operation: str, details: str = "", *, fault: str = "") -> None:
         """Compare ``operation`` and ``details`` over the ranks of ``axis``.
@@ -173,11 +175,11 @@ class CheckedCollectives:
             list(received),
         )
         keys = [f"{prefix}/{number}/{rank}" for rank in axis.ranks]
-        calls = self._met(mine, keys[axis.index], keys)
+        calls = self._met(axis, mine, keys[axis.index], keys)
         # All came to this call, so that all have read the one before.
         if number > 1:
             self._store.delete_key(f"{prefix}/{number - 1}/{mine.rank}")
-        _raise_difference(calls)
+        self._raise(axis, _difference(calls))
 
     def _compare_pairs(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
@@ -207,10 +209,11 @@ class CheckedCollectives:
         for key, call in posted:
             self._store.set(key, json.dumps(call))
         for (_, call), key in zip(posted, awaited, strict=True):
-            _raise_difference(sorted([*self._met(call, None, [key]), call]))
+            met = sorted([*self._met(axis, call, None, [key]), call])
             self._store.delete_key(key)
+            self._raise(axis, _difference(met))
 
-    def _met(self, mine: _Call, key: str | None, keys: list[str]) -> list[_Call]:
+    def _met(self, axis: Axis, mine: _Call, key: str | None, keys: list[str]) -> list[_Call]:
         """Return what all ranks put under ``keys``; raise where some do not before the deadline."""
         written = json.dumps(mine)
         self._store.set(f"{_ROOT}/last/{mine.rank}", written)
@@ -221,7 +224,7 @@ class CheckedCollectives:
         except RuntimeError as error:
             if not is_store_timeout(error):
                 raise
-            raise RankMismatchError(self._late(mine)) from None
+            self._raise(axis, self._late(mine))
         return [_Call(*json.loads(text)) for text in self._store.multi_get(keys)]
 
     def _late(self, mine: _Call) -> str:
@@ -243,16 +246,36 @@ class CheckedCollectives:
             "it, in the same order"
         )
 
+    def _raise(self, axis: Axis, failure: str) -> None:
+        """Raise `RankMismatchError` if there is a failure, now and in each later call."""
+        if not failure:
+            return
+        self._failure = failure
+        # Objects that come join the next number, also of ranks that did not come to this one.
+        number = self._prefixes[axis.ranks].rpartition("/")[2]
+        self._store.compare_set(f"{_base(axis)}/newest", number, str(int(number) + 1))
+        raise RankMismatchError(failure)
+
     def _prefix(self, axis: Axis) -> str:
-        """Return where calls on the axis's ranks are kept: of this object, not of earlier ones."""
+        """Return where calls on the axis's ranks are kept: of this object, not of earlier ones.
+
+        Objects are numbered for each set of ranks. A rank joins the newest number, or begins one
+        if it was in the newest with another object.
+        """
+        if self._failure:
+            raise RankMismatchError(self._failure)
         prefix = self._prefixes.get(axis.ranks)
         if prefix is None:
-            # Long lists of ranks would make long keys.
+            store, base = self._store, _base(axis)
             if not self._prefixes:
-                self._store.append(_MEMBERS, f"{axis.ranks[axis.index]} ")
-            base = f"{_ROOT}/{sha256(repr(axis.ranks).encode()).hexdigest()[:16]}"
-            count = self._store.add(f"{base}/objects/{axis.index}", 1)
-            prefix = self._prefixes[axis.ranks] = f"{base}/{count}"
+                store.append(_MEMBERS, f"{axis.ranks[axis.index]} ")
+            newest, used = f"{base}/newest", f"{base}/used/{axis.index}"
+            begun = store.get(newest).decode() if store.check([newest]) else ""
+            number = int(begun or 0)
+            if number == (int(store.get(used)) if store.check([used]) else 0):
+                number = int(store.compare_set(newest, begun, str(number + 1)))
+            store.set(used, str(number))
+            prefix = self._prefixes[axis.ranks] = f"{base}/{number}"
         return prefix
 
     def _next(self, counted: str) -> int:
@@ -264,15 +287,20 @@ class CheckedCollectives:
         return default_store() if self._given is None else self._given
 
 
-def _raise_difference(calls: Sequence[_Call]) -> None:
-    """Raise the same error on all ranks that have these calls, unless they go together."""
+def _base(axis: Axis) -> str:
+    # Long lists of ranks would make long keys.
+    return f"{_ROOT}/{sha256(repr(axis.ranks).encode()).hexdigest()[:16]}"
+
+
+def _difference(calls: Sequence[_Call]) -> str:
+    """Say why these calls do not go together, in the same words on all ranks; empty if they do."""
     for call in calls:
         if call.fault:
-            raise RankMismatchError(f"rank {call.rank} cannot take part in {call}: {call.fault}")
+            return f"rank {call.rank} cannot take part in {call}: {call.fault}"
     first = calls[0]
     for call in calls[1:]:
         if call[4:6] != first[4:6] or call.axis != first.axis:
-            raise RankMismatchError(
+            return (
                 f"ranks make different calls: rank {first.rank} calls {first}, rank {call.rank} "
                 f"calls {call}; all ranks of an axis must make the same calls over it, in the "
                 "same order, with the same shapes and dtypes"
@@ -280,10 +308,11 @@ def _raise_difference(calls: Sequence[_Call]) -> None:
     for source, call in enumerate(calls):
         for target, count in enumerate(call.sent):
             if calls[target].received[source] != count:
-                raise RankMismatchError(
+                return (
                     f"rank {call.rank} sends {count} rows to rank {calls[target].rank}, which "
                     f"expects {calls[target].received[source]}: {call}; {calls[target]}"
                 )
+    return ""
 
 
 def _described(tensors: Sequence[Tensor]) -> str:

@@ -351,8 +351,8 @@ def _group(axis: Axis) -> dist.ProcessGroup:
     if isinstance(axis.group, ProcessGroup):
         return axis.group
     raise ValueError(
-        f"axis {axis.name!r} has no process group but a {type(axis.group).__name__}; pass "
-        "collectives=, in a simulated world those that it gave this rank"
+        f"axis {axis.name!r} is simulated; pass collectives=, those that the simulated world gave "
+        f"this rank, as a {type(axis.group).__name__} is no process group"
     )
 
 
