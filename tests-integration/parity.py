@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from rank_pool import cached
@@ -15,7 +16,7 @@ from train.loop import Trainer
 from train.model import build_model
 from train.parallelize import parallelize
 
-from hp_dtensor import RecordingCollectives, Traffic
+from hp_dtensor import RecordingCollectives
 from hp_mesh import ParallelDims, ParallelMesh
 
 MODEL = ModelConfig(
@@ -39,7 +40,7 @@ class Outcome:
     losses: list[float]
     norm: float
     gradients: Mapping[str, Tensor]
-    traffic: Mapping[str, Traffic]
+    traffic: Mapping[str, Any]
 
 
 def samples() -> Samples:

@@ -40,7 +40,7 @@ def _seen(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast"):
+for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv", "broadcast"):
     setattr(Seen, _name, _seen(_name))
 
 

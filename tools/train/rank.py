@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hp_dtensor import RecordingCollectives, Traffic
+from hp_dtensor import RecordingCollectives
 
 from .checkpoint import load, save
 from .data import Samples
@@ -24,7 +24,7 @@ from .memory import peak_memory
 from .model import build_model
 from .options import CHECKPOINT, Options, default_out
 from .parallelize import parallelize
-from .report import Report
+from .report import Counts, Report
 from .text import read_text
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
@@ -115,7 +115,7 @@ def _train(
 ) -> None:
     """Train up to the last step and save; ``report`` is told about each step."""
     data = Samples(read_text(), options.train.seq_len, options.train.seed)
-    before: Mapping[str, Traffic] = {}
+    before: Mapping[str, Counts] = {}
     while trainer.step < options.steps:
         result = trainer.train_step(data)
         after = {} if collectives is None else collectives.by_axis
@@ -168,11 +168,8 @@ def _join(options: Options) -> None:
     )
 
 
-def _difference(after: Mapping[str, Traffic], before: Mapping[str, Traffic]) -> dict[str, Traffic]:
+def _difference(after: Mapping[str, Counts], before: Mapping[str, Counts]) -> dict[str, Counts]:
     return {
-        axis: Traffic(
-            calls=now.calls - before.get(axis, Traffic()).calls,
-            bytes=now.bytes - before.get(axis, Traffic()).bytes,
-        )
+        axis: (now[0] - before.get(axis, (0, 0))[0], now[1] - before.get(axis, (0, 0))[1])
         for axis, now in after.items()
     }

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hp_dtensor import Traffic
-
 from .loop import StepResult
 from .options import CHECKPOINT, LOG_FILE, Options, counted, name_degrees
 from .plot import largest_difference, plot_losses
+
+Counts = tuple[int, int]  # calls, bytes received
 
 
 class Report:
@@ -32,7 +32,7 @@ class Report:
         self._records: list[dict[str, Any]] = []
         self._reference: dict[int, float] = {}
         self._peak_memory = 0
-        self._traffic: Mapping[str, Traffic] = {}
+        self._traffic: Mapping[str, Counts] = {}
         options.out.mkdir(parents=True, exist_ok=True)
         self._log = (options.out / LOG_FILE).open("a" if options.goes_on_in_place else "w")
         self._print(
@@ -43,7 +43,7 @@ class Report:
             f"{'process' if options.world_size == 1 else 'processes'}: {options.dims.summary()}"
         )
 
-    def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Traffic]) -> None:
+    def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
         """Show and log one step, with this rank's traffic of the step by axis."""
         record = {
             **asdict(result),
@@ -54,7 +54,9 @@ class Report:
         self._records.append(record)
         self._log.write(json.dumps(record) + "\n")
         self._log.flush()
-        moved = "  ".join(f"{axis} {_size(t.bytes)}" for axis, t in sorted(traffic.items()))
+        moved = "  ".join(
+            f"{axis} {_size(received)}" for axis, (_, received) in sorted(traffic.items())
+        )
         self._print(
             f"{self._count(result.step)}  [bold]loss {result.loss:.4f}[/]  "
             f"{record['tokens_per_second']:7,.0f} tokens/s  peak {_size(peak_memory)}"
@@ -69,7 +71,7 @@ class Report:
         if result.step % 10 == 0 or result.step == self._options.steps:
             self._print(f"{self._count(result.step)}  reference loss {result.loss:.4f}")
 
-    def totals(self, peak_memory: int, traffic: Mapping[str, Traffic]) -> None:
+    def totals(self, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
         """Take the largest peak memory of all ranks, and this rank's traffic of the run."""
         self._peak_memory = peak_memory
         self._traffic = dict(traffic)
@@ -120,9 +122,9 @@ class Report:
         rows += [
             (
                 f"moved over {axis}",
-                f"{_size(t.bytes)} in {counted(t.calls, 'call')} (rank 0 received)",
+                f"{_size(received)} in {counted(calls, 'call')} (rank 0 received)",
             )
-            for axis, t in sorted(self._traffic.items())
+            for axis, (calls, received) in sorted(self._traffic.items())
         ]
         if self._options.dims.tp > 1:
             rows.append(("not counted", "what torch's own tensor parallel moves over tp"))
@@ -151,8 +153,11 @@ class Report:
         return self._options.train.batch_size * self._options.train.seq_len
 
 
-def _plain(traffic: Mapping[str, Traffic]) -> dict[str, dict[str, int]]:
-    return {axis: {"calls": t.calls, "bytes": t.bytes} for axis, t in sorted(traffic.items())}
+def _plain(traffic: Mapping[str, Counts]) -> dict[str, dict[str, int]]:
+    return {
+        axis: {"calls": calls, "bytes": received}
+        for axis, (calls, received) in sorted(traffic.items())
+    }
 
 
 def _size(count: int) -> str:

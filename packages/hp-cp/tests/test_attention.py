@@ -17,7 +17,8 @@ from hp_cp import (
     context_parallel_attention,
     plan_attention,
 )
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import (
     LAYOUTS,

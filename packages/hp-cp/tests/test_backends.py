@@ -25,7 +25,8 @@ from hp_cp._bands import Kernel
 from hp_cp.backends._choose import choose_backend
 from hp_cp.backends._flex import FlexBackend, recomputed_gradients
 from hp_cp.backends._fused import SDPA
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import (
     UnrealMesh,

@@ -85,10 +85,10 @@ class Listed:
         received = input.new_empty((sum(receive_splits), *input.shape[1:]))
         return self._listed(axis, "all_to_all", [received])
 
-    def exchange(self, axis: Any, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Done:
+    def send_recv(self, axis: Any, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Done:
         """List."""
         joins = any(peer != axis.index for peer in (*sends, *receives))
-        return self._listed(axis, "exchange", [], joins)
+        return self._listed(axis, "send_recv", [], joins)
 
     def broadcast(self, axis: Any, *args: Any, **options: Any) -> Done:
         """List."""
@@ -227,7 +227,7 @@ def test_a_group_is_connected_once_and_not_where_the_own_forward_runs() -> None:
         attended(0, mesh, collectives, **options)
     # one that connects, and one that each call makes, with nothing to move
     ranks = (0, 1)
-    assert collectives.calls == [(ranks, "exchange", True), *[(ranks, "exchange", False)] * 3]
+    assert collectives.calls == [(ranks, "send_recv", True), *[(ranks, "send_recv", False)] * 3]
     own = Listed()
     ContextParallel(seq_dim=1, head_dim=2, collectives=own).apply(Core(), UnrealMesh((2,), 0))
     assert own.calls == []

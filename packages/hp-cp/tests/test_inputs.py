@@ -20,7 +20,7 @@ from hp_cp import (
     context_parallel_attention,
     shard_sequence,
 )
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh, dense_attention, inputs, leaves, single, with_gradients
 

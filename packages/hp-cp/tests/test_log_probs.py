@@ -19,7 +19,7 @@ from hp_cp import (
     shift_labels,
     unshard_sequence,
 )
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import dense_attention, inputs, leaves
 

@@ -19,7 +19,8 @@ from hp_cp import (
     shard_sequence,
     shift_labels,
 )
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .operations import Called
 from .strategies import LAYOUTS, layouts

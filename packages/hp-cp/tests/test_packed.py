@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hp_cp import Contiguous, Layout, MaskSpec, context_parallel_attention, plan_attention
 from hp_cp.backends._interface import PackedBackend
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import all_layouts, dense_attention, inputs, leaves, masked, single, with_gradients
 from .test_backends import PlainBackend

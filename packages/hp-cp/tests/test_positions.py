@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import Contiguous, Layout, MaskSpec, PerDocument, Zigzag, position_ids
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .operations import Called
 from .strategies import all_layouts, masked

@@ -24,7 +24,8 @@ from hp_cp import (
     shard_sequence,
     unshard_sequence,
 )
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import Three
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hp_cp import ContextParallel, MaskSpec, context_parallel_attention
 from hp_cp._repeats import repeat_heads, sum_heads
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .operations import Called
 from .strategies import inputs, leaves, single, with_gradients

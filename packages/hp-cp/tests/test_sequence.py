@@ -31,7 +31,8 @@ from hp_cp import (
     shift_labels,
     unshard_sequence,
 )
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import LAYOUTS, all_layouts, cp_mesh, layouts, masked
 
@@ -83,7 +84,7 @@ def test_the_gradient_of_unshard_sums_the_ranks_gradients(
 
 @pytest.mark.parametrize(
     ("seq_len", "calls"),
-    [(8, {"all_gather": 1, "reduce_scatter": 1}), (7, {"exchange": 1, "all_to_all": 1})],
+    [(8, {"all_gather": 1, "reduce_scatter": 1}), (7, {"send_recv": 1, "all_to_all": 1})],
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_unshard_and_its_backward_make_the_documented_calls(

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_cp import ContextParallel, MaskSpec, context_parallel_attention
 from hp_cp.backends._fused import SDPA
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh, dense_attention, inputs, leaves, single, with_gradients
 from .test_style import Core, rows

@@ -15,7 +15,7 @@ from hp_cp import (
     MaskSpec,
     Zigzag,
 )
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import LAYOUTS, cp_mesh, dense_attention, inputs, leaves, with_gradients
 

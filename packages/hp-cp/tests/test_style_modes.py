@@ -20,7 +20,8 @@ from hp_cp import (
     Zigzag,
     plan_attention,
 )
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import LAYOUTS, dense_attention, inputs, leaves, single, with_gradients
 from .test_style import Core, Model, rows, simulated

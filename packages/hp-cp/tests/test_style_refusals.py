@@ -16,7 +16,8 @@ from hp_cp import (
     MaskSpec,
     Zigzag,
 )
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh, inputs
 from .test_style import TENSORS, Core, PassingOn, PassingRest, simulated

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import (
     Layout,
-    PlacementTypeError,
+    LayoutError,
     RaggedTensor,
     RecordingCollectives,
     Replicate,
@@ -52,7 +52,7 @@ def spelled(layout: Layout) -> Any:
         layout = Layout(layout.mesh_shape, tuple(others))
     try:
         return _convert.to_torch(layout)
-    except PlacementTypeError:
+    except LayoutError:
         return None
 
 

@@ -17,10 +17,9 @@ from hp_dtensor import (
     RankMismatchError,
     RecordingCollectives,
     Replicate,
-    SimulatedCollectives,
-    SimulatedWorld,
     redistribute,
 )
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 Ranks = Callable[[int], RankPool]
 DEADLINE = 3.0
@@ -77,7 +76,7 @@ def other_message(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> N
     axis = Axis.of(mesh, "tp")
     peer = axis.index ^ 1
     sent, received = torch.ones(2 + rank % 2), torch.empty(2)
-    checked.exchange(axis, {peer: sent}, {peer: received}).wait()
+    checked.send_recv(axis, {peer: sent}, {peer: received}).wait()
 
 
 DIFFERENT = {
@@ -157,7 +156,7 @@ def all_calls(rank: int, collectives: Any, axis: Axis) -> list[torch.Tensor]:
     found += collectives.all_to_all(axis, x).wait()
     to = {(rank + 1) % size: [x, x[:1]]}
     come = {(rank - 1) % size: [torch.empty(2 * size), torch.empty(1)]}
-    found += collectives.exchange(axis, to, come).wait()
+    found += collectives.send_recv(axis, to, come).wait()
     return [*found, *collectives.broadcast(axis, [x.clone()], size - 1).wait()]
 
 

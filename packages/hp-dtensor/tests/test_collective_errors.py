@@ -12,13 +12,8 @@ from rank_pool import RankPool, cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import (
-    Axis,
-    SimulatedCollectives,
-    SimulatedWorld,
-    TorchCollectives,
-    collectives,
-)
+from hp_dtensor import Axis, TorchCollectives, collectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 Ranks = Callable[[int], RankPool]
 LARGE = 2**19  # of float32: gloo gathers such tensors one by one

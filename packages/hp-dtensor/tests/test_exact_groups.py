@@ -42,7 +42,7 @@ def _seen(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast"):
+for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv", "broadcast"):
     setattr(Seen, _name, _seen(_name))
 
 
@@ -64,7 +64,7 @@ class Unmoved(Seen):
 def _unmoved(name: str) -> Callable[..., Over]:
     def call(self: Unmoved, axis: Axis, inputs: Any, *args: Any, **options: Any) -> Over:
         self.axes.append(axis)
-        if name == "exchange":
+        if name == "send_recv":
             return Over(list(args[0].values()))
         if name == "all_reduce":
             return Over(inputs)
@@ -82,7 +82,7 @@ def _unmoved(name: str) -> Callable[..., Over]:
     return call
 
 
-for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange"):
+for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv"):
     setattr(Unmoved, _name, _unmoved(_name))
 
 

@@ -17,15 +17,12 @@ from hp_dtensor import (
     Collectives,
     Layout,
     Partial,
-    Plan,
     RecordingCollectives,
     Replicate,
     Shard,
-    SimulatedCollectives,
-    SimulatedWorld,
-    Step,
     plan_transfer,
 )
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import Case, cases, free_cases, free_layouts
 
@@ -75,10 +72,10 @@ def expected(values: Tensor, case: Case, rank: int) -> Tensor:
     return part(values, case.target, case.shape, rank)
 
 
-def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[Step], Any]:
+def folder(plan: Any, door: SimulatedCollectives) -> Callable[[Any], Any]:
     """Return how to find the group of a step, named by its axes; that of all between meshes."""
 
-    def fold(step: Step) -> Any:
+    def fold(step: Any) -> Any:
         layout, axes = step.source, step.axes
         ranks = list(range(WORLD))
         if step.kind != "transfer":
@@ -97,9 +94,7 @@ def folder(plan: Plan, door: SimulatedCollectives) -> Callable[[Step], Any]:
     return fold
 
 
-def carried_out(
-    plan: Plan, local: Tensor, fold: Callable[[Step], Any], door: Collectives
-) -> Tensor:
+def carried_out(plan: Any, local: Tensor, fold: Callable[[Any], Any], door: Collectives) -> Tensor:
     groups = {
         step: fold(step)
         for step in plan.steps
@@ -114,12 +109,12 @@ def run(
     dtype: torch.dtype = torch.double,
     folded: frozenset[tuple[int, ...]] | None = None,
     cost: AlphaBeta | None = None,
-) -> list[tuple[Tensor, Plan, int]]:
+) -> list[tuple[Tensor, Any, int]]:
     """Carry out a case on all ranks: results, plans, and received bytes as counted."""
     values = global_values(case.source, case.shape).to(dtype)
 
-    def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, Plan, int]:
-        plan: Plan = _plan.make_plan(*case, rank, dtype.itemsize, cost, folded)
+    def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, Any, int]:
+        plan: Any = _plan.make_plan(*case, rank, dtype.itemsize, cost, folded)
         door = RecordingCollectives(simulated)
         local = part(values, case.source, case.shape, rank)
         result = carried_out(plan, local, folder(plan, simulated), door)
@@ -183,7 +178,7 @@ def test_every_rank_makes_the_same_calls_on_each_group_also_with_nothing_to_move
     values = global_values(case.source, case.shape)
 
     def member(rank: int, simulated: SimulatedCollectives) -> dict[tuple[int, ...], list[str]]:
-        plan: Plan = _plan.make_plan(*case, rank, 8, cost, folded)
+        plan: Any = _plan.make_plan(*case, rank, 8, cost, folded)
         door = Listening(simulated)
         local = part(values, case.source, case.shape, rank)
         carried_out(plan, local, folder(plan, simulated), cast(Collectives, door))
@@ -210,7 +205,7 @@ def moved(
     groups: frozenset[tuple[int, ...]] | None = frozenset() if single else None
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor | None, int, int]:
-        plan: Plan = _plan.make_plan(*case, rank, 8, cost, groups)
+        plan: Any = _plan.make_plan(*case, rank, 8, cost, groups)
         door = RecordingCollectives(simulated)
         local = full.new_empty(0)
         if case.source.holds(rank):
@@ -267,7 +262,7 @@ def test_partial_values_are_reduced_on_their_way_to_another_mesh(
             full = reduced(list(full.split(1, dim=axis)), placement.op)
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, int, int]:
-        plan: Plan = _plan.make_plan(source, target, shape, rank, 8)
+        plan: Any = _plan.make_plan(source, target, shape, rank, 8)
         door = RecordingCollectives(simulated)
         local = values.new_empty(0)
         if source.holds(rank):
@@ -328,7 +323,7 @@ def test_a_result_that_moved_shares_no_memory_with_its_input() -> None:
     plan = _plan.make_plan(layout, Layout((2,), (S0,)), (4,), 0)
     local = torch.zeros(4)
 
-    def no_group(step: Step) -> Any:
+    def no_group(step: Any) -> Any:
         raise AssertionError(f"a slice needs no group, asked for one for {step}")
 
     door: Collectives = RecordingCollectives()

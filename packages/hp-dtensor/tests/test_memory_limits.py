@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hp_dtensor import Layout, MissingGroup, NoPlan, PlacementTypeError, Shard, plan_transfer
+from hp_dtensor import Layout, LayoutError, MeshError, NoPlanError, Shard, plan_transfer
 
 from .strategies import Case, free_layouts
 from .test_memory import Allocating, Held
@@ -78,7 +78,7 @@ def route_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
     try:
         wanted = _route.Target(target.placements, other, target.shard_order)
         return _route.prepare(x, wanted, _route.Options(max_bytes=limit))
-    except (PlacementTypeError, MissingGroup):  # torch has no name for it, or no group
+    except (LayoutError, MeshError):  # torch has no name for it, or no group
         return assume(False)
 
 
@@ -102,7 +102,7 @@ def test_what_is_held_is_within_the_limit_and_what_the_plan_says(
     assert measured(free) <= free.plan.peak_bytes
     try:
         route_of(case, meshes, 1)
-    except NoPlan as error:
+    except NoPlanError as error:
         least = error.best_peak
     else:
         return

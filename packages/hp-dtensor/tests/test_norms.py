@@ -16,14 +16,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hp_dtensor import (
     Axis,
-    MaxNormError,
-    NonFiniteNormError,
-    NormOrderError,
-    PartialSourceError,
+    LayoutError,
     RaggedShard,
     RaggedTensor,
     RecordingCollectives,
-    ReduceOp,
     TorchCollectives,
     Work,
     clip_grad_norm_,
@@ -112,7 +108,7 @@ class Dtypes(TorchCollectives):
     def __init__(self) -> None:
         self.sent: list[torch.dtype] = []
 
-    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+    def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: Any = "sum") -> Work:
         """Note and pass on."""
         self.sent += [tensor.dtype for tensor in tensors]
         return super().all_reduce(axis, tensors, op)
@@ -165,7 +161,7 @@ def refused(rank: int) -> list[str]:
 
 
 def test_every_rank_refuses_alike_and_scales_nothing(ranks: Pools) -> None:
-    errors = [kind.__name__ for kind in (PartialSourceError, NonFiniteNormError, NormOrderError)]
+    errors = [kind.__name__ for kind in (LayoutError, RuntimeError, ValueError)]
     for rank, names in enumerate(ranks(4).run(refused)):
         assert names == [*errors, "nan" if rank == 2 else "1.0"]
 
@@ -189,7 +185,7 @@ def poisoned(
     try:
         clip_grad_norm_(parameter, 1.0, order, error_if_nonfinite=True, pp=pp, collectives=door)
         error = ""
-    except NonFiniteNormError as found:
+    except RuntimeError as found:
         error = str(found)
     norm = clip_grad_norm_(parameter, 1.0, order, pp=pp)
     return error, norm.item(), sum(traffic.calls for traffic in door.by_axis.values())
@@ -221,7 +217,7 @@ def test_one_process_needs_no_group() -> None:
 def test_a_largest_norm_is_a_number_of_zero_or_more(wrong: Any) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
-    with pytest.raises(MaxNormError, match=r"max_norm=.* give a number of 0 or more"):
+    with pytest.raises(ValueError, match=r"max_norm=.* give a number of 0 or more"):
         clip_grad_norm_(parameter, wrong)
     assert parameter.grad.tolist() == [3.0, 4.0]
 
@@ -269,7 +265,7 @@ def test_the_limit_may_be_a_tensor_or_a_number_of_numpy_as_in_torchs(ranks: Pool
 def test_a_limit_that_is_no_one_number_is_refused(limit: Any) -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    with pytest.raises(MaxNormError, match="max_norm=") as info:
+    with pytest.raises(ValueError, match="max_norm=") as info:
         clip_grad_norm_([parameter], limit)
     assert "0-dim tensor" in str(info.value)
 

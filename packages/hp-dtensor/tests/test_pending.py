@@ -161,7 +161,7 @@ def _late(name: str) -> Callable[..., Late]:
     return call
 
 
-for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange"):
+for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv"):
     setattr(LateCollectives, _name, _late(_name))
 
 
@@ -232,7 +232,7 @@ def _failing(name: str) -> Callable[..., Late]:
     return call
 
 
-for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange"):
+for _name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv"):
     setattr(FailingCollectives, _name, _failing(_name))
 
 

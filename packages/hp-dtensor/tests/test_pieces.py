@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from hp_dtensor import Box, plan_transfer
+from hp_dtensor import plan_transfer
+
+Box = tuple[tuple[int, int], ...]
 
 _package = plan_transfer.__module__.rpartition("._")[0]
 _pieces = import_module(f"{_package}._local_view")

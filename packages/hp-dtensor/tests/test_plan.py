@@ -9,16 +9,11 @@ from hypothesis import given, settings
 
 from hp_dtensor import (
     AlphaBeta,
-    CrossMeshError,
     Layout,
     LayoutError,
-    NoPlan,
+    MeshError,
+    NoPlanError,
     Partial,
-    PartialTargetError,
-    PlacementCountError,
-    PlacementTypeError,
-    Plan,
-    RankNotInMesh,
     Replicate,
     Shard,
     explain,
@@ -31,12 +26,12 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Placements = tuple[Replicate | Shard | Partial, ...]
 
 
-def plan(source: Placements, target: Placements, shape: tuple[int, ...] = (8, 8)) -> Plan:
+def plan(source: Placements, target: Placements, shape: tuple[int, ...] = (8, 8)) -> Any:
     mesh = (2,) * len(source)
     return explain(Layout(mesh, source), Layout(mesh, target), shape=shape)
 
 
-def kinds(made: Plan) -> list[str]:
+def kinds(made: Any) -> list[str]:
     return [step.kind for step in made.steps]
 
 
@@ -147,17 +142,17 @@ def test_the_text_lists_the_steps() -> None:
 
 
 def test_explain_needs_the_shape_of_a_layout_and_one_mesh() -> None:
-    with pytest.raises(PlacementCountError, match="shape="):
+    with pytest.raises(LayoutError, match="shape="):
         explain(Layout((2,), (S0,)))
-    with pytest.raises(NoPlan, match="max_bytes=1 "):
+    with pytest.raises(NoPlanError, match="max_bytes=1 "):
         explain(Layout((2,), (S0,)), Layout((4,), (S0,)), shape=(4,), max_bytes=1)
-    with pytest.raises(PartialTargetError, match="axis 0"):
+    with pytest.raises(LayoutError, match="axis 0"):
         explain(Layout((2,), (S0,)), (P,), shape=(4,))
     with pytest.raises(LayoutError, match=r"shape=\(-4,\) has negative sizes"):
         explain(Layout((2,), (S0,)), shape=(-4,))
-    with pytest.raises(CrossMeshError, match=r"mesh='cp' beside a Layout, .* leave mesh= out"):
+    with pytest.raises(MeshError, match=r"mesh='cp' beside a Layout, .* leave mesh= out"):
         explain(Layout((2,), (S0,)), shape=(4,), mesh="cp")  # type: ignore[arg-type]
-    with pytest.raises(PlacementTypeError, match=r"got Replicate\(\) alone"):
+    with pytest.raises(LayoutError, match=r"got Replicate\(\) alone"):
         explain(Layout((2,), (S0,)), R, shape=(4,))  # type: ignore[arg-type]
     assert kinds(explain(Layout((2,), (S0,)), shape=(4,))) == ["all_gather"]
 
@@ -165,15 +160,15 @@ def test_explain_needs_the_shape_of_a_layout_and_one_mesh() -> None:
 @pytest.mark.parametrize("target", [None, (R,), Layout((2,), (R,))])
 @pytest.mark.parametrize(("x", "said"), [(torch.zeros(4), "Tensor"), ((S0,), "tuple")])
 def test_explain_starts_from_a_layout_or_a_dtensor(x: Any, said: str, target: Any) -> None:
-    with pytest.raises(PlacementTypeError, match=f"a DTensor, got an object of type {said}; make"):
+    with pytest.raises(LayoutError, match=f"a DTensor, got an object of type {said}; make"):
         explain(x, target, shape=(4,))
 
 
 def test_a_rank_of_neither_mesh_has_no_plan() -> None:
     pair = Layout((2,), (Shard(0),)), Layout((2,), (Shard(1),))
-    with pytest.raises(RankNotInMesh, match=r"rank=9 is in neither .* use one of 0 to 1"):
+    with pytest.raises(MeshError, match=r"rank=9 is in neither .* use one of 0 to 1"):
         explain(*pair, shape=(4, 4), rank=9)
     apart = replace(pair[1], ranks=(4, 6))
-    with pytest.raises(RankNotInMesh, match=r"use one of \[0, 1, 4, 6\]"):
+    with pytest.raises(MeshError, match=r"use one of \[0, 1, 4, 6\]"):
         explain(pair[0], apart, shape=(4, 4), rank=5)
     assert explain(pair[0], apart, shape=(4, 4), rank=6).rank == 6

@@ -13,14 +13,7 @@ from rank_pool import RankPool, cached
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import (
-    Layout,
-    RaggedShard,
-    RaggedTensor,
-    RecordingCollectives,
-    Replicate,
-    Shard,
-)
+from hp_dtensor import Layout, RaggedShard, RaggedTensor, RecordingCollectives, Replicate, Shard
 
 Pools = Callable[[int], RankPool]
 R = Replicate()

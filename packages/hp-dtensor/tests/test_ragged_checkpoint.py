@@ -23,15 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TheirShard
 
-from hp_dtensor import (
-    Absent,
-    Layout,
-    RaggedOpError,
-    RaggedShard,
-    RaggedTensor,
-    Replicate,
-    Shard,
-)
+from hp_dtensor import Layout, NonMember, RaggedShard, RaggedTensor, Replicate, Shard
 
 from .test_ragged import BATCH, Ragged, mesh_of, part_of, ragged_cases, ragged_of, whole
 
@@ -161,11 +153,11 @@ def test_a_tensor_without_elements_is_found_again(ranks: Pools, tmp_path: Path) 
 
 
 def absent(rank: int, path: str) -> float:
-    """Save and load a tensor of ranks 0 and 1; elsewhere an `Absent` is saved for it."""
+    """Save and load a tensor of ranks 0 and 1; elsewhere an `NonMember` is saved for it."""
     pair = Layout((2,), (Shard(0),))
     mesh = cached("first two", lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("x",)))
     if rank > 1:
-        there: Any = Absent(pair, (4, 2), torch.double)
+        there: Any = NonMember(pair, (4, 2), torch.double)
         save({"x": there}, checkpoint_id=path)
         load({}, checkpoint_id=path)
         return 0.0
@@ -249,7 +241,7 @@ def copied(rank: int) -> None:
     for tensor in (module.weight, module.weight.grad):
         assert tensor.dtype == tensor.to_local().dtype == torch.float32
         assert torch.equal(tensor.to_local(), values.float())
-    with pytest.raises(RaggedOpError, match="lies alike, or use copy_"):
+    with pytest.raises(TypeError, match="lies alike, or use copy_"):
         module.weight.data = torch.zeros(10, 3)
 
 

@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from hp_dtensor import Layout, RaggedOpError, RaggedShard, RaggedTensor
+from hp_dtensor import Layout, RaggedShard, RaggedTensor
 
 from .test_ragged import Ragged, mesh_of, part_of, ragged_of, whole
 
@@ -54,7 +54,7 @@ def refused(rank: int) -> list[str]:
     ]
     texts = []
     for call in calls:
-        with pytest.raises(RaggedOpError) as info:
+        with pytest.raises(TypeError) as info:
             call()
         texts.append(str(info.value).partition(" set to ")[2] or str(info.value))
     assert torch.equal(x.to_local(), part_of(whole(UNEVEN.shape), UNEVEN, rank))
@@ -170,7 +170,7 @@ def plain_targets(rank: int) -> list[str]:
         lambda: target.add_(x),
     ]
     for call in calls:
-        with pytest.raises(RaggedOpError) as info:
+        with pytest.raises(TypeError) as info:
             call()
         texts.append(str(info.value))
     assert target.shape == ()

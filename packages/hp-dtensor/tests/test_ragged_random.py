@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_dtensor import Layout, RaggedOpError, RaggedShard, RaggedTensor, Replicate, Shard
+from hp_dtensor import Layout, RaggedShard, RaggedTensor, Replicate, Shard
 
 from .test_ragged import Ragged, ragged_of, whole
 
@@ -221,7 +221,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def refusals(rank: int) -> list[str]:
     said = []
     for take in REFUSED.values():
-        with pytest.raises(RaggedOpError) as info:
+        with pytest.raises(TypeError) as info:
             take(ragged_of(whole(CASES[0].shape, 4), CASES[0], rank))
         said.append(str(info.value))
     return said
@@ -273,7 +273,7 @@ def test_replicas_draw_alike_on_a_mesh_in_any_order(ranks: Pools) -> None:
 def norm_of_integers(rank: int) -> str:
     case = Ragged(Layout((2,), (RaggedShard((0,), (3, 1)),)), (4,))
     x = ragged_of(torch.arange(4), case, rank)
-    with pytest.raises(RaggedOpError) as info:
+    with pytest.raises(TypeError) as info:
         x.norm()
     return str(info.value)
 

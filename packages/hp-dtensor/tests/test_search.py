@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from hp_dtensor import AlphaBeta, Layout, NoPlan, Partial, Replicate, Shard, plan_transfer
+from hp_dtensor import AlphaBeta, Layout, NoPlanError, Partial, Replicate, Shard, plan_transfer
 
 from .strategies import layouts
 
@@ -110,7 +110,7 @@ def expanded(
     with mock.patch.object(_search, "_next_steps", wraps=_search._next_steps) as look:
         try:
             _plan.make_plan(*pair, shape, 0, ITEMSIZE, cost, groups, limit)
-        except NoPlan:
+        except NoPlanError:
             assert limit == 1
     return look.call_count
 

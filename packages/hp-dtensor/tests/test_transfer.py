@@ -1,29 +1,26 @@
 """Transfers: what all ranks plan alone fits together and moves no element too many."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from hp_dtensor import (
-    Box,
     Layout,
     LayoutError,
+    MeshError,
     Partial,
-    PartialSourceError,
-    PartialTargetError,
-    PlacementTypeError,
-    RankNotInMesh,
     Replicate,
     Shard,
-    ShardDimError,
     StridedShard,
-    Transfer,
     plan_transfer,
 )
 
 from .strategies import Case, cases, free_cases
+
+Box = tuple[tuple[int, int], ...]
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
@@ -32,18 +29,18 @@ def volume(box: Box) -> int:
     return int(np.prod([hi - lo for lo, hi in box], dtype=int))
 
 
-def planned(case: Case) -> dict[int, Transfer]:
+def planned(case: Case) -> dict[int, Any]:
     return {rank: plan_transfer(*case, rank) for rank in case.ranks}
 
 
-def check_sends_match(plans: dict[int, Transfer]) -> None:
+def check_sends_match(plans: dict[int, Any]) -> None:
     sent = [(r, peer, box) for r, plan in plans.items() for peer, box in plan.sends]
     expected = [(peer, r, box) for r, plan in plans.items() for peer, box in plan.recvs]
     assert sorted(sent) == sorted(expected)
     assert all(sender != receiver for sender, receiver, _ in sent)
 
 
-def check_moves(case: Case, plans: dict[int, Transfer]) -> None:
+def check_moves(case: Case, plans: dict[int, Any]) -> None:
     """Simulated, every rank ends with its slice, having received what it lacked and no more."""
     source, target, shape = case
     full = np.arange(1, 1 + int(np.prod(shape, dtype=int))).reshape(shape)
@@ -169,23 +166,23 @@ def test_a_rank_of_131072_talks_to_its_few_peers_only(
 
 
 def test_errors_name_the_axis_and_the_remedy() -> None:
-    with pytest.raises(PartialSourceError, match=r"axis 0 .* reduce it first"):
+    with pytest.raises(LayoutError, match=r"axis 0 .* reduce it first"):
         plan_transfer(Layout((2,), (P,)), Layout((2,), (R,)), (4,), 0)
-    with pytest.raises(PartialTargetError, match=r"axis 0 goes from R to P\(sum\)"):
+    with pytest.raises(LayoutError, match=r"axis 0 goes from R to P\(sum\)"):
         plan_transfer(Layout((2,), (R,)), Layout((2,), (P,)), (4,), 0)
-    with pytest.raises(PartialTargetError, match=r"from P\(sum\) to P\(max\)"):
+    with pytest.raises(LayoutError, match=r"from P\(sum\) to P\(max\)"):
         plan_transfer(Layout((2,), (P,)), Layout((2,), (Partial("max"),)), (4,), 0)
-    with pytest.raises(PartialSourceError, match=r"from P\(sum\) to another mesh; reduce it first"):
+    with pytest.raises(LayoutError, match=r"from P\(sum\) to another mesh; reduce it first"):
         plan_transfer(Layout((2, 2), (P, S0)), Layout((4,), (S0,)), (4,), 0)
-    with pytest.raises(PartialTargetError, match=r"from another mesh to P\(sum\)"):
+    with pytest.raises(LayoutError, match=r"from another mesh to P\(sum\)"):
         plan_transfer(Layout((2,), (P,)), Layout((2,), (P,), ranks=(2, 3)), (4,), 0)
-    with pytest.raises(RankNotInMesh, match=r"rank 4 is neither .* shape \(2,\) nor"):
+    with pytest.raises(MeshError, match=r"rank 4 is neither .* shape \(2,\) nor"):
         plan_transfer(Layout((2,), (S0,)), Layout((2,), (S0,), ranks=(2, 3)), (4,), 4)
-    with pytest.raises(ShardDimError, match="dims that can be sharded: none"):
+    with pytest.raises(LayoutError, match="dims that can be sharded: none"):
         plan_transfer(Layout((2,), (R,)), Layout((2,), (S0,)), (), 0)
-    with pytest.raises(PlacementTypeError, match=r"source must be a Layout, got \(Replicate"):
+    with pytest.raises(LayoutError, match=r"source must be a Layout, got \(Replicate"):
         plan_transfer((R,), Layout((2,), (S0,)), (4,), 0)  # type: ignore[arg-type]
-    with pytest.raises(PlacementTypeError, match="target must be a Layout, got None"):
+    with pytest.raises(LayoutError, match="target must be a Layout, got None"):
         plan_transfer(Layout((2,), (S0,)), None, (4,), 0)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=r"shape=\(4, -2\) has negative sizes"):
         plan_transfer(Layout((2,), (R,)), Layout((2,), (S0,)), (4, -2), 0)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_dtensor import AxisMesh, Collectives, SimulatedCollectives
+from hp_dtensor import AxisMesh, Collectives
+from hp_dtensor.testing import SimulatedCollectives
 from hp_ep import (
     AllToAll,
     Dedup,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import Axis, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import Axis
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import GroupedExperts, MoE, Placed, Placement, Summed
 from hp_ep.balance._replicas import ReplicaSum
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, ReduceOp, Work
+from hp_dtensor import Axis, Collectives, Work
 
 Label = Callable[[Axis, Tensor], str | None]
 
@@ -39,18 +39,16 @@ class _Logged:
         work = self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
         return self._start(axis, input, work)
 
-    def all_reduce(self, axis: Axis, tensors: Any, op: ReduceOp = "sum") -> Work:
+    def all_reduce(self, axis: Axis, tensors: Any, op: Any = "sum") -> Work:
         return self._start(axis, tensors[0], self._inner.all_reduce(axis, tensors, op))
 
     def all_gather(self, axis: Axis, inputs: Any, outputs: Any = None) -> Work:
         raise AssertionError
 
-    def reduce_scatter(
-        self, axis: Axis, inputs: Any, outputs: Any = None, op: ReduceOp = "sum"
-    ) -> Work:
+    def reduce_scatter(self, axis: Axis, inputs: Any, outputs: Any = None, op: Any = "sum") -> Work:
         raise AssertionError
 
-    def exchange(self, axis: Axis, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Work:
+    def send_recv(self, axis: Axis, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Work:
         raise AssertionError
 
     def broadcast(self, axis: Axis, tensors: Any, source: int = 0) -> Work:

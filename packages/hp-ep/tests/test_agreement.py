@@ -8,7 +8,8 @@ from rank_pool import cached
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_dtensor import AxisMesh, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import AxisMesh
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, GroupedExperts, MoE, TokenDispatcher, TopKRouter
 from hp_ep.dispatch._exchange import RowExchange
 from hp_ep.styles._wrap import _over_ranks as over_ranks

@@ -9,7 +9,8 @@ from rank_pool import cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import AllToAll, DispatchStateError, ExpertConfigError, RoutingError
 
 from .dispatching import ROUTINGS, Result, check, rank_result

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError
 
 from .dispatching import OVER_RANKS, ROUTINGS, make_dispatcher

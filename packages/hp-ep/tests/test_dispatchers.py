@@ -9,7 +9,8 @@ from rank_pool import cached
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_dtensor import AxisMesh, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import AxisMesh
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
     DispatchStateError,
     ExpertConfigError,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import AllToAll, GroupedExperts, MoE, TopKRouter
 
 from .reference import assert_close, grads

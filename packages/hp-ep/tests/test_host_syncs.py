@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import GroupedExperts, MoE, Placed, Placement, Summed, TokenDispatcher
 from hp_ep._torch import run_function
 from hp_ep.balance._replicas import ReplicaSum

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import AllToAll, ExpertConfigError, GroupedExperts, MoE
 
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads

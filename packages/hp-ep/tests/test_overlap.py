@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, SimulatedCollectives, SimulatedWorld, Work
+from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
     ExpertConfigError,
     GroupedExperts,

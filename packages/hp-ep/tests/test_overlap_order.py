@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import Axis, Collectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import Placed, Placement, Summed, TokenDispatcher
 from hp_ep.dispatch._begin import begin_combine, begin_dispatch
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor import AxisMesh, Collectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import AxisMesh, Collectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, Padded, RoutingError, choose_capacity
 
 from .reference import assert_close, grads

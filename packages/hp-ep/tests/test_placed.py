@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from rank_pool import cached
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_dtensor import AxisMesh, Collectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import AxisMesh, Collectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import AllToAll, Placed, Placement, plan_placement
 
 from .dispatching import (

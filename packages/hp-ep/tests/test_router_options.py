@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, MoE, TopKRouter, collect_loads, update_router_bias
 
 from .reference import assert_close, grads

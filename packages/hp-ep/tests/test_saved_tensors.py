@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import MoE, TopKRouter
 
 from .dispatching import NAMES, make_dispatcher

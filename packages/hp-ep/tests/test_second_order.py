@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
     ExpertParallel,
     MoE,

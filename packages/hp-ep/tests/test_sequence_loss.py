@@ -8,7 +8,8 @@ from rank_pool import cached
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import Axis, RecordingCollectives, SimulatedCollectives, SimulatedWorld
+from hp_dtensor import Axis, RecordingCollectives
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, ExpertParallel, MoE, TopKRouter
 from hp_ep.routing._losses import sequence_balancing_share
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
     AllToAll,
     Dedup,

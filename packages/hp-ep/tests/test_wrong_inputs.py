@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
     AllToAll,
     Dedup,

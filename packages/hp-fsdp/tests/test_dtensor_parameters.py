@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hp_dtensor import Axis, RecordingCollectives, all_reduce, replicate
+from hp_dtensor import AutogradCollectives, Axis, RecordingCollectives
 from hp_fsdp import MeshError, fully_shard
 from hp_fsdp._unit import unit_of
 
@@ -201,9 +201,9 @@ class Experts(nn.Module):
         if self.axis is None:
             return x + torch.tanh(torch.einsum("tw,ewv->etv", x, weight) + bias[:, None]).sum(0)
         weight, bias = cast(DTensor, weight).to_local(), cast(DTensor, bias).to_local()
-        seen = replicate(x, self.axis)
+        seen = AutogradCollectives().replicate(x, self.axis)
         part = torch.tanh(torch.einsum("tw,ewv->etv", seen, weight) + bias[:, None]).sum(0)
-        return x + all_reduce(part, self.axis)
+        return x + AutogradCollectives().all_reduce(part, self.axis)
 
 
 class MixtureNet(Net):

@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor import Axis, RecordingCollectives, ReduceOp, Work
+from hp_dtensor import Axis, RecordingCollectives, Work
 from hp_fsdp import GroupReport, PlanReport
 
 from .models import Net, loss_of, make, mesh_of, shard, tokens
@@ -98,7 +98,7 @@ class Pausing(RecordingCollectives):
         axis: Axis,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor] | None = None,
-        op: ReduceOp = "sum",
+        op: Any = "sum",
     ) -> Work:
         """Pass on, uncounted."""
         with self.paused():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hp_dtensor import AxisMesh, Collectives, all_gather
+from hp_dtensor import AutogradCollectives, AxisMesh, Collectives
 
 from ._errors import InputError
 from ._intervals import overlaps
@@ -137,11 +137,12 @@ def _gather(
 ) -> Tensor:
     """Return the rows of all ranks in rank order, gathered over the last axis first."""
     *outer, inner = axes_of(mesh)
+    graded = AutogradCollectives(collectives)
     if not outer:
-        return all_gather(x, inner, dim, sizes=lengths, collectives=collectives)
+        return graded.all_gather(x, inner, dim, sizes=lengths)
     groups = [lengths[i : i + inner.size] for i in range(0, len(lengths), inner.size)]
-    x = all_gather(x, inner, dim, sizes=groups[outer[0].index], collectives=collectives)
-    return all_gather(x, outer[0], dim, sizes=list(map(sum, groups)), collectives=collectives)
+    x = graded.all_gather(x, inner, dim, sizes=groups[outer[0].index])
+    return graded.all_gather(x, outer[0], dim, sizes=list(map(sum, groups)))
 
 
 def _sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:

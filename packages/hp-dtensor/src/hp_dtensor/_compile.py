@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ._caches import remembered
 from ._convert import AnyPlacement
 from ._cost import CostModel
-from ._errors import CrossMeshError, LayoutError, PlacementTypeError
+from ._errors import LayoutError, MeshError
 from ._execute import BoundStep, bind, start
 from ._groups import AxisGroup, group_between
 from ._layout import Layout
@@ -45,12 +45,12 @@ def trace(
     """Return what `redistribute` does; raises as it does, and for what a graph cannot hold."""
     placements, mesh, shard_order = target
     if not isinstance(x, DTensor):
-        raise PlacementTypeError(
+        raise LayoutError(
             f"in a compiled function a redistribution starts from a DTensor, got an object of type "
             f"{type(x).__name__}; redistribute it outside of the function"
         )
     if isinstance(placements, tuple | list) and any(isinstance(p, RaggedShard) for p in placements):
-        raise PlacementTypeError(
+        raise LayoutError(
             "a compiled function cannot hold the RaggedTensor that a RaggedShard makes; "
             "redistribute to it outside of the function, or to Shard or Replicate here"
         )
@@ -104,7 +104,7 @@ def _check_everywhere(plan: Plan) -> None:
         set(layout.ranks or range(layout.size)) for layout in (plan.source, plan.target)
     )
     if source != target:
-        raise CrossMeshError(
+        raise MeshError(
             f"ranks {sorted(source ^ target)} are in one of the two meshes only; a compiled "
             "function needs a tensor on every rank: redistribute to a mesh of other ranks outside "
             "of it"

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ._errors import RanksDisagree
 from ._layout import Layout
 from ._planner import Plan
 from ._shard_order import replicated
-from .collectives._interface import Axis
+from .collectives._interface import Axis, RankMismatchError
 from .collectives._torch import TorchCollectives
 
 
@@ -33,10 +32,10 @@ class ConsistencyCheck:
 
     ``find`` gives the axis of these ranks. Compared are both layouts with their ranks, shape,
     dtype, steps, and whether a gradient is to come back. A comparison is one all-reduce of 32
-    bytes; where ranks differ, they also gather 1 KiB from each, and all raise `RanksDisagree` with
-    the same text. Where they do not even mean the same ranks, some wait for what is never sent, and
-    raise it when the group times out. ``passed`` are the comparisons that ended well, by their
-    ``graded``.
+    bytes; where ranks differ, they also gather 1 KiB from each, and all raise
+    `RankMismatchError` with the same text. Where they do not even mean the same ranks, some wait
+    for what is never sent, and raise it when the group times out. ``passed`` are the comparisons
+    that ended well, by their ``graded``.
     """
 
     def __init__(
@@ -87,16 +86,16 @@ class ConsistencyCheck:
                 raise self._late(mine) from error
             first = min(claims)
             other = min(claim for claim in claims if claim.digest != first.digest)
-            raise RanksDisagree(
+            raise RankMismatchError(
                 f"the ranks of both meshes do not mean the same transfer: {_told(first)}; "
-                f"{_told(other)}; call on all of them with the same tensor, or an Absent that says "
-                "the same of it, and the same target, cost and max_bytes"
+                f"{_told(other)}; call on all of them with the same tensor, or a NonMember that "
+                "says the same of it, and the same target, cost and max_bytes"
             )
 
         return finish
 
-    def _late(self, mine: _Fingerprint) -> RanksDisagree:
-        return RanksDisagree(
+    def _late(self, mine: _Fingerprint) -> RankMismatchError:
+        return RankMismatchError(
             f"ranks {self._ranks} have not said in time what they mean by the transfer that rank "
             f"{mine.rank} means as {_text(mine)}; some did not make the call, or with meshes that "
             "have other ranks than these"

@@ -7,7 +7,7 @@ from typing import TypeAlias, cast, get_args
 from torch.distributed.tensor import placement_types as theirs
 
 from . import _placements as ours
-from ._errors import PlacementCountError, PlacementTypeError, ShardDimError
+from ._errors import LayoutError
 from ._layout import Layout, ShardOrder, checked_order
 from ._torch import split_factor, strided_shard
 
@@ -20,7 +20,7 @@ DensePlacement: TypeAlias = (
 _OPS: dict[str, ours.PartialOp] = {"product": "prod"}
 
 
-class TorchPartial(PlacementTypeError):
+class TorchPartial(LayoutError):
     """Partial values that only torch knows how to reduce."""
 
 
@@ -45,7 +45,7 @@ def to_layout(
     them, as in `StridedShard`; where ``shard_order`` is given it says all.
     """
     if len(placements) != len(mesh_shape):
-        raise PlacementCountError(
+        raise LayoutError(
             f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; give "
             f"{len(mesh_shape)}, one for each axis"
         )
@@ -65,7 +65,7 @@ def to_layout(
 def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
     """Return torch's placements for ``layout``; a shard order becomes strided shards.
 
-    Raises `PlacementTypeError` for a layout that torch cannot spell: ragged shards, and blocks
+    Raises `LayoutError` for a layout that torch cannot spell: ragged shards, and blocks
     within another order of axes than the mesh's.
     """
     result: list[theirs.Placement] = []
@@ -82,7 +82,7 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
         elif isinstance(placement, ours.Partial):
             result.append(theirs.Partial("product" if placement.op == "prod" else placement.op))
         elif isinstance(placement, ours.RaggedShard):
-            raise PlacementTypeError(
+            raise LayoutError(
                 f"torch's DTensor cannot hold {placement} on mesh axis {axis}; use a RaggedTensor"
             )
         else:
@@ -90,7 +90,7 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
     if not layout.is_plain:
         dims = [p.dim for p in layout.placements if isinstance(p, ours.Shard | ours.StridedShard)]
         if to_layout(result, layout.mesh_shape, max(dims) + 1, ranks=layout.ranks) != layout:
-            raise PlacementTypeError(
+            raise LayoutError(
                 f"torch's placements cannot say {layout}: split factors there are read in mesh "
                 "order; leave shard_order= out, or use Shard(dim) on one of the axes"
             )
@@ -124,7 +124,7 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
         return ours.Shard(_dim(placement.dim, ndim))
     if (factor := split_factor(placement)) is not None:
         return ours.StridedShard(_dim(cast(theirs.Shard, placement).dim, ndim), factor)
-    raise PlacementTypeError(
+    raise LayoutError(
         f"no layout for {placement!r} on mesh axis {axis}; use Replicate(), Shard(dim), "
         "Partial(op) or torch's placements of these names"
     )
@@ -132,5 +132,5 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
 
 def _dim(dim: int, ndim: int) -> int:
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ShardDimError(f"Shard takes the number of a tensor dim, got {dim!r}")
+        raise LayoutError(f"Shard takes the number of a tensor dim, got {dim!r}")
     return dim + ndim if -ndim <= dim < 0 else dim

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from ._boxes import Interval, chunk, unravel
 from ._caches import remembered
-from ._errors import CostModelError
+from ._errors import LayoutError
 from ._layout import Layout
 from ._steps import Step
 
@@ -36,7 +36,7 @@ class AlphaBeta:
     of either, by position, and a transfer pays the largest of all. It has a value for every axis of
     the mesh with the most; further ones stand for no axis. The defaults are 10 us and 50 GB/s.
 
-    Raises `CostModelError` for what is no finite number of 0 or more, alone or in a tuple.
+    Raises `LayoutError` for what is no finite number of 0 or more, alone or in a tuple.
     """
 
     alpha: float | tuple[float, ...] = 1e-5
@@ -47,7 +47,7 @@ class AlphaBeta:
             given = getattr(self, name)
             values = given if isinstance(given, tuple) else (given,)
             if not values or not all(map(_is_price, values)):
-                raise CostModelError(
+                raise LayoutError(
                     f"{name}={given!r} is no price; give finite seconds of 0 or more, one for all "
                     "mesh axes or a tuple with one for each"
                 )
@@ -58,7 +58,7 @@ class AlphaBeta:
 
 
 def check_cost(cost: object) -> None:
-    """Raise `CostModelError` for what is neither None nor a hashable `CostModel`."""
+    """Raise `LayoutError` for what is neither None nor a hashable `CostModel`."""
     if cost is None or isinstance(cost, AlphaBeta):
         return
     try:
@@ -67,19 +67,19 @@ def check_cost(cost: object) -> None:
     except TypeError:
         legal = False
     if not legal:
-        raise CostModelError(
+        raise LayoutError(
             f"cost={cost!r} is no cost model that plans can be kept by; give AlphaBeta(...), or a "
             "hashable object with the method seconds(axes, ranks, received)"
         )
 
 
 def check_length(cost: CostModel, axes: int) -> None:
-    """Raise `CostModelError` where a tuple of prices has fewer values than there are mesh axes."""
+    """Raise `LayoutError` where a tuple of prices has fewer values than there are mesh axes."""
     if not isinstance(cost, AlphaBeta):
         return
     for name, given in (("alpha", cost.alpha), ("beta", cost.beta)):
         if isinstance(given, tuple) and len(given) < axes:
-            raise CostModelError(
+            raise LayoutError(
                 f"{name}={given!r} prices {len(given)} mesh axes of {axes}; give {axes} values, or "
                 "one number for all"
             )

@@ -173,7 +173,7 @@ def _reduce_scatter(step: Step, shape: tuple[int, ...], rank: int, group: AxisGr
     """Return one reduce-scatter; one all-to-all and a sum where parts differ or change order."""
     even = step.source.is_even(shape) and step.target.is_even(shape)
     if not (even and group.in_mesh_order):
-        return _scatter_by_exchange(step, group)
+        return _scatter_by_all_to_all(step, group)
     dim = _sharded(step)[1]
     split_up = splitter(step.source.local_shape(shape, rank), dim, group.size)
     result = step.target.local_shape(shape, rank)
@@ -186,7 +186,7 @@ def _reduce_scatter(step: Step, shape: tuple[int, ...], rank: int, group: AxisGr
     return begin
 
 
-def _scatter_by_exchange(step: Step, group: AxisGroup) -> BoundStep:
+def _scatter_by_all_to_all(step: Step, group: AxisGroup) -> BoundStep:
     dim = _sharded(step)[1]
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
     (op, terms), find, size = _op(step), group.find, group.size
@@ -325,7 +325,7 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
             return out
         packed = dict(zip(parts, pack(x).split(sizes), strict=True)) if pack and parts else {}
         arriving = x.new_empty(sum(arrive))
-        work = collectives.exchange(
+        work = collectives.send_recv(
             find(),
             {peer: packed[boxes] for peer, boxes in outgoing.items()},
             dict(zip(incoming, arriving.split(arrive), strict=True)),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ._cost import CostModel, check_cost
-from ._errors import CrossMeshError, PlacementCountError, RankNotInMesh
+from ._errors import LayoutError, MeshError
 from ._layout import Layout, ShardOrder
 from ._placements import Placement, Replicate, in_tuple
 from ._planner import Plan, make_plan
@@ -32,12 +32,12 @@ def explain(
 ) -> Plan:
     """Return the plan with which `redistribute` would take ``x`` to ``placements``.
 
-    ``x`` is a DTensor, a RaggedTensor or an Absent, planned with the groups that exist, or a
+    ``x`` is a DTensor, a RaggedTensor or a NonMember, planned with the groups that exist, or a
     `Layout` with the global ``shape``, a ``rank`` and an ``itemsize`` in bytes, planned as if any
     set of axes had a group, without torch, whatever ``groups`` says; the target is then a `Layout`
     too where it lies on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
-    and why. Communicates nothing. Raises as `redistribute` does, `RankNotInMesh` on a rank, or for
-    a ``rank``, that has no part, `PlacementCountError` for a `Layout` without ``shape``, and
+    and why. Communicates nothing. Raises as `redistribute` does, `MeshError` on a rank, or for
+    a ``rank``, that has no part, `LayoutError` for a `Layout` without ``shape``, and
     `LayoutError` for negative sizes.
     """
     if not isinstance(x, Layout):
@@ -52,9 +52,9 @@ def explain(
         return _plan_of(x, target, Options(cost, max_bytes, named))
     check_cost(cost)
     if shape is None:
-        raise PlacementCountError("a plan between layouts needs the tensor's global shape=")
+        raise LayoutError("a plan between layouts needs the tensor's global shape=")
     if mesh is not None:
-        raise CrossMeshError(
+        raise MeshError(
             f"mesh={mesh!r} beside a Layout, which lies on its own mesh of shape {x.mesh_shape}; "
             "leave mesh= out"
         )
@@ -65,7 +65,7 @@ def explain(
         placements = Layout(x.mesh_shape, wanted, shard_order, x.ranks)
     if not x.holds(rank) and not placements.holds(rank):
         held = sorted({*(x.ranks or range(x.size)), *(placements.ranks or range(placements.size))})
-        raise RankNotInMesh(
+        raise MeshError(
             f"rank={rank} is in neither layout's mesh, so that it has no part; use one of "
             f"{_short(held)}"
         )
@@ -73,19 +73,19 @@ def explain(
 
 
 def _on_own_mesh(x: "Distributed", wanted: Layout) -> tuple[Any, Any]:
-    """Return shard order and placements of a layout; raises `CrossMeshError` for another mesh."""
+    """Return shard order and placements of a layout; raises `MeshError` for another mesh."""
     from ._prepare import ranks_of, tensor_spec
 
     spec = tensor_spec(x)
     held = spec.layout
     if wanted.mesh_shape != held.mesh_shape:
-        raise CrossMeshError(
+        raise MeshError(
             f"the tensor lies on a mesh of shape {held.mesh_shape} and the target on one of shape "
             f"{wanted.mesh_shape}; give placements and mesh="
         )
     ranks = held.ranks if spec.mesh is None else ranks_of(spec.mesh)
     if wanted.ranks is not None and wanted.ranks != replace(held, ranks=ranks).ranks:
-        raise CrossMeshError(
+        raise MeshError(
             f"the tensor lies on ranks {ranks} and the target on {wanted.ranks}; give placements "
             "and mesh="
         )
@@ -93,7 +93,7 @@ def _on_own_mesh(x: "Distributed", wanted: Layout) -> tuple[Any, Any]:
 
 
 def _plan_of(x: Any, target: Any, options: Any) -> Plan:
-    """Return what `redistribute` would do; raises `RankNotInMesh` on a rank that has no part."""
+    """Return what `redistribute` would do; raises `MeshError` on a rank that has no part."""
     from ._convert import TorchPartial
     from ._prepare import own_mesh, prepare, ranks_of, tensor_spec
     from ._torch_partial import torch_step
@@ -109,7 +109,7 @@ def _plan_of(x: Any, target: Any, options: Any) -> Plan:
         ranks = prepared.source.ranks or f"0 to {prepared.source.size - 1}"
         if (own := tensor_spec(x).mesh) is not None:
             ranks = list(ranks_of(own))
-        raise RankNotInMesh(
+        raise MeshError(
             f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
             f"{ranks}"
         )

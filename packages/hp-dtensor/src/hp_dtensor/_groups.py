@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._boxes import ravel
 from ._caches import remembered
-from ._errors import LayoutError, MissingGroup
+from ._errors import LayoutError, MeshError
 from ._layout import Layout
 from ._planner import Plan
 from ._steps import Step
@@ -124,7 +124,7 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
 def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
     """Return axes whose all-reduces in turn cover mesh axes: one if a group spans them.
 
-    None where none of them has several ranks. Raises `MissingGroup`.
+    None where none of them has several ranks. Raises `MeshError`.
     """
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:
@@ -134,7 +134,7 @@ def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
     found = [find_group(mesh, (axis,)) for axis in axes]
     for axis, group in zip(axes, found, strict=True):
         if group is None:
-            raise MissingGroup(
+            raise MeshError(
                 f"no process group has the ranks of axis {axis} of {mesh} alone, over which a "
                 "tensor is sharded or replicated; build the mesh with groups"
             )
@@ -166,7 +166,7 @@ def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
 
     One that was ``given``, the world's where they are all, or else one of their own, which its
     first use makes: all of these ranks use it, and no others have to. What all of them know
-    decides, so that all choose alike. Raises `MissingGroup` at its first use where only the whole
+    decides, so that all choose alike. Raises `MeshError` at its first use where only the whole
     world can make groups.
     """
     ranks = tuple(sorted({*_ranks_in(plan.source), *_ranks_in(plan.target)}))
@@ -181,7 +181,7 @@ def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
         group = registered_group(name)
         if group is None:
             if not makes_groups_alone():
-                raise MissingGroup(
+                raise MeshError(
                     f"no process group has the ranks {list(ranks)} of both meshes and no others, "
                     "and the world's communicator is split by all ranks together; make one with "
                     "torch.distributed.new_group on all of them and give groups=[group]"
@@ -195,7 +195,7 @@ def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
 def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
     """Return `transfer_group`, or the group of a mesh that has all the ranks; makes none.
 
-    Raises `MissingGroup`.
+    Raises `MeshError`.
     """
     ranks = tuple(sorted({*_ranks_in(plan.source), *_ranks_in(plan.target)}))
     known = len(ranks) == dist.get_world_size() or registered_group(_own_name(ranks)) is not None
@@ -204,7 +204,7 @@ def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
     axes = () if mesh is None else tuple(a for a in range(mesh.ndim) if mesh.size(a) > 1)
     found = find_group(mesh, axes) if mesh is not None and mesh.size() == len(ranks) else None
     if found is None:
-        raise MissingGroup(
+        raise MeshError(
             f"no process group has the ranks {list(ranks)} of both meshes and no others, which a "
             "compiled function cannot make; redistribute once outside of it, or flatten the mesh"
         )
@@ -221,10 +221,10 @@ def _own_name(ranks: tuple[int, ...]) -> str:
 
 
 def group_for(step: Step, mesh: DeviceMesh, given: tuple[str, ...] = ()) -> AxisGroup:
-    """Return the group of a step on one mesh; raises `MissingGroup`."""
+    """Return the group of a step on one mesh; raises `MeshError`."""
     found = find_group(mesh, step.axes, given)
     if found is None:
-        raise MissingGroup(
+        raise MeshError(
             f"no process group has the ranks along the axes {step.axes} of {mesh} and no others; "
             "build the mesh with groups, or an alias over these axes with it, or give groups="
         )
@@ -241,7 +241,7 @@ def group_between(
 ) -> AxisGroup:
     """Return the group of a step of a plan between two meshes.
 
-    With ``make`` the first use may make that of a transfer. Raises `MissingGroup`.
+    With ``make`` the first use may make that of a transfer. Raises `MeshError`.
     """
     if step.kind == "transfer":
         return transfer_group(plan, given) if make else existing_transfer_group(plan, source)

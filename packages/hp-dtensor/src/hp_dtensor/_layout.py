@@ -8,16 +8,7 @@ from typing import Any, TypeAlias
 
 from ._boxes import Box as Box
 from ._boxes import Interval, Split, chunk, pieces, ravel, run_boxes, unravel
-from ._errors import (
-    LayoutError,
-    MixedPartialError,
-    PlacementCountError,
-    PlacementTypeError,
-    RaggedSizesError,
-    RankNotInMesh,
-    ShardDimError,
-    ShardOrderError,
-)
+from ._errors import LayoutError, MeshError
 from ._placements import Partial, Placement, RaggedShard, Shard, StridedShard, in_tuple
 
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
@@ -39,34 +30,34 @@ def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[P
     """Return the placements as a tuple; raises what is wrong with them on a mesh of this shape."""
     result = in_tuple(placements)
     if any(degree < 1 for degree in mesh_shape):
-        raise RankNotInMesh(f"a mesh of shape {tuple(mesh_shape)} has no ranks")
+        raise MeshError(f"a mesh of shape {tuple(mesh_shape)} has no ranks")
     if len(result) != len(mesh_shape):
-        raise PlacementCountError(
+        raise LayoutError(
             f"{len(result)} placements for a mesh of shape {tuple(mesh_shape)}; give "
             f"{len(mesh_shape)}, one for each axis"
         )
     for placement in result:
         if not isinstance(placement, Placement):
-            raise PlacementTypeError(
+            raise LayoutError(
                 f"{placement!r} is no placement of a layout; use Replicate(), Shard(dim), "
                 "StridedShard(dim, split_factor), RaggedShard(dims, sizes) or Partial(op)"
             )
     ops = {p.op for p in result if isinstance(p, Partial)}
     # Sums and averages are both linear, and so may be taken in any order.
     if len(ops) > 1 and ops != {"sum", "avg"}:
-        raise MixedPartialError(
+        raise LayoutError(
             f"partial values with {' and '.join(sorted(ops))} have no defined order of "
             "reduction; use one op on all axes, or reduce one axis first"
         )
     ragged = [axis for axis, p in enumerate(result) if isinstance(p, RaggedShard)]
     for axis in ragged:
         if len(result[axis].sizes) != mesh_shape[axis]:
-            raise RaggedSizesError(
+            raise LayoutError(
                 f"{result[axis]} on mesh axis {axis} of degree {mesh_shape[axis]}; give "
                 f"{mesh_shape[axis]} sizes, one for each coordinate"
             )
     if len(ragged) > 1:
-        raise ShardDimError(
+        raise LayoutError(
             f"the mesh axes {ragged} all hold ragged runs, which begin at dim 0; only one axis can"
         )
     return result
@@ -80,7 +71,7 @@ def ordered(
     """Return the placements and the order in which axes shard each dim, in one spelling.
 
     The order lists dims that are not split in mesh order, and those that some axis splits into
-    blocks. Raises `ShardOrderError`.
+    blocks. Raises `LayoutError`.
     """
     wanted = dict(checked_order(given))
     spelled: list[Placement] = [
@@ -99,7 +90,7 @@ def ordered(
         if axes is None:
             axes = _spelled_order(dim, in_mesh_order, spelled, mesh_shape)
         elif tuple(sorted(axes)) != in_mesh_order:
-            raise ShardOrderError(
+            raise LayoutError(
                 f"shard order {axes} for dim {dim}, which the axes {in_mesh_order} shard; "
                 "list each of them once, the one that splits first in front"
             )
@@ -109,7 +100,7 @@ def ordered(
 
 
 def checked_order(given: object) -> ShardOrder:
-    """Return a shard order as pairs of a dim and its axes; raises `ShardOrderError`."""
+    """Return a shard order as pairs of a dim and its axes; raises `LayoutError`."""
     pairs: Any = () if given is None else given.items() if isinstance(given, Mapping) else given
     try:
         order = tuple((dim, tuple(axes)) for dim, axes in pairs)
@@ -117,7 +108,7 @@ def checked_order(given: object) -> ShardOrder:
     except (TypeError, ValueError):
         whole = False
     if not whole:
-        raise ShardOrderError(
+        raise LayoutError(
             f"shard_order={given!r} gives no axes for each dim; write {{0: (1, 0)}} or "
             "((0, (1, 0)),) where axis 1 splits dim 0 first, axis 0 then"
         )
@@ -133,7 +124,7 @@ def checked_ranks(
     size = math.prod(mesh_shape)
     given = ranks if isinstance(ranks, range) else tuple(ranks)
     if len(given) != size or (not isinstance(given, range) and len(set(given)) != size):
-        raise RankNotInMesh(
+        raise MeshError(
             f"a mesh of shape {tuple(mesh_shape)} needs {size} different ranks, got {len(given)}"
         )
     step = given[1] - given[0] if size > 1 else 1
@@ -251,7 +242,7 @@ class Layout:
         return tuple(found)
 
     def check(self, ndim: int) -> None:
-        """Raise `ShardDimError` unless every sharded dim is one of a tensor with ``ndim`` dims."""
+        """Raise `LayoutError` unless every sharded dim is one of a tensor with ``ndim`` dims."""
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, RaggedShard):
                 wrong = len(placement.dims) > ndim
@@ -261,7 +252,7 @@ class Layout:
                 )
             if wrong:
                 legal = f"0 to {ndim - 1}" if ndim else "none, as it is a scalar"
-                raise ShardDimError(
+                raise LayoutError(
                     f"{placement} on mesh axis {axis} of a tensor with {ndim} dims; "
                     f"dims that can be sharded: {legal}"
                 )
@@ -269,7 +260,7 @@ class Layout:
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise unless a tensor of ``shape`` can lie so.
 
-        `LayoutError` for negative sizes, `ShardDimError`, and `RaggedSizesError` where ragged runs
+        `LayoutError` for negative sizes, `LayoutError`, and `LayoutError` where ragged runs
         are not all of what they divide.
         """
         check_sizes(shape)
@@ -282,24 +273,24 @@ class Layout:
             others = math.prod(self.degrees(dim))
             plain = all(factor == 1 for _, factor in self.splits(dim))
             if shape[dim] % others or not plain:
-                raise RaggedSizesError(
+                raise LayoutError(
                     f"{placement} on mesh axis {axis} runs over dim {dim} of length {shape[dim]}, "
                     f"which the axes {self.shard_axes(dim)} split; they must cut it into {others} "
                     "equal consecutive parts"
                 )
             count *= shape[dim] // others
         if placement.starts[-1] != count:
-            raise RaggedSizesError(
+            raise LayoutError(
                 f"the sizes of {placement} on mesh axis {axis} sum to {placement.starts[-1]}; they "
                 f"must sum to {count}, the elements of dims {placement.dims} of {tuple(shape)} "
                 "there"
             )
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Return the rank's position on each axis; raises `RankNotInMesh`."""
+        """Return the rank's position on each axis; raises `MeshError`."""
         if (position := self._position(rank)) is None:
             held = f"0 to {self.size - 1}" if self.ranks is None else f"{self.ranks}"
-            raise RankNotInMesh(
+            raise MeshError(
                 f"rank {rank} is not in the mesh of shape {self.mesh_shape}; its ranks: {held}"
             )
         return unravel(position, self.mesh_shape)
@@ -363,7 +354,7 @@ class Layout:
     def boxes(self, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
         """Return the boxes of a tensor of ``shape`` that ``rank`` holds; none if it holds nothing.
 
-        Raises `ShardDimError`, `RaggedSizesError`, `RankNotInMesh`, and `LayoutError` for negative
+        Raises `LayoutError`, `LayoutError`, `MeshError`, and `LayoutError` for negative
         sizes.
         """
         self.check_shape(shape)

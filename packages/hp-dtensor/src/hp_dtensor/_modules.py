@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._convert import AnyPlacement, to_layout, to_torch
-from ._errors import LayoutError, PartialTargetError, PlacementTypeError, RankNotInMesh
+from ._errors import LayoutError, MeshError
 from ._placements import Partial, Replicate, Shard, StridedShard, in_tuple
 from ._redistribute import redistribute
 from .collectives._interface import Collectives
@@ -20,18 +20,6 @@ from .ragged._tensor import RaggedTensor
 DensePlacement: TypeAlias = Replicate | Shard | StridedShard | Partial | theirs.Placement
 Partition: TypeAlias = Callable[[str, nn.Module, DeviceMesh], None]
 Hook: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
-
-
-class NonLeafError(LayoutError):
-    """A tensor that operations made where one is needed that holds values of its own."""
-
-
-class SharedParameterError(LayoutError):
-    """A parameter of several modules that they would hold in different layouts."""
-
-
-class MeshError(LayoutError, RuntimeError):
-    """What is no mesh, or meshes that do not go together; a RuntimeError too, as torch raises."""
 
 
 @overload
@@ -70,14 +58,14 @@ def distribute_tensor(
     each rank takes its part of what it holds itself, and nothing is communicated. A tensor that is
     distributed so already is returned as it is.
 
-    Raises before any communication: `MeshError`, `PlacementTypeError`, `PlacementCountError`,
-    `ShardDimError`, `RaggedSizesError`, `MixedPartialError`, `PartialTargetError` for partial
-    values next to strided shards, `NonLeafError`, and `RankNotInMesh` for a ``src_data_rank`` that
+    Raises before any communication: `MeshError`, `LayoutError`, `LayoutError`,
+    `LayoutError`, `LayoutError`, `LayoutError`, `LayoutError` for partial
+    values next to strided shards, `LayoutError`, and `MeshError` for a ``src_data_rank`` that
     some axis does not have.
     """
     _check_mesh(mesh)
     if not isinstance(tensor, Tensor):
-        raise PlacementTypeError(
+        raise LayoutError(
             f"only a torch.Tensor can be distributed, got an object of type {type(tensor).__name__}"
         )
     given = (Replicate(),) * mesh.ndim if placements is None else in_tuple(placements)
@@ -87,17 +75,17 @@ def distribute_tensor(
         held = to_layout(tensor.placements, tuple(tensor.device_mesh.shape), tensor.ndim)
         if tensor.device_mesh == mesh and held == layout:
             return tensor
-        raise PlacementTypeError(
+        raise LayoutError(
             f"the tensor is distributed as {held} on {tensor.device_mesh} already and cannot be "
             f"distributed as {layout} on {mesh}; use redistribute"
         )
     if not tensor.is_leaf:
-        raise NonLeafError(
+        raise LayoutError(
             "a tensor that operations made has a history that would be lost; detach() it first, "
             "or use DTensor.from_local inside a computation"
         )
     if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
-        raise RankNotInMesh(
+        raise MeshError(
             f"src_data_rank={src_data_rank} is a coordinate on each axis of a mesh of shape "
             f"{tuple(mesh.shape)}; use 0 to {min(mesh.shape) - 1}, or None for each rank's own data"
         )
@@ -108,7 +96,7 @@ def distribute_tensor(
         if all(_torch.split_factor(placement) is None for placement in spelled):
             return theirs.distribute_tensor(tensor, mesh, spelled, src_data_rank=src_data_rank)
         if layout.has_partial:
-            raise PartialTargetError(
+            raise LayoutError(
                 f"strided shards and partial values, {layout}, cannot be made in one go; leave "
                 "Partial out"
             )
@@ -134,13 +122,13 @@ def distribute_module(
     broadcast from coordinate 0 of each axis. ``input_fn`` and ``output_fn`` run before and after
     the module's forward, as torch's. A parameter that several modules share stays one parameter.
 
-    Raises before any communication `MeshError` and `PlacementTypeError` for what is no mesh and no
-    module, and afterwards `SharedParameterError` where ``partition_fn`` gave the modules that share
+    Raises before any communication `MeshError` and `LayoutError` for what is no mesh and no
+    module, and afterwards `LayoutError` where ``partition_fn`` gave the modules that share
     a parameter different layouts.
     """
     _check_mesh(mesh)
     if not isinstance(module, nn.Module):
-        raise PlacementTypeError(
+        raise LayoutError(
             f"distribute_module takes an nn.Module, got an object of type {type(module).__name__}; "
             "use distribute_tensor for a tensor"
         )
@@ -220,7 +208,7 @@ def _share(places: list[_Place]) -> None:
     for name, submodule, key in others:
         other = submodule.get_parameter(key)
         if _layout_of(other) != _layout_of(parameter):
-            raise SharedParameterError(
+            raise LayoutError(
                 f"{first_name}.{first_key} and {name}.{key} are one parameter, which partition_fn "
                 f"placed as {_layout_of(parameter)} and as {_layout_of(other)}; place it alike"
             )

@@ -10,29 +10,29 @@ from ._layout import Box, Layout, check_sizes
 from .ragged._checkpoint import checkpointed
 
 
-class AbsentError(TypeError, AttributeError):
-    """An `Absent` used as a tensor; an AttributeError too, so that ``hasattr`` answers False."""
+class _NoTensor(TypeError, AttributeError):
+    """A TypeError; an AttributeError too, so that ``hasattr`` answers False."""
 
 
-def _no_boxes(absent: "Absent") -> tuple[Box, ...]:
+def _no_boxes(absent: "NonMember") -> tuple[Box, ...]:
     return ()
 
 
-def _no_data(absent: "Absent", start: Sequence[int]) -> NoReturn:
+def _no_data(absent: "NonMember", start: Sequence[int]) -> NoReturn:
     absent._refuse("a checkpoint")
 
 
 @checkpointed(_no_boxes, _no_data)
 @dataclass(frozen=True, slots=True)
-class Absent:
+class NonMember:
     """A tensor of which this rank holds nothing, as it lies over other ranks.
 
     ``layout`` says over which, ``shape`` is global. There is no data: what a tensor can do raises
-    `AbsentError` here. A distributed checkpoint writes nothing for it; leave it out of what is
+    `TypeError` here. A distributed checkpoint writes nothing for it; leave it out of what is
     loaded, as torch's loader takes tensors only. ``requires_grad`` is what the tensor says on the
     ranks that hold it; ``graph`` is where it comes from, set by `redistribute`.
 
-    Raises `ShardDimError` and `LayoutError` for a shape that the layout does not fit.
+    Raises `LayoutError` and `LayoutError` for a shape that the layout does not fit.
     """
 
     layout: Layout
@@ -55,13 +55,13 @@ class Absent:
 
         Called where these call ``backward`` of what they made of it: the gradient then comes back
         through the redistributions that this rank took part in, with what these communicate.
-        Raises `AbsentError` for one that comes from none, or that no gradient flows through.
+        Raises `TypeError` for one that comes from none, or that no gradient flows through.
         """
         if self.graph is None:
-            raise AbsentError(
-                f"no gradient flows through this Absent of shape {self.shape}: it is the result of "
-                "no redistribution, or of one whose tensor required none; call backward of the "
-                "result that redistribute returned on this rank, and give an Absent to "
+            raise _NoTensor(
+                f"no gradient flows through this NonMember of shape {self.shape}: it is the result "
+                "of no redistribution, or of one whose tensor required none; call backward of the "
+                "result that redistribute returned on this rank, and give a NonMember to "
                 "redistribute with requires_grad=True where the tensor has it"
             )
         self.graph.backward(torch.zeros(0))
@@ -102,7 +102,7 @@ class Absent:
 
     def _refuse(self, use: str) -> NoReturn:
         ranks = self.layout.ranks or f"0 to {self.layout.size - 1}"
-        raise AbsentError(
+        raise _NoTensor(
             f"this rank holds no part of the tensor of shape {self.shape}, so {use} has nothing to "
             f"work on; it lies over ranks {ranks} as {self.layout}: use it there, or redistribute "
             "it to a mesh with this rank"

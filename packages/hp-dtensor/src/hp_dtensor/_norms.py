@@ -11,29 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ._errors import PartialSourceError
+from ._errors import LayoutError, MeshError
 from ._groups import axes_over, ranks_along
-from ._modules import MeshError
 from ._torch import foreach_norms, foreach_scale, group_name, local_part
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .collectives._torch import TorchCollectives
 from .ragged._tensor import RaggedTensor
-
-
-class NormOrderError(ValueError):
-    """A norm of an order that clipping does not know."""
-
-
-class MaxNormError(ValueError):
-    """A largest norm that is no number of 0 or more."""
-
-
-class CollectivesError(ValueError):
-    """An object given as collectives that is none."""
-
-
-class NonFiniteNormError(ValueError, RuntimeError):
-    """The gradients' norm is infinite or not a number; a RuntimeError too, as torch raises."""
 
 
 @torch.no_grad()
@@ -62,15 +45,15 @@ def clip_grad_norm_(
     axes one after another where no group spans the set), then one over ``pp``, whose stages hold
     different parameters. A parameter without gradient takes part with zero, so that ranks agree.
 
-    Raises before any communication `MaxNormError`, `NormOrderError`, `CollectivesError`,
-    `MeshError` for a ``pp`` that is not one axis, `PartialSourceError` for a gradient that is not
-    reduced yet and `MissingGroup` for an axis without process group; with ``error_if_nonfinite``,
-    `NonFiniteNormError` on all ranks alike before anything is scaled.
+    Raises before any communication `ValueError`, `ValueError`, `ValueError`,
+    `MeshError` for a ``pp`` that is not one axis, `LayoutError` for a gradient that is not
+    reduced yet and `MeshError` for an axis without process group; with ``error_if_nonfinite``,
+    `RuntimeError` on all ranks alike before anything is scaled.
     """
     limit = _limit(max_norm)
     order = float(norm_type)
     if not order > 0:
-        raise NormOrderError(f"norm_type={norm_type} is no norm; use a positive number or inf")
+        raise ValueError(f"norm_type={norm_type} is no norm; use a positive number or inf")
     door = TorchCollectives() if collectives is None else _checked(collectives)
     stages = None if pp is None else _stages(pp)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
@@ -99,7 +82,7 @@ def clip_grad_norm_(
         total = _over(stages, total, order, door)
     norm = (total if order == math.inf else total.pow(1.0 / order)).to(dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise NonFiniteNormError(
+        raise RuntimeError(
             f"the gradients' norm of order {order} is {norm.item()}; pass "
             "error_if_nonfinite=False to scale by it all the same"
         )
@@ -123,7 +106,7 @@ def _limit(max_norm: object) -> float | Tensor:
             return whole.detach().reshape(())
     elif isinstance(max_norm, Real) and (number := float(max_norm)) >= 0:
         return number
-    raise MaxNormError(
+    raise ValueError(
         f"max_norm={max_norm!r} bounds no norm; give a number of 0 or more, inf to clip nothing, "
         "or a 0-dim tensor"
     )
@@ -155,7 +138,7 @@ def _span(x: Tensor, known: dict[tuple[int, tuple[int, ...]], _Span]) -> _Span:
     placements = x.placements
     axes = tuple(axis for axis, p in enumerate(placements) if not isinstance(p, Replicate))
     if any(isinstance(placements[axis], Partial) and mesh.size(axis) > 1 for axis in axes):
-        raise PartialSourceError(
+        raise LayoutError(
             f"a gradient with placements {placements} is not reduced yet; redistribute it to "
             "Replicate() or Shard(dim) before clipping"
         )
@@ -178,7 +161,7 @@ def _found_span(mesh: DeviceMesh, axes: tuple[int, ...]) -> _Span:
 def _checked(collectives: object) -> Collectives:
     if isinstance(collectives, Collectives) and not isinstance(collectives, type):
         return collectives
-    raise CollectivesError(
+    raise ValueError(
         f"collectives={collectives!r} lacks methods of Collectives; use TorchCollectives(), "
         "RecordingCollectives(), an object with all of its methods, or None"
     )

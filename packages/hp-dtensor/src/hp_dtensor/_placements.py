@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from ._errors import PlacementTypeError, RaggedSizesError, ShardDimError
+from ._errors import LayoutError
 
 PartialOp = Literal["sum", "avg", "max", "min", "prod"]
 _PRODUCT: Any = "product"
@@ -75,7 +75,7 @@ class StridedShard:
         _check_dim(self.dim)
         factor: object = self.split_factor
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
-            raise ShardDimError(
+            raise LayoutError(
                 f"StridedShard cuts a dim into split_factor blocks, a number of 1 or more, got "
                 f"{factor!r}"
             )
@@ -114,17 +114,17 @@ class RaggedShard:
             try:
                 object.__setattr__(self, name, tuple(given))
             except TypeError:
-                raise RaggedSizesError(
+                raise LayoutError(
                     f"RaggedShard takes {name} as a sequence of numbers, got {given!r}"
                 ) from None
         if not self.dims or self.dims != tuple(range(len(self.dims))):
-            raise ShardDimError(
+            raise LayoutError(
                 f"RaggedShard flattens leading dims, got dims={self.dims}; use (0,), (0, 1) and so "
                 "on, without gaps"
             )
         sizes: tuple[object, ...] = self.sizes
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
-            raise RaggedSizesError(
+            raise LayoutError(
                 f"RaggedShard sizes are element counts of 0 or more, got {_short(self.sizes)}"
             )
         object.__setattr__(self, "starts", (0, *accumulate(self.sizes)))
@@ -150,7 +150,7 @@ class Partial:
         if self.op == _PRODUCT:
             object.__setattr__(self, "op", "prod")
         if self.op not in get_args(PartialOp):
-            raise PlacementTypeError(
+            raise LayoutError(
                 f"Partial({self.op!r}) is no reduction; use one of {', '.join(get_args(PartialOp))}"
             )
 
@@ -175,11 +175,11 @@ Placement: TypeAlias = Replicate | Shard | StridedShard | RaggedShard | Partial
 
 
 def in_tuple(placements: object) -> tuple[Any, ...]:
-    """Return a sequence of placements as a tuple; raises `PlacementTypeError` for what is none."""
+    """Return a sequence of placements as a tuple; raises `LayoutError` for what is none."""
     try:
         return tuple(cast(Any, placements))
     except TypeError:
-        raise PlacementTypeError(
+        raise LayoutError(
             f"placements are a sequence with one for each mesh axis, got {placements!r} alone; "
             "on a mesh of one axis write (Shard(0),)"
         ) from None
@@ -187,7 +187,7 @@ def in_tuple(placements: object) -> tuple[Any, ...]:
 
 def _check_dim(dim: object) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ShardDimError(f"Shard takes the number of a tensor dim, got {dim!r}")
+        raise LayoutError(f"Shard takes the number of a tensor dim, got {dim!r}")
 
 
 def _short(sizes: tuple[int, ...]) -> str:

@@ -22,7 +22,7 @@ from ._candidates import (
     ways_between,
 )
 from ._cost import AlphaBeta, CostModel, check_length, sampled, seconds, step_seconds
-from ._errors import NoPlan
+from ._errors import NoPlanError
 from ._layout import Layout
 from ._placements import Partial, Replicate
 from ._shard_order import is_local, replicated, unchanged_axes
@@ -292,7 +292,7 @@ def make_plan(
     ``groups`` are the sets of mesh axes that have a process group of exactly their ranks, besides
     the single axes; None means that any set has one. No step holds more than ``max_bytes`` on any
     rank. Raises as `plan_transfer` does, except for partial sources, which a plan reduces, and
-    `NoPlan`.
+    `NoPlanError`.
     """
     check_pair(src, dst, shape)
     model = AlphaBeta() if cost is None else cost
@@ -388,7 +388,7 @@ def _choose(
             )
             open_ways += [low] if low else []
         least = min(max(map(most, way)) for way in open_ways) * itemsize
-        raise NoPlan(
+        raise NoPlanError(
             f"no way from {src} to {dst} for {list(shape)} holds at most max_bytes={max_bytes} at "
             f"once; the least found is {least}: allow that much",
             max_bytes=max_bytes or 0,

@@ -16,13 +16,7 @@ from ._caches import BoundedDict
 from ._consistency import ConsistencyCheck
 from ._convert import AnyPlacement, to_layout, to_torch
 from ._cost import CostModel, check_cost
-from ._errors import (
-    CrossMeshError,
-    LayoutError,
-    LocalShapeMismatch,
-    NoPlan,
-    PartialDtypeError,
-)
+from ._errors import LayoutError, MeshError, NoPlanError
 from ._execute import BoundStep, bind
 from ._groups import (
     AxisGroup,
@@ -33,7 +27,7 @@ from ._groups import (
     transfer_group,
 )
 from ._layout import Layout, ShardOrder, checked_order
-from ._non_member import Absent
+from ._non_member import NonMember
 from ._placements import Partial, Replicate, in_tuple
 from ._planner import Plan, make_plan
 from ._shard_order import with_placement
@@ -52,7 +46,7 @@ from ._transfer import same_mesh
 from .ragged._spec import find_spec
 from .ragged._tensor import RaggedTensor
 
-Distributed: TypeAlias = DTensor | RaggedTensor | Absent
+Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
 
 
@@ -76,7 +70,7 @@ class Options(NamedTuple):
 class TensorSpec:
     """The layout of a tensor: by position in ``mesh``, by rank where this rank has no mesh.
 
-    ``mesh`` is None for an `Absent`.
+    ``mesh`` is None for a `NonMember`.
     """
 
     layout: Layout
@@ -120,13 +114,13 @@ class Prepared:
     op_text: str = ""
 
     def check_back(self) -> None:
-        """Raise `NoPlan` unless a gradient can come back within ``max_bytes``."""
+        """Raise `NoPlanError` unless a gradient can come back within ``max_bytes``."""
         if self.options.max_bytes is None:
             return
         try:
             self.plan_back()
-        except NoPlan as error:
-            raise NoPlan(
+        except NoPlanError as error:
+            raise NoPlanError(
                 f"the gradient needs a way back: {error}",
                 max_bytes=error.max_bytes,
                 best_peak=error.best_peak,
@@ -145,9 +139,9 @@ class Prepared:
         )
 
     def check_local(self, local: Tensor) -> None:
-        """Raise `LocalShapeMismatch` for a part of another shape than the layout gives it."""
+        """Raise `LayoutError` for a part of another shape than the layout gives it."""
         if fault := self.fault(local):
-            raise LocalShapeMismatch(fault)
+            raise LayoutError(fault)
 
 
 def prepare(x: object, target: Target, options: Options) -> Prepared:
@@ -171,7 +165,7 @@ def prepare(x: object, target: Target, options: Options) -> Prepared:
     given: object = mesh
     if given is not None and not isinstance(given, DeviceMesh | Layout):
         held = "" if own is None else f", {_words(own, 'one')}"
-        raise CrossMeshError(
+        raise MeshError(
             f"mesh={mesh!r} is no DeviceMesh; give the target's, or, to stay on the mesh of the "
             f"tensor{held}: leave mesh= out"
         )
@@ -204,14 +198,14 @@ def prepare(x: object, target: Target, options: Options) -> Prepared:
     return prepared
 
 
-_WITHOUT_SPEC = (RaggedTensor, Absent, TensorSpec)
+_WITHOUT_SPEC = (RaggedTensor, NonMember, TensorSpec)
 # By the hash of what a tensor starts from: what that is stands beside what was prepared.
 _prepared: BoundedDict[tuple[Any, ...], tuple[tuple[Any, ...], Prepared]] = BoundedDict(2048)
 
 
 def tensor_spec(x: object) -> TensorSpec:
-    """Return the layout of ``x``; raises `PlacementTypeError` for what is no distributed tensor."""
-    if isinstance(x, Absent):
+    """Return the layout of ``x``; raises `LayoutError` for what is no distributed tensor."""
+    if isinstance(x, NonMember):
         return TensorSpec(layout=x.layout, mesh=None, shape=x.shape, dtype=x.dtype)
     if isinstance(x, TensorSpec):
         return x
@@ -242,8 +236,8 @@ def local_of(x: Any) -> Tensor | None:
 
 
 def own_mesh(x: Any) -> DeviceMesh | None:
-    """Return the mesh of a tensor, None for an `Absent`."""
-    return None if isinstance(x, Absent) else cast(DeviceMesh, x._spec.mesh)
+    """Return the mesh of a tensor, None for a `NonMember`."""
+    return None if isinstance(x, NonMember) else cast(DeviceMesh, x._spec.mesh)
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -384,7 +378,7 @@ def _wrap(
 ) -> Callable[[Tensor, DeviceMesh | None], Distributed]:
     """Return what makes the result of this rank's part on a mesh equal to ``mesh``."""
     if not here or not isinstance(mesh, DeviceMesh):
-        absent = Absent(dst, spec.shape, spec.dtype)
+        absent = NonMember(dst, spec.shape, spec.dtype)
         return lambda local, mesh: absent
     if dst.ragged is not None:
         axis, runs = dst.ragged
@@ -401,7 +395,7 @@ def _wrap(
 
 
 def _check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
-    """Raise `PartialDtypeError` where partial values are reduced as their dtype cannot be."""
+    """Raise `LayoutError` where partial values are reduced as their dtype cannot be."""
     one_mesh = same_mesh(src, dst)
     for axis, placement in enumerate(src.placements):
         if not isinstance(placement, Partial) or src.mesh_shape[axis] == 1:
@@ -414,7 +408,7 @@ def _check_reducible(src: Layout, dst: Layout, dtype: torch.dtype) -> None:
             legal = "use Partial('sum') or Partial('avg')"
         else:
             continue
-        raise PartialDtypeError(
+        raise LayoutError(
             f"{placement} on mesh axis {axis} of a tensor of {dtype}, which does not support this "
             f"reduction; {legal}"
         )

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from ._convert import AnyPlacement, DensePlacement, TorchPartial
 from ._cost import CostModel
-from ._errors import LayoutError, PlacementTypeError
+from ._errors import LayoutError
 from ._execute import start
 from ._groups import group_names
 from ._layout import Layout
-from ._non_member import Absent
+from ._non_member import NonMember
 from ._prepare import (
     Distributed,
     Options,
@@ -169,49 +169,67 @@ def redistribute(
     collectives: Collectives | None = None,
     groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
 ) -> Distributed | Pending[Any]:
-    """Return the tensor laid out as ``placements`` say, ours or torch's; all replicated if None.
+    """Return the tensor in another layout, on its mesh or on another one.
 
     ``redistribute(x, placements, mesh=mesh)`` and torch's ``redistribute(x, mesh, placements)`` are
-    the same.
+    the same. Communicates what `explain` prints: each step runs in a process group of exactly the
+    ranks along its axes. Groups are those that exist: of ``groups``, of an axis, of the world, of a
+    flattened mesh, of an alias of hp-mesh.
 
-    ``shard_order`` gives the order of axes that shard the same dim, as in `Layout`; the result then
-    carries torch's strided shards; with a `RaggedShard` it is a `RaggedTensor`. Communicates what
-    `explain` prints, chosen as the cheapest under ``cost`` of those that hold at most ``max_bytes``
-    at once. Each step runs in a group of exactly the ranks along its axes; groups are those that
-    exist: of ``groups``, of an axis, of the world, of a flattened mesh, of an alias of hp-mesh. All
-    ranks give the same ``groups``, in the same order. A result in
-    the layout of ``x`` shares its memory, and is ``x`` where autograd records nothing; another may
-    share it too. With ``async_op`` the first
-    collective is started and `Pending.wait` does the rest: until then ``x`` must stay untouched.
-    Autograd records the result if it would at the call.
-
-    To another ``mesh``, of another shape or other ranks, data goes point to point between the ranks
-    that lack it and those that have it, over a group of the ranks of both meshes: one of
-    ``groups``, the world's, or one that the first such call makes. Every rank of either mesh
-    calls; an `Absent` stands for the tensor, before and after, on a rank that is not in its mesh.
-    Beforehand these ranks compare what they mean, in one all-reduce of 32 bytes that
-    ``collectives`` do not see, and wait for each other in that. With ``async_op`` they wait in the
-    first call of its kind only, and see in `Pending.wait` whether all meant the same.
+    To another mesh, data goes point to point between the ranks that lack it and those that have it,
+    over a group of the ranks of both meshes: one of ``groups``, the world's, or one that the first
+    such call makes. Every rank of either mesh calls; a `NonMember` stands for the tensor, before
+    and after, on a rank that is not in its mesh. Beforehand these ranks compare what they are about
+    to do, in one all-reduce of 32 bytes that ``collectives`` do not see, and wait for each other in
+    that; with ``async_op`` they wait in the first call of its kind only.
 
     Backward redistributes the gradient to the layout of ``x``, with partial values replicated: the
-    gradient of a sum with respect to each of its terms is the sum's. For other ops than sum that is
-    a convention: every term gets the gradient of the result. The way back is chosen under ``cost``
-    and ``max_bytes`` too: `NoPlan` is raised by the call if a gradient that lies as the result does
-    has none, and by backward for one that lies otherwise. A rank whose result is an
-    `Absent` takes part by `Absent.backward`, one that gives an `Absent` says there if the tensor
-    requires a gradient.
+    gradient of a sum with respect to each of its terms is the sum's. For other reductions that is
+    a convention: every term gets the gradient of the result. The plan of the gradient is chosen
+    under ``cost`` and ``max_bytes`` too. A rank whose result is a `NonMember` takes part by
+    `NonMember.backward`.
 
     In a function that ``torch.compile`` traces, the plan is made while it traces, for the sizes at
-    hand, and one opaque op carries it out; ``async_op`` has then no effect but on the type.
-    Ragged and absent tensors, meshes of other ranks and ``collectives`` are refused there.
+    hand, and one opaque op carries it out; ``async_op`` has then no effect but on the type. Ragged
+    tensors, non-members, meshes of other ranks, ``collectives`` and ``groups`` are refused there.
 
-    Raises before any communication: `CrossMeshError`, `PlacementCountError`, `PlacementTypeError`,
-    `ShardDimError`, `ShardOrderError`, `RaggedSizesError`, `MixedPartialError`,
-    `PartialTargetError`, `PartialDtypeError` for a reduction that the dtype has not,
-    `CostModelError`, `NoPlan`, `MissingGroup`, and `LocalShapeMismatch` on a rank whose local
-    tensor has another shape than its layout gives it. Where ``x`` is no distributed tensor, or
-    ``placements`` no sequence, `PlacementTypeError`. Between meshes `RanksDisagree`, on all ranks,
-    where they mean different changes or one has a wrong local tensor, before any of it is sent.
+    Args:
+        x: A DTensor or a `RaggedTensor` on any mesh, or a `NonMember`, which says with
+            ``requires_grad`` whether the tensor requires a gradient.
+        where: ``placements`` alone, or torch's mesh and placements.
+        placements: One for each mesh axis, ours or torch's; replicated on all if None. With a
+            `RaggedShard` the result is a `RaggedTensor`.
+        mesh: The mesh of the result; that of ``x`` if None.
+        shard_order: The order of axes that shard the same dim, as in `Layout`; the result then has
+            torch's strided shards.
+        max_bytes: The most bytes that a step may hold at once, on any rank.
+        cost: What plans are compared by; `AlphaBeta` with its defaults if None.
+        async_op: Start the first collective and return what does the rest in ``wait()``. Until
+            then ``x`` must stay untouched. Autograd records the result if it would at the call.
+        collectives: What carries the steps out; `TorchCollectives` if None.
+        groups: Process groups or meshes of one axis that may carry steps over several axes; the
+            same on all ranks, in the same order.
+
+    Returns:
+        The tensor in the layout asked for, with torch's placements where torch has them. In the
+        layout of ``x`` it shares its memory, and is ``x`` where autograd records nothing; another
+        may share it too.
+
+    Raises:
+        LayoutError: Arguments that cannot be: placements, dims, orders or sizes that do not fit,
+            partial values that a target asks for and does not have, reductions that do not commute
+            or that the dtype does not support, no cost model. On every rank, before any
+            communication. On this rank alone where its local tensor has another shape than its
+            layout gives it: peers then wait, unless ``collectives`` is a `CheckedCollectives`, with
+            which all of them raise `RankMismatchError`.
+        MeshError: A mesh that is none, or a process group that is needed and does not exist.
+        NoPlanError: Every plan, or every plan of the gradient, needs more than ``max_bytes``. By
+            the call for a gradient in the layout of the result, else by backward.
+        RankMismatchError: Between meshes, on all ranks: they are about to do different things, or
+            one has a wrong local tensor. Before any of it is sent, or in ``wait()``.
+
+    Example:
+        >>> redistribute(weight, [Shard(1), Replicate()])
     """
     if where:
         first: Any = where[0]
@@ -245,7 +263,7 @@ def _sorted_out(
             return first, placements
         if len(more) == 1 and placements is None and not isinstance(more[0], DeviceMesh):
             return first, more[0]
-    raise PlacementTypeError(
+    raise LayoutError(
         "call redistribute(x, placements, mesh=mesh) or redistribute(x, mesh, placements), with "
         "the mesh and the placements once each"
     )
@@ -260,7 +278,7 @@ class _Call(NamedTuple):
     prepared: Prepared
     mesh: Any
     collectives: Collectives
-    absent: Absent | None
+    absent: NonMember | None
 
 
 def run(
@@ -303,7 +321,7 @@ def run(
         prepared,
         target.mesh if prepared.crosses else own_mesh(x),
         TorchCollectives() if collectives is None else collectives,
-        x if isinstance(x, Absent) else None,
+        x if isinstance(x, NonMember) else None,
     )
     compared = _compared(x, call, recorded, async_op)
     if not async_op:
@@ -382,7 +400,7 @@ def _recorded(x: Distributed, call: _Call, finish: Callable[[], Tensor] | None) 
     result: Tensor = _Redistribute.apply(tensor, call, finish)  # type: ignore[no-untyped-call]
     if isinstance(result, Distributed):
         return result
-    made = cast(Absent, call.prepared.wrap(result, None))
+    made = cast(NonMember, call.prepared.wrap(result, None))
     return replace(made, requires_grad=True, graph=result)
 
 
@@ -397,8 +415,8 @@ class _Redistribute(torch.autograd.Function):
         if call.prepared.crosses:
             # A gradient goes back to this mesh, or to this layout of other ranks.
             back = own_mesh(x) if call.absent is None else gradient_layout(call.prepared.source)
-        ctx.saved = (call, back, isinstance(result, Absent))
-        return torch.zeros(0) if isinstance(result, Absent) else result
+        ctx.saved = (call, back, isinstance(result, NonMember))
+        return torch.zeros(0) if isinstance(result, NonMember) else result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -415,11 +433,11 @@ class _Redistribute(torch.autograd.Function):
 
         if is_gone:
             recorded = torch.is_grad_enabled()
-            grad = Absent(plan.target, plan.shape, prepared.dtype, requires_grad=recorded)
+            grad = NonMember(plan.target, plan.shape, prepared.dtype, requires_grad=recorded)
         elif prepared.check is not None:
             # Ranks without a gradient take it to have the layout of the result.
             grad = take(grad, gradient_layout(plan.target), None)
         back = take(grad, gradient_layout(prepared.source), there)
         if call.absent is not None:
             return torch.zeros(0), None, None
-        return None if isinstance(back, Absent) else back, None, None
+        return None if isinstance(back, NonMember) else back, None, None

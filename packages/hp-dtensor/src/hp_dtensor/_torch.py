@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._errors import PlacementTypeError
+from ._errors import LayoutError
 
 Spec: TypeAlias = DTensorSpec
 T = TypeVar("T", bound=Tensor)
@@ -47,12 +47,12 @@ def local_part(x: DTensor) -> Tensor:
 def spec_of(x: object) -> Spec:
     """Return what torch keeps of a DTensor besides its values; it keeps its own hash.
 
-    Raises `PlacementTypeError` for anything else, at no cost where nothing is wrong.
+    Raises `LayoutError` for anything else, at no cost where nothing is wrong.
     """
     try:
         return cast(DTensor, x)._spec
     except AttributeError:
-        raise PlacementTypeError(
+        raise LayoutError(
             f"a redistribution starts from a DTensor, got an object of type {type(x).__name__}; "
             "make one with torch.distributed.tensor.distribute_tensor, or plan between layouts "
             "with explain(Layout(...), ..., shape=...)"

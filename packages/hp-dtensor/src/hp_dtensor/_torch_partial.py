@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _placements as ours
 from ._convert import AnyPlacement, is_torch_partial
-from ._errors import PartialTargetError, PlacementCountError
+from ._errors import LayoutError
 from ._placements import in_tuple
 from ._prepare import TensorSpec, dense_spec
 
@@ -41,8 +41,8 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     """Return torch's part of a redistribution; communicates nothing.
 
     Values go straight to the shards of the target where no other axis shards the same dim, and
-    become replicated otherwise. Raises `PartialTargetError` for a target that asks for such values
-    and does not have them, and `PlacementCountError`.
+    become replicated otherwise. Raises `LayoutError` for a target that asks for such values
+    and does not have them, and `LayoutError`.
     """
     mesh = x.device_mesh
     held = tuple(x.placements)
@@ -52,7 +52,7 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     if placements is not None:
         wanted = in_tuple(placements)
     if not other_mesh and len(wanted) != ndim:
-        raise PlacementCountError(
+        raise LayoutError(
             f"{len(wanted)} placements for a mesh of shape {tuple(mesh.shape)}; give {ndim}, one "
             "for each axis"
         )
@@ -62,12 +62,12 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
             continue
         old = "another mesh" if other_mesh else held[axis]
         if other_mesh or old != placement:
-            raise PartialTargetError(
+            raise LayoutError(
                 f"axis {axis} goes from {old} to {placement}; a target can keep partial values but "
                 "not make them: use Replicate() or Shard(dim)"
             )
         if hasattr(old, "mask_buffer") and any(p != q for p, q in zip(held, wanted, strict=True)):
-            raise PartialTargetError(
+            raise LayoutError(
                 f"{old} stays on axis {axis} while others go from {held} to {wanted}; its mask is "
                 "that of the parts as they are: reduce it, with Replicate() or Shard(dim)"
             )
@@ -109,7 +109,7 @@ def _spelled(placement: AnyPlacement, ndim: int) -> theirs.Placement:
         return theirs.Shard(placement.dim % ndim)
     if isinstance(placement, ours.Replicate):
         return theirs.Replicate()
-    raise PartialTargetError(
+    raise LayoutError(
         f"{placement} beside partial values that stay and that only torch reduces; reduce these "
         "first, with Replicate() or Shard(dim) on their axes"
     )

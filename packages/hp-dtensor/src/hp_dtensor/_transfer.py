@@ -20,7 +20,7 @@ from ._boxes import (
     unravel,
     volume,
 )
-from ._errors import PartialSourceError, PartialTargetError, PlacementTypeError, RankNotInMesh
+from ._errors import LayoutError, MeshError
 from ._layout import Layout
 from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 
@@ -339,8 +339,8 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
     An axis with the same partial values in both layouts takes no part: each coordinate moves its
     own values.
 
-    Communicates nothing. Raises `PartialSourceError`, `PartialTargetError`, `ShardDimError`,
-    `RaggedSizesError`, `RankNotInMesh` for a rank in neither mesh, `PlacementTypeError` for what is
+    Communicates nothing. Raises `LayoutError`, `LayoutError`, `LayoutError`,
+    `LayoutError`, `MeshError` for a rank in neither mesh, `LayoutError` for what is
     no `Layout`, and `LayoutError` for negative sizes.
     """
     check_pair(src, dst, shape)
@@ -349,12 +349,12 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
             continue
         if not same_mesh(src, dst) or placement != dst.placements[axis]:
             new = f"to {dst.placements[axis]}" if same_mesh(src, dst) else "to another mesh"
-            raise PartialSourceError(
+            raise LayoutError(
                 f"a transfer moves data and reduces none: axis {axis} goes from {placement} "
                 f"{new}; reduce it first"
             )
     if not (src.holds(rank) or dst.holds(rank)):
-        raise RankNotInMesh(
+        raise MeshError(
             f"rank {rank} is neither in the source's mesh of shape {src.mesh_shape} nor in the "
             f"target's of shape {dst.mesh_shape}"
         )
@@ -379,7 +379,7 @@ def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
     """Raise unless a tensor of ``shape`` can go from ``src`` to ``dst``."""
     for side, layout in (("source", src), ("target", dst)):
         if not isinstance(layout, Layout):
-            raise PlacementTypeError(
+            raise LayoutError(
                 f"the {side} must be a Layout, got {layout!r}; use Layout(mesh_shape, placements)"
             )
     src.check_shape(shape)
@@ -390,7 +390,7 @@ def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
             continue
         old = src.placements[axis] if same else "another mesh"
         if new != old:
-            raise PartialTargetError(
+            raise LayoutError(
                 f"axis {axis} goes from {old} to {new}; a target can keep partial values but not "
                 "make them: use Replicate() or Shard(dim)"
             )

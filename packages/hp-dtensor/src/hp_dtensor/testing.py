@@ -9,7 +9,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .collectives._interface import Axis, Parts, ReduceOp, Work, as_tensors, check_divisible
+from .collectives._interface import (
+    Axis,
+    Parts,
+    RankMismatchError,
+    ReduceOp,
+    Work,
+    as_tensors,
+    check_divisible,
+)
 
 
 class SimulatedGroup:
@@ -122,7 +130,7 @@ class SimulatedWorld:
             thread.start()
         for thread in threads:
             thread.join()
-        for rank in sorted(errors, key=lambda r: (isinstance(errors[r], PeerError), r)):
+        for rank in sorted(errors, key=lambda r: (isinstance(errors[r], RankMismatchError), r)):
             raise errors[rank]
         return [results[rank] for rank in range(self.size)]
 
@@ -132,13 +140,13 @@ class SimulatedWorld:
         with self._changed:
             while not ready():
                 if gone := peers() & self._ended:
-                    raise PeerError(f"ranks {sorted(gone)} ended without taking part in {what}")
+                    raise RankMismatchError(
+                        f"ranks {sorted(gone)} ended without taking part in {what}"
+                    )
                 if not self._changed.wait(self.timeout):
-                    raise PeerError(f"{what} waited {self.timeout} s for ranks {sorted(peers())}")
-
-
-class PeerError(RuntimeError):
-    """A simulated rank waited for a peer that ended, or that made another call."""
+                    raise RankMismatchError(
+                        f"{what} waited {self.timeout} s for ranks {sorted(peers())}"
+                    )
 
 
 @dataclass
@@ -224,7 +232,7 @@ class SimulatedCollectives:
         def check(result: list[Tensor], posted: list[list[Tensor]]) -> None:
             got = tuple(blocks[axis.index].shape[0] for blocks in posted)
             if receive_splits is not None and got != tuple(receive_splits):
-                raise PeerError(
+                raise RankMismatchError(
                     f"rank {self.rank} expects {tuple(receive_splits)} rows over {axis.name}, "
                     f"its peers sent {got}"
                 )
@@ -238,10 +246,10 @@ class SimulatedCollectives:
             check,
         )
 
-    def exchange(
+    def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Send and receive point to point; see `Collectives.exchange`."""
+        """Send and receive point to point; see `Collectives.send_recv`."""
         world = self._world
         with world._changed:
             for peer, parts in sends.items():
@@ -260,11 +268,11 @@ class SimulatedCollectives:
                 world._wait_for(
                     lambda key=key: key in world._letters,  # type: ignore[misc]
                     lambda peer=peer: {axis.ranks[peer]},  # type: ignore[misc]
-                    f"exchange over {axis.name}",
+                    f"send_recv over {axis.name}",
                 )
                 letter = world._letters.pop(key)
                 if letter.shape != out.shape:
-                    raise PeerError(
+                    raise RankMismatchError(
                         f"rank {axis.ranks[peer]} sent {tuple(letter.shape)} over {axis.name} "
                         f"where rank {self.rank} expects {tuple(out.shape)}"
                     )
@@ -321,7 +329,7 @@ class SimulatedCollectives:
                 lambda: bool(meeting.results) or meeting.error is not None, missing, call
             )
             if meeting.error is not None:
-                raise PeerError(meeting.error)
+                raise RankMismatchError(meeting.error)
             result = meeting.results[axis.index]
             if check is not None:
                 check(result, [meeting.posted[i] for i in range(axis.size)])

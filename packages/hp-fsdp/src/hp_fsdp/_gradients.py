@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, ReduceOp, Work
+from hp_dtensor import Axis, Collectives, Work
 
 from ._axes import DataAxes
 from ._buffers import Buffers
@@ -115,7 +116,7 @@ class Reduction:
         self._collectives = collectives
         self._options = options
         self._before, self._after = _divisors(options, axes.size, batch.dtype)
-        self._op: ReduceOp = "sum" if self._after else "avg"
+        self._op: Literal["sum", "avg"] = "sum" if self._after else "avg"
         self._sums = [axis for axis in axes.replicate if axis.size > 1]
         self._ready = True
         self._scattering: Work | None = None

@@ -7,7 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, Work, all_to_all
+from hp_dtensor import AutogradCollectives, Axis, Collectives, Work
 
 # Groups that made their first call. A group itself does not say so; it is not kept alive here.
 _CONNECTED: WeakSet[object] = WeakSet()
@@ -59,7 +59,7 @@ class Peers:
             return
         here, n = self.axis.index, self.axis.size
         sends, receives = (torch.zeros(1, device=device) for _ in range(2))
-        self.collectives.exchange(
+        self.collectives.send_recv(
             self.axis, {(here + 1) % n: sends}, {(here - 1) % n: receives}
         ).wait()
         _CONNECTED.add(self.axis.group)
@@ -72,12 +72,12 @@ class Peers:
         self, sends: Mapping[int, Tensor | Pair], receives: Mapping[int, Tensor | Pair]
     ) -> Work:
         """Send and receive point to point; see `Collectives.exchange`."""
-        return self.collectives.exchange(self.axis, self._placed(sends), self._placed(receives))
+        return self.collectives.send_recv(self.axis, self._placed(sends), self._placed(receives))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send row block ``i`` of ``x`` to peer ``i``; differentiable, one all-to-all each way."""
         splits = self._widened(send), self._widened(receive)
-        return all_to_all(x, self.axis, *splits, collectives=self.collectives)
+        return AutogradCollectives(self.collectives).all_to_all(x, self.axis, *splits)
 
     def _placed(self, tensors: Mapping[int, Tensor | Pair]) -> dict[int, Tensor | Pair]:
         return {self.members[peer]: tensor for peer, tensor in tensors.items()}

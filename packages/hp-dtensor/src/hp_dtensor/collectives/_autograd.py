@@ -1,4 +1,4 @@
-"""Collectives with gradients: each function's backward is the adjoint that its docstring names."""
+"""Collectives with gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,103 +10,123 @@ from ._interface import Axis, Collectives
 from ._torch import TorchCollectives
 
 
-def all_gather(
-    x: Tensor,
-    axis: Axis,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
-    collectives: Collectives | None = None,
-) -> Tensor:
-    """Return the concatenation over ``dim`` of every rank's ``x``, in rank order.
+class AutogradCollectives:
+    """Collectives of one tensor, with gradients.
 
-    ``sizes`` gives each rank's length in ``dim`` where they differ. One all-gather over ``axis``;
-    backward: one reduce-scatter, summed. Where lengths differ: sends from each rank to each, and
-    backward one all-to-all, summed in rank order.
+    The backward of each is the adjoint that its docstring names; second derivatives pass.
+
+    Args:
+        inner: What carries the calls out, forward and backward; `TorchCollectives` if None.
+
+    Example:
+        >>> AutogradCollectives().all_gather(hidden, Axis.of(mesh, "tp"), dim=1)
     """
-    return _apply(_AllGather, x, axis, dim, _lengths(x, axis, dim, sizes), _door(collectives))
 
+    def __init__(self, inner: Collectives | None = None) -> None:
+        self._inner: Collectives = TorchCollectives() if inner is None else inner
 
-def reduce_scatter(
-    x: Tensor,
-    axis: Axis,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
-    collectives: Collectives | None = None,
-) -> Tensor:
-    """Return this rank's part in ``dim`` of the sum of every rank's ``x``.
+    def all_gather(
+        self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the concatenation over ``dim`` of every rank's ``x``, in rank order.
 
-    Without ``sizes`` the length must divide by the axis size. One reduce-scatter over ``axis``;
-    backward: one all-gather. Where lengths differ: an all-to-all, summed in rank order, and
-    backward sends from each rank to each.
-    """
-    if sizes is None:
-        length = x.shape[dim]
-        if length % axis.size:
+        One all-gather over ``axis``; backward: one reduce-scatter, summed. Where lengths differ:
+        sends from each rank to each, and backward one all-to-all, summed in rank order.
+
+        Args:
+            x: This rank's part.
+            axis: The ranks that gather.
+            dim: The dim along which parts lie end to end.
+            sizes: Each rank's length in ``dim`` where they differ.
+
+        Raises:
+            ValueError: ``sizes`` do not fit the axis or this rank's part.
+        """
+        return _apply(_AllGather, x, axis, dim, _lengths(x, axis, dim, sizes), self._inner)
+
+    def reduce_scatter(
+        self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return this rank's part in ``dim`` of the sum of every rank's ``x``.
+
+        One reduce-scatter over ``axis``; backward: one all-gather. Where lengths differ: an
+        all-to-all, summed in rank order, and backward sends from each rank to each.
+
+        Args:
+            x: A tensor of one shape on all ranks.
+            axis: The ranks that sum.
+            dim: The dim that is cut.
+            sizes: Each rank's length in ``dim``; equal ones, which must divide it, if None.
+
+        Raises:
+            ValueError: The length does not divide, or ``sizes`` do not add up.
+        """
+        if sizes is None:
+            length = x.shape[dim]
+            if length % axis.size:
+                raise ValueError(
+                    f"reduce_scatter over {axis.name} splits dim {dim} of {tuple(x.shape)} in "
+                    f"{axis.size} equal parts; pass sizes= for unequal ones"
+                )
+            sizes = (length // axis.size,) * axis.size
+        elif len(sizes) != axis.size or sum(sizes) != x.shape[dim]:
             raise ValueError(
-                f"reduce_scatter over {axis.name} splits dim {dim} of {tuple(x.shape)} in "
-                f"{axis.size} equal parts; pass sizes= for unequal ones"
+                f"sizes {tuple(sizes)} over {axis.name} must be {axis.size} lengths that sum to "
+                f"{x.shape[dim]}, the length of dim {dim}"
             )
-        sizes = (length // axis.size,) * axis.size
-    elif len(sizes) != axis.size or sum(sizes) != x.shape[dim]:
-        raise ValueError(
-            f"sizes {tuple(sizes)} over {axis.name} must be {axis.size} lengths that sum to "
-            f"{x.shape[dim]}, the length of dim {dim}"
-        )
-    return _apply(_ReduceScatter, x, axis, dim, tuple(sizes), _door(collectives))
+        return _apply(_ReduceScatter, x, axis, dim, tuple(sizes), self._inner)
 
+    def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
+        """Return the sum of every rank's ``x``; one all-reduce over ``axis``.
 
-def all_reduce(x: Tensor, axis: Axis, *, collectives: Collectives | None = None) -> Tensor:
-    """Return the sum of every rank's ``x``; one all-reduce over ``axis``.
+        Backward passes the gradient through: the result is replicated, and every rank's gradient of
+        it is already the whole one (Megatron-LM's g, arXiv 1909.08053, section 3).
+        """
+        return _apply(_AllReduce, x, axis, self._inner)
 
-    Backward passes the gradient through: the result is replicated, and every rank's gradient of it
-    is already the whole one (Megatron-LM's g, arXiv 1909.08053, section 3).
-    """
-    return _apply(_AllReduce, x, axis, _door(collectives))
+    def replicate(self, x: Tensor, axis: Axis) -> Tensor:
+        """Return ``x`` itself, which every rank of ``axis`` holds; communicates nothing.
 
+        Backward sums the ranks' gradients, each of which stands for a part of the work done with
+        ``x``: one all-reduce (Megatron-LM's f, arXiv 1909.08053, section 3).
+        """
+        return _apply(_Replicate, x, axis, self._inner)
 
-def replicate(x: Tensor, axis: Axis, *, collectives: Collectives | None = None) -> Tensor:
-    """Return ``x`` itself, which every rank of ``axis`` holds; communicates nothing.
+    def all_to_all(
+        self,
+        x: Tensor,
+        axis: Axis,
+        send_splits: Sequence[int] | None = None,
+        receive_splits: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Send row block ``i`` of ``x`` to rank ``i``; return what each sent here, in rank order.
 
-    Backward sums the ranks' gradients, each of which stands for a part of the work done with ``x``:
-    one all-reduce (Megatron-LM's f, arXiv 1909.08053, section 3).
-    """
-    return _apply(_Replicate, x, axis, _door(collectives))
+        One all-to-all over ``axis``; backward: one all-to-all with the splits exchanged.
 
+        Args:
+            x: Rows to send, ``[rows, ...]``.
+            axis: The ranks that take part.
+            send_splits: Rows to each rank; equal blocks if None.
+            receive_splits: Rows from each rank; both are given, or neither.
 
-def all_to_all(
-    x: Tensor,
-    axis: Axis,
-    send_splits: Sequence[int] | None = None,
-    receive_splits: Sequence[int] | None = None,
-    *,
-    collectives: Collectives | None = None,
-) -> Tensor:
-    """Return what each rank sent here, in rank order: row block ``i`` of ``x`` goes to rank ``i``.
-
-    Blocks are equal, or ``send_splits`` rows to and ``receive_splits`` rows from each rank. One
-    all-to-all over ``axis``; backward: one all-to-all with the splits exchanged.
-    """
-    if (send_splits is None) != (receive_splits is None):
-        raise ValueError("give both send_splits and receive_splits, or neither")
-    if send_splits is None and x.shape[0] % axis.size:
-        raise ValueError(
-            f"all_to_all over {axis.name} sends {axis.size} equal blocks of dim 0, got "
-            f"{tuple(x.shape)}; pass send_splits= and receive_splits= for unequal ones"
-        )
-    send = None if send_splits is None else tuple(send_splits)
-    receive = None if receive_splits is None else tuple(receive_splits)
-    return _apply(_AllToAll, x, axis, send, receive, _door(collectives))
+        Raises:
+            ValueError: One of the splits alone, or rows that equal blocks do not divide.
+        """
+        if (send_splits is None) != (receive_splits is None):
+            raise ValueError("give both send_splits and receive_splits, or neither")
+        if send_splits is None and x.shape[0] % axis.size:
+            raise ValueError(
+                f"all_to_all over {axis.name} sends {axis.size} equal blocks of dim 0, got "
+                f"{tuple(x.shape)}; pass send_splits= and receive_splits= for unequal ones"
+            )
+        send = None if send_splits is None else tuple(send_splits)
+        receive = None if receive_splits is None else tuple(receive_splits)
+        return _apply(_AllToAll, x, axis, send, receive, self._inner)
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
     result: Tensor = function.apply(*args)
     return result
-
-
-def _door(collectives: Collectives | None) -> Collectives:
-    return TorchCollectives() if collectives is None else collectives
 
 
 def _lengths(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
@@ -131,7 +151,7 @@ def _gather(
     else:
         whole = rows.new_empty((sum(sizes), *rows.shape[1:]))
         places = dict(enumerate(whole.split(list(sizes))))
-        collectives.exchange(axis, dict.fromkeys(places, rows), places).wait()
+        collectives.send_recv(axis, dict.fromkeys(places, rows), places).wait()
     return whole.movedim(0, dim)
 
 
@@ -153,36 +173,44 @@ def _scatter(
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], door: Collectives
+        ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], collectives: Collectives
     ) -> Tensor:
-        ctx.saved = (axis, dim, sizes, door)
-        return _gather(x, axis, dim, sizes, door)
+        ctx.saved = (axis, dim, sizes, collectives)
+        return _gather(x, axis, dim, sizes, collectives)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis, dim, sizes, door = ctx.saved
-        return _apply(_ReduceScatter, grads[0], axis, dim, sizes, door), None, None, None, None
+        axis, dim, sizes, collectives = ctx.saved
+        return (
+            _apply(_ReduceScatter, grads[0], axis, dim, sizes, collectives),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], door: Collectives
+        ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], collectives: Collectives
     ) -> Tensor:
-        ctx.saved = (axis, dim, sizes, door)
-        return _scatter(x, axis, dim, sizes, door)
+        ctx.saved = (axis, dim, sizes, collectives)
+        return _scatter(x, axis, dim, sizes, collectives)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis, dim, sizes, door = ctx.saved
-        return _apply(_AllGather, grads[0], axis, dim, sizes, door), None, None, None, None
+        axis, dim, sizes, collectives = ctx.saved
+        return _apply(_AllGather, grads[0], axis, dim, sizes, collectives), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, door: Collectives) -> Tensor:
-        ctx.saved = (axis, door)
-        (total,) = door.all_reduce(axis, [x.clone(memory_format=torch.contiguous_format)]).wait()
+    def forward(ctx: Any, x: Tensor, axis: Axis, collectives: Collectives) -> Tensor:
+        ctx.saved = (axis, collectives)
+        (total,) = collectives.all_reduce(
+            axis, [x.clone(memory_format=torch.contiguous_format)]
+        ).wait()
         return total
 
     @staticmethod
@@ -192,8 +220,8 @@ class _AllReduce(torch.autograd.Function):
 
 class _Replicate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, door: Collectives) -> Tensor:
-        ctx.saved = (axis, door)
+    def forward(ctx: Any, x: Tensor, axis: Axis, collectives: Collectives) -> Tensor:
+        ctx.saved = (axis, collectives)
         return x.view_as(x)
 
     @staticmethod
@@ -209,12 +237,12 @@ class _AllToAll(torch.autograd.Function):
         axis: Axis,
         send: tuple[int, ...] | None,
         receive: tuple[int, ...] | None,
-        door: Collectives,
+        collectives: Collectives,
     ) -> Tensor:
-        ctx.saved = (axis, receive, send, door)
+        ctx.saved = (axis, receive, send, collectives)
         if axis.size == 1:
             return x.clone()
-        (received,) = door.all_to_all(axis, x.contiguous(), send, receive).wait()
+        (received,) = collectives.all_to_all(axis, x.contiguous(), send, receive).wait()
         return received
 
     @staticmethod

@@ -134,12 +134,12 @@ class CheckedCollectives:
         self._compare(axis, "all_to_all", row, details, sent=sent, received=received)
         return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
 
-    def exchange(
+    def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Compare with each peer what is sent and expected; see `Collectives.exchange`."""
+        """Compare with each peer what is sent and expected; see `Collectives.send_recv`."""
         self._compare_pairs(axis, sends, receives)
-        return self._inner.exchange(axis, sends, receives)
+        return self._inner.send_recv(axis, sends, receives)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Compare, then pass on; see `Collectives.broadcast`."""

@@ -176,7 +176,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def exchange(
+    def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
         """Send and receive whole tensors point to point; keys are coordinates on the axis.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,15 +10,11 @@ from ._interface import Axis, Collectives, Parts, ReduceOp, Work, as_tensors
 from ._torch import TorchCollectives
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class CommunicationStats(NamedTuple):
     """Calls, and bytes of payload that this rank received from others."""
 
     calls: int = 0
     bytes: int = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(calls=self.calls + other.calls, bytes=self.bytes + other.bytes)
 
 
 class RecordingCollectives:
@@ -31,18 +27,18 @@ class RecordingCollectives:
 
     def __init__(self, inner: Collectives | None = None) -> None:
         self._inner: Collectives = TorchCollectives() if inner is None else inner
-        self._calls: dict[tuple[str, str], Traffic] = {}
+        self._calls: dict[tuple[str, str], CommunicationStats] = {}
 
     @property
-    def by_axis(self) -> dict[str, Traffic]:
+    def by_axis(self) -> dict[str, CommunicationStats]:
         """Return the totals so far, by axis name."""
-        totals: dict[str, Traffic] = {}
-        for (axis, _), traffic in self._calls.items():
-            totals[axis] = totals.get(axis, Traffic()) + traffic
+        totals: dict[str, CommunicationStats] = {}
+        for (axis, _), stats in self._calls.items():
+            totals[axis] = _sum(totals.get(axis), stats)
         return totals
 
     @property
-    def by_call(self) -> dict[tuple[str, str], Traffic]:
+    def by_call(self) -> dict[tuple[str, str], CommunicationStats]:
         """Return the totals so far, by axis name and collective."""
         return dict(self._calls)
 
@@ -53,7 +49,7 @@ class RecordingCollectives:
     def _count(self, axis: Axis, collective: str, received: int) -> None:
         if axis.size > 1:
             key = (axis.name, collective)
-            self._calls[key] = self._calls.get(key, Traffic()) + Traffic(calls=1, bytes=received)
+            self._calls[key] = _sum(self._calls.get(key), CommunicationStats(1, received))
 
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
@@ -97,20 +93,24 @@ class RecordingCollectives:
         self._count(axis, "all_to_all", received)
         return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
 
-    def exchange(
+    def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Count and pass on; see `Collectives.exchange`."""
+        """Count and pass on; see `Collectives.send_recv`."""
         others = (parts for peer, parts in receives.items() if peer != axis.index)
         received = sum(_bytes(x) for parts in others for x in as_tensors(parts))
-        self._count(axis, "exchange", received)
-        return self._inner.exchange(axis, sends, receives)
+        self._count(axis, "send_recv", received)
+        return self._inner.send_recv(axis, sends, receives)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Count and pass on; see `Collectives.broadcast`."""
         received = 0 if axis.index == source else sum(map(_bytes, tensors))
         self._count(axis, "broadcast", received)
         return self._inner.broadcast(axis, tensors, source)
+
+
+def _sum(one: CommunicationStats | None, other: CommunicationStats) -> CommunicationStats:
+    return other if one is None else CommunicationStats(one[0] + other[0], one[1] + other[1])
 
 
 def _bytes(tensor: Tensor) -> int:

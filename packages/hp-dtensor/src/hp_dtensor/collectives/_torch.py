@@ -220,10 +220,10 @@ class TorchCollectives:
         )
         return _Pending([work], [output], [input])
 
-    def exchange(
+    def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
-        """Send and receive point to point; see `Collectives.exchange`."""
+        """Send and receive point to point; see `Collectives.send_recv`."""
         group = _group(axis) if axis.size > 1 else None  # alone, a rank only copies
         outs = [(peer, x) for peer, parts in receives.items() for x in as_tensors(parts)]
         sent = [(peer, x.contiguous()) for peer, parts in sends.items() for x in as_tensors(parts)]

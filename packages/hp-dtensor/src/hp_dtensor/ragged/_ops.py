@@ -11,7 +11,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .._caches import remembered
-from .._errors import RaggedOpError
 from .._torch import argument_place, operator_name, written_arguments
 from ._reductions import fill, reduced, unscale
 from ._spec import RaggedSpec
@@ -112,13 +111,13 @@ def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
 
 @remembered(1024)
 def trait_of(op: Any) -> Trait:
-    """Return what ``op`` does; raise `RaggedOpError` unless it computes every element alone."""
+    """Return what ``op`` does; raise `TypeError` unless it computes every element alone."""
     namespace, name = operator_name(op)
     known = name in REDUCTIONS or name == UNSCALE or (name in RANDOM and op not in _BY_TENSOR)
     if namespace == "aten" and known:
         return Trait(writes=written_arguments(op), on_lists=False, other=name)
     if namespace != "aten" or not _is_elementwise(op, name):
-        raise RaggedOpError(
+        raise TypeError(
             f"{op} is not defined on ragged tensors, which have operators that act on each element "
             "alone, sums, means and norms of all elements, and random fills; redistribute the "
             "tensor to Replicate() or Shard(dim) first, or work on to_local()"
@@ -129,24 +128,24 @@ def trait_of(op: Any) -> Trait:
 
 
 def check_loss(op: Any, place: int, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Raise `RaggedOpError` unless a loss, whose reduction stands at a place, reduces nothing."""
+    """Raise `TypeError` unless a loss, whose reduction stands at a place, reduces nothing."""
     given = args[place] if place < len(args) else named.get("reduction", 1)
     if given != 0:
-        raise RaggedOpError(
+        raise TypeError(
             f"{op} of ragged tensors with a reduction; use reduction='none' and the result's "
             "mean() or sum(), or redistribute to Replicate() or Shard(dim) first"
         )
 
 
 def check_gradient(op: Any, args: tuple[Any, ...]) -> None:
-    """Raise `RaggedOpError` where autograd would give a ragged tensor plain zeros as gradient."""
+    """Raise `TypeError` where autograd would give a ragged tensor plain zeros as gradient."""
     name = operator_name(op)[1]
     if name not in _PLAIN_ZEROS:
         return
     place, instead = _PLAIN_ZEROS[name]
     x = args[place] if place < len(args) else None
     if isinstance(x, Tensor) and x.requires_grad and not x.is_complex() and torch.is_grad_enabled():
-        raise RaggedOpError(
+        raise TypeError(
             f"{name} of a ragged tensor that requires a gradient: torch would make its gradient a "
             f"plain tensor of zeros; use {instead}, or torch.no_grad()"
         )
@@ -188,7 +187,7 @@ def common_spec(
         else:
             continue
         if not fits:
-            raise RaggedOpError(
+            raise TypeError(
                 f"{use} of {described(first, kind)} and {described(x, kind)}, which lie "
                 "differently; use operands that lie alike, numbers or 0-dim tensors that are not "
                 "written to, or redistribute one first"
@@ -245,7 +244,7 @@ def run(
 ) -> Any:
     """Return what ``op`` makes of the parts, as ragged tensors that lie as its operands do.
 
-    Random fills and reductions to a number are known besides. Raises `RaggedOpError` for any other
+    Random fills and reductions to a number are known besides. Raises `TypeError` for any other
     operator that is not elementwise, for operands that lie
     differently, and for a plain tensor to write to; numbers and plain 0-dim tensors go with all.
     """

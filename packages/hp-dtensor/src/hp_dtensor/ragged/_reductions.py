@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._errors import RaggedOpError
 from .._groups import axes_over
 from .._placements import Replicate
-from ..collectives._autograd import all_reduce
+from ..collectives._autograd import AutogradCollectives
 from ..collectives._interface import Axis
 from ..collectives._torch import TorchCollectives
 from ._spec import RaggedSpec
@@ -56,7 +55,7 @@ def total(x: "RaggedTensor", local: Tensor, dtype: torch.dtype | None) -> Tensor
     """Return the sum of all elements; all-reduces a number over the ranks that divide them."""
     whole = local.sum(dtype=_wide(dtype or x.dtype) or dtype)
     for axis in _dividing(x._spec):
-        whole = all_reduce(whole, axis)
+        whole = AutogradCollectives().all_reduce(whole, axis)
     return whole.to(dtype or x.dtype) if _wide(dtype or x.dtype) else whole
 
 
@@ -64,7 +63,7 @@ def mean(x: "RaggedTensor", local: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the mean of all elements; communicates what `total` does."""
     kind = dtype or x.dtype
     if not (kind.is_floating_point or kind.is_complex):
-        raise RaggedOpError(f"the mean of {kind} has no dtype; give a floating one, dtype=...")
+        raise TypeError(f"the mean of {kind} has no dtype; give a floating one, dtype=...")
     return (total(x, local, _wide(kind) or kind) / x.numel()).to(kind)
 
 
@@ -72,20 +71,20 @@ def norm(x: "RaggedTensor", local: Tensor, order: object, dtype: torch.dtype | N
     """Return the norm of all elements of an order above 0; communicates a number, for inf two."""
     order = 2.0 if order is None else order
     if not isinstance(order, int | float) or not order > 0:
-        raise RaggedOpError(
+        raise TypeError(
             f"a norm of order {order!r} of all elements of a ragged tensor; use an order above 0, "
             "or inf"
         )
     kind = dtype or x.dtype
     if not (kind.is_floating_point or kind.is_complex):
-        raise RaggedOpError(f"the norm of {kind} has no dtype; give a floating one, dtype=...")
+        raise TypeError(f"the norm of {kind} has no dtype; give a floating one, dtype=...")
     sizes = local.to(_wide(kind) or kind).abs()
     axes = _dividing(x._spec)
     if order == math.inf:
         return _largest(sizes, axes).to(kind if not kind.is_complex else sizes.dtype)
     whole = (sizes**order).sum()
     for axis in axes:
-        whole = all_reduce(whole, axis)
+        whole = AutogradCollectives().all_reduce(whole, axis)
     # The norm of nothing but zeros has gradient 0, as torch's.
     empty = whole == 0
     result = torch.where(empty, whole, torch.where(empty, 1.0, whole) ** (1.0 / order))
@@ -99,7 +98,7 @@ def reduced(x: "RaggedTensor", name: str, args: Sequence[Any], named: Mapping[st
     """
     if torch.is_grad_enabled() and x.requires_grad:
         method = name.removeprefix("linalg_vector_")
-        raise RaggedOpError(
+        raise TypeError(
             f"{name} of a ragged tensor that requires a gradient has none as a function; use "
             f"x.{method}(), or torch.no_grad()"
         )
@@ -144,7 +143,7 @@ def check_all(x: "RaggedTensor", name: str, dim: Any, keepdim: object) -> None:
     """Raise unless a reduction is one of all elements, to a number."""
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if (dims and sorted(d % x.ndim for d in dims) != list(range(x.ndim))) or keepdim:
-        raise RaggedOpError(
+        raise TypeError(
             f"{name} over dim={dim}, keepdim={keepdim} of a ragged tensor of shape "
             f"{list(x.shape)}; it reduces all elements to one number, x.{name}(), or redistribute "
             "it to Replicate() or Shard(dim) first"
@@ -168,7 +167,7 @@ def _largest(sizes: Tensor, axes: Sequence[Axis]) -> Tensor:
     # All that are as large share the gradient, as in torch.
     whole = (sizes * mine).sum() / count
     for axis in axes:
-        whole = all_reduce(whole, axis)
+        whole = AutogradCollectives().all_reduce(whole, axis)
     return whole
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement
 
 from .._boxes import Box, extent, place_in, ravel
 from .._convert import AnyPlacement, to_layout, to_torch
-from .._errors import PlacementTypeError, RankNotInMesh
+from .._errors import LayoutError, MeshError
 from .._layout import Layout
 from .._placements import RaggedShard, Replicate, StridedShard, in_tuple
 
@@ -52,12 +52,12 @@ class RaggedSpec:
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """Return this rank's coordinate; raises `RankNotInMesh`."""
+        """Return this rank's coordinate; raises `MeshError`."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
-            raise RankNotInMesh(
+            raise MeshError(
                 f"this rank is not in {self.mesh}, so it holds nothing of the tensor; its ranks: "
-                f"{self.mesh.mesh.flatten().tolist()}; an Absent stands for the tensor here"
+                f"{self.mesh.mesh.flatten().tolist()}; a NonMember stands for the tensor here"
             )
         return tuple(coordinate)
 
@@ -94,24 +94,24 @@ def find_spec(
 ) -> RaggedSpec:
     """Return the spec of a tensor of a global ``shape``; ``placements`` may be ours or torch's.
 
-    Raises `PlacementTypeError` unless one axis is ragged and the others replicate or shard, and
+    Raises `LayoutError` unless one axis is ragged and the others replicate or shard, and
     what a `Layout` raises that does not fit the mesh or the shape.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise PlacementTypeError(
+        raise LayoutError(
             f"a ragged tensor lies on a DeviceMesh, got {mesh!r}; make one with init_device_mesh"
         )
     layout = to_layout(in_tuple(placements), tuple(mesh.shape), len(shape))
     found = layout.ragged
     if found is None or layout.has_partial:
-        raise PlacementTypeError(
+        raise LayoutError(
             f"a ragged tensor has RaggedShard(dims, sizes) on one mesh axis and Replicate() or "
             f"Shard(dim) on the others, got {layout}; make other tensors with DTensor.from_local"
         )
     axis, runs = found
     layout.check_shape(shape)
     if any(isinstance(placement, StridedShard) for placement in layout.placements):
-        raise PlacementTypeError(
+        raise LayoutError(
             f"a ragged tensor lies in frames of one box each, got {layout}; use Shard(dim) for "
             "StridedShard on the other axes"
         )

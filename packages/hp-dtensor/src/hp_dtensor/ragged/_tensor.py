@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement
 
 from .._boxes import Box
 from .._convert import AnyPlacement
-from .._errors import LocalShapeMismatch, RaggedOpError
+from .._errors import LayoutError
 from .._placements import RaggedShard
 from .._torch import disabled_torch_function, wrap_full_states, wrapper_tensor
 from ..collectives._interface import Collectives
@@ -47,7 +47,7 @@ def _speaking(
     def operate(self: Any, other: Any) -> Any:
         result = method(self, other)
         if result is NotImplemented and isinstance(other, Tensor | int | float | complex):
-            raise RaggedOpError(
+            raise TypeError(
                 f"{name} of {described(self, kind)} and {described(other, kind)}: ragged "
                 "tensors have operators that act on each element alone, on operands that lie "
                 "alike, numbers and 0-dim tensors; redistribute to Replicate() or Shard(dim) "
@@ -61,7 +61,7 @@ def _speaking(
 
 def _refusing(kind: "type[RaggedTensor]", name: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *args: object, **named: object) -> NoReturn:
-        raise RaggedOpError(
+        raise TypeError(
             f"{name} of {described(self, kind)}, which has no memory of its own; use that of "
             "to_local(), or full_tensor() for the whole tensor"
         )
@@ -90,7 +90,7 @@ class RaggedTensor(Tensor):
     them, and may be empty. Operators that act on every element alone run on the parts and
     communicate nothing; their operands lie alike, or are numbers and plain 0-dim tensors. Random
     fills draw other values for every part, and `sum`, `mean` and `norm` reduce all elements to a
-    number, so that modules reset their parameters. All others raise `RaggedOpError`. So optimizers
+    number, so that modules reset their parameters. All others raise `TypeError`. So optimizers
     that update elements alone work, as does `clip_grad_norm_` of this package. Distributed
     checkpoints save and load it, also into other layouts.
     """
@@ -124,8 +124,8 @@ class RaggedTensor(Tensor):
         ``placements`` (ours or torch's) have `RaggedShard` on one axis; others replicate or shard.
         The gradient of ``local`` is this rank's part of the gradient. Communicates nothing.
 
-        Raises `PlacementTypeError`, `PlacementCountError`, `ShardDimError`, `RaggedSizesError` and
-        `RankNotInMesh`; on a rank whose part has another shape, `LocalShapeMismatch`.
+        Raises `LayoutError`, `LayoutError`, `LayoutError`, `LayoutError` and
+        `MeshError`; on a rank whose part has another shape, `LayoutError`.
         """
         spec = find_spec(mesh, placements, shape)
         return _tensor_of(local, spec, spec.local_shape())
@@ -135,7 +135,7 @@ class RaggedTensor(Tensor):
 
         It is what `from_local` makes, ``local`` not copied and with its gradient, for a small part
         of the time: the layout is not checked again. Its dtype is that of ``local``. Communicates
-        nothing. Raises `LocalShapeMismatch` on a rank whose part has another shape.
+        nothing. Raises `LayoutError` on a rank whose part has another shape.
         """
         return _tensor_of(local, self._spec, self._local.shape)
 
@@ -158,14 +158,14 @@ class RaggedTensor(Tensor):
     def data(self) -> Tensor:
         """Return the tensor without autograd; setting it replaces this rank's part.
 
-        Raises `RaggedOpError` for a tensor that lies otherwise.
+        Raises `TypeError` for a tensor that lies otherwise.
         """
         return super().data
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value._spec != self._spec:
-            raise RaggedOpError(
+            raise TypeError(
                 f"data of {self!r} set to {value!r}; set it to a RaggedTensor that lies alike, or "
                 "use copy_"
             )
@@ -201,7 +201,7 @@ class RaggedTensor(Tensor):
         """Return the sum of all elements on every rank of the mesh, a plain 0-dim tensor.
 
         One all-reduce of a number over each set of ranks that divide the tensor; with a gradient.
-        Raises `RaggedOpError` for a sum over some dims.
+        Raises `TypeError` for a sum over some dims.
         """
         check_all(self, "sum", dim, keepdim)
         return total(self, self.to_local(), dtype)
@@ -241,7 +241,7 @@ class RaggedTensor(Tensor):
 
 def _tensor_of(local: Tensor, spec: RaggedSpec, shape: Sequence[int]) -> RaggedTensor:
     if local.shape != shape:
-        raise LocalShapeMismatch(
+        raise LayoutError(
             f"the local tensor has shape {list(local.shape)} where {spec.layout} of "
             f"{list(spec.shape)} on mesh {list(spec.mesh.shape)} gives rank {spec.position} of the "
             f"mesh {list(shape)}"

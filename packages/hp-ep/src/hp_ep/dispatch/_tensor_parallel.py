@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, all_reduce, replicate
+from hp_dtensor import AutogradCollectives, Axis, Collectives
 
 from ._begin import begin_combine, begin_dispatch
 from ._protocol import (
@@ -26,7 +26,7 @@ class _Combining:
 
     def finish(self) -> Tensor:
         """Return each token's sum over the ranks' parts."""
-        return all_reduce(self.inner.finish(), self.axis, collectives=self.collectives)
+        return AutogradCollectives(self.collectives).all_reduce(self.inner.finish(), self.axis)
 
 
 class Summed(OverlappingDispatcher):
@@ -62,7 +62,8 @@ class Summed(OverlappingDispatcher):
     def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
         """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
         x, weights = (
-            replicate(tensor, self.axis, collectives=self._collectives) for tensor in (x, weights)
+            AutogradCollectives(self._collectives).replicate(tensor, self.axis)
+            for tensor in (x, weights)
         )
         return begin_dispatch(self.inner, x, weights, expert_ids)
 

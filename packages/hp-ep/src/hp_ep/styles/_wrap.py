@@ -5,7 +5,7 @@ from types import MethodType
 
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, all_reduce, replicate
+from hp_dtensor import AutogradCollectives, Axis, Collectives
 
 from .._experts import GroupedExperts
 from ..dispatch._exchange import RowExchange
@@ -49,7 +49,7 @@ def _summed(compute: Forward, axis: Axis, collectives: Collectives | None) -> Fo
     """Return ``compute`` where every rank of ``axis`` has the rows and a part of the result."""
 
     def forward(self: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-        part = compute(self, replicate(rows, axis, collectives=collectives), counts)
-        return all_reduce(part, axis, collectives=collectives)
+        part = compute(self, AutogradCollectives(collectives).replicate(rows, axis), counts)
+        return AutogradCollectives(collectives).all_reduce(part, axis)
 
     return forward

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import (
-    Absent,
     AlphaBeta,
     Axis,
     Layout,
+    NonMember,
     Partial,
-    RanksDisagree,
+    RankMismatchError,
     RecordingCollectives,
     Replicate,
     Shard,
@@ -95,10 +95,10 @@ def refusal(rank: int, what: str) -> tuple[str, torch.Tensor | None]:
     try:
         WRONG[what](rank)
         text = ""
-    except RanksDisagree as error:
+    except RankMismatchError as error:
         text = str(error)
     y = redistribute(laid(whole(SHAPE), SOURCE, rank), (S1,), mesh=mesh_of(TARGET))
-    return text, None if isinstance(y, Absent) else y.to_local()
+    return text, None if isinstance(y, NonMember) else y.to_local()
 
 
 SAID = {
@@ -120,7 +120,7 @@ def test_one_rank_that_means_something_else_is_named_on_all(ranks: Pools, what: 
     assert others == [first] * 3
     assert first.startswith("the ranks of both meshes do not mean the same transfer: rank 0 means ")
     assert all(said in first for said in SAID[what]), first
-    assert "Absent that says the same of it" in first
+    assert "NonMember that says the same of it" in first
 
 
 def test_after_a_refusal_ranks_are_in_step(ranks: Pools) -> None:
@@ -133,7 +133,7 @@ def test_after_a_refusal_ranks_are_in_step(ranks: Pools) -> None:
 def not_sent(rank: int) -> int:
     door = RecordingCollectives()
     x = absent(rank, dtype=torch.float32)
-    with pytest.raises(RanksDisagree):
+    with pytest.raises(RankMismatchError):
         redistribute(x, (S1,), mesh=mesh_of(TARGET), collectives=door)
     return sum(traffic.calls for traffic in door.by_axis.values())
 
@@ -150,7 +150,7 @@ def with_other_ranks(rank: int) -> str:
     plan = _plan.make_plan(SOURCE, target, SHAPE, rank, 8)
     try:
         _agreement.ConsistencyCheck(plan, torch.double, lambda: axis, "cpu")(False, "")
-    except RanksDisagree as error:
+    except RankMismatchError as error:
         return str(error)
     return ""
 
@@ -184,16 +184,16 @@ def between_submeshes(rank: int) -> tuple[str, float, int, torch.Tensor | None]:
     try:
         redistribute(x, (S1,), mesh=square["b"])
         text = ""
-    except RanksDisagree as error:
+    except RankMismatchError as error:
         text = str(error)
     finally:
         backend._set_default_timeout(patience)
     seconds, left = time.monotonic() - start, len(_named_groups()) - groups
     dist.barrier()
-    y: Any = Absent(target, SHAPE, torch.double)
+    y: Any = NonMember(target, SHAPE, torch.double)
     if rank != 2:
         y = redistribute(laid(whole(SHAPE), source, rank), (S1,), mesh=there)
-    return text, seconds, left, None if isinstance(y, Absent) else y.to_local()
+    return text, seconds, left, None if isinstance(y, NonMember) else y.to_local()
 
 
 def _named_groups() -> Any:
@@ -219,7 +219,7 @@ def partial_gradient(rank: int) -> torch.Tensor | None:
     """The gradient lies otherwise than the result; ranks that have none cannot know how."""
     x = laid(whole(SHAPE, 1), SOURCE, rank, grad=True)
     y = redistribute(x, (R,), mesh=mesh_of(TARGET))
-    if isinstance(y, Absent):
+    if isinstance(y, NonMember):
         y.backward()
     else:
         mesh = mesh_of(TARGET)
