@@ -10,7 +10,15 @@ from rank_pool import RankPool, cached
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from hp_dtensor import (Axis, Replicate, Shard, TorchCollectives, clip_grad_norm_, explain, redistribute)
+from hp_dtensor import (
+    Axis,
+    Replicate,
+    Shard,
+    TorchCollectives,
+    clip_grad_norm_,
+    explain,
+    redistribute,
+)
 from hp_mesh import ParallelDims, ParallelMesh
 
 Pools = Callable[[int], RankPool]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_cp import cp_loss, position_ids, shard_sequence, shift_labels
-from hp_dtensor import (Axis, Collectives, TorchCollectives, clip_grad_norm_)
+from hp_dtensor import Axis, Collectives, TorchCollectives, clip_grad_norm_
 from hp_mesh import ParallelMesh
 
 from .config import TrainConfig

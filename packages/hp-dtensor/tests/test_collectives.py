@@ -87,6 +87,11 @@ def reduce_list(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.all_reduce(axis, [numbers(axis.index, 5), numbers(axis.index + 4, 2, 2)]).wait()
 
 
+def reduce_dtypes(door: Collectives, axis: Axis) -> list[Tensor]:
+    parts = [numbers(axis.index, 5).float(), torch.arange(2) + 2**53, numbers(axis.index, 3)]
+    return door.all_reduce(axis, parts).wait()
+
+
 def swap_equal(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.all_to_all(axis, numbers(axis.index, 2 * axis.size, 3)).wait()
 
@@ -140,6 +145,7 @@ PROGRAMS: list[Program] = [
     scatter_mean_of_list,
     reduce_all,
     reduce_list,
+    reduce_dtypes,
     swap_equal,
     swap_uneven,
     send_onwards,
@@ -193,6 +199,11 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
     reduce_list: lambda me, n: [
         sum_of(n, 5),
         torch.stack([numbers(r + 4, 2, 2) for r in range(n)]).sum(0),
+    ],
+    reduce_dtypes: lambda me, n: [
+        sum_of(n, 5).float(),
+        n * (torch.arange(2) + 2**53),
+        sum_of(n, 3),
     ],
     swap_equal: lambda me, n: [
         torch.cat([numbers(r, 2 * n, 3)[2 * me : 2 * me + 2] for r in range(n)])
@@ -288,6 +299,7 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     scatter_mean_of_list: lambda me, n: (n - 1) * 40,
     reduce_all: lambda me, n: 5 * (2 * 40 * (n - 1) // n),
     reduce_list: lambda me, n: 2 * 72 * (n - 1) // n,
+    reduce_dtypes: lambda me, n: 2 * 60 * (n - 1) // n,
     swap_equal: lambda me, n: (n - 1) * 48,
     swap_uneven: lambda me, n: 16 * sum((r * 3 + me) % 4 for r in range(n) if r != me),
     send_onwards: lambda me, n: 32,

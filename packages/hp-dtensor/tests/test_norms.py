@@ -154,7 +154,7 @@ def refused(rank: int) -> list[str]:
     for call in calls:
         try:
             call()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             names.append(type(error).__name__)
     names.append(str(broken.grad.to_local()[0].item()))
     return names
@@ -280,3 +280,20 @@ def test_without_foreach_each_gradient_is_scaled_by_itself() -> None:
         found.append((scale.call_count, float(norm), parameter.grad.tolist()))
     assert [count for count, *_ in found] == [1, 1, 0]
     assert found[0][1:] == found[1][1:] == found[2][1:]
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_complex_gradients_are_clipped_as_torchs_function_does(order: float, foreach: bool) -> None:
+    torch.manual_seed(0)
+    first = torch.randn(5, dtype=torch.complex128, requires_grad=True)
+    second = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    first.grad, second.grad = torch.randn_like(first), torch.randn_like(second)
+    grads = first.grad.clone(), second.grad.clone()
+    norm = clip_grad_norm_([first, second], 0.5, order, foreach=foreach)
+    mine = first.grad, second.grad
+    first.grad, second.grad = grads
+    expected = torch.nn.utils.clip_grad_norm_([first, second], 0.5, order)
+    torch.testing.assert_close(norm, expected.to(norm.dtype))
+    torch.testing.assert_close(mine[0], first.grad)
+    torch.testing.assert_close(mine[1], second.grad)

@@ -119,7 +119,7 @@ def spelled(layout: Layout) -> tuple[theirs.Placement, ...]:
     result: list[theirs.Placement] = []
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard):
-            axes, dim = layout.chain(placement.dim), placement.dim
+            axes, dim = layout.shard_axes(placement.dim), placement.dim
             before = axes[: axes.index(axis)]
             factor = math.prod(layout.mesh_shape[other] for other in before if other > axis)
             blocks = _StridedShard(dim, split_factor=factor)

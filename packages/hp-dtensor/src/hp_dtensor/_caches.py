@@ -35,8 +35,8 @@ class BoundedDict(dict[K, V]):
 
     def keep(self, key: K, value: V) -> None:
         """Set an entry."""
-        while len(self) >= self._maxsize:
-            self.pop(next(iter(self)), None)
+        for old in list(self)[: max(0, len(self) - self._maxsize + 1)]:  # another thread may too
+            self.pop(old, None)
         self[key] = value
 
     def cache_clear(self) -> None:

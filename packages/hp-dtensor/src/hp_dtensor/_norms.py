@@ -190,7 +190,7 @@ def _power_sum(
 
     Each gradient's norm is taken in ``dtype``; the result has the dtype and device of ``like``.
     """
-    filled = [grad for grad in gradients if grad.numel()]
+    filled = [grad.abs() if grad.is_complex() else grad for grad in gradients if grad.numel()]
     if not filled:
         return torch.zeros_like(like)
     if foreach:
@@ -213,7 +213,8 @@ def _over(axis: Axis, part: Tensor, order: float, door: Collectives) -> Tensor:
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
+    real = {tensor.dtype.to_real() for tensor in tensors}
+    return reduce(torch.promote_types, real, torch.float32)
 
 
 def _device(parameters: list[Tensor], gradients: list[Tensor]) -> torch.device:

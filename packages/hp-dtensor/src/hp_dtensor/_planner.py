@@ -5,10 +5,8 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, count, product
-from typing import TypeAlias
+from itertools import combinations, count
 
-from ._boxes import Interval, chunk
 from ._caches import remembered
 from ._candidates import (
     Way,
@@ -21,7 +19,13 @@ from ._candidates import (
     ways,
     ways_between,
 )
-from ._cost import AlphaBeta, CostModel, check_length, sampled, seconds, step_seconds
+from ._cost import (
+    AlphaBeta,
+    CostModel,
+    check_length,
+    seconds,
+    step_seconds,
+)
 from ._errors import NoPlanError
 from ._layout import Layout
 from ._placements import Partial, Replicate
@@ -29,37 +33,33 @@ from ._shard_order import is_local, replicated, unchanged_axes
 from ._steps import Step, most_held
 from ._transfer import check_pair, same_mesh
 
-# A bound on the work for meshes with many axes; walks of usual meshes visit some dozen layouts.
+# A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.
 _MOST_LAYOUTS = 4000
 
 
-def cheapest_walk(
+def search(
     src: Layout,
     dst: Layout,
     shape: tuple[int, ...],
     price: Callable[[Step], float],
     allowed: Callable[[Step], bool],
-    least: Callable[[Layout], float],
     bound: float = math.inf,
     join: Callable[[float, float], float] = operator.add,
 ) -> tuple[Step, ...] | None:
     """Return the cheapest allowed steps that cost less than ``bound``, None if there are none.
 
-    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
-    ``least`` says what a layout's way to ``dst`` costs at least. Each step changes one axis,
-    reduces several, or goes straight to ``dst``: all that torch's planners choose from is among
-    these. A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Ties go to native
-    collectives, to fewer steps, and to what was found first, so that every rank finds the same.
-    Both layouts are plain.
+    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest). Each
+    step changes one axis, reduces several, or goes straight to ``dst``: all that torch's planners
+    choose from is among these. Dijkstra's algorithm (Numerische Mathematik 1, 1959) over layouts.
+    Ties go to native collectives, to fewer steps, and to what was found first, so that every rank
+    finds the same. Both layouts are plain.
     """
     serial = count()
     best = {src: (0.0, 0)}  # what was spent, and on how many steps that are no native collectives
-    queue: list[tuple[float, int, int, int, float, Layout, tuple[Step, ...]]] = [
-        (least(src), 0, 0, 0, 0.0, src, ())
-    ]
+    queue: list[tuple[float, int, int, int, Layout, tuple[Step, ...]]] = [(0.0, 0, 0, 0, src, ())]
     visits = 0
     while queue and visits < _MOST_LAYOUTS:
-        _, direct, _, _, spent, here, steps = heapq.heappop(queue)
+        spent, direct, _, _, here, steps = heapq.heappop(queue)
         if here == dst:
             return steps
         if (spent, direct) > best[here]:
@@ -69,14 +69,10 @@ def cheapest_walk(
             if not allowed(step):
                 continue
             total = join(spent, price(step)), direct + (step.kind == "direct")
-            if total >= best.get(step.target, (bound, 0)):
-                continue
-            whole = join(total[0], least(step.target))
-            if whole >= bound:
-                continue
-            best[step.target] = total
-            order = whole, total[1], len(steps) + 1, next(serial)
-            heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
+            if total < best.get(step.target, (bound, 0)):
+                best[step.target] = total
+                order = *total, len(steps) + 1, next(serial)
+                heapq.heappush(queue, (*order, step.target, (*steps, step)))
     return None
 
 
@@ -106,132 +102,6 @@ def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[S
             yield reduce_step(here, axes, None)
             for dim in dims:
                 yield reduce_step(here, axes, dim)
-
-
-Axes: TypeAlias = tuple[int, ...]
-Sides: TypeAlias = tuple[int | None, ...]  # coordinates, None for any
-
-# Where prices are told from a few ranks they may be lower than all ranks pay together.
-_CERTAIN = 0.97
-
-
-def least_seconds(
-    dst: Layout, shape: tuple[int, ...], itemsize: int, cost: CostModel, widest: int
-) -> Callable[[Layout], float]:
-    """Return what gives the least time that steps from a plain layout to ``dst`` can take.
-
-    In both, axes of one rank are replicated.
-
-    Take the ranks apart along some axes: each side must receive what it needs and none of it holds,
-    and every step that crosses pays at least the smallest price of these axes. Axes are taken in
-    layers, those of the highest price alone, then the next with them; each layer pays by how much
-    its price is above the next. Where ``n`` sides hold terms of a sum that ``m`` sides need, each
-    element crosses ``n - 1`` times to meet and ``m - 1`` times more. A call crosses at most
-    ``widest`` axes, and each axis that must be crossed is by some call. On over 64 ranks, where
-    prices are told from 64, it may exceed them by the error of that. Of other models than
-    `AlphaBeta` nothing is known, which gives 0.
-    """
-    if not isinstance(cost, AlphaBeta):
-        return lambda here: 0.0
-    degrees = dst.mesh_shape
-    alphas, betas = (
-        given if isinstance(given, tuple) else (given,) * len(degrees)
-        for given in (cost.alpha, cost.beta)
-    )
-    axes = [axis for axis, degree in enumerate(degrees) if degree > 1]
-    layers, below = [], 0.0
-    for price in sorted({betas[axis] for axis in axes}):
-        layer = tuple(axis for axis in axes if betas[axis] >= price)
-        layers.append((layer, price - below, min(alphas[axis] for axis in layer)))
-        below = price
-    sampled_only = dst.size > len(sampled(degrees))
-    known: dict[Layout, float] = {}
-
-    def seconds(here: Layout) -> float:
-        if is_local(here, dst, len(shape)) and _terms(here, dst, axes) == 1:
-            return 0.0
-        call, total = min(alphas[axis] for axis in axes), 0.0
-        if widest < len(axes):
-            crossed = [axis for axis in axes if _crossing(here, dst, shape, (axis,)) > 0]
-            call *= max(1, -(-len(crossed) // widest))
-        for layer, price, alpha in layers:
-            crossing = _crossing(here, dst, shape, layer)
-            if sampled_only and (len(layer) < len(axes) or _terms(here, dst, layer) > 1):
-                crossing *= _CERTAIN
-            if crossing > 0:
-                call = max(call, alpha)
-                # Steps count whole bytes, rounded down.
-                total += price * max(0.0, crossing * itemsize - len(degrees))
-        return call + total
-
-    def least(here: Layout) -> float:
-        if here not in known:
-            known[here] = seconds(here)
-        return known[here]
-
-    return least
-
-
-def _crossing(here: Layout, dst: Layout, shape: Sequence[int], axes: Axes) -> float:
-    """Return how many elements a rank receives, on average, from ranks elsewhere along ``axes``."""
-    degrees = here.mesh_shape
-    kept = [
-        axis
-        for axis, (old, new) in enumerate(zip(here.placements, dst.placements, strict=True))
-        if isinstance(old, Partial) and old == new
-    ]
-    if (terms := _terms(here, dst, axes)) > 1:
-        # Each coordinate of axes that keep their terms sums a tensor of its own.
-        needing = math.prod(degrees[a] for a in axes if isinstance(dst.placements[a], Replicate))
-        tensors = math.prod(degrees[a] for a in kept)
-        return tensors * math.prod(shape) * (terms + needing - 2) / here.size
-    dims = [
-        (length, here.shard_axes(dim), here.degrees(dim), dst.shard_axes(dim), dst.degrees(dim))
-        for dim, length in enumerate(shape)
-    ]
-    known: list[dict[Sides, tuple[int, int]]] = [{} for _ in dims]
-    places = sampled(degrees)
-    total = 0
-    for place in places:
-        side = [at if axis in axes else None for axis, at in enumerate(place)]
-        needed = common = 1
-        for (length, old, old_degrees, new, new_degrees), found in zip(dims, known, strict=True):
-            key = tuple([side[axis] for axis in (*old, *new)])
-            if key not in found:
-                held = _covered(length, old_degrees, key[: len(old)])
-                wanted = _covered(length, new_degrees, key[len(old) :])
-                found[key] = sum(hi - lo for lo, hi in wanted), _overlap(held, wanted)
-            needed *= found[key][0]
-            common *= found[key][1]
-        total += needed - common
-    # All ranks of one side are counted, but together they need to receive it once.
-    together = math.prod(n for a, n in enumerate(degrees) if a not in axes and a not in kept)
-    return total / len(places) / together
-
-
-def _terms(here: Layout, dst: Layout, axes: Sequence[int]) -> int:
-    """Return over how many coordinates of ``axes`` a sum is still to be taken."""
-    return math.prod(
-        here.mesh_shape[axis]
-        for axis in axes
-        if isinstance(here.placements[axis], Partial)
-        and here.placements[axis] != dst.placements[axis]
-    )
-
-
-@remembered(4096)
-def _covered(length: int, degrees: Axes, index: Sides) -> tuple[Interval, ...]:
-    """Return the ranges of a dim that the chunks of an index cover, of all where it has None."""
-    while index and index[-1] is None:
-        degrees, index = degrees[:-1], index[:-1]
-    choices = [
-        range(degree) if at is None else (at,) for degree, at in zip(degrees, index, strict=True)
-    ]
-    return tuple(sorted(chunk(length, degrees, each) for each in product(*choices)))
-
-
-def _overlap(a: Sequence[Interval], b: Sequence[Interval]) -> int:
-    return sum(max(0, min(hi, stop) - max(lo, start)) for lo, hi in a for start, stop in b)
 
 
 Spanned = frozenset[tuple[int, ...]] | None
@@ -360,30 +230,25 @@ def _choose(
     candidates = [way for way in open_ways if all(map(fits, way))]
     best = min(candidates, key=price, default=None)
     walkable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
-    widest = len(src.mesh_shape) if groups is None else max([1, *map(len, groups)])
     searched = walkable and not _is_least(best, src, dst, shape, itemsize, cost)
     if searched:
-        walk = cheapest_walk(
+        walk = search(
             src,
             dst,
             shape,
             lambda step: step_seconds(step, shape, itemsize, cost),
             lambda step: stays(step) and has_group(step) and fits(step),
-            least_seconds(dst, shape, itemsize, cost, widest),
             math.inf if best is None else price(best)[0],
         )
         best = best if walk is None else merged(walk)
     if best is None:
         if walkable:
-            # Whatever a step does, it holds something else than its result, and as much at least.
-            end = 2 * most_held(dst, shape)
-            low = cheapest_walk(
+            low = search(
                 src,
                 dst,
                 shape,
                 most,
                 lambda step: stays(step) and has_group(step),
-                lambda here: end,
                 join=max,
             )
             open_ways += [low] if low else []

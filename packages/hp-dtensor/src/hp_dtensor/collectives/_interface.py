@@ -136,10 +136,10 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Collectives over an `Axis`; each call starts at once and returns its `Work`.
 
-    Every rank of the axis makes the same calls in the same order. Lists of tensors (one dtype, one
-    device) are coalesced into one call. Inputs must stay untouched until `Work.wait`. Outputs are
-    allocated where they are not given. Nothing here is differentiable; see `all_gather`,
-    `reduce_scatter`, `all_reduce`, `replicate` and `all_to_all` of this package for that.
+    Every rank of the axis makes the same calls in the same order. Lists of tensors on one device
+    are coalesced into one call, all-reduces into one for each dtype. Inputs must stay untouched
+    until `Work.wait`. Outputs are allocated where they are not given. Nothing here is
+    differentiable; see `AutogradCollectives` for that.
     """
 
     def all_gather(

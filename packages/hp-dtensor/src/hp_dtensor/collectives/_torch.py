@@ -191,9 +191,14 @@ class TorchCollectives:
         reduce, finish = _reduction(op, axis)
         if len(outs) == 1:
             work = dist.all_reduce(outs[0], op=reduce, group=group, async_op=True)
-        else:
-            work = _all_reduce_coalesced(group, outs, reduce)
-        return _Pending([work], outs, (), finish)
+            return _Pending([work], outs, (), finish)
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in outs:
+            alike.setdefault(tensor.dtype, []).append(tensor)
+        works, error = _started(
+            [partial(_all_reduce_coalesced, group, same, reduce) for same in alike.values()]
+        )
+        return _Pending(works, outs, (), finish, error)
 
     def all_to_all(
         self,

@@ -114,6 +114,11 @@ def trait_of(op: Any) -> Trait:
     """Return what ``op`` does; raise `TypeError` unless it computes every element alone."""
     namespace, name = operator_name(op)
     known = name in REDUCTIONS or name == UNSCALE or (name in RANDOM and op not in _BY_TENSOR)
+    if namespace == "aten" and name in REDUCTIONS and written_arguments(op):
+        raise TypeError(
+            f"{op} of a ragged tensor with out=, which is not written; use the result that it "
+            "returns without"
+        )
     if namespace == "aten" and known:
         return Trait(writes=written_arguments(op), on_lists=False, other=name)
     if namespace != "aten" or not _is_elementwise(op, name):

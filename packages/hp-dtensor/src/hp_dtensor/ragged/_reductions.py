@@ -82,7 +82,10 @@ def norm(x: "RaggedTensor", local: Tensor, order: object, dtype: torch.dtype | N
     axes = _dividing(x._spec)
     if order == math.inf:
         return _largest(sizes, axes).to(kind if not kind.is_complex else sizes.dtype)
-    whole = (sizes**order).sum()
+    # A power below 1 has an infinite derivative at 0, where torch gives 0.
+    filled = sizes != 0
+    powers = torch.where(filled, sizes, 1) ** order
+    whole = torch.where(filled, powers, 0).sum()
     for axis in axes:
         whole = AutogradCollectives().all_reduce(whole, axis)
     # The norm of nothing but zeros has gradient 0, as torch's.
@@ -113,7 +116,7 @@ def reduced(x: "RaggedTensor", name: str, args: Sequence[Any], named: Mapping[st
         found = (x._local.any() if name == "any" else x._local.all()).to(torch.int32)
         for axis in _dividing(x._spec):
             TorchCollectives().all_reduce(axis, [found], "max" if name == "any" else "min").wait()
-        return found.to(torch.bool)
+        return found.to(torch.uint8 if x.dtype == torch.uint8 else torch.bool)
     if name == "sum":
         return total(x, x._local, dtype)
     return mean(x, x._local, dtype) if name == "mean" else norm(x, x._local, order, dtype)
@@ -142,6 +145,11 @@ def unscale(
 def check_all(x: "RaggedTensor", name: str, dim: Any, keepdim: object) -> None:
     """Raise unless a reduction is one of all elements, to a number."""
     dims = None if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if beyond := [d for d in dims or () if not -x.ndim <= d < x.ndim]:
+        raise IndexError(
+            f"{name} over dim {beyond[0]} of a tensor with {x.ndim} dims; dims are {-x.ndim} to "
+            f"{x.ndim - 1}"
+        )
     if (dims and sorted(d % x.ndim for d in dims) != list(range(x.ndim))) or keepdim:
         raise TypeError(
             f"{name} over dim={dim}, keepdim={keepdim} of a ragged tensor of shape "
