@@ -176,6 +176,9 @@ def between_submeshes(rank: int) -> tuple[str, float, int, torch.Tensor | None]:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = DTensor.from_local(whole((3, 4)), square["a"], spelled(Layout((2,), (S0,))))
     dist.barrier()
+    for group, name in list(_named_groups().items()):
+        if name.startswith("hp_dtensor_transfer"):  # of another test, with its own timeout
+            dist.destroy_process_group(group)
     world: Any = dist.group.WORLD
     backend = world._get_backend(torch.device("cpu"))
     patience = backend.options._timeout
@@ -207,7 +210,7 @@ def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does(
     for rank, (text, seconds, left, after) in enumerate(answers):
         meant = sorted({rank, rank ^ 1, rank ^ 2})
         assert text.startswith(f"ranks {meant} have not said in time what they mean by"), text
-        assert SECONDS * 0.9 < seconds < SECONDS + 10
+        assert SECONDS * 0.9 < seconds < SECONDS + 60  # not the half hour of a group of its own
         assert left == 0
         if rank in (1, 3):
             assert after is not None
