@@ -438,6 +438,6 @@ def disagreeing(rank: int) -> list[str]:
 def test_ranks_that_disagree_after_they_started_hear_of_it_when_they_wait(ranks: Pools) -> None:
     first, *others = ranks(WORLD).run(disagreeing)
     assert first[0] == ""
-    assert "rank 0 means torch.float64" in first[1]
-    assert "rank 2 means torch.float32" in first[1]
+    assert "rank 0 plans torch.float64" in first[1]
+    assert "rank 2 plans torch.float32" in first[1]
     assert others == [first] * 3

@@ -124,14 +124,14 @@ def test_partial_values_are_reduced_before_they_leave_their_mesh() -> None:
 def test_the_text_says_why() -> None:
     text = str(explain(Layout((2, 2), (P, R)), Layout((2, 2), (R, S0)), shape=(8, 8)))
     assert "the cheapest of" in text
-    assert "and of all walks" in text
+    assert "and of all steps" in text
 
 
 def test_slices_come_before_reductions_also_where_no_walks_are_searched() -> None:
     """Blocks are beyond the search. Two ranks that reduce the whole each receive half of it."""
     pair = Layout((2, 2, 2), (P, R, R)), Layout((2, 2, 2), (R, S1, StridedShard(0, 3)))
     plan = explain(*pair, shape=(12, 8), cost=AlphaBeta(alpha=0.0, beta=1.0), itemsize=1)
-    assert "walks" not in plan.why
+    assert "all steps" not in plan.why
     assert plan.steps[0].kind == "slice"
     assert plan.bytes_received < 12 * 8 // 2
 

@@ -274,7 +274,7 @@ def refused(rank: int) -> list[str]:
 def test_what_a_graph_cannot_hold_is_refused_on_every_rank_with_the_reason(ranks: Pools) -> None:
     reasons = [
         "LayoutError('1 placements for a mesh of shape (2, 2); give 2",
-        "NoPlanError('no way from",
+        "NoPlanError('no plan from",
         "cannot hold the RaggedTensor that a RaggedShard makes; redistribute to it outside",
         "cannot be part of a compiled function; leave it out",
         "starts from a DTensor, got an object of type NonMember; redistribute it outside",

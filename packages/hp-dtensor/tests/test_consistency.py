@@ -102,15 +102,15 @@ def refusal(rank: int, what: str) -> tuple[str, torch.Tensor | None]:
 
 
 SAID = {
-    "dtype": ("rank 0 means torch.float64 of shape [6, 4] from (S(0))", "2 means torch.float32"),
-    "itemsize": ("rank 0 means torch.float64", "rank 2 means torch.int64"),
-    "shape": ("rank 0 means torch.float64 of shape [6, 4]", "rank 2 means torch.float64 of shape"),
+    "dtype": ("rank 0 plans torch.float64 of shape [6, 4] from (S(0))", "2 plans torch.float32"),
+    "itemsize": ("rank 0 plans torch.float64", "rank 2 plans torch.int64"),
+    "shape": ("rank 0 plans torch.float64 of shape [6, 4]", "rank 2 plans torch.float64 of shape"),
     "gradient": ("by transfer, without a gradient; rank 2 ", "with a gradient to come back; call"),
     "source": ("from (S(0)) on ranks [0, 1]", "from (R) on ranks [0, 1]"),
     "order of the ranks": ("from (S(0)) on ranks [0, 1]", "from (S(0)) on ranks [1, 0]"),
     "target": ("to (S(1)) on ranks [2, 3]", "to (R) on ranks [2, 3]"),
     "cost": ("by transfer and all_gather", "by transfer, without a gradient; call on all"),
-    "part": ("rank 0 means torch.float64", "rank 1 means the local tensor has shape [2, 4] where"),
+    "part": ("rank 0 plans torch.float64", "rank 1 plans the local tensor has shape [2, 4] where"),
 }
 
 
@@ -118,7 +118,7 @@ SAID = {
 def test_one_rank_that_means_something_else_is_named_on_all(ranks: Pools, what: str) -> None:
     first, *others = (text for text, _ in ranks(WORLD).run(refusal, what))
     assert others == [first] * 3
-    assert first.startswith("the ranks of both meshes do not mean the same transfer: rank 0 means ")
+    assert first.startswith("the ranks of both meshes plan different transfers: rank 0 plans ")
     assert all(said in first for said in SAID[what]), first
     assert "NonMember that says the same of it" in first
 
@@ -158,8 +158,8 @@ def with_other_ranks(rank: int) -> str:
 def test_ranks_that_mean_other_ranks_end_with_an_error_each(ranks: Pools) -> None:
     answers = ranks(WORLD).run(with_other_ranks)
     assert all(answers)
-    assert any("rank 3 means" in text and "on ranks [1, 3]" in text for text in answers), answers
-    late = [text for text in answers if "has not said in time" in text]
+    assert any("rank 3 plans" in text and "on ranks [1, 3]" in text for text in answers), answers
+    late = [text for text in answers if "did not all take part in time" in text]
     assert all("other ranks than [0, 1, " in text for text in late)
 
 
@@ -176,9 +176,6 @@ def between_submeshes(rank: int) -> tuple[str, float, int, torch.Tensor | None]:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     x = DTensor.from_local(whole((3, 4)), square["a"], spelled(Layout((2,), (S0,))))
     dist.barrier()
-    for group, name in list(_named_groups().items()):
-        if name.startswith("hp_dtensor_transfer"):  # of another test, with its own timeout
-            dist.destroy_process_group(group)
     world: Any = dist.group.WORLD
     backend = world._get_backend(torch.device("cpu"))
     patience = backend.options._timeout
@@ -203,13 +200,15 @@ def _named_groups() -> Any:
     return dist.distributed_c10d._world.pg_names
 
 
-def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does(
-    ranks: Pools,
-) -> None:
-    answers = ranks(WORLD).run(between_submeshes)
+def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does() -> None:
+    pool = RankPool(WORLD)  # of its own: groups of earlier tests have their own timeouts
+    try:
+        answers = pool.run(between_submeshes)
+    finally:
+        pool.close()
     for rank, (text, seconds, left, after) in enumerate(answers):
         meant = sorted({rank, rank ^ 1, rank ^ 2})
-        assert text.startswith(f"ranks {meant} have not said in time what they mean by"), text
+        assert text.startswith(f"ranks {meant} did not all take part in time in"), text
         assert SECONDS * 0.9 < seconds < SECONDS + 60  # not the half hour of a group of its own
         assert left == 0
         if rank in (1, 3):

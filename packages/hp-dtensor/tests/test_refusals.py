@@ -135,4 +135,4 @@ def no_way_back(rank: int) -> list[str]:
 def test_a_change_of_mesh_whose_gradient_has_no_way_back_is_refused(ranks: Pools) -> None:
     first, *others = ranks(4).run(no_way_back)
     assert others == [first] * 3
-    assert "the gradient needs a way back: no way from (R) to (S(0)) for [8, 4]" in first[0]
+    assert "the gradient needs a plan too: no plan from (R) to (S(0)) for [8, 4]" in first[0]

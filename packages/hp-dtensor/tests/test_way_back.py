@@ -89,7 +89,7 @@ def bounded(rank: int, compiled: bool) -> list[str]:
 def test_a_call_whose_gradient_has_no_way_back_is_refused(ranks: Pools, compiled: bool) -> None:
     first, *others = ranks(4).run(bounded, compiled)
     assert len(first) == 1
-    assert "the gradient needs a way back: no way from (S(0), R) to (R, R)" in first[0]
+    assert "the gradient needs a plan too: no plan from (S(0), R) to (R, R)" in first[0]
     assert "max_bytes=24576" in first[0]
     if not compiled:
         assert others == [first] * 3

@@ -1,4 +1,4 @@
-"""Tensor layouts over device meshes, and the cheapest way from one to another.
+"""Tensor layouts over device meshes, and the cheapest plan from one to another.
 
 Names that need torch are loaded on first use: layouts and plans work without it.
 """

@@ -154,11 +154,13 @@ def _gather(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
     return None
 
 
-Way = tuple[Step, ...]
+Steps = tuple[Step, ...]
 
 
-def ways(src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel) -> Iterator[Way]:
-    """Yield ways on one mesh: reductions first, then straight, axis by axis, or slow axes first."""
+def candidates(
+    src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel
+) -> Iterator[Steps]:
+    """Yield steps on one mesh: reductions first, then direct, axis by axis, or slow axes first."""
     for reductions in reductions_to(src, dst, shape):
         here = reductions[-1].target if reductions else src
         yield merged((*reductions, *single_axis_steps(here, dst, shape)))
@@ -172,10 +174,10 @@ def ways(src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel) -> I
             yield merged((*reductions, *gathers))
 
 
-def ways_between(
+def candidates_between(
     src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel
-) -> Iterator[Way]:
-    """Yield ways from one mesh to another: reductions there, one transfer, gathers here.
+) -> Iterator[Steps]:
+    """Yield steps from one mesh to another: reductions there, one transfer, gathers here.
 
     What the target replicates may arrive in parts, one for each replica, that these then gather.
     """
@@ -193,12 +195,12 @@ def ways_between(
             if there == dst:
                 yield (*reductions, move)
                 continue
-            for rest in ways(there, dst, shape, cost):
+            for rest in candidates(there, dst, shape, cost):
                 yield (*reductions, move, *rest)
 
 
-def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Way]:
-    """Return the ways to make everything whole that ``dst`` does not keep partial."""
+def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Steps]:
+    """Return the steps that may reduce what ``dst`` does not keep partial, in several orders."""
     partial = [
         axis
         for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))

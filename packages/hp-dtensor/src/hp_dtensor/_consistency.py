@@ -1,4 +1,4 @@
-"""Whether all ranks of a transfer mean the same one, found out before anything of it is sent."""
+"""Check that all ranks of a transfer plan the same one, before anything of it is sent."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from .collectives._torch import TorchCollectives
 
 
 class _Fingerprint(NamedTuple):
-    """What a rank means: in words, and as a digest that tells any two meanings apart."""
+    """What a rank is about to do: in words, and as a digest that tells any two apart."""
 
     rank: int
     digest: bytes
@@ -24,18 +24,18 @@ class _Fingerprint(NamedTuple):
 
 
 _LONGEST = 984
-_CLAIM = struct.Struct(f"<q32s{_LONGEST}s")
+_FORMAT = struct.Struct(f"<q32s{_LONGEST}s")
 
 
 class ConsistencyCheck:
-    """Finds out whether all ranks of both meshes mean a plan.
+    """Checks that all ranks of both meshes have the same plan.
 
     ``find`` gives the axis of these ranks. Compared are both layouts with their ranks, shape,
     dtype, steps, and whether a gradient is to come back. A comparison is one all-reduce of 32
     bytes; where ranks differ, they also gather 1 KiB from each, and all raise
-    `RankMismatchError` with the same text. Where they do not even mean the same ranks, some wait
-    for what is never sent, and raise it when the group times out. ``passed`` are the comparisons
-    that ended well, by their ``graded``.
+    `RankMismatchError` with the same text. Where they do not even plan for the same ranks, some
+    wait for what is never sent, and raise it when the group times out. ``passed`` are the
+    comparisons that ended well, by their ``graded``.
     """
 
     def __init__(
@@ -50,7 +50,9 @@ class ConsistencyCheck:
         self._base = sha256(exact.encode()).hexdigest()
         kinds = " and ".join(step.kind for step in plan.steps)
         shape = list(plan.shape)
-        self._words = f"{dtype} of shape {shape} from {_lies(source)} to {_lies(target)} by {kinds}"
+        self._words = (
+            f"{dtype} of shape {shape} from {_described(source)} to {_described(target)} by {kinds}"
+        )
         self._find = find
         self._device = device
         self.passed: set[bool] = set()
@@ -69,7 +71,7 @@ class ConsistencyCheck:
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
         most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
         try:
-            # The first call makes the group, where it waits for ranks that mean the same ones.
+            # The first call makes the group, and waits there for its ranks.
             axis = self._find()
             work = TorchCollectives().all_reduce(axis, [most], "max")
         except RuntimeError as error:
@@ -81,13 +83,15 @@ class ConsistencyCheck:
                 if (high, low) == (-high_opposite, -low_opposite):
                     self.passed.add(graded)
                     return
-                claims = _gathered(mine, axis, self._device)
+                fingerprints = _gathered(mine, axis, self._device)
             except RuntimeError as error:
                 raise self._late(mine) from error
-            first = min(claims)
-            other = min(claim for claim in claims if claim.digest != first.digest)
+            first = min(fingerprints)
+            other = min(
+                fingerprint for fingerprint in fingerprints if fingerprint.digest != first.digest
+            )
             raise RankMismatchError(
-                f"the ranks of both meshes do not mean the same transfer: {_told(first)}; "
+                f"the ranks of both meshes plan different transfers: {_told(first)}; "
                 f"{_told(other)}; call on all of them with the same tensor, or a NonMember that "
                 "says the same of it, and the same target, cost and max_bytes"
             )
@@ -96,29 +100,29 @@ class ConsistencyCheck:
 
     def _late(self, mine: _Fingerprint) -> RankMismatchError:
         return RankMismatchError(
-            f"ranks {self._ranks} have not said in time what they mean by the transfer that rank "
-            f"{mine.rank} means as {_text(mine)}; some did not make the call, or with meshes that "
+            f"ranks {self._ranks} did not all take part in time in the transfer that rank "
+            f"{mine.rank} plans as {_text(mine)}; some did not make the call, or with meshes that "
             "have other ranks than these"
         )
 
 
 def _gathered(mine: _Fingerprint, axis: Axis, device: str) -> list[_Fingerprint]:
-    sent = torch.frombuffer(bytearray(_CLAIM.pack(*mine)), dtype=torch.uint8).to(device)
+    sent = torch.frombuffer(bytearray(_FORMAT.pack(*mine)), dtype=torch.uint8).to(device)
     heard = TorchCollectives().all_gather(axis, [sent]).wait()[0].tolist()
     told = bytes(heard)
-    claims = [_CLAIM.unpack_from(told, place) for place in range(0, len(told), _CLAIM.size)]
-    return [_Fingerprint(rank, digest, words.rstrip(b"\0")) for rank, digest, words in claims]
+    fingerprints = [_FORMAT.unpack_from(told, place) for place in range(0, len(told), _FORMAT.size)]
+    return [_Fingerprint(rank, digest, words.rstrip(b"\0")) for rank, digest, words in fingerprints]
 
 
-def _told(claim: _Fingerprint) -> str:
-    return f"rank {claim.rank} means {_text(claim)}"
+def _told(fingerprint: _Fingerprint) -> str:
+    return f"rank {fingerprint.rank} plans {_text(fingerprint)}"
 
 
-def _text(claim: _Fingerprint) -> str:
-    return claim.words.decode(errors="replace")
+def _text(fingerprint: _Fingerprint) -> str:
+    return fingerprint.words.decode(errors="replace")
 
 
-def _lies(layout: Layout) -> str:
+def _described(layout: Layout) -> str:
     ranks = _ranks(layout)
     short = isinstance(ranks, range) and ranks.step == 1 and len(ranks) > 2
     listed = f"{ranks[0]} to {ranks[-1]}" if short else list(ranks)

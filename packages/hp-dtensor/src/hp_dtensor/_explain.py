@@ -35,7 +35,7 @@ def explain(
     ``x`` is a DTensor, a RaggedTensor or a NonMember, planned with the groups that exist, or a
     `Layout` with the global ``shape``, a ``rank`` and an ``itemsize`` in bytes, planned as if any
     set of axes had a group, without torch, whatever ``groups`` says; the target is then a `Layout`
-    too where it lies on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
+    too where it is on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
     and why. Communicates nothing. Raises as `redistribute` does, `MeshError` on a rank, or for
     a ``rank``, that has no part, `LayoutError` for a `Layout` without ``shape``, and
     `LayoutError` for negative sizes.
@@ -55,7 +55,7 @@ def explain(
         raise LayoutError("a plan between layouts needs the tensor's global shape=")
     if mesh is not None:
         raise MeshError(
-            f"mesh={mesh!r} beside a Layout, which lies on its own mesh of shape {x.mesh_shape}; "
+            f"mesh={mesh!r} beside a Layout, which has its own mesh of shape {x.mesh_shape}; "
             "leave mesh= out"
         )
     if not isinstance(placements, Layout):
@@ -80,13 +80,13 @@ def _on_own_mesh(x: "Distributed", wanted: Layout) -> tuple[Any, Any]:
     held = spec.layout
     if wanted.mesh_shape != held.mesh_shape:
         raise MeshError(
-            f"the tensor lies on a mesh of shape {held.mesh_shape} and the target on one of shape "
+            f"the tensor is on a mesh of shape {held.mesh_shape} and the target on one of shape "
             f"{wanted.mesh_shape}; give placements and mesh="
         )
     ranks = held.ranks if spec.mesh is None else ranks_of(spec.mesh)
     if wanted.ranks is not None and wanted.ranks != replace(held, ranks=ranks).ranks:
         raise MeshError(
-            f"the tensor lies on ranks {ranks} and the target on {wanted.ranks}; give placements "
+            f"the tensor is on ranks {ranks} and the target on {wanted.ranks}; give placements "
             "and mesh="
         )
     return wanted.shard_order, wanted.placements

@@ -54,7 +54,7 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type={norm_type} is no norm; use a positive number or inf")
-    door = TorchCollectives() if collectives is None else _checked(collectives)
+    carrier = TorchCollectives() if collectives is None else _checked(collectives)
     stages = None if pp is None else _stages(pp)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     unique = list({id(parameter): parameter for parameter in given}.values())
@@ -76,10 +76,10 @@ def clip_grad_norm_(
         part = _power_sum(sets[ranks].gradients, order, dtype, total, foreach is not False)
         # Two meshes may have a group each for the same ranks, which may meet them in any order.
         for axis in min(sets[ranks].spans, key=_Span.rule).axes:
-            part = _over(axis, part, order, door)
+            part = _over(axis, part, order, carrier)
         total = torch.maximum(total, part) if order == math.inf else total + part
     if stages is not None:
-        total = _over(stages, total, order, door)
+        total = _over(stages, total, order, carrier)
     norm = (total if order == math.inf else total.pow(1.0 / order)).to(dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -201,14 +201,14 @@ def _power_sum(
     return norms.amax() if order == math.inf else norms.pow(order).sum()
 
 
-def _over(axis: Axis, part: Tensor, order: float, door: Collectives) -> Tensor:
+def _over(axis: Axis, part: Tensor, order: float, carrier: Collectives) -> Tensor:
     if order != math.inf:
-        (result,) = door.all_reduce(axis, [part], op="sum").wait()
+        (result,) = carrier.all_reduce(axis, [part], op="sum").wait()
         return result
     # The bits of numbers from 0 on, taken as integers, have the order of the numbers, with infinity
     # and then NaN last: the largest of floats loses a NaN over gloo.
     bits = torch.where(part.isnan(), math.nan, part).view(torch.int64)
-    (result,) = door.all_reduce(axis, [bits], op="max").wait()
+    (result,) = carrier.all_reduce(axis, [bits], op="max").wait()
     return result.view(torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""How a tensor lies along one mesh axis."""
+"""The layout of a tensor along one mesh axis."""
 
 import sys
 from dataclasses import dataclass, field

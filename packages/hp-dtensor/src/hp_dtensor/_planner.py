@@ -1,4 +1,4 @@
-"""The cheapest walk over layouts, step by step, where the usual ways may not be the cheapest."""
+"""The cheapest steps from one layout to another, under a memory bound, and why."""
 
 import heapq
 import math
@@ -9,15 +9,15 @@ from itertools import combinations, count
 
 from ._caches import remembered
 from ._candidates import (
-    Way,
+    Steps,
+    candidates,
+    candidates_between,
     direct_step,
     gather_step,
     merged,
     move_step,
     reduce_step,
     slice_step,
-    ways,
-    ways_between,
 )
 from ._cost import (
     AlphaBeta,
@@ -195,17 +195,17 @@ def _choose(
     cost: CostModel,
     groups: Spanned,
     max_bytes: int | None,
-) -> tuple[Way, str, str]:
-    """Return the cheapest way, why it is that, and what would be cheaper with other groups.
+) -> tuple[Steps, str, str]:
+    """Return the cheapest steps, why they are, and what would be cheaper with other groups.
 
     Among equals one of native collectives is chosen, then the shortest.
     """
     if src == dst:
         return (), "", ""
 
-    def price(way: Way) -> tuple[float, int, int]:
-        direct = sum(step.kind == "direct" for step in way)
-        return seconds(way, shape, itemsize, cost), direct, len(way)
+    def price(steps: Steps) -> tuple[float, int, int]:
+        direct = sum(step.kind == "direct" for step in steps)
+        return seconds(steps, shape, itemsize, cost), direct, len(steps)
 
     one_mesh = same_mesh(src, dst)
     unchanged = unchanged_axes(src, dst, len(shape)) if one_mesh else frozenset()
@@ -224,15 +224,15 @@ def _choose(
     def fits(step: Step) -> bool:
         return max_bytes is None or most(step) * itemsize <= max_bytes
 
-    found = (ways if one_mesh else ways_between)(src, dst, shape, cost)
-    every = [way for way in dict.fromkeys(found) if all(map(stays, way))]
-    open_ways = [way for way in every if all(map(has_group, way))]
-    candidates = [way for way in open_ways if all(map(fits, way))]
-    best = min(candidates, key=price, default=None)
-    walkable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
-    searched = walkable and not _is_least(best, src, dst, shape, itemsize, cost)
+    found = (candidates if one_mesh else candidates_between)(src, dst, shape, cost)
+    every = [steps for steps in dict.fromkeys(found) if all(map(stays, steps))]
+    open_steps = [steps for steps in every if all(map(has_group, steps))]
+    fitting = [steps for steps in open_steps if all(map(fits, steps))]
+    best = min(fitting, key=price, default=None)
+    searchable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
+    searched = searchable and not _is_least(best, src, dst, shape, itemsize, cost)
     if searched:
-        walk = search(
+        cheaper = search(
             src,
             dst,
             shape,
@@ -240,9 +240,9 @@ def _choose(
             lambda step: stays(step) and has_group(step) and fits(step),
             math.inf if best is None else price(best)[0],
         )
-        best = best if walk is None else merged(walk)
+        best = best if cheaper is None else merged(cheaper)
     if best is None:
-        if walkable:
+        if searchable:
             low = search(
                 src,
                 dst,
@@ -251,18 +251,20 @@ def _choose(
                 lambda step: stays(step) and has_group(step),
                 join=max,
             )
-            open_ways += [low] if low else []
-        least = min(max(map(most, way)) for way in open_ways) * itemsize
+            open_steps += [low] if low else []
+        least = min(max(map(most, steps)) for steps in open_steps) * itemsize
         raise NoPlanError(
-            f"no way from {src} to {dst} for {list(shape)} holds at most max_bytes={max_bytes} at "
+            f"no plan from {src} to {dst} for {list(shape)} holds at most max_bytes={max_bytes} at "
             f"once; the least found is {least}: allow that much",
             max_bytes=max_bytes or 0,
             best_peak=least,
         )
-    why = f"the cheapest of {len(candidates)} ways" + (" and of all walks" if searched else "")
-    if len(open_ways) > len(candidates):
-        why += f"; {len(open_ways) - len(candidates)} more hold over {max_bytes} bytes"
-    better = [way for way in every if way not in open_ways and price(way)[0] < price(best)[0]]
+    why = f"the cheapest of {len(fitting)} candidates" + (" and of all steps" if searched else "")
+    if len(open_steps) > len(fitting):
+        why += f"; {len(open_steps) - len(fitting)} more hold over {max_bytes} bytes"
+    better = [
+        steps for steps in every if steps not in open_steps and price(steps)[0] < price(best)[0]
+    ]
     if not better:
         return best, why, ""
     wanted = min(better, key=price)
@@ -291,7 +293,7 @@ def _peak(steps: Sequence[Step], shape: tuple[int, ...], rank: int) -> int:
 
 
 def _is_least(
-    best: Way | None,
+    best: Steps | None,
     src: Layout,
     dst: Layout,
     shape: tuple[int, ...],

@@ -121,7 +121,7 @@ class Prepared:
             self.plan_back()
         except NoPlanError as error:
             raise NoPlanError(
-                f"the gradient needs a way back: {error}",
+                f"the gradient needs a plan too: {error}",
                 max_bytes=error.max_bytes,
                 best_peak=error.best_peak,
             ) from None

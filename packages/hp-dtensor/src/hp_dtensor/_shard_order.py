@@ -20,38 +20,38 @@ def axis_splits(layout: Layout, dim: int) -> tuple[AxisSplit, ...]:
 
 
 def all_axis_splits(layout: Layout) -> AxisSplits:
-    """Return `links` of each dim that is split."""
+    """Return `axis_splits` of each dim that is split."""
     dims = {p.dim for p in layout.placements if isinstance(p, Shard | StridedShard)}
     return {dim: axis_splits(layout, dim) for dim in sorted(dims)}
 
 
-def with_axis_splits(layout: Layout, chains: Mapping[int, Sequence[AxisSplit]]) -> Layout:
-    """Return the layout with dims split as ``chains`` say; axes in none become replicated.
+def with_axis_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> Layout:
+    """Return the layout with dims split as ``splits`` say; axes in none become replicated.
 
     Partial and ragged axes that are in none keep what they have.
     """
     placements: list[Placement] = [
         Replicate() if isinstance(p, Shard | StridedShard) else p for p in layout.placements
     ]
-    for dim, chain in chains.items():
-        for axis, factor in chain:
+    for dim, of_dim in splits.items():
+        for axis, factor in of_dim:
             placements[axis] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
-    order = tuple((dim, tuple(a for a, _ in chain)) for dim, chain in chains.items() if chain)
+    order = tuple((dim, tuple(a for a, _ in of_dim)) for dim, of_dim in splits.items() if of_dim)
     return replace(layout, placements=tuple(placements), shard_order=order)
 
 
-def with_split(layout: Layout, dim: int, link: AxisSplit) -> Layout:
+def with_split(layout: Layout, dim: int, split: AxisSplit) -> Layout:
     """Return the layout with one more split of ``dim``, after the others."""
-    chains = all_axis_splits(layout)
-    chains[dim] = (*chains.get(dim, ()), link)
-    return with_axis_splits(layout, chains)
+    splits = all_axis_splits(layout)
+    splits[dim] = (*splits.get(dim, ()), split)
+    return with_axis_splits(layout, splits)
 
 
 def without_last_split(layout: Layout, dim: int) -> Layout:
     """Return the layout without the last split of ``dim``."""
-    chains = all_axis_splits(layout)
-    chains[dim] = chains[dim][:-1]
-    return with_axis_splits(layout, chains)
+    splits = all_axis_splits(layout)
+    splits[dim] = splits[dim][:-1]
+    return with_axis_splits(layout, splits)
 
 
 def without(layout: Layout, dim: int, place: int) -> Layout:
@@ -59,12 +59,12 @@ def without(layout: Layout, dim: int, place: int) -> Layout:
 
     Later splits then cut every block that the split had made; for lengths that divide evenly.
     """
-    chains = all_axis_splits(layout)
-    chain = chains[dim]
-    degree = layout.mesh_shape[chain[place][0]]
-    later = tuple((axis, factor * degree) for axis, factor in chain[place + 1 :])
-    chains[dim] = (*chain[:place], *later)
-    return with_axis_splits(layout, chains)
+    splits = all_axis_splits(layout)
+    of_dim = splits[dim]
+    degree = layout.mesh_shape[of_dim[place][0]]
+    later = tuple((axis, factor * degree) for axis, factor in of_dim[place + 1 :])
+    splits[dim] = (*of_dim[:place], *later)
+    return with_axis_splits(layout, splits)
 
 
 def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
@@ -93,15 +93,15 @@ def replicated(layout: Layout) -> Layout:
     """Return the layout with axes of degree one, which mean nothing, replicated."""
     if 1 not in layout.mesh_shape:
         return layout
-    chains = {
-        dim: [link for link in chain if layout.mesh_shape[link[0]] > 1]
-        for dim, chain in all_axis_splits(layout).items()
+    splits = {
+        dim: [split for split in of_dim if layout.mesh_shape[split[0]] > 1]
+        for dim, of_dim in all_axis_splits(layout).items()
     }
     placements = tuple(
         Replicate() if degree == 1 and isinstance(p, Partial | RaggedShard) else p
         for degree, p in zip(layout.mesh_shape, layout.placements, strict=True)
     )
-    return with_axis_splits(replace(layout, placements=placements), chains)
+    return with_axis_splits(replace(layout, placements=placements), splits)
 
 
 def is_local(src: Layout, dst: Layout, ndim: int) -> bool:
@@ -132,8 +132,8 @@ def moving_axes(src: Layout, dst: Layout, ndim: int) -> tuple[int, ...]:
             if not divided.intersection(dims):
                 still.add(axis)
     for dim in range(ndim):
-        chain = axis_splits(src, dim)
-        still.update(axis for axis, _ in chain[: common(chain, axis_splits(dst, dim))])
+        of_dim = axis_splits(src, dim)
+        still.update(axis for axis, _ in of_dim[: common(of_dim, axis_splits(dst, dim))])
     if src.ragged is not None and same_runs(src, dst):
         still.add(src.ragged[0])
     return tuple(axis for axis in range(len(src.mesh_shape)) if axis not in still)
@@ -151,8 +151,8 @@ def unchanged_axes(src: Layout, dst: Layout, ndim: int) -> frozenset[int]:
         if src.mesh_shape[axis] == 1 or (old == new and isinstance(old, Replicate | Partial))
     }
     for dim in range(ndim):
-        chain = axis_splits(src, dim)
-        kept.update(axis for axis, _ in chain[: common(chain, axis_splits(dst, dim))])
+        of_dim = axis_splits(src, dim)
+        kept.update(axis for axis, _ in of_dim[: common(of_dim, axis_splits(dst, dim))])
     if src.ragged is not None and same_runs(src, dst):
         kept.add(src.ragged[0])
     return frozenset(kept)

@@ -36,7 +36,7 @@ class Tiles:
     def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
         self.layout, self.shape = layout, shape
         dims = range(len(shape))
-        self.chains = [layout.shard_axes(dim) for dim in dims]
+        self.axes = [layout.shard_axes(dim) for dim in dims]
         self.degrees = [layout.degrees(dim) for dim in dims]
         self.splits = [layout.splits(dim) for dim in dims]
         self.plain = [all(factor == 1 for _, factor in splits) for splits in self.splits]
@@ -64,7 +64,7 @@ class Tiles:
 
     def divided(self, dim: int) -> bool:
         """Return whether ranks hold different parts of ``dim``."""
-        return bool(self.chains[dim]) or dim < self.leading
+        return bool(self.axes[dim]) or dim < self.leading
 
     def at(self, coordinate: Sequence[int]) -> tuple[Box, ...]:
         """Return the tiles at a position."""
@@ -72,10 +72,8 @@ class Tiles:
             return self.layout.boxes_at(self.shape, coordinate)
         box = tuple(
             [
-                chunk(length, degrees, [coordinate[a] for a in chain]) if chain else (0, length)
-                for length, degrees, chain in zip(
-                    self.shape, self.degrees, self.chains, strict=True
-                )
+                chunk(length, degrees, [coordinate[a] for a in axes]) if axes else (0, length)
+                for length, degrees, axes in zip(self.shape, self.degrees, self.axes, strict=True)
             ]
         )
         return (box,) if volume(box) else ()
@@ -95,8 +93,8 @@ class Tiles:
     def _ranges(
         self, dim: int, lo: int, hi: int, region: Interval
     ) -> Iterator[tuple[Assignment, Interval, Interval]]:
-        length, chain = self.shape[dim], self.chains[dim]
-        if not chain:
+        length, axes = self.shape[dim], self.axes[dim]
+        if not axes:
             yield (), (0, length), region
             return
         while lo < hi:
@@ -105,7 +103,7 @@ class Tiles:
                 whole = chunk(length, self.degrees[dim], index)
             else:
                 index, whole = self._block(dim, lo)
-            yield tuple(zip(chain, index, strict=True)), whole, (lo, min(hi, whole[1]))
+            yield tuple(zip(axes, index, strict=True)), whole, (lo, min(hi, whole[1]))
             lo = whole[1]
 
     def _block(self, dim: int, position: int) -> tuple[tuple[int, ...], Interval]:
@@ -151,7 +149,7 @@ class Tiles:
     def run_span(self, region: Box) -> tuple[int, int]:
         """Return the first ragged coordinate that may meet a region, and how many from there on."""
         degree = self.layout.mesh_shape[self.ragged_axis]
-        if any(self.chains[dim] for dim in range(self.leading)):
+        if any(self.axes[dim] for dim in range(self.leading)):
             return 0, degree
         frame = tuple((0, length) for length in self.shape[: self.leading])
         first, stop = self._run_span(frame, region[: self.leading])
@@ -262,9 +260,9 @@ class Pairing:
         degrees = self.dst.mesh_shape
         kept = set(self.held.free) - set(self.pool) if self.same else set[int]()
         parts = [
-            _Digit(chain, self.needed.degrees[dim], dim)
-            for dim, chain in enumerate(self.needed.chains)
-            if chain and (not self.same or self.held.divided(dim))
+            _Digit(axes, self.needed.degrees[dim], dim)
+            for dim, axes in enumerate(self.needed.axes)
+            if axes and (not self.same or self.held.divided(dim))
         ]
         axis = self.needed.ragged_axis
         if axis >= 0 and axis not in kept:

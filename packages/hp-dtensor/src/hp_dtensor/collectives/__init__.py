@@ -1,1 +1,1 @@
-"""The one door to the process groups: every collective of every package goes through here."""
+"""The interface to process groups: every collective of every package goes through it."""
