@@ -9,6 +9,8 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hp_fsdp import sharded_optimizer
+
 from .models import (
     Gradients,
     Net,
@@ -257,3 +259,62 @@ def test_a_gradient_of_what_was_frozen_since_the_forward_is_dropped(
     for found, after in ranks(2).run(freezing_late, options):
         assert worst(found, without) < 1e-12
         assert worst(after, reference(2, steps=(1,))) < 1e-12
+
+
+def cleared(rank: int, shape: tuple[int, ...], options: str, how: str) -> Gradients:
+    """Drop a microbatch by ``zero_grad``, the module's or the optimizer's, then do a step."""
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    model = shard(make(Net), mesh, **OPTIONS[options])
+    optimizer = sharded_optimizer(torch.optim.SGD, model, lr=1.0)
+    if how == "no all-reduce":
+        model.set_requires_all_reduce(False)
+    elif how == "not the last":
+        model.set_is_last_backward(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    loss_of(model, tokens(rank, 9)).backward()
+    if how == "optimizer":
+        optimizer.zero_grad()
+    else:
+        model.zero_grad(set_to_none=how != "zeros")
+    model.set_requires_gradient_sync(True)
+    model.set_is_last_backward(True)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "how", "options"),
+    [
+        ((2,), "zeros", "exact"),
+        ((2,), "optimizer", "exact"),
+        ((2,), "not the last", "exact"),
+        ((2, 2), "no all-reduce", "exact"),
+        ((2, 2), "no all-reduce", "ragged, fused"),
+        *(((2,), "module", options) for options in OPTIONS),
+    ],
+)
+def test_zero_grad_drops_what_is_not_reduced_yet(
+    ranks: Ranks, shape: tuple[int, ...], how: str, options: str
+) -> None:
+    world = torch.Size(shape).numel()
+    expected = reference(world)
+    for found in ranks(world).run(cleared, shape, options, how):
+        assert worst(found, expected) < 1e-12
+
+
+def cleared_on_one(rank: int, options: str) -> Gradients:
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)), **OPTIONS[options])
+    with model.no_sync():
+        loss_of(model, tokens(rank)).backward()
+    if rank == 1:
+        model.zero_grad()
+    model.reduce_gradients()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_one_rank_may_drop_its_part_of_what_is_not_reduced_yet(ranks: Ranks, options: str) -> None:
+    expected = {name: gradient / 2 for name, gradient in reference(1).items()}
+    for found in ranks(2).run(cleared_on_one, options):
+        assert worst(found, expected) < 1e-12

@@ -336,6 +336,14 @@ class Schedule:
             self._reductions[0].finish()
             del self._reductions[0]
 
+    def finish_early(self) -> None:
+        """Finish reductions that a backward before the last one left under way.
+
+        Not during a backward, nor after one that failed: other ranks may never come to theirs.
+        """
+        if not self._backward:
+            self.finish_reductions()
+
     def reduce_all(self, units: Iterable[Unit]) -> None:
         """Reduce all gradients of ``units`` that wait, last unit first.
 

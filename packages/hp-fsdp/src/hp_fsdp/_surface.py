@@ -61,10 +61,15 @@ class FSDPModule(Setters):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
 
-        Those of sharded parameters too where modules have the unsharded ones at the moment.
+        Those of sharded parameters too where modules have the unsharded ones at the moment, and,
+        with or without ``set_to_none``, what backwards left that is not reduced yet. Outside of a
+        backward, waits for reductions under way.
         """
+        units = self._units(True)
+        for unit in units:
+            unit.drop_gradients()
         cast(Any, super()).zero_grad(set_to_none)
-        for unit in self._units(True):
+        for unit in units:
             for group in unit.groups:
                 for parameter in group.parameters if group.unsharded else ():
                     parameter.clear_gradient(set_to_none)

@@ -151,6 +151,13 @@ class Unit:
                 group.hold_gradients()
         self.reduce()
 
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not reduced yet; reductions under way are finished first."""
+        if self.schedule is not None:
+            self.schedule.finish_early()
+        for group in self.groups:
+            group.drop_gradients()
+
     def reduce(self) -> None:
         """Hand all gradients of the backwards since the last reduction to one, if told to."""
         if self._unreduced and self.options.gradient_sync:
