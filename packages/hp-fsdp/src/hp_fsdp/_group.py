@@ -370,11 +370,18 @@ class ParameterGroup:
 
     def refusals(self) -> list[str]:
         """Return why `adopt` cannot take what is registered now: nothing if it can."""
-        said = [said for parameter in self.parameters if (said := parameter.refusal()) is not None]
-        if said or self.incomplete:
-            return said  # the rest may be loaded later
+        where = f"in {self.path}: " if self.path else ""
+        said = [parameter.refusal() for parameter in self.parameters]
+        refused = [where + each for each in said if each is not None]
+        if refused or self.incomplete:
+            return refused  # the rest may be loaded later
         mixed = mixture(self.parameters)
-        return [] if mixed is None else [mixed]
+        return [] if mixed is None else [where + mixed]
+
+    def undo_replacements(self) -> None:
+        """Register the sharded parameters where others stand, which `refusals` refuses."""
+        for parameter in self.parameters:
+            parameter.undo_replacement()
 
     @torch.no_grad()
     def adopt(self) -> None:
