@@ -125,18 +125,18 @@ class FSDPModule(Setters):
         return cast(Self, module)
 
 
-def _no_deepcopy(self: object, memo: object) -> NoReturn:
+def _no_copy(self: object, _: object) -> NoReturn:
     raise ModuleStateError(
-        f"{type(self).__name__} cannot be copied: its shards are views of one buffer; copy the "
-        "module before fully_shard, or use its state_dict"
+        f"{type(self).__name__} cannot be copied or pickled: its shards are views of one buffer; "
+        "copy the module before fully_shard, or use its state_dict"
     )
 
 
 @cache
 def sharded_class(own: type) -> type:
     """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``."""
-    name = f"FSDP{own.__name__}"
-    return type(name, (FSDPModule, own), {"__deepcopy__": _no_deepcopy, "__doc__": own.__doc__})
+    members = {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "__doc__": own.__doc__}
+    return type(f"FSDP{own.__name__}", (FSDPModule, own), members)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
