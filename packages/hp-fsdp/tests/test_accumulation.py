@@ -1,12 +1,15 @@
 """Several backwards before a step."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from rank_pool import RankPool
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hp_fsdp import sharded_optimizer
 
 from .models import (
     Gradients,
@@ -119,4 +122,199 @@ def dropped(rank: int) -> Gradients:
 def test_reset_drops_the_gradients_of_no_sync(ranks: Ranks) -> None:
     expected = reference(2)
     for found in ranks(2).run(dropped):
+        assert worst(found, expected) < 1e-12
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "ragged": {"layout": "ragged"},
+    "fused": {"grads": "fused"},
+    "ragged, fused": {"layout": "ragged", "grads": "fused"},
+}
+
+
+def freeze(model: Any, frozen: bool) -> None:
+    """Freeze, or thaw, some parameters of a unit, all of another, one of the root."""
+    for part in (model.blocks[0].up, model.blocks[0].norm, model.blocks[1]):
+        part.requires_grad_(not frozen)
+    model.head.bias.requires_grad_(not frozen)
+
+
+def forget(model: nn.Module) -> None:
+    """Do as an optimizer's ``zero_grad``."""
+    for p in model.parameters():
+        p.grad = None
+
+
+def freezing(rank: int, shape: tuple[int, ...], options: str, how: str) -> list[Gradients]:
+    """Freeze between two microbatches, train frozen, thaw: the gradients of each step."""
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    model = shard(make(Net), mesh, **OPTIONS[options])
+    synchronise = {
+        "sync": model.set_requires_gradient_sync,
+        "all-reduce": model.set_requires_all_reduce,
+    }[how]
+    seen = []
+    for steps, frozen in (((0, 1), True), ((2,), True), ((3,), False)):
+        for step in steps:
+            synchronise(step == steps[-1])
+            freeze(model, frozen and step > 0)
+            loss_of(model, tokens(rank, step)).backward()
+        seen.append(gradients(model))
+        forget(model)
+    return seen
+
+
+def frozen_alone(world: int) -> list[Gradients]:
+    """Return what one process has after the same steps."""
+    model = make(Net)
+    seen = []
+    for steps, frozen in (((0, 1), True), ((2,), True), ((3,), False)):
+        for step in steps:
+            freeze(model, frozen and step > 0)
+            for replica in range(world):
+                loss_of(model, tokens(replica, step)).backward()
+        seen.append({name: gradient / world for name, gradient in gradients(model).items()})
+        forget(model)
+    return seen
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize(("shape", "how"), [((2,), "sync"), ((2, 2), "all-reduce")])
+def test_what_is_frozen_between_microbatches_is_reduced_with_the_others_and_no_later(
+    ranks: Ranks, shape: tuple[int, ...], how: str, options: str
+) -> None:
+    world = torch.Size(shape).numel()
+    expected = frozen_alone(world)
+    for steps in ranks(world).run(freezing, shape, options, how):
+        for found, each in zip(steps, expected, strict=True):
+            assert worst(found, each) < 1e-12
+
+
+class Biased(Net):
+    """Uses the bias of its head only where it is told to."""
+
+    uses_bias = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.blocks[0](self.embedding(tokens))
+        return functional.linear(x, self.head.weight, self.head.bias if self.uses_bias else None)
+
+
+def freezing_apart(rank: int, options: str) -> tuple[Gradients, bool]:
+    """Freeze what rank 0 alone used, and then all; return what was reduced."""
+    model = shard(make(Biased), mesh_of((2,), ("fsdp",)), **OPTIONS[options])
+    model.uses_bias = rank == 0
+    with model.no_sync():
+        loss_of(model, tokens(rank, 0)).backward()
+    model.head.bias.requires_grad_(False)
+    loss_of(model, tokens(rank, 1)).backward()
+    seen = gradients(model)
+    forget(model)
+    with model.no_sync():
+        loss_of(model, tokens(rank, 2)).backward()
+    model.requires_grad_(False)
+    model.reduce_gradients()
+    again = gradients(model)
+    return seen, set(again) == set(seen) - {"head.bias"}
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_ranks_that_used_other_parameters_reduce_the_frozen_ones_alike(
+    ranks: Ranks, options: str
+) -> None:
+    plain = make(Biased)
+    for replica in range(2):
+        plain.uses_bias = replica == 0
+        plain.head.bias.requires_grad_(True)
+        loss_of(plain, tokens(replica, 0)).backward()
+        plain.head.bias.requires_grad_(False)
+        loss_of(plain, tokens(replica, 1)).backward()
+    expected = {name: gradient / 2 for name, gradient in gradients(plain).items()}
+    for found, without in ranks(2).run(freezing_apart, options):
+        assert worst(found, expected) < 1e-12
+        assert without
+
+
+def freezing_late(rank: int, options: str) -> tuple[Gradients, Gradients]:
+    """Freeze a parameter of the root, which stays gathered, between forward and backward."""
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)), **OPTIONS[options])
+    frozen = model.head.weight
+    loss = loss_of(model, tokens(rank, 0))
+    frozen.requires_grad_(False)
+    loss.backward()
+    seen = gradients(model)
+    frozen.requires_grad_(True)
+    forget(model)
+    loss_of(model, tokens(rank, 1)).backward()
+    return seen, gradients(model)
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_a_gradient_of_what_was_frozen_since_the_forward_is_dropped(
+    ranks: Ranks, options: str
+) -> None:
+    without = {name: value for name, value in reference(2).items() if name != "head.weight"}
+    for found, after in ranks(2).run(freezing_late, options):
+        assert worst(found, without) < 1e-12
+        assert worst(after, reference(2, steps=(1,))) < 1e-12
+
+
+def cleared(rank: int, shape: tuple[int, ...], options: str, how: str) -> Gradients:
+    """Drop a microbatch by ``zero_grad``, the module's or the optimizer's, then do a step."""
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    model = shard(make(Net), mesh, **OPTIONS[options])
+    optimizer = sharded_optimizer(torch.optim.SGD, model, lr=1.0)
+    if how == "no all-reduce":
+        model.set_requires_all_reduce(False)
+    elif how == "not the last":
+        model.set_is_last_backward(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    loss_of(model, tokens(rank, 9)).backward()
+    if how == "optimizer":
+        optimizer.zero_grad()
+    else:
+        model.zero_grad(set_to_none=how != "zeros")
+    model.set_requires_gradient_sync(True)
+    model.set_is_last_backward(True)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "how", "options"),
+    [
+        ((2,), "zeros", "exact"),
+        ((2,), "optimizer", "exact"),
+        ((2,), "not the last", "exact"),
+        ((2, 2), "no all-reduce", "exact"),
+        ((2, 2), "no all-reduce", "ragged, fused"),
+        *(((2,), "module", options) for options in OPTIONS),
+    ],
+)
+def test_zero_grad_drops_what_is_not_reduced_yet(
+    ranks: Ranks, shape: tuple[int, ...], how: str, options: str
+) -> None:
+    world = torch.Size(shape).numel()
+    expected = reference(world)
+    for found in ranks(world).run(cleared, shape, options, how):
+        assert worst(found, expected) < 1e-12
+
+
+def cleared_on_one(rank: int, options: str) -> Gradients:
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)), **OPTIONS[options])
+    with model.no_sync():
+        loss_of(model, tokens(rank)).backward()
+    if rank == 1:
+        model.zero_grad()
+    model.reduce_gradients()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_one_rank_may_drop_its_part_of_what_is_not_reduced_yet(ranks: Ranks, options: str) -> None:
+    expected = {name: gradient / 2 for name, gradient in reference(1).items()}
+    for found in ranks(2).run(cleared_on_one, options):
         assert worst(found, expected) < 1e-12

@@ -1,6 +1,8 @@
 """Errors are also what torch raises in the same place, and say which parameter is meant."""
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +157,32 @@ def test_an_error_is_also_what_torch_raises(ranks: Ranks, call: Callable[[Any, A
     for as_torch, own, ours, other in ranks(2).run(raised, call):
         assert as_torch, (ours, other)
         assert own
+
+
+COPIES: list[Callable[[Any], object]] = [
+    copy.deepcopy,
+    copy.copy,
+    pickle.dumps,
+    lambda model: torch.save(model, io.BytesIO()),
+    lambda model: pickle.dumps({"model": nn.Sequential(model)}),
+]
+
+
+def not_copied(rank: int) -> list[tuple[str, str]]:
+    model: Any = shard(Net(), mesh_of((2,), ("fsdp",)))
+    model(tokens(rank)).sum().backward()
+    said = []
+    for call in COPIES:
+        with pytest.raises(ShardingError) as caught:
+            call(model)
+        said.append((type(caught.value).__name__, str(caught.value)))
+    return said
+
+
+def test_no_copy_and_no_pickle_of_a_sharded_module(ranks: Ranks) -> None:
+    text = "FSDPNet cannot be copied or pickled: its shards are views of one buffer"
+    for said in ranks(2).run(not_copied):
+        assert [(kind, text in each) for kind, each in said] == [("ModuleError", True)] * 5
 
 
 class Deep(nn.Module):

@@ -160,17 +160,17 @@ def test_microbatches_add_up_in_the_dtype_of_the_reduction(ranks: Ranks, mode: A
         assert worst(found, expected) == 0
 
 
-def refrozen(rank: int) -> tuple[list[str], Gradients]:
+def thawed(rank: int) -> tuple[list[str], Gradients]:
     model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), grads="fused")
     said = []
+    model.blocks[0].up.weight.requires_grad_(False)
     with model.no_sync():
         loss_of(model, tokens(rank, 5)).backward()
-    model.blocks[0].up.weight.requires_grad_(False)
+    model.blocks[0].up.weight.requires_grad_(True)
     try:
         loss_of(model, tokens(rank, 5)).backward()
     except StateError as error:
         said.append(str(error))
-    model.blocks[0].up.weight.requires_grad_(True)
     model.reset()
     model.zero_grad()
     loss_of(model, tokens(rank)).backward()
@@ -181,9 +181,9 @@ def refrozen(rank: int) -> tuple[list[str], Gradients]:
     return said, gradients(model)
 
 
-def test_freezing_while_gradients_wait_is_refused_and_reset_is_clean(ranks: Ranks) -> None:
-    for said, found in ranks(2).run(refrozen):
-        assert "do so only after a reduction" in said[0]
+def test_thawing_while_gradients_wait_is_refused_and_reset_is_clean(ranks: Ranks) -> None:
+    for said, found in ranks(2).run(thawed):
+        assert "thaw parameters only after a reduction" in said[0]
         assert said[1] == "grads is 'fast'; legal are ['copy', 'accumulate', 'fused']"
         assert worst(found, reference(2)) < 1e-12
 

@@ -1,5 +1,6 @@
 """Which parameters are managed, and parameters that get their memory later."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,71 @@ def test_tied_weights_of_a_list_are_one_parameter_and_every_row_moves(ranks: Ran
         assert tied
         assert every_row
         assert reductions == 1
+
+
+class Added(nn.Module):
+    """A linear layer with two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.ones(2, base.in_features, dtype=torch.float64))
+        self.up = nn.Parameter(torch.ones(base.out_features, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both."""
+        y: Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
+        return y
+
+
+def with_added(rank: int, how: str) -> list[list[str]]:
+    """Add parameters after sharding; return the warnings of two steps."""
+    mesh = mesh_of((2,), ("fsdp",))
+    if how == "ignored":
+        model = make(Net)
+        fully_shard(model, mesh, ignored_params=set(model.head.parameters()))
+    else:
+        model = shard(make(Net), mesh)
+    if how in ("added", "frozen"):
+        model.blocks[1].up = Added(model.blocks[1].up)
+    if how == "frozen":
+        model.blocks[1].requires_grad_(False)
+    elif how in ("replaced", "sharded"):
+        model.head = nn.Linear(8, 11).double()
+        if how == "sharded":
+            fully_shard(model.head, mesh)
+    elif how == "a new name":
+        model.scale = nn.Parameter(torch.ones(2))
+    elif how == "gathered":
+        model.blocks[0].unshard()
+    seen = []
+    for step in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(model, tokens(rank, step)).backward()
+        seen.append([str(each.message) for each in caught])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("added", "blocks.1.up.down, blocks.1.up.up train"),
+        ("replaced", "head.weight, head.bias train"),
+        ("a new name", "scale train"),
+        ("sharded", None),
+        ("frozen", None),
+        ("ignored", None),
+        ("gathered", None),
+    ],
+)
+def test_parameters_that_are_added_after_sharding_are_warned_of_once(
+    ranks: Ranks, how: str, names: str | None
+) -> None:
+    for first, second in ranks(2).run(with_added, how):
+        assert second == []
+        assert len(first) == (names is not None)
+        assert names is None or first[0].startswith(names)
 
 
 def frozen_units(rank: int) -> tuple[list[int], Gradients, Gradients]:

@@ -312,6 +312,68 @@ def test_an_assigned_parameter_that_does_not_fit_is_refused_by_name(
         assert worst(found["gradients"], expected) < 1e-12
 
 
+def set_to_none(linear: Any) -> None:
+    linear.bias = None
+
+
+def registered_as_none(linear: nn.Linear) -> None:
+    del linear.bias
+    linear.register_parameter("bias", None)
+
+
+def deleted(linear: nn.Linear) -> None:
+    del linear.bias
+
+
+def parametrized(linear: nn.Linear) -> None:
+    torch.nn.utils.parametrizations.weight_norm(linear)
+
+
+REMOVALS: dict[str, tuple[Callable[[nn.Linear], None], str]] = {
+    "None": (set_to_none, "up.bias was set to None after fully_shard"),
+    "registered as None": (registered_as_none, "up.bias was set to None after fully_shard"),
+    "deleted": (deleted, "up.bias was removed after fully_shard"),
+    "parametrized": (parametrized, "up.weight was parametrized"),
+}
+
+
+def removed(rank: int, how: str, ran: bool, layout: str) -> tuple[list[str], int, Gradients]:
+    """Remove a parameter; return what two forwards say, their calls, and a step after a reset."""
+    record = RecordingCollectives()
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout, collectives=record)
+    if ran:
+        loss_of(model, tokens(rank, 5)).backward()
+        model.zero_grad()
+    record.reset()
+    REMOVALS[how][0](model.blocks[0].up)
+    said = []
+    for _ in range(2):
+        with pytest.raises(ParameterError) as caught:
+            model.blocks[0](torch.ones(2, 8, dtype=torch.float64))
+        said.append(str(caught.value))
+    calls = sum(traffic.calls for traffic in record.by_axis.values())
+    if how == "parametrized":
+        return said, calls, {}
+    model.reset()
+    loss_of(model, tokens(rank)).backward()
+    return said, calls, gradients(model)
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize(
+    ("how", "layout"), [*((how, "exact") for how in REMOVALS), ("None", "ragged")]
+)
+def test_a_removed_parameter_is_refused_by_name_until_a_reset(
+    ranks: Ranks, how: str, ran: bool, layout: str
+) -> None:
+    expected = reference(2) if how != "parametrized" else {}
+    for said, calls, found in ranks(2).run(removed, how, ran, layout):
+        assert [REMOVALS[how][1] in each for each in said] == [True, True]
+        assert ["in blocks.0: " in each for each in said] == [ran, ran]
+        assert calls == 0
+        assert not expected or worst(found, expected) < 1e-12
+
+
 def converted_parts(rank: int, what: str) -> tuple[str, Gradients]:
     """Convert a float32 model to float64 in parts."""
     mesh = mesh_of((2,), ("fsdp",))

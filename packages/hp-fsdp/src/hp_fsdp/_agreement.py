@@ -49,8 +49,7 @@ class Agreement:
         schedule, groups = self._unit.schedule, self._unit.groups
         if act in self._agreed or schedule is None or not groups:
             return
-        every = [p.sharded.requires_grad for group in groups for p in group.parameters]
-        if act is Act.REDUCTION and not any(every):
+        if act is Act.REDUCTION and not any(group.reduced() for group in groups):
             return  # nothing is reduced
         data = max((group.axes for group in groups), key=lambda axes: axes.shard.size)
         axes = [data.shard]
@@ -67,9 +66,10 @@ class Agreement:
 
     def _digest(self, act: Act) -> int:
         facts = [
-            (p.name, tuple(p.shape), p.dim, p.sharded.requires_grad or act is not Act.REDUCTION)
+            (p.name, tuple(p.shape), p.dim, act is not Act.REDUCTION or i in reduced)
             for group in self._unit.groups
-            for p in group.parameters
+            for reduced in [set(group.reduced())]
+            for i, p in enumerate(group.parameters)
         ]
         layouts = [
             (group.layout.plan.shard_numel, str(group.dtypes), str(group.layout.shard.dtype))

@@ -28,13 +28,18 @@ class Collector:
         self,
         parameters: Sequence[ShardedParameter],
         large: Collection[int],
+        reduced: Callable[[], list[int]],
         packing_of: Callable[[Sequence[int]], Packing],
         take: Callable[[int], Tensor],
         fused: bool,
     ) -> None:
-        """Nothing is watched before `watch`; ``large`` says which of ``parameters`` will be."""
+        """Nothing is watched before `watch`; ``large`` says which of ``parameters`` will be.
+
+        ``reduced`` says which parameters the next reduction is of, in the order to pack them in.
+        """
         self._parameters = parameters
         self._large = [i for i in large if parameters[i].is_plain]
+        self._reduced = reduced
         self._packing_of = packing_of
         self._take = take
         self._sink: Sink | None = None
@@ -49,9 +54,8 @@ class Collector:
                 elif can_fuse_embedding(owner.module, owner.name):
                     fuse_embedding(owner.module, is_face, partial(self._rows, i))
 
-    def watch(self, order: Sequence[int]) -> None:
-        """Follow the parameters' unsharded faces, which were made anew, and packed in ``order``."""
-        self._order = order
+    def watch(self) -> None:
+        """Follow the parameters' unsharded faces, which were made anew."""
         self._packing = None
         for i in self._large:
             face = self._parameters[i].unsharded
@@ -61,7 +65,7 @@ class Collector:
 
     def _begin(self) -> Sink:
         if self._sink is None:
-            chosen = [i for i in self._order if self._parameters[i].sharded.requires_grad]
+            chosen = self._reduced()
             if self._packing is None or chosen != self._chosen:
                 self._chosen, self._packing = chosen, self._packing_of(chosen)
             plan = self._packing.sink
@@ -77,14 +81,20 @@ class Collector:
             )
         return self._chosen.index(index)
 
+    def _trains(self, index: int) -> bool:
+        """Return False for what was frozen since its forward: its gradient is dropped."""
+        return self._parameters[index].sharded.requires_grad
+
     @torch.no_grad()
     def _came(self, index: int, face: Tensor) -> None:
         gradient, face.grad = face.grad, None
-        if gradient is not None:
+        if gradient is not None and self._trains(index):
             self._begin().add(self._place(index), gradient.contiguous())
 
     @torch.no_grad()
     def _product(self, index: int, left: Tensor, right: Tensor) -> None:
+        if not self._trains(index):
+            return
         sink = self._begin()
         place = self._place(index)
         if sink.takes_products(place, left.dtype):
@@ -95,6 +105,8 @@ class Collector:
 
     @torch.no_grad()
     def _rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
+        if not self._trains(index):
+            return
         sink = self._begin()
         place = self._place(index)
         if sink.takes_rows(place):
@@ -117,8 +129,8 @@ class Collector:
         if self._chosen != list(chosen):
             names = [self._parameters[i].name for i in self._chosen]
             raise StateError(
-                f"gradients of {names} were added up, and since then other parameters were frozen "
-                "or thawed; do so only after a reduction"
+                f"gradients of {names} were added up, and since then other parameters were "
+                "thawed; do so only after a reduction"
             )
         for place, index in enumerate(self._chosen):
             gradient = self._parameters[index].take_gradient(collectives)

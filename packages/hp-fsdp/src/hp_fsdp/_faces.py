@@ -40,4 +40,8 @@ class Faces:
     @property
     def sharded_shown(self) -> bool:
         """Return whether the sharded faces, and nothing else, are registered."""
-        return all(map(is_, [registry[name] for registry, name in self._places], self._sharded))
+        try:
+            shown = [registry[name] for registry, name in self._places]
+        except KeyError:
+            return False  # one was removed
+        return all(map(is_, shown, self._sharded))

@@ -46,6 +46,12 @@ class PartialSum:
         self._flat, self._names, self._used = flat, names, used
         return flat, used
 
+    def drop(self) -> None:
+        """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
+        if self._flat is not None:
+            self._flat.zero_()
+            self._used = [False] * len(self._used)
+
     def clear(self) -> None:
         """Keep nothing."""
         self._flat, self._names, self._used = None, (), []

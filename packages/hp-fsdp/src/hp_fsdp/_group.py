@@ -45,6 +45,7 @@ class ParameterGroup:
         self.storage = storage
         self.smaller: Axis | None = None  # what `keep` shards over between forward and backward
         self.partial = PartialSum()
+        self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
         self.path = ""  # from the root of the step to the unit, once there is one
         self._collectives = collectives
         self._work: Work | None = None
@@ -57,7 +58,7 @@ class ParameterGroup:
         kept = self._own_parts(wholes)
         self.collector: Collector | None = None
         self._batch: Batch | None = None
-        self._trained: list[int] = []  # what the batch has
+        self._reduced: list[int] = []  # what the batch has
         self.layout: Layout = self._lay_out(kept)
         if storage.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
             self._collect(fused=storage.grads == "fused")
@@ -109,7 +110,7 @@ class ParameterGroup:
         self._faces = Faces(self.parameters)
         self._batch = None
         if self.collector is not None:
-            self.collector.watch(self.order)
+            self.collector.watch()
 
     def _collect(self, fused: bool) -> None:
         """Pack large gradients as they come; others cost less when they are packed together."""
@@ -120,7 +121,9 @@ class ParameterGroup:
             if is_large(slot.shard_numel, itemsize, least)
         ]
         if large:
-            self.collector = Collector(self.parameters, large, self._packing, self._take, fused)
+            self.collector = Collector(
+                self.parameters, large, self.reduced, self._packing, self._take, fused
+            )
 
     def _packing(self, chosen: Sequence[int]) -> Packing:
         return self.layout.packing(chosen, self.dtypes.reduce.itemsize)
@@ -256,18 +259,45 @@ class ParameterGroup:
 
         Communicates nothing. A gather under way is awaited; its error comes last.
         """
+        self.drop_gradients()
+        self.partial.clear()
+        self._waiting.clear()
+        self._stop()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not reduced yet, of this rank alone if need be.
+
+        The next reduction is of the same parameters as if they were there.
+        """
         for parameter in self.parameters:
             parameter.drop_gradient()
         if self.collector is not None:
             self.collector.drop()
-        self.partial.clear()
-        self._stop()
+        self.partial.drop()
 
     def hold_gradients(self) -> None:
         """Put gradients that are not to be reduced yet aside, in the dtype of the reduction."""
+        chosen = self.reduced()
+        self._drop_frozen(chosen)
+        self._waiting.update(chosen)
         if self.dtypes.reduce != self.dtypes.compute:
             for parameter in self.parameters:
                 parameter.hold_gradient(self.dtypes.reduce)
+
+    def reduced(self) -> list[int]:
+        """Return which parameters the next reduction is of, in the order of the shard.
+
+        Those that train, and those that were frozen while gradients of theirs waited. So all ranks
+        choose the same, whichever parameters each of them used.
+        """
+        parameters, waiting = self.parameters, self._waiting
+        return [i for i in self.order if parameters[i].sharded.requires_grad or i in waiting]
+
+    def _drop_frozen(self, chosen: Sequence[int]) -> None:
+        """Forget what came for parameters, not of ``chosen``, that were frozen since a forward."""
+        if len(chosen) < len(self.parameters):
+            for i in set(self.order).difference(chosen):
+                self.parameters[i].drop_gradient()
 
     def reduce(self, options: Options) -> Reduction | None:
         """Start the reduction of the gradients, zeros where there are none; None if all frozen.
@@ -278,11 +308,12 @@ class ParameterGroup:
             return self._reduction(options)
 
     def _reduction(self, options: Options) -> Reduction | None:
-        chosen = [i for i in self.order if self.parameters[i].sharded.requires_grad]
+        chosen = self.reduced()
+        self._drop_frozen(chosen)
         if not chosen:
             return None
-        if self._batch is None or self._trained != chosen:
-            self._batch, self._trained = self._batch_of(chosen), chosen
+        if self._batch is None or self._reduced != chosen:
+            self._batch, self._reduced = self._batch_of(chosen), chosen
         collectives, parameters = self._collectives, self.parameters
         gradients: list[Tensor] = []
         rows: Tensor | None = None
@@ -296,6 +327,8 @@ class ParameterGroup:
         else:
             rows, used = self.collector.finish(chosen, collectives)
         axes = self.reduce_axes
+        adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
+        self._waiting = set(chosen) if adds_up else set()
         return Reduction(self._batch, gradients, rows, used, axes, collectives, options)
 
     def _batch_of(self, chosen: Sequence[int]) -> Batch:
@@ -337,11 +370,18 @@ class ParameterGroup:
 
     def refusals(self) -> list[str]:
         """Return why `adopt` cannot take what is registered now: nothing if it can."""
-        said = [said for parameter in self.parameters if (said := parameter.refusal()) is not None]
-        if said or self.incomplete:
-            return said  # the rest may be loaded later
+        where = f"in {self.path}: " if self.path else ""
+        said = [parameter.refusal() for parameter in self.parameters]
+        refused = [where + each for each in said if each is not None]
+        if refused or self.incomplete:
+            return refused  # the rest may be loaded later
         mixed = mixture(self.parameters)
-        return [] if mixed is None else [mixed]
+        return [] if mixed is None else [where + mixed]
+
+    def undo_replacements(self) -> None:
+        """Register the sharded parameters where others stand, which `refusals` refuses."""
+        for parameter in self.parameters:
+            parameter.undo_replacement()
 
     @torch.no_grad()
     def adopt(self) -> None:

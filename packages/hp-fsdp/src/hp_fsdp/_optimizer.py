@@ -12,7 +12,7 @@ from hp_dtensor import RaggedTensor
 from ._errors import ModuleError, ShardingError
 from ._group import ParameterGroup
 from ._segments import Piece, Segment, segments_of
-from ._unit import unit_of
+from ._unit import Unit, unit_of
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -47,11 +47,11 @@ def sharded_optimizer(
             f"are {[each.__name__ for each in ELEMENTWISE]}; use it on the parameters themselves"
         )
     groups: list[ParameterGroup] = []
-    seen = set()
+    units: list[Unit] = []
     for inner in module.modules():
         unit = unit_of(inner)
-        if unit is not None and unit not in seen:
-            seen.add(unit)
+        if unit is not None and unit not in units:
+            units.append(unit)
             unit.reshard()
             if not all(group.in_place for group in unit.groups):
                 unit.adopt(final=True)
@@ -62,7 +62,7 @@ def sharded_optimizer(
     sharded = {id(piece.parameter) for segment in segments for piece in segment.pieces}
     trained = [p for p in module.parameters() if p.requires_grad]
     others = [p for p in trained if id(p) not in sharded]
-    return FlatOptimizer(cls, trained, segments, others, kwargs)
+    return FlatOptimizer(cls, trained, segments, others, units, kwargs)
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -74,6 +74,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         parameters: Iterable[nn.Parameter],
         segments: Iterable[Segment],
         others: Iterable[nn.Parameter],
+        units: Iterable[Unit],
         options: dict[str, Any],
     ) -> None:
         """Make ``cls`` with ``options`` on the segments; ``others`` are stepped as they are.
@@ -82,6 +83,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         self._segments = list(segments)
         self._others = list(others)
+        self._units = list(units)
         flats = [segment.flat for segment in self._segments]
         self._inner = cast(Any, cls)([*flats, *self._others], **options)
         self._shown = 0
@@ -126,6 +128,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         if len(self._inner.state) != self._shown:
             self._show_state()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, and what backwards left that is not reduced yet."""
+        for unit in self._units:
+            unit.drop_gradients()
+        super().zero_grad(set_to_none)
 
     def _split(self, key: Callable[[Piece], object]) -> None:
         """Step neighbours of different ``key`` as tensors of their own from now on.

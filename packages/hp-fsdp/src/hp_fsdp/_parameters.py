@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.nn.utils.parametrize import is_parametrized
 
 from hp_dtensor import Collectives, RaggedTensor, redistribute
 
@@ -29,8 +30,8 @@ class Owner:
     name: str
 
     def get(self) -> nn.Parameter | None:
-        """Return what is registered here now."""
-        return self.registry[self.name]
+        """Return what is registered here now; None where it was removed."""
+        return self.registry.get(self.name)
 
 
 class ShardedParameter:
@@ -138,6 +139,9 @@ class ShardedParameter:
 
     def refusal(self) -> str | None:
         """Return why what is registered cannot be the sharded face; None if it can."""
+        for owner in self.owners:
+            if owner.get() is None:
+                return self._removal(owner)
         found: object = self._registered()
         if found is self.sharded:
             return None
@@ -155,6 +159,25 @@ class ShardedParameter:
             f"{self.name} was replaced by {what}; only a {type(own.data).__name__} of shape "
             f"{tuple(self.shape)}, placed {own.placements} on {self._mesh}, can take its place"
         )
+
+    def _removal(self, owner: Owner) -> str:
+        if is_parametrized(owner.module, owner.name):
+            return (
+                f"{self.name} was parametrized (torch.nn.utils.parametrize) after fully_shard; a "
+                "unit keeps the parameters that it was given, so parametrize before fully_shard"
+            )
+        what = "set to None" if owner.name in owner.registry else "removed"
+        return (
+            f"{self.name} was {what} after fully_shard; a unit keeps the parameters that it was "
+            "given, so do that before fully_shard, or freeze it with requires_grad_(False); "
+            "reset() puts it back"
+        )
+
+    def undo_replacement(self) -> None:
+        """Register the sharded face where something else stands; what was removed stays so."""
+        for owner in self.owners:
+            if owner.get() is not None:
+                owner.registry[owner.name] = self.sharded
 
     def take_replacement(self) -> None:
         """Accept a parameter that something else registered in place of the sharded face."""

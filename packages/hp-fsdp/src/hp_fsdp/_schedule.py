@@ -15,6 +15,7 @@ from ._group import ParameterGroup
 from ._options import Options
 from ._runs import Order, Run
 from ._states import Event, GradientState
+from ._taken import added_parameters
 from ._torch import call_after_backward
 from ._unit import Unit, unit_of
 
@@ -53,7 +54,7 @@ class Schedule:
         self.starts_after: torch.Event | None = None
         self._split_axes()
         self._pass_root: Unit | None = None
-        self._compared_divisors = False
+        self._checked = False
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
         self._orders: dict[Unit, LearnedOrder] = {}  # by the root of the pass, the latest pass last
@@ -128,9 +129,10 @@ class Schedule:
 
     def _begin_pass(self, root: Unit) -> None:
         self._pass_root = root
-        if not self._compared_divisors and root is self.units[0]:
-            self._compared_divisors = True
+        if not self._checked and root is self.units[0]:
+            self._checked = True
             self._warn_of_divisors()
+            self._warn_of_added()
         if self.starts_after is not None:
             self.starts_after.wait()
             self.starts_after = None
@@ -160,6 +162,16 @@ class Schedule:
                 f"units divide the sum of their gradients by different numbers: {said}. Give all "
                 "of them the same gradient_reduction, or call set_gradient_divide_factor(factor, "
                 "recurse=True) on the root",
+                stacklevel=2,
+            )
+
+    def _warn_of_added(self) -> None:
+        """Warn of parameters that came after `fully_shard`."""
+        if added := added_parameters(self._root):
+            warnings.warn(
+                f"{', '.join(added)} train and belong to no unit, because they were added after "
+                "fully_shard: every rank keeps the gradients of its own batch. Add them before, "
+                "or give a module that has only new ones to fully_shard too",
                 stacklevel=2,
             )
 
@@ -335,6 +347,14 @@ class Schedule:
         while self._reductions:
             self._reductions[0].finish()
             del self._reductions[0]
+
+    def finish_early(self) -> None:
+        """Finish reductions that a backward before the last one left under way.
+
+        Not during a backward, nor after one that failed: other ranks may never come to theirs.
+        """
+        if not self._backward:
+            self.finish_reductions()
 
     def reduce_all(self, units: Iterable[Unit]) -> None:
         """Reduce all gradients of ``units`` that wait, last unit first.

@@ -57,8 +57,9 @@ class Setters:
     ) -> None:
         """Reduce gradients in backward (the default), or let them add up unsharded until then.
 
-        Without synchronisation nothing is reduced, and every rank holds whole gradients, which
-        ``zero_grad`` does not see; the next backward with it reduces the sum.
+        Without synchronisation nothing is reduced, and every rank holds whole gradients, which no
+        parameter shows; the next backward with it reduces the sum. ``zero_grad`` of the module
+        drops them, that of torch's optimizers does not see them.
         """
         sync = requires_gradient_sync
         self._edit(recurse, gradient_sync=sync, all_reduce=sync)

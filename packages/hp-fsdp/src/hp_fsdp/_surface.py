@@ -61,10 +61,15 @@ class FSDPModule(Setters):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
 
-        Those of sharded parameters too where modules have the unsharded ones at the moment.
+        Those of sharded parameters too where modules have the unsharded ones at the moment, and,
+        with or without ``set_to_none``, what backwards left that is not reduced yet. Outside of a
+        backward, waits for reductions under way.
         """
+        units = self._units(True)
+        for unit in units:
+            unit.drop_gradients()
         cast(Any, super()).zero_grad(set_to_none)
-        for unit in self._units(True):
+        for unit in units:
             for group in unit.groups:
                 for parameter in group.parameters if group.unsharded else ():
                     parameter.clear_gradient(set_to_none)
@@ -120,18 +125,18 @@ class FSDPModule(Setters):
         return cast(Self, module)
 
 
-def _no_deepcopy(self: object, memo: object) -> NoReturn:
+def _no_copy(self: object, _: object) -> NoReturn:
     raise ModuleStateError(
-        f"{type(self).__name__} cannot be copied: its shards are views of one buffer; copy the "
-        "module before fully_shard, or use its state_dict"
+        f"{type(self).__name__} cannot be copied or pickled: its shards are views of one buffer; "
+        "copy the module before fully_shard, or use its state_dict"
     )
 
 
 @cache
 def sharded_class(own: type) -> type:
     """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``."""
-    name = f"FSDP{own.__name__}"
-    return type(name, (FSDPModule, own), {"__deepcopy__": _no_deepcopy, "__doc__": own.__doc__})
+    members = {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "__doc__": own.__doc__}
+    return type(f"FSDP{own.__name__}", (FSDPModule, own), members)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

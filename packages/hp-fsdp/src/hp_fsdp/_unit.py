@@ -56,8 +56,9 @@ class Unit:
     def gather(self, in_pass: bool = False) -> None:
         """Start the all-gathers of the groups that are sharded; a pass answers for what it does.
 
-        Raises `ParameterError` for parameters that were replaced by what cannot take their place,
-        `StateError` for those without memory, `DisagreementError` where ranks gather other units.
+        Raises `ParameterError` for parameters that were removed, or replaced by what cannot take
+        their place, `StateError` for those without memory, `DisagreementError` where ranks gather
+        other units.
         """
         if not all(group.in_place for group in self.groups):
             self.adopt(final=True)
@@ -151,6 +152,13 @@ class Unit:
                 group.hold_gradients()
         self.reduce()
 
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not reduced yet; reductions under way are finished first."""
+        if self.schedule is not None:
+            self.schedule.finish_early()
+        for group in self.groups:
+            group.drop_gradients()
+
     def reduce(self) -> None:
         """Hand all gradients of the backwards since the last reduction to one, if told to."""
         if self._unreduced and self.options.gradient_sync:
@@ -182,15 +190,15 @@ class Unit:
     def adopt(self, final: bool) -> None:
         """Take back parameters that were replaced or converted from outside, all or none.
 
-        What cannot be taken is refused with the parameters that stood there before, if this is
-        ``final``; otherwise the next gather decides.
+        What cannot be taken is refused with the parameters that stood there before, but for those
+        that were removed, if this is ``final``; otherwise the next gather decides.
         """
         self.passage.end_watch()
         self.reshard()
         refusals = [refusal for group in self.groups for refusal in group.refusals()]
         if refusals and final:
             for group in self.groups:
-                group.install_sharded()
+                group.undo_replacements()
             raise ParameterError("; ".join(refusals))
         for group in self.groups if not refusals else ():
             group.adopt()
