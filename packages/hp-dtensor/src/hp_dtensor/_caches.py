@@ -49,6 +49,9 @@ def clear_caches() -> None:
 
     Later calls work them out again. The caches are bounded and hold no tensor, mesh or process
     group, so that only memory for plans is freed. Communicates nothing.
+
+    Example:
+        >>> clear_caches()
     """
     for cache in _kept:
         cache.cache_clear()

@@ -31,12 +31,20 @@ class CostModel(Protocol):
 class AlphaBeta:
     """Each collective costs ``alpha`` seconds and ``beta`` seconds a received byte.
 
-    Hockney's model (Parallel Computing 20, 1994). A tuple gives each mesh axis its own value; a
-    collective over several axes pays the largest of theirs. Between two meshes it gives the axes
-    of either, by position, and a transfer pays the largest of all. It has a value for every axis of
-    the mesh with the most; further ones stand for no axis. The defaults are 10 us and 50 GB/s.
+    Hockney's model (Parallel Computing 20, 1994). A collective over several axes pays the largest
+    of their prices; a transfer between two meshes pays the largest of all. Any other hashable
+    object with `seconds` may be given as ``cost=`` too.
 
-    Raises `LayoutError` for what is no finite number of 0 or more, alone or in a tuple.
+    Args:
+        alpha: Seconds a call, one number or one for each mesh axis; between two meshes for the axes
+            of the one with the most, by position.
+        beta: Seconds a byte, likewise. The defaults are 10 us and 50 GB/s.
+
+    Raises:
+        LayoutError: What is no finite number of 0 or more.
+
+    Example:
+        >>> AlphaBeta(alpha=2e-5, beta=(4e-11, 3e-12))  # a slow axis and a fast one
     """
 
     alpha: float | tuple[float, ...] = 1e-5

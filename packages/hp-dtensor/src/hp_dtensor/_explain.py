@@ -32,13 +32,32 @@ def explain(
 ) -> Plan:
     """Return the plan with which `redistribute` would take ``x`` to ``placements``.
 
-    ``x`` is a DTensor, a RaggedTensor or a NonMember, planned with the groups that exist, or a
-    `Layout` with the global ``shape``, a ``rank`` and an ``itemsize`` in bytes, planned as if any
-    set of axes had a group, without torch, whatever ``groups`` says; the target is then a `Layout`
-    too where it is on another mesh. ``str(plan)`` lists the steps with bytes, peak memory, time
-    and why. Communicates nothing. Raises as `redistribute` does, `MeshError` on a rank, or for
-    a ``rank``, that has no part, `LayoutError` for a `Layout` without ``shape``, and
-    `LayoutError` for negative sizes.
+    Communicates nothing. ``str(plan)`` lists the steps with bytes, peak memory, time and why.
+
+    Args:
+        x: A DTensor, a `RaggedTensor` or a `NonMember`, planned with the groups that exist; or a
+            `Layout`, planned as if any set of axes had a group, without torch.
+        placements: As for `redistribute`, or a `Layout`, also on another mesh where ``x`` is one.
+        mesh: The target's mesh; not for a `Layout`.
+        shard_order: The order of axes that shard the same dim, as in `Layout`.
+        shape: The global shape, for a `Layout` only.
+        rank: Whose plan it is, for a `Layout` only.
+        itemsize: Bytes of an element, for a `Layout` only.
+        cost: What plans are compared by; `AlphaBeta` with its defaults if None.
+        max_bytes: The most bytes that a step may hold at once, on any rank.
+        groups: Process groups or meshes of one axis that may carry steps over several axes.
+
+    Returns:
+        The plan of this rank, or of ``rank``: ``steps``, ``bytes_received``, ``step_bytes``,
+        ``peak_bytes``, ``time`` in seconds by the cost model, ``why`` and ``note``.
+
+    Raises:
+        LayoutError: As `redistribute` does; a `Layout` without ``shape``; negative sizes.
+        MeshError: As `redistribute` does; a rank that has no part.
+        NoPlanError: Every plan needs more than ``max_bytes``.
+
+    Example:
+        >>> print(explain(Layout((8,), (Shard(0),)), (Replicate(),), shape=(1024, 1024)))
     """
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.

@@ -165,11 +165,23 @@ def _spelled_order(
 class Layout:
     """One placement for each axis of a mesh, with the order in which axes shard the same dim.
 
-    ``shard_order`` maps a tensor dim to the axes that shard it, the first splits first. Dims left
-    out are split in mesh order, or in the order that split factors spell; see `StridedShard`. A
-    ragged axis splits what the others leave. ``ranks`` are the mesh's ranks in row-major order,
-    ``0 .. prod(mesh_shape) - 1`` unless given. Equal layouts compare equal however they were
-    spelled.
+    Equal layouts compare equal however they were spelled. Needs no torch.
+
+    Args:
+        mesh_shape: The degree of each axis, outermost first.
+        placements: One for each axis: `Replicate`, `Shard`, `StridedShard`, `RaggedShard`,
+            `Partial`.
+        shard_order: Maps a tensor dim to the axes that shard it, the first splits first. Dims left
+            out are split in mesh order, or in the order that split factors spell; see
+            `StridedShard`. A ragged axis splits what the others leave.
+        ranks: The mesh's ranks in row-major order; ``0 .. prod(mesh_shape) - 1`` if None.
+
+    Raises:
+        LayoutError: Placements, orders or sizes that do not go together.
+        MeshError: A mesh without ranks, or ``ranks`` that are not as many different ones.
+
+    Example:
+        >>> Layout((2, 4), (Shard(0), Shard(0)), shard_order={0: (1, 0)}).boxes((16, 4), rank=3)
     """
 
     mesh_shape: tuple[int, ...]

@@ -51,17 +51,28 @@ def distribute_tensor(
 ) -> DTensor | RaggedTensor:
     """Return a leaf of which each rank holds its part of the values of ``tensor``.
 
-    ``placements`` are ours or torch's, replicated on all axes if None; with a `RaggedShard` among
-    them the result is a `RaggedTensor`. The values are those of coordinate ``src_data_rank`` of
-    each axis whatever the other ranks hold, at one scatter or broadcast for each axis; a broadcast
-    overwrites ``tensor`` there, and the result may share its memory, as torch's does. With None
-    each rank takes its part of what it holds itself, and nothing is communicated. A tensor that is
-    distributed so already is returned as it is.
+    One scatter or broadcast for each axis; a broadcast overwrites ``tensor`` on the other ranks,
+    and the result may share its memory, as torch's does.
 
-    Raises before any communication: `MeshError`, `LayoutError`, `LayoutError`,
-    `LayoutError`, `LayoutError`, `LayoutError`, `LayoutError` for partial
-    values next to strided shards, `LayoutError`, and `MeshError` for a ``src_data_rank`` that
-    some axis does not have.
+    Args:
+        tensor: The whole tensor, of global shape; one that is distributed so already is returned.
+        mesh: Where it goes.
+        placements: One for each axis, ours or torch's; replicated on all if None. With a
+            `RaggedShard` the result is a `RaggedTensor`.
+        src_data_rank: The coordinate on each axis whose values count, whatever other ranks hold.
+            With None each rank takes its part of what it holds itself, and nothing is communicated.
+
+    Returns:
+        A DTensor or a `RaggedTensor`.
+
+    Raises:
+        LayoutError: No tensor, one that operations made, or that is distributed otherwise;
+            placements that do not fit; partial values next to strided shards. All errors are
+            raised before any communication.
+        MeshError: No mesh, or a ``src_data_rank`` that some axis does not have.
+
+    Example:
+        >>> distribute_tensor(torch.randn(8, 8), mesh, [Shard(0), Replicate()])
     """
     _check_mesh(mesh)
     if not isinstance(tensor, Tensor):
@@ -117,14 +128,24 @@ def distribute_module(
 ) -> nn.Module:
     """Return ``module`` with all its parameters and buffers distributed over ``mesh``, in place.
 
-    ``partition_fn(name, submodule, mesh)`` is called for each submodule and replaces what it wants
-    otherwise than replicated, with `DTensor` or `RaggedTensor` parameters; what it leaves is
-    broadcast from coordinate 0 of each axis. ``input_fn`` and ``output_fn`` run before and after
-    the module's forward, as torch's. A parameter that several modules share stays one parameter.
+    What ``partition_fn`` leaves is broadcast from coordinate 0 of each axis. A parameter that
+    several modules share stays one parameter.
 
-    Raises before any communication `MeshError` and `LayoutError` for what is no mesh and no
-    module, and afterwards `LayoutError` where ``partition_fn`` gave the modules that share
-    a parameter different layouts.
+    Args:
+        module: What is distributed.
+        mesh: Where it goes.
+        partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for each submodule; replaces
+            what it wants otherwise than replicated with DTensor or `RaggedTensor` parameters.
+        input_fn: Runs before the module's forward, as torch's.
+        output_fn: Runs after the module's forward, as torch's.
+
+    Raises:
+        LayoutError: No module, before any communication; or, once the module is distributed, a
+            shared parameter to which ``partition_fn`` gave different layouts.
+        MeshError: No mesh.
+
+    Example:
+        >>> distribute_module(nn.Linear(8, 8), mesh)
     """
     _check_mesh(mesh)
     if not isinstance(module, nn.Module):
@@ -157,7 +178,14 @@ def distribute_module(
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return the mesh whose axes are those of all ``meshes``, in order; makes no process group.
 
-    The meshes are different axes, with names, of one mesh. Raises `MeshError`.
+    Args:
+        meshes: Different axes, with names, of one mesh.
+
+    Raises:
+        MeshError: No meshes, axes without names, or axes of different meshes.
+
+    Example:
+        >>> concatenate_meshes([mesh["dp"], mesh["tp"]])
     """
     for mesh in meshes:
         _check_mesh(mesh)
@@ -178,6 +206,13 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
 
     Other axes stay as they are. The same tensor where nothing is partial. Communicates what
     `redistribute` does, and raises what it raises.
+
+    Args:
+        x: A DTensor.
+        collectives: What carries the reductions out; `TorchCollectives` if None.
+
+    Example:
+        >>> reduce_partial(loss).to_local()
     """
     spec = _torch.spec_of(x)
     placements = [theirs.Replicate() if p.is_partial() else p for p in spec.placements]

@@ -25,14 +25,23 @@ def _no_data(absent: "NonMember", start: Sequence[int]) -> NoReturn:
 @checkpointed(_no_boxes, _no_data)
 @dataclass(frozen=True, slots=True)
 class NonMember:
-    """A tensor of which this rank holds nothing, as it lies over other ranks.
+    """What stands for a tensor on a rank that is not in its mesh.
 
-    ``layout`` says over which, ``shape`` is global. There is no data: what a tensor can do raises
-    `TypeError` here. A distributed checkpoint writes nothing for it; leave it out of what is
-    loaded, as torch's loader takes tensors only. ``requires_grad`` is what the tensor says on the
-    ranks that hold it; ``graph`` is where it comes from, set by `redistribute`.
+    There is no data: what a tensor can do raises TypeError here. A distributed checkpoint writes
+    nothing for it; leave it out of what is loaded, as torch's loader takes tensors only.
 
-    Raises `LayoutError` and `LayoutError` for a shape that the layout does not fit.
+    Args:
+        layout: The tensor's layout, with the ranks that hold it.
+        shape: The global shape.
+        dtype: The tensor's dtype.
+        requires_grad: What the tensor says on the ranks that hold it.
+        graph: Where it comes from; set by `redistribute`.
+
+    Raises:
+        LayoutError: A shape that the layout does not fit.
+
+    Example:
+        >>> NonMember(Layout((2,), (Shard(0),), ranks=(4, 5)), (8, 8), torch.float32)
     """
 
     layout: Layout

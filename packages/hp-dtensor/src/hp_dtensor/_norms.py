@@ -35,20 +35,34 @@ def clip_grad_norm_(
     The norm is that of all gradients as one vector, as in ``torch.nn.utils.clip_grad_norm_``, for
     any mix of plain tensors, DTensors and `RaggedTensor` on any meshes: each gradient's local part
     counts, summed (largest for ``inf``) over the ranks that shard it, once among ranks that
-    replicate it; a NaN on any rank makes the norm NaN on all. ``max_norm`` may be a tensor of one
-    element, whose value is not read on the host: a negative one or NaN scales gradients as torch's
-    function does. With ``foreach=False`` gradients are measured and scaled one by one. The result
-    is a plain scalar on every rank, at least float32, before clipping. A parameter given twice
-    counts once.
+    replicate it. A NaN on any rank makes the norm NaN on all.
 
     Communicates one all-reduce of a scalar for each set of ranks that share some gradient (over the
-    axes one after another where no group spans the set), then one over ``pp``, whose stages hold
-    different parameters. A parameter without gradient takes part with zero, so that ranks agree.
+    axes one after another where no group spans the set), then one over ``pp``. A parameter without
+    gradient takes part with zero, so that ranks agree.
 
-    Raises before any communication `ValueError`, `ValueError`, `ValueError`,
-    `MeshError` for a ``pp`` that is not one axis, `LayoutError` for a gradient that is not
-    reduced yet and `MeshError` for an axis without process group; with ``error_if_nonfinite``,
-    `RuntimeError` on all ranks alike before anything is scaled.
+    Args:
+        parameters: Whose gradients are scaled; one that is given twice counts once.
+        max_norm: A number, or a tensor of one element, whose value is not read on the host: a
+            negative one or NaN scales gradients as torch's function does.
+        norm_type: The order of the norm, above 0, or ``inf``.
+        error_if_nonfinite: Raise where the norm is infinite or NaN.
+        foreach: Measure and scale gradients one by one if False.
+        pp: An axis, or a mesh of one axis, whose ranks hold different parameters.
+        collectives: What carries the all-reduces out; `TorchCollectives` if None.
+
+    Returns:
+        The norm before clipping: a plain scalar on every rank, float32 at least.
+
+    Raises:
+        ValueError: A ``max_norm``, ``norm_type`` or ``collectives`` that cannot be.
+        LayoutError: A gradient with partial values, which is not reduced yet.
+        MeshError: A ``pp`` that is not one axis, or an axis without process group.
+        RuntimeError: With ``error_if_nonfinite``, on all ranks alike, before anything is scaled.
+            All others are raised before any communication.
+
+    Example:
+        >>> clip_grad_norm_(model.parameters(), 1.0, pp=mesh["pp"])
     """
     limit = _limit(max_norm)
     order = float(norm_type)

@@ -328,18 +328,33 @@ class Transfer:
 def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> Transfer:
     """Return what ``rank`` sends and receives to take a tensor from ``src`` to ``dst``.
 
-    The layouts may lie on different meshes: of another shape, over other ranks, of which ``rank``
-    is in one or both. Every rank receives exactly the elements that it needs and does not hold.
-    Among replicas the source is chosen by a rule that both sides evaluate alone, and that deals the
-    receivers of a tile out over its replicas (balanced). On one mesh, axes that both layouts
-    replicate keep the receiver's coordinate, as do axes along which all receivers need the tile
-    alike; between meshes, receivers and replicas are matched in the order of their meshes (near).
-    An axis with the same partial values in both layouts takes no part: each coordinate moves its
-    own values.
+    The layouts may be on different meshes: of another shape, over other ranks, of which ``rank`` is
+    in one or both. Every rank receives exactly the elements that it needs and does not hold. Among
+    replicas the source is chosen by a rule that both sides evaluate alone, and that deals the
+    receivers of a tile out over its replicas. On one mesh, axes that both layouts replicate keep
+    the receiver's coordinate, as do axes along which all receivers need the tile alike; between
+    meshes, receivers and replicas are matched in the order of their meshes. An axis with the same
+    partial
+    values in both layouts takes no part: each coordinate moves its own values. Communicates
+    nothing.
 
-    Communicates nothing. Raises `LayoutError`, `LayoutError`, `LayoutError`,
-    `LayoutError`, `MeshError` for a rank in neither mesh, `LayoutError` for what is
-    no `Layout`, and `LayoutError` for negative sizes.
+    Args:
+        src: The layout to start from.
+        dst: The layout to end with.
+        shape: The global shape of the tensor.
+        rank: Whose transfer it is; a rank of ``src`` or ``dst``.
+
+    Returns:
+        ``sends`` and ``recvs``, pairs of a peer and a box by ascending peer, never the rank itself,
+        and ``local``, the boxes that it keeps. A box has a half-open global range for each dim.
+
+    Raises:
+        LayoutError: No `Layout`, sizes or dims that do not fit, or partial values, which a transfer
+            neither reduces nor makes.
+        MeshError: A rank in neither mesh.
+
+    Example:
+        >>> plan_transfer(Layout((4,), (Shard(0),)), Layout((4,), (Shard(1),)), (8, 8), rank=2)
     """
     check_pair(src, dst, shape)
     for axis, placement in enumerate(src.placements):

@@ -119,13 +119,24 @@ class RaggedTensor(Tensor):
         *,
         shape: Sequence[int],
     ) -> "RaggedTensor":
-        """Return the tensor of global ``shape`` of which ``local`` is this rank's part, not copied.
+        """Return the tensor of which ``local`` is this rank's part, not copied.
 
-        ``placements`` (ours or torch's) have `RaggedShard` on one axis; others replicate or shard.
         The gradient of ``local`` is this rank's part of the gradient. Communicates nothing.
 
-        Raises `LayoutError`, `LayoutError`, `LayoutError`, `LayoutError` and
-        `MeshError`; on a rank whose part has another shape, `LayoutError`.
+        Args:
+            local: This rank's part, ``[sizes[i], ...]``.
+            mesh: Where the tensor is.
+            placements: `RaggedShard` on one axis, ours or torch's `Replicate` or `Shard` on the
+                others.
+            shape: The global shape.
+
+        Raises:
+            LayoutError: Placements or sizes that do not fit, on every rank; a part of another
+                shape, on this rank alone.
+            MeshError: A rank that is not in the mesh.
+
+        Example:
+            >>> RaggedTensor.from_local(part, mesh, [RaggedShard((0,), (3, 5))], shape=(8, 4))
         """
         spec = find_spec(mesh, placements, shape)
         return _tensor_of(local, spec, spec.local_shape())
