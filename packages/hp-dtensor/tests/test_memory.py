@@ -124,7 +124,7 @@ def test_a_plan_holds_at_most_what_it_says(
         local, mesh, [spelled(p) for p in source], shape=torch.Size(shape), stride=(shape[1], 1)
     )
     for target in itertools.product(KINDS[:3], repeat=2):
-        route = _route.prepare(x, _route.Target(target), _route.Options())
+        route = _route.prepare(x, (target, None, None), _route.Options())
         if route.unchanged:
             continue
         with Held(local) as mode:

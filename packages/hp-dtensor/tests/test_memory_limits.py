@@ -76,7 +76,7 @@ def route_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
     one_mesh = (source.mesh_shape, source.ranks) == (target.mesh_shape, target.ranks)
     other = None if one_mesh else mesh_of(target, meshes)
     try:
-        wanted = _route.Target(target.placements, other, target.shard_order)
+        wanted = target.placements, other, target.shard_order
         return _route.prepare(x, wanted, _route.Options(max_bytes=limit))
     except NoPlanError:
         raise

@@ -76,7 +76,7 @@ def _redistribute_in_graph(
     cost: CostModel | None,
     max_bytes: int | None,
 ) -> Any:
-    target = Target(placements, mesh, shard_order)
+    target = (placements, mesh, shard_order)
     return run(x, target, Options(cost, max_bytes), prepare=prepare_in_graph)
 
 
@@ -92,7 +92,7 @@ def prepare_in_graph(x: Any, target: Target, options: Options) -> Prepared:
         prepared = prepare(spec, target, options)
         plan = prepared.plan
         _check_everywhere(plan)
-        here = target.mesh if isinstance(target.mesh, DeviceMesh) else None
+        here = target[1] if isinstance(target[1], DeviceMesh) else None
         groups = step_groups(
             plan, lambda step: group_between(step, plan, spec.mesh, here, make=False)
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ._cost import CostModel, check_cost
 from ._errors import LayoutError, MeshError
@@ -62,12 +62,12 @@ def explain(
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
         from ._groups import group_names
-        from ._prepare import Options, Target
+        from ._prepare import Options
 
         if isinstance(placements, Layout):
             shard_order, placements = _on_own_mesh(x, placements)
         named = () if groups is None else group_names(groups)
-        target = Target(cast(Any, placements), mesh, shard_order)
+        target = (placements, mesh, shard_order)
         return _plan_of(x, target, Options(cost, max_bytes, named))
     check_cost(cost)
     if shape is None:
@@ -120,9 +120,9 @@ def _plan_of(x: Any, target: Any, options: Any) -> Plan:
     try:
         prepared = prepare(x, target, options)
     except TorchPartial:
-        mesh = target.mesh
-        step = torch_step(x, target.placements, mesh is not None and mesh != own_mesh(x))
-        plan = _plan_of(step.spec, target._replace(placements=step.then), options)
+        placements, mesh, shard_order = target
+        step = torch_step(x, placements, mesh is not None and mesh != own_mesh(x))
+        plan = _plan_of(step.spec, (step.then, mesh, shard_order), options)
         return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
     if prepared.steps is None:
         ranks = prepared.source.ranks or f"0 to {prepared.source.size - 1}"

@@ -50,12 +50,10 @@ Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
 
 
-class Target(NamedTuple):
-    """Where a tensor goes; a `Layout` as ``mesh`` is one on whose ranks this one is not."""
-
-    placements: Sequence[AnyPlacement] | None = None
-    mesh: DeviceMesh | Layout | None = None
-    shard_order: Order = None
+# Where a tensor goes: placements, mesh and shard order, as given. A `Layout` in place of a mesh is
+# one on whose ranks this one is not. (A class of its own would take a fifth of a call that moves
+# nothing.)
+Target: TypeAlias = tuple[Sequence[AnyPlacement] | None, DeviceMesh | Layout | None, Order]
 
 
 class Options(NamedTuple):
@@ -64,6 +62,9 @@ class Options(NamedTuple):
     cost: CostModel | None = None
     max_bytes: int | None = None
     groups: tuple[str, ...] = ()
+
+
+NO_OPTIONS = Options()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,22 +174,20 @@ def prepare(x: object, target: Target, options: Options) -> Prepared:
         placements = in_tuple(placements)
     if shard_order is not None:
         shard_order = checked_order(shard_order)
-    if options.cost is not None:
-        check_cost(options.cost)
-    limit: object = options.max_bytes
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-        raise LayoutError(f"max_bytes={limit!r} is no number of bytes; give a whole number")
+    chosen = None
+    if options is not NO_OPTIONS:
+        chosen = _checked_options(options)
     # Equal meshes may have different groups: each has its own number.
     # A mesh that is flattened later brings a group that a better plan may use.
     number, flat = (0, 0) if own is None else (number_of(own), flattened_count(own))
     there = number_of(mesh) if mesh is not None and isinstance(mesh, DeviceMesh) else mesh
-    key = (mark, number, flat, there, placements, shard_order, options)
+    key = (mark, number, flat, there, placements, shard_order, chosen)
     kept = _prepared.get(key)
     if kept is not None and kept[0] == start:
         return kept[1]
     found = _spec_from(start, own)
     kept_spelling = None if isinstance(start[0], Layout) else start[0]
-    clean = Target(placements, mesh, shard_order)
+    clean: Target = (placements, mesh, shard_order)
     prepared = (
         _on_one_mesh(found, clean, options, kept_spelling)
         if mesh is None
@@ -248,6 +247,14 @@ def gradient_layout(layout: Layout) -> Layout:
     return layout
 
 
+def _checked_options(options: Options) -> Options:
+    check_cost(options.cost)
+    limit: object = options.max_bytes
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+        raise LayoutError(f"max_bytes={limit!r} is no number of bytes; give a whole number")
+    return options
+
+
 def _spec_from(start: tuple[Any, ...], mesh: DeviceMesh | None) -> TensorSpec:
     first, second, third = start
     if isinstance(first, Layout):
@@ -301,7 +308,7 @@ def _on_one_mesh(
 
 
 def _between_meshes(spec: TensorSpec, target: Target, options: Options) -> Prepared:
-    src, mesh = spec.layout, target.mesh
+    src, mesh = spec.layout, target[1]
     if spec.mesh is not None:
         src = replace(src, ranks=ranks_of(spec.mesh))
     if isinstance(mesh, DeviceMesh):
@@ -363,10 +370,10 @@ def step_groups(plan: Plan, find: Callable[[Step], AxisGroup]) -> dict[Step, Axi
 def _target_layout(
     spec: TensorSpec, target: Target, degrees: tuple[int, ...], ranks: Sequence[int] | None
 ) -> Layout:
-    placements = target.placements
+    placements, _, shard_order = target
     if placements is None:
         placements = (Replicate(),) * len(degrees)
-    return to_layout(placements, degrees, len(spec.shape), target.shard_order, ranks)
+    return to_layout(placements, degrees, len(spec.shape), shard_order, ranks)
 
 
 def _wrap(

@@ -19,6 +19,7 @@ from ._groups import group_names
 from ._layout import Layout
 from ._non_member import NonMember
 from ._prepare import (
+    NO_OPTIONS,
     Distributed,
     Options,
     Order,
@@ -239,12 +240,14 @@ def redistribute(
             placements = first
         else:
             mesh, placements = _sorted_out(where, mesh, placements)
-    target = Target(placements, mesh, shard_order)
+    target: Target = (placements, mesh, shard_order)
     if is_compiling():
         from ._compile import trace  # it loads the compiler, which takes seconds
 
         return trace(x, target, max_bytes, cost, async_op, collectives, groups)
-    options = Options(cost, max_bytes, () if groups is None else group_names(groups))
+    options = NO_OPTIONS
+    if cost is not None or max_bytes is not None or groups is not None:
+        options = Options(cost, max_bytes, () if groups is None else group_names(groups))
     return run(x, target, options, collectives, async_op)
 
 
@@ -296,9 +299,9 @@ def run(
     try:
         prepared = prepare(x, target, options)
     except TorchPartial:
-        mesh = target.mesh
-        step = torch_step(x, target.placements, mesh is not None and mesh != own_mesh(x))
-        rest = target._replace(placements=step.then)
+        placements, mesh, shard_order = target
+        step = torch_step(x, placements, mesh is not None and mesh != own_mesh(x))
+        rest: Target = (step.then, mesh, shard_order)
         # What is wrong with the rest is said before torch communicates.
         prepare(step.spec, rest, options)
         y = step.run(cast(DTensor, x))
@@ -319,23 +322,27 @@ def run(
         prepared.check_back()
     call = _Call(
         prepared,
-        target.mesh if prepared.crosses else own_mesh(x),
+        target[1] if prepared.crosses else own_mesh(x),
         TorchCollectives() if collectives is None else collectives,
         x if isinstance(x, NonMember) else None,
     )
     compared = _compared(x, call, recorded, async_op)
-    if not async_op:
-        return _recorded(x, call, None) if recorded else _finished(x, call, None)
+    if async_op:
+        return _pending(x, call, recorded, compared)
+    return _recorded(x, call, None) if recorded else _finished(x, call, None)
+
+
+def _pending(
+    x: Distributed, call: _Call, recorded: bool, compared: Callable[[], None] | None
+) -> Pending[Distributed]:
+    """Start the first step; what waits for it finishes the rest, recorded if the call was."""
     finish = _started(x, call)
 
     def wait() -> Distributed:
         if compared is not None:
             compared()
-        if not recorded:
-            with torch.no_grad():
-                return _finished(x, call, finish)
-        with torch.enable_grad():
-            return _recorded(x, call, finish)
+        with torch.set_grad_enabled(recorded):
+            return _recorded(x, call, finish) if recorded else _finished(x, call, finish)
 
     return Pending(wait)
 
@@ -428,7 +435,7 @@ class _Redistribute(torch.autograd.Function):
             from ._compile import prepare_in_graph as again
 
         def take(x: Any, layout: Layout, mesh: Any) -> Any:
-            target = Target(layout.placements, mesh, layout.shard_order)
+            target = (layout.placements, mesh, layout.shard_order)
             return run(x, target, prepared.options, call.collectives, prepare=again)
 
         if is_gone:

@@ -138,9 +138,12 @@ def alias_groups(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def flattened_count(mesh: DeviceMesh) -> int:
-    """Return how many groups `flattened_meshes` and `alias_groups` give, at less cost."""
-    root = mesh._get_root_mesh()
-    return len(root._flatten_mapping) + len(getattr(root, "_alias_groups", ()))
+    """Return how many groups `flattened_meshes` and `alias_groups` give, at less cost.
+
+    ``DeviceMesh._root_mesh`` (2.11 to 2.13) is None for a root.
+    """
+    root = (mesh._root_mesh or mesh).__dict__
+    return len(root["_flatten_mapping"]) + len(root.get("_alias_groups", ()))
 
 
 def foreach_norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
