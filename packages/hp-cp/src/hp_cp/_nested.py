@@ -86,12 +86,9 @@ def check_tree(tree: Any) -> None:
             f"alone or in lists, tuples, mappings or dataclasses"
         )
     try:
-        map_tensors(lambda x: x, tree)
+        map_tensors(lambda x: x.detach(), tree)
     except (TypeError, AttributeError) as error:
-        raise InputError(
-            f"{described(tree)} holds a container that cannot be made again: {error}; give a dict "
-            f"of its tensors"
-        ) from error
+        raise InputError(_no_copy(tree, str(error))) from error
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
@@ -145,11 +142,41 @@ def _mapping_like(value: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return new
     if not isinstance(value, MutableMapping):
-        return type(value)(new)  # type: ignore[call-arg]
-    changed = copy.copy(value)
+        made = type(value)(new)  # type: ignore[call-arg]
+        if not _holds(made, new):
+            raise InputError(_no_copy(value, "its class makes another mapping of a dict"))
+        return made
+    changed = _copy_of(value)
     for key, item in new.items():
-        changed[key] = item  # not update(), which some leave to their base class
+        old = value[key]
+        changed[key] = item  # some have no update(), or fields that follow their items
+        if item is not old and value[key] is item:
+            value[key] = old
+            raise InputError(_no_copy(value, "a copy.copy of it shares its items"))
     return changed
+
+
+def _holds(made: Mapping[Any, Any], new: dict[Any, Any]) -> bool:
+    return made.keys() == new.keys() and all(
+        made[key] is item for key, item in new.items() if isinstance(item, Tensor)
+    )
+
+
+def _copy_of(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Return a copy of a mapping and, where it wraps mappings, of these."""
+    changed = copy.copy(value)
+    held = getattr(value, "__dict__", {})
+    for name, inner in held.items():
+        if isinstance(inner, MutableMapping) and vars(changed).get(name) is inner:
+            vars(changed)[name] = copy.copy(inner)
+    return changed
+
+
+def _no_copy(tree: object, reason: str) -> str:
+    return (
+        f"{described(tree)} holds a container that cannot be made again: {reason}; give a dict of "
+        f"its tensors"
+    )
 
 
 def _sequence_like(value: Any, new: dict[Any, Any]) -> Any:
