@@ -448,6 +448,40 @@ def test_leaves_without_rows_pass() -> None:
         assert shard_sequence(nothing, mesh, Zigzag(), 1) == nothing
 
 
+class Loader:
+    """An iterable whose batches are made when they are asked for."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Refuse: nobody asked."""
+        raise AssertionError("the batches were asked for")
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return 3
+
+
+def test_leaves_are_looked_into_without_asking_them_for_anything() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    around: dict[str, Any] = {"n": 3}
+    around["itself"] = [around]
+    leaves = {"loader": Loader(), "object": Opaque(around)}
+    mine = shard_sequence({"x": X, **leaves}, mesh, None, 1)
+    assert {key: mine[key] for key in leaves} == leaves
+    around["x"] = X
+    with pytest.raises(InputError, match="type Opaque is no tensor and would not be cut"):
+        shard_sequence({"x": X, **leaves}, mesh, None, 1)
+
+
+def test_a_container_that_holds_itself_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    tree: dict[str, Any] = {"x": X}
+    tree["all"] = [tree]
+    with pytest.raises(InputError, match="an object of type dict holds itself"):
+        shard_sequence(tree, mesh, None, 1)
+    twice = [X]
+    assert shard_sequence([twice, twice], mesh, None, 1)[1][0].shape == (2, 4)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("layout", [*LAYOUTS, Greedy(2)], ids=repr)

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -91,17 +91,23 @@ def check_tree(tree: Any) -> None:
         raise InputError(_no_copy(tree, str(error))) from error
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def _leaves(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
     node = None if isinstance(tree, Tensor) else _node_of(tree)
     if node is None:
         yield tree
-    else:
-        for item in node.items.values():
-            yield from _leaves(item)
+        return
+    if any(tree is container for container in above):
+        raise InputError(f"{described(tree)} holds itself; give tensors in containers that end")
+    for item in node.items.values():
+        yield from _leaves(item, (*above, tree))
 
 
 def _hides_tensors(leaf: object) -> bool:
-    """Return whether a value that is no known container holds tensors or is an array."""
+    """Return whether a value that is no known container holds tensors or is an array.
+
+    An iterator holds what nobody can see; of other iterables only collections are looked into:
+    asking a loader of data for its batches would use them up, or start processes.
+    """
     if leaf is None or isinstance(leaf, (Tensor, type, *_PASSING)):
         return False
     if hasattr(leaf, "__array__") and hasattr(leaf, "ndim"):
@@ -109,13 +115,19 @@ def _hides_tensors(leaf: object) -> bool:
     if isinstance(leaf, Iterator):
         return True
     inside = [*getattr(leaf, "__dict__", {}).values()]
-    if isinstance(leaf, Iterable):
+    if isinstance(leaf, Collection):
         inside += leaf
-    return any(isinstance(item, Tensor) or _is_tree(item) for item in inside)
+    seen: dict[int, Any] = {}
+    return any(_holds_tensor(item, seen) for item in inside)
 
 
-def _is_tree(value: object) -> bool:
-    return not isinstance(value, Tensor) and any(True for _ in each_tensor(value))
+def _holds_tensor(value: Any, seen: dict[int, Any]) -> bool:
+    """Return whether a tensor is found in ``value``; ``seen`` keeps alive what was looked into."""
+    if isinstance(value, Tensor):
+        return True
+    node = None if id(value) in seen else _node_of(value)
+    seen[id(value)] = value
+    return node is not None and any(_holds_tensor(item, seen) for item in node.items.values())
 
 
 def _items_of(value: Any) -> dict[Any, Any]:
