@@ -164,30 +164,42 @@ class _Start:
 
 
 def _become(start: _Start) -> NoReturn:
-    """Be a rank, in the fork: never return."""
+    """Be a rank, in the fork: whatever raises, never return into the launcher's code."""
+    status = 1
     try:
-        os.setsid()
-        for number in _SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, start.mask)
-        reading, writing = start.watched
-        os.dup2(reading, 0)
-        os.close(writing)
-        os.dup2(os.open(start.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
-        os.environ.update(start.environment)
-        if not callable(start.program):
-            os.execvp(start.program[0], list(start.program))
-        faulthandler.enable()
-        status = start.program()
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - nothing may return into the launcher's code
+        ended = _run(start)
+        sys.stdout.flush()
+        status = ended & 0xFF
+    except BaseException:  # noqa: BLE001 - the launcher's cleanup is not the rank's
         traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    finally:
+        try:
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _run(start: _Start) -> int:
+    os.setsid()
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, start.mask)
+    reading, writing = start.watched
+    os.dup2(reading, 0)
+    os.close(writing)
+    os.dup2(os.open(start.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+    os.environ.update(start.environment)
+    if not callable(start.program):
+        os.execvp(start.program[0], list(start.program))
+    faulthandler.enable()
+    try:
+        return start.program()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
 
 
 def _wait(processes: list[_Process], folder: Path) -> list[Failure]:

@@ -1,8 +1,8 @@
 """Sharding the sequence and putting it together again."""
 
 import math
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -295,6 +295,34 @@ class Opaque:
         self.x = x
 
 
+class Wrapper(MutableMapping[str, Any]):
+    """A mapping whose items are those of another one."""
+
+    def __init__(self, label: str, items: MutableMapping[str, Any]) -> None:
+        self.label = label
+        self.items_of = items
+
+    def __getitem__(self, key: str) -> Any:
+        """Return an item."""
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set an item."""
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        """Remove an item."""
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys."""
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.items_of)
+
+
 register_pytree_node(Registered, lambda r: ([r.x], None), lambda new, _: Registered(*new))
 
 X = torch.arange(16).view(2, 8)
@@ -307,6 +335,9 @@ X = torch.arange(16).view(2, 8)
         (OrderedDict(x=X), lambda t: t["x"]),
         (defaultdict(lambda: X, x=X), lambda t: t["x"]),
         (UserDict(x=X), lambda t: t["x"]),
+        (Wrapper("a dict", {"x": X}), lambda t: t["x"]),
+        (Wrapper("another", UserDict(x=X)), lambda t: t["x"]),
+        (ChainMap({"x": X}, {"y": X}), lambda t: t["x"]),
         (MappingProxyType({"x": X}), lambda t: t["x"]),
         (Batch(X), lambda t: t.x),
         (Named(X, "text"), lambda t: t.x),
@@ -359,6 +390,14 @@ class Fixed(Mapping[str, Any]):
         return 1
 
 
+class Labelled(Fixed):
+    """A mapping that is made of a label."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(x=X)
+        self.label = label
+
+
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
@@ -373,6 +412,8 @@ class Fixed(Mapping[str, Any]):
         ({"x": [[1, 2, 3]]}, "type dict holds no tensor"),
         (3, "3 holds no tensor"),
         (Fixed(x=X), "type Fixed holds a container that cannot be made again"),
+        (Wrapper("a", Wrapper("b", {"x": X})), "a copy.copy of it shares its items; give a dict"),
+        (Labelled("a"), "its class makes another mapping of a dict; give a dict"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -389,6 +430,15 @@ def test_what_would_not_be_cut_is_refused(tree: Any, said: str) -> None:
     SimulatedWorld(2).run(rank)
 
 
+def test_a_refused_mapping_keeps_its_items() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    tree = Wrapper("a", Wrapper("b", {"x": X, "y": X.T}))
+    for seq_dim in (0, {"x": 0, "y": 1}):
+        with pytest.raises(InputError):
+            shard_sequence(tree, mesh, None, seq_dim)
+        assert tree["x"] is X
+
+
 def test_leaves_without_rows_pass() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
     rest = {"name": "text", "n": 3, "size": X.numpy()[0, 0], "set": {1}, "range": range(3)}
@@ -397,6 +447,40 @@ def test_leaves_without_rows_pass() -> None:
     empty: list[Any] = [[], {}, None, [None, (None,)]]
     for nothing in empty:
         assert shard_sequence(nothing, mesh, Zigzag(), 1) == nothing
+
+
+class Loader:
+    """An iterable whose batches are made when they are asked for."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Refuse: nobody asked."""
+        raise AssertionError("the batches were asked for")
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return 3
+
+
+def test_leaves_are_looked_into_without_asking_them_for_anything() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    around: dict[str, Any] = {"n": 3}
+    around["itself"] = [around]
+    leaves = {"loader": Loader(), "object": Opaque(around)}
+    mine = shard_sequence({"x": X, **leaves}, mesh, None, 1)
+    assert {key: mine[key] for key in leaves} == leaves
+    around["x"] = X
+    with pytest.raises(InputError, match="type Opaque is no tensor and would not be cut"):
+        shard_sequence({"x": X, **leaves}, mesh, None, 1)
+
+
+def test_a_container_that_holds_itself_is_refused() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    tree: dict[str, Any] = {"x": X}
+    tree["all"] = [tree]
+    with pytest.raises(InputError, match="an object of type dict holds itself"):
+        shard_sequence(tree, mesh, None, 1)
+    twice = [X]
+    assert shard_sequence([twice, twice], mesh, None, 1)[1][0].shape == (2, 4)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -21,6 +21,7 @@ from hp_cp import (
     shard_sequence,
     shift_labels,
 )
+from hp_dtensor import SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh
 
@@ -170,3 +171,15 @@ def test_losses_and_gradients_of_a_llama_are_those_of_one_process(
             assert step.keys() == expected.keys()
             for name, grad in step.items():
                 torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)
+
+
+def test_outputs_and_batches_of_the_library_keep_their_type_and_are_not_changed() -> None:
+    x = torch.arange(8)[None]
+    batch = transformers.BatchEncoding({"input_ids": x, "n": 3})
+    output = transformers.utils.ModelOutput(input_ids=x)
+    mesh = SimulatedCollectives(SimulatedWorld(2), 1).mesh((2,), ("cp",))
+    for tree in (batch, output):
+        mine = shard_sequence(tree, mesh, Contiguous(), 1)
+        assert type(mine) is type(tree)
+        assert torch.equal(mine["input_ids"], x[:, 4:])
+        assert tree["input_ids"] is x

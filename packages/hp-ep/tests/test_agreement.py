@@ -1,5 +1,6 @@
 """What one rank alone can see to be wrong is raised by all; what differs is evened out."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import AxisMesh
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
-from hp_ep import ExpertConfigError, GroupedExperts, MoE, TokenDispatcher, TopKRouter
+from hp_ep import (
+    ExpertConfigError,
+    ExpertParallel,
+    GroupedExperts,
+    MoE,
+    RoutingError,
+    TokenDispatcher,
+    TopKRouter,
+)
 from hp_ep.dispatch._exchange import RowExchange
 from hp_ep.styles._wrap import _over_ranks as over_ranks
 
@@ -99,14 +108,39 @@ def test_real_ranks_refuse_weights_of_another_dtype_together(ranks: Any) -> None
     assert ranks(2).run(_wide_weights_on_gloo) == [[WIDE] * len(OVER_RANKS)] * 2
 
 
-ONE_SIDED: dict[str, tuple[Any, str]] = {
+ONE_SIDED: dict[str, tuple[Callable[[], Any], str]] = {
     "integers": (
-        torch.ones(2, 3, 4, dtype=torch.int64),
+        lambda: torch.ones(2, 3, 4, dtype=torch.int64),
         "rank 1: the tokens or rows are torch.int64",
     ),
-    "a list": ([1.0], "rank 1: the tokens or rows are no tensor on the device of the layer"),
-    "meta": (torch.ones(2, 3, 4, device="meta"), "rank 1: the tokens or rows are no tensor on the"),
-    "width": (torch.ones(2, 3, 5), "all ranks must give rows of one length and dtype"),
+    "a list": (
+        lambda: [1.0],
+        "rank 1: the tokens or rows are no tensor on the device of the layer",
+    ),
+    "meta": (
+        lambda: torch.ones(2, 3, 4, device="meta"),
+        "rank 1: the tokens or rows are no tensor on the",
+    ),
+    "width": (
+        lambda: torch.ones(2, 3, 5),
+        "all ranks must give rows of one length and dtype",
+    ),
+    "no width": (
+        lambda: torch.ones(2, 3, 0),
+        "all ranks must give rows of one length and dtype",
+    ),
+    "one number": (
+        lambda: torch.ones(()),
+        "all ranks must give rows of one length and dtype",
+    ),
+    "complex": (
+        lambda: torch.ones(2, 3, 4, dtype=torch.complex128),
+        "rank 1: the tokens or rows are torch.complex128",
+    ),
+    "float8": (
+        lambda: torch.ones(2, 3, 4).to(torch.float8_e4m3fn),
+        "all ranks must give rows of one length and dtype",
+    ),
 }
 
 
@@ -120,17 +154,37 @@ def test_an_input_that_no_layer_takes_on_one_rank_is_raised_by_all(name: str, ca
         layer = MoE(4, 6, 4, 2, router=router)
         layer.router.split_tokens_over(door.mesh((2,), ("ep",)), door)
         layer.dispatcher = make_dispatcher(name, door.mesh, 2, 4, door)
-        return error_of(lambda: layer(given if me else torch.ones(2, 3, 4)))
+        return error_of(lambda: layer(given() if me else torch.ones(2, 3, 4)))
 
     errors = SimulatedWorld(2).run(rank)
     assert errors == [errors[0]] * 2
     assert errors[0].startswith(start)
 
 
+def _compared(me: int) -> dict[str, str]:
+    """Return the first error of a layer that compares inputs, with a wrong one on rank 1."""
+    mesh: Any = _gloo_mesh((2,), ("ep",))
+    found = {}
+    for case, (wrong, _) in ONE_SIDED.items():
+        layer = MoE(4, 6, 4, 2, load_balance_loss=0.1)
+        ExpertParallel(token_axes=mesh, sequence_axes=mesh).apply(layer, mesh)
+        with pytest.raises(RoutingError) as error:
+            layer(wrong() if me else torch.ones(2, 3, 4))
+        found[case] = str(error.value)
+    return found
+
+
+def test_a_wrong_input_is_raised_by_all_ranks_that_compare_their_inputs(ranks: Any) -> None:
+    first, second = ranks(2).run(_compared)
+    assert first == second
+    for case, (_, start) in ONE_SIDED.items():
+        assert first[case].startswith(start)
+
+
 @pytest.mark.parametrize("case", ONE_SIDED)
 def test_one_process_refuses_an_input_that_no_layer_takes(case: str) -> None:
     with pytest.raises(ExpertConfigError, match=r"^the input "):
-        MoE(4, 6, 4, 2)(ONE_SIDED[case][0])
+        MoE(4, 6, 4, 2)(ONE_SIDED[case][0]())
 
 
 @pytest.mark.parametrize("name", OVER_RANKS)

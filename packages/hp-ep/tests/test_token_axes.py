@@ -162,6 +162,26 @@ def test_an_input_that_is_not_cut_by_sequence_is_refused_on_every_rank(
     assert "cut the input by sequence over tp" in texts[0]
 
 
+def _twice(rank: int) -> list[str]:
+    """Give whole sequences in two steps, then parts of them in two more."""
+    layer, flat = build_moe(0), _mesh((2,), ("ep",))
+    ExpertParallel(token_axes=flat, sequence_axes=flat).apply(layer, flat)
+    texts = []
+    for x in (_tokens(0), _tokens(1), _tokens(0).chunk(2)[rank], _tokens(1)):
+        try:
+            layer(x)
+        except ExpertConfigError as error:
+            texts.append(str(error))
+        else:
+            texts.append("taken")
+    return texts
+
+
+def test_inputs_are_compared_until_they_are_cut_once(ranks: Any) -> None:
+    for texts in ranks(2).run(_twice):
+        assert [text[:17] for text in texts] == ["the same 6 tokens"] * 2 + ["taken"] * 2
+
+
 def test_a_cut_input_is_compared_in_the_first_step_alone(ranks: Any) -> None:
     layer = build_moe(0, shared=1, balance=0.1)
     x = torch.cat([_tokens(0), _tokens(1)])

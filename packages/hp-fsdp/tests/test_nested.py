@@ -2,11 +2,14 @@
 
 import collections
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from hp_fsdp import ShardingError
 from hp_fsdp._nested import map_tensors, tensors_with_gradient
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -44,3 +47,90 @@ def test_mapping_rebuilds_the_same_types_and_leaves_the_rest() -> None:
 def test_containers_without_change_come_back_as_they_are() -> None:
     value = [Box((leaf(1.0), "x")), {"a": 1}]
     assert map_tensors(lambda tensor: tensor, value) is value
+
+
+class Wrapper(MutableMapping[str, Any]):
+    """A mapping whose items are those of another one."""
+
+    def __init__(self, label: str, items: MutableMapping[str, Any]) -> None:
+        self.label = label
+        self.items_of = items
+
+    def __getitem__(self, key: str) -> Any:
+        """Return an item."""
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set an item."""
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        """Remove an item."""
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys."""
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.items_of)
+
+
+class Labelled(Mapping[str, Any]):
+    """A mapping that is made of a label, with one item."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.item = leaf(1.0)
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the item."""
+        return self.item
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the one key."""
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        """Return one."""
+        return 1
+
+
+MAPPINGS: dict[str, Callable[[Tensor], Any]] = {
+    "dict": lambda x: {"x": x, "n": 3},
+    "ordered": lambda x: collections.OrderedDict(x=x, n=3),
+    "default": lambda x: collections.defaultdict(int, x=x, n=3),
+    "user": lambda x: collections.UserDict(x=x, n=3),
+    "chain": lambda x: collections.ChainMap({"n": 3}, {"x": x}),
+    "wrapper": lambda x: Wrapper("a", {"x": x, "n": 3}),
+    "wrapper of another": lambda x: Wrapper("b", collections.UserDict(x=x, n=3)),
+}
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+def test_a_mapping_is_copied_and_the_one_given_keeps_its_items(kind: str) -> None:
+    x = leaf(1.0)
+    value = MAPPINGS[kind](x)
+    mapped = map_tensors(lambda tensor: tensor + 1, value)
+    assert type(mapped) is type(value)
+    assert dict(mapped) == {"x": torch.tensor([2.0]), "n": 3}
+    assert value["x"] is x
+    assert getattr(mapped, "label", "") == getattr(value, "label", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (Wrapper("a", Wrapper("b", {"x": leaf(1.0)})), "a copy.copy of it shares its items"),
+        (Labelled("a"), "its class makes another mapping of a dict"),
+    ],
+)
+def test_a_mapping_that_cannot_be_copied_is_refused_and_keeps_its_items(
+    value: Any, reason: str
+) -> None:
+    x = value["x"]
+    kind = type(value).__name__
+    with pytest.raises(ShardingError, match=rf"tensors in a {kind}, .*: {reason}; give a dict"):
+        map_tensors(lambda tensor: tensor + 1, value)
+    assert value["x"] is x

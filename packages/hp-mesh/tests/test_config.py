@@ -290,6 +290,7 @@ def test_a_configuration_for_another_world_is_refused(config: object) -> None:
         ParallelDims.from_config(config, 8)
     (violation,) = caught.value.violations
     assert violation.rule == "world"
+    assert violation.values == {"world_size": 8, "configured": 16}
     assert str(violation).startswith("world_size=8 is not the world_size=16 that the configuration")
     assert ParallelDims.from_config(config, 16).dp_shard == 8
     with pytest.raises(ParallelDimsError, match="world_size='all' is not a degree"):

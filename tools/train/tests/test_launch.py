@@ -97,3 +97,65 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     launcher.communicate(timeout=120)
     _wait_for("end of the ranks", lambda: not any(_alive(pid) for pid in pids))
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+# Rank 1 cannot write what it printed; rank 0 goes on until it is told to end.
+PRINT_TO_NOBODY = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from train.launch import launch
+
+def program():
+    if os.environ["RANK"] == "1":
+        print("hello")
+        return 0
+    time.sleep(0.5)
+    with open(os.path.join(sys.argv[2], "found"), "w") as file:
+        file.write(str(os.path.isdir(os.environ["TRAIN_RENDEZVOUS"])))
+    return 0
+
+sys.stdin.readline()
+status = launch(program, 2)
+sys.stderr.write(f"the launcher ended with {status}")
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
+def test_a_forked_rank_that_cannot_write_its_output_fails_alone(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [*_python(PRINT_TO_NOBODY), TOOLS, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What is printed waits in the rank's memory until its program has returned.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+    launcher.stdout = None
+    _, errors = launcher.communicate("\n", timeout=120)
+    assert errors.startswith("rank 1 failed with exit status 1\n")
+    assert "BrokenPipeError" in errors
+    assert errors.count("the launcher ended with") == 1
+    assert errors.endswith("the launcher ended with 1")
+    assert (tmp_path / "found").read_text() == "True"
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        ("sys.exit('the reason')", 1, "rank 0 failed with exit status 1\nthe reason\n"),
+        ("sys.exit(3)", 1, "rank 0 failed with exit status 3\n"),
+        ("sys.exit()", 0, ""),
+        ("0", 0, ""),
+    ],
+)
+def test_a_forked_rank_ends_as_a_program_does(ends: str, status: int, said: str) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {TOOLS!r}); from train.launch import launch; "
+        f"sys.exit(launch(lambda: {ends}, 1))"
+    )
+    ended = subprocess.run(_python(program), stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (status, said)

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -86,25 +86,28 @@ def check_tree(tree: Any) -> None:
             f"alone or in lists, tuples, mappings or dataclasses"
         )
     try:
-        map_tensors(lambda x: x, tree)
+        map_tensors(lambda x: x.detach(), tree)
     except (TypeError, AttributeError) as error:
-        raise InputError(
-            f"{described(tree)} holds a container that cannot be made again: {error}; give a dict "
-            f"of its tensors"
-        ) from error
+        raise InputError(_no_copy(tree, str(error))) from error
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def _leaves(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
     node = None if isinstance(tree, Tensor) else _node_of(tree)
     if node is None:
         yield tree
-    else:
-        for item in node.items.values():
-            yield from _leaves(item)
+        return
+    if any(tree is container for container in above):
+        raise InputError(f"{described(tree)} holds itself; give tensors in containers that end")
+    for item in node.items.values():
+        yield from _leaves(item, (*above, tree))
 
 
 def _hides_tensors(leaf: object) -> bool:
-    """Return whether a value that is no known container holds tensors or is an array."""
+    """Return whether a value that is no known container holds tensors or is an array.
+
+    An iterator holds what nobody can see; of other iterables only collections are looked into:
+    asking a loader of data for its batches would use them up, or start processes.
+    """
     if leaf is None or isinstance(leaf, (Tensor, type, *_PASSING)):
         return False
     if hasattr(leaf, "__array__") and hasattr(leaf, "ndim"):
@@ -112,13 +115,19 @@ def _hides_tensors(leaf: object) -> bool:
     if isinstance(leaf, Iterator):
         return True
     inside = [*getattr(leaf, "__dict__", {}).values()]
-    if isinstance(leaf, Iterable):
+    if isinstance(leaf, Collection):
         inside += leaf
-    return any(isinstance(item, Tensor) or _is_tree(item) for item in inside)
+    seen: dict[int, Any] = {}
+    return any(_holds_tensor(item, seen) for item in inside)
 
 
-def _is_tree(value: object) -> bool:
-    return not isinstance(value, Tensor) and any(True for _ in each_tensor(value))
+def _holds_tensor(value: Any, seen: dict[int, Any]) -> bool:
+    """Return whether a tensor is found in ``value``; ``seen`` keeps alive what was looked into."""
+    if isinstance(value, Tensor):
+        return True
+    node = None if id(value) in seen else _node_of(value)
+    seen[id(value)] = value
+    return node is not None and any(_holds_tensor(item, seen) for item in node.items.values())
 
 
 def _items_of(value: Any) -> dict[Any, Any]:
@@ -145,11 +154,41 @@ def _mapping_like(value: Mapping[Any, Any], new: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return new
     if not isinstance(value, MutableMapping):
-        return type(value)(new)  # type: ignore[call-arg]
-    changed = copy.copy(value)
+        made = type(value)(new)  # type: ignore[call-arg]
+        if not _holds(made, new):
+            raise InputError(_no_copy(value, "its class makes another mapping of a dict"))
+        return made
+    changed = _copy_of(value)
     for key, item in new.items():
-        changed[key] = item  # not update(), which some leave to their base class
+        old = value[key]
+        changed[key] = item  # some have no update(), or fields that follow their items
+        if item is not old and value[key] is item:
+            value[key] = old
+            raise InputError(_no_copy(value, "a copy.copy of it shares its items"))
     return changed
+
+
+def _holds(made: Mapping[Any, Any], new: dict[Any, Any]) -> bool:
+    return made.keys() == new.keys() and all(
+        made[key] is item for key, item in new.items() if isinstance(item, Tensor)
+    )
+
+
+def _copy_of(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Return a copy of a mapping and, where it wraps mappings, of these."""
+    changed = copy.copy(value)
+    held = getattr(value, "__dict__", {})
+    for name, inner in held.items():
+        if isinstance(inner, MutableMapping) and vars(changed).get(name) is inner:
+            vars(changed)[name] = copy.copy(inner)
+    return changed
+
+
+def _no_copy(tree: object, reason: str) -> str:
+    return (
+        f"{described(tree)} holds a container that cannot be made again: {reason}; give a dict of "
+        f"its tensors"
+    )
 
 
 def _sequence_like(value: Any, new: dict[Any, Any]) -> Any:

@@ -112,10 +112,11 @@ class MoE(nn.Module):
         tokens has a ``sequence_loss`` of 0, and counts in the mean over sequences.
 
         `ExpertConfigError` for such a DTensor, for an input whose last dimension is not ``dim``,
-        that has no floating dtype, is no tensor or on the meta device, and for a wrong mask. Where
-        only some ranks' inputs are so and tokens travel, or only some ranks are under autocast, all
-        of them raise a `RoutingError` instead; a wrong mask or DTensor and, where no tokens travel,
-        a wrong input are seen on their own rank alone, for which others then wait.
+        that has no floating dtype of two bytes or more, is no tensor or on the meta device, and for
+        a wrong mask. Where only some ranks' inputs are so and tokens travel, or only some ranks are
+        under autocast, all of them raise a `RoutingError` instead; a wrong mask or DTensor and,
+        where no tokens travel, a wrong input are seen on their own rank alone, for which others
+        then wait.
         """
         if not _has_values(x, self.router.weight):
             self._report(torch.empty(0, self.dim, device="meta"), torch.Size())
@@ -138,15 +139,17 @@ class MoE(nn.Module):
 
     def _compute(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return the result for this rank's own tokens, contiguous."""
-        self._compare(x)
-        if not x.is_floating_point():
+        if not x.is_floating_point() or x.element_size() == 1:  # torch does not multiply float8
             self._report(x.new_empty(0, self.dim), x.shape)
-            raise ExpertConfigError(f"the input is {x.dtype}; give one of a floating dtype")
+            raise ExpertConfigError(
+                f"the input is {x.dtype}; give one of a floating dtype of two bytes or more"
+            )
         if x.shape[-1:] != (self.dim,):
             self._report(x.new_empty(0, x.shape[-1] if x.dim() else 0), x.shape)
             raise ExpertConfigError(
                 f"the input has shape {tuple(x.shape)}; its last dimension must be dim={self.dim}"
             )
+        self._compare(x)
         tokens = x.reshape(-1, x.shape[-1])
         sequences = _sequences_of(x) if self.router.sequence_loss else None
         if valid is None:
@@ -163,11 +166,11 @@ class MoE(nn.Module):
         return torch.zeros_like(tokens).index_copy(0, places, routed).view(x.shape)
 
     def _compare(self, x: Tensor) -> None:
-        """Compare inputs over the ranks that are to hold different ones, once."""
+        """Compare inputs over the ranks that are to hold different ones, until they do once."""
         compare = self.compare_inputs
         if compare is not None and self.training and torch.is_grad_enabled():
-            self.compare_inputs = None
             compare(x)
+            self.compare_inputs = None
 
     def _report(self, x: Tensor, shape: torch.Size) -> None:
         """Take part in the exchanges of ranks with a good input, which tell all of ``x``.

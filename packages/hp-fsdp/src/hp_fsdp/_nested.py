@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._errors import ArgumentTypeError
 from ._torch import pytree_node
 
 _PLAIN = (dict, list, tuple)  # which pytree knows too, at a higher cost
@@ -48,11 +49,41 @@ def _map_items(function: Callable[[Tensor], Tensor], value: Mapping[Any, Any]) -
     if type(value) is dict:
         return new
     if not isinstance(value, MutableMapping):
-        return type(value)(new)  # type: ignore[call-arg]
-    changed = copy.copy(value)
+        made = type(value)(new)  # type: ignore[call-arg]
+        if not _holds(made, new):
+            raise ArgumentTypeError(_no_copy(value, "its class makes another mapping of a dict"))
+        return made
+    changed = _copy_of(value)
     for key, item in new.items():
-        changed[key] = item  # some mappings have no update(), and fields that follow their items
+        old = value[key]
+        changed[key] = item  # some have no update(), or fields that follow their items
+        if item is not old and value[key] is item:
+            value[key] = old
+            raise ArgumentTypeError(_no_copy(value, "a copy.copy of it shares its items"))
     return changed
+
+
+def _holds(made: Mapping[Any, Any], new: dict[Any, Any]) -> bool:
+    return made.keys() == new.keys() and all(
+        made[key] is item for key, item in new.items() if isinstance(item, Tensor)
+    )
+
+
+def _copy_of(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Return a copy of a mapping and, where it wraps mappings, of these."""
+    changed = copy.copy(value)
+    held = getattr(value, "__dict__", {})
+    for name, inner in held.items():
+        if isinstance(inner, MutableMapping) and vars(changed).get(name) is inner:
+            vars(changed)[name] = copy.copy(inner)
+    return changed
+
+
+def _no_copy(value: object, reason: str) -> str:
+    return (
+        f"a unit replaces tensors in a {type(value).__name__}, of which no copy can be made: "
+        f"{reason}; give a dict"
+    )
 
 
 def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -82,12 +82,13 @@ def _other_world(configured: Any, given: Any) -> list[Violation]:
     if configured is None or given is None:
         return []
     worlds = (configured, given)
-    one, other = (as_degree("world_size", w, inferable=False, optional=False) for w in worlds)
-    if one == other:
+    its, world = (as_degree("world_size", w, inferable=False, optional=False) for w in worlds)
+    if its == world:
         return []
-    reason = f"world_size={other} is not the world_size={one} that the configuration is for; "
+    reason = f"world_size={world} is not the world_size={its} that the configuration is for; "
     reason += "give both the same, or leave it out of the configuration"
-    return [Violation(rule="world", values={"world_size": other, "given": one}, reason=reason)]
+    values = {"world_size": world, "configured": its}
+    return [Violation(rule="world", values=values, reason=reason)]
 
 
 def _has_field(source: object, name: str) -> bool:

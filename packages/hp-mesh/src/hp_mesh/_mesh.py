@@ -103,7 +103,6 @@ class ParallelMesh:
         """Let the mesh of a view know the groups that fold several of its axes, of other views."""
         if name in self._sharing:
             return
-        self._sharing.add(name)
         own, full = self.layout.views[name], self._view(name)
         place = full.get_coordinate()
         others = dict.fromkeys(a for view in self.layout.views.values() for a in view.axes)
@@ -111,6 +110,7 @@ class ParallelMesh:
             ranks = dist.get_process_group_ranks(self[axis].get_group())
             if place is not None and _folds(full, place, ranks):
                 know_fold(full, self[axis])
+        self._sharing.add(name)  # an interrupted call begins anew
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def as_world(fields: Mapping[str, Any], world_size: Any) -> int | None:
         return world
     reason = f"world_size={world} is not the world_size={fields['world_size']} that these "
     reason += f"degrees are for ({summarize(fields)})"
-    values = {"world_size": world, "given": fields["world_size"]}
+    values = {"world_size": world, "configured": fields["world_size"]}
     raise ParallelDimsError([Violation(rule="world", values=values, reason=reason)])
 
 

@@ -45,9 +45,9 @@ class BaseExpertParallel(ParallelStyle):
     needs the load of the whole batch needs them, ``()`` where no axis splits the tokens. Ranks that
     split experts must hold different tokens, or gradients of experts would count them once for
     each rank: ``token_axes`` over which they would not are refused, as are ``token_axes`` over
-    ranks that cut experts inside, which hold the same tokens, and so is, in the first
-    training forward, an input that is the same on ranks of ``sequence_axes`` or ``sequence_mesh``,
-    which are to hold parts of it. That forward makes one more small collective per axis.
+    ranks that cut experts inside, which hold the same tokens, and so is, in training forwards up to
+    the first that passes, an input that is the same on ranks of ``sequence_axes`` or
+    ``sequence_mesh``, which are to hold parts of it. These make a small collective more per axis.
     ``placement`` says which experts live where; all ranks give the same, or none. They compare it
     before anything changes, by one small all-gather per axis of the split. Replicas' gradients are
     summed in backward, by one all-to-all over the experts' axis. ``sequence_mesh`` is for tensor

@@ -10,7 +10,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 
 from .._errors import ExpertConfigError
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_different_tokens(
@@ -52,8 +52,9 @@ def comparison(
     """Return what raises on all ranks where some hold the same input, None if nobody can tell.
 
     Ranks of ``sequence_axes`` and ``sequence_mesh`` hold parts of the same sequences. Data parallel
-    ranks may have the same data. What is returned is to be called once, by all ranks; it waits for
-    the host once.
+    ranks may have the same data. What is returned is to be called by all ranks, until it does not
+    raise; it waits for the host once. It takes what a layer computes: ``[..., dim]`` of a floating
+    dtype of two bytes or more.
     """
     parts = {axis.ranks: axis for axis in sequence_axes if axis.size > 1}
     if sequence_mesh is not None and sequence_mesh.size() > 1:
@@ -90,7 +91,7 @@ def comparison(
 
 def _fingerprint(x: Tensor) -> Tensor:
     """Return the number of tokens, and a hash of their bits: ``[2]`` int64."""
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    rows = x.reshape(-1, x.shape[-1])
     bits = rows.detach().contiguous().view(_BITS[x.element_size()])
     # Sums along both dimensions, not a copy of all bits as int64.
     sums = (bits.sum(dim, dtype=torch.int64) for dim in (0, 1))
