@@ -21,7 +21,7 @@ from hp_cp import (
     shard_sequence,
     shift_labels,
 )
-from hp_dtensor import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh
 
