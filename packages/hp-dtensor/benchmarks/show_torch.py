@@ -162,7 +162,7 @@ def started(mesh: DeviceMesh, source: Placements) -> Case:
         time.sleep(LATE if dist.get_rank() else 0)
         result = call()
         waited = not dist.get_rank() and time.perf_counter() - begin > LATE / 2
-        y = result.wait() if isinstance(result, hp.Pending) else result
+        y = result if isinstance(result, Tensor) else result.wait()
         return landed(y, full, mesh, (R,)) + (", but blocks until the others come" * waited)
 
     return (

@@ -71,7 +71,7 @@ def test_arguments_of_other_kinds_are_refused_by_name(ranks: Pools) -> None:
     kinds = [LayoutError] * 3 + [LayoutError] + [LayoutError] * 2
     assert [name for name, _ in first] == [kind.__name__ for kind in kinds]
     assert "alpha=(1.0,) prices 1 mesh axes of 2; give 2 values" in first[2][1]
-    assert "collectives=3 has not the methods of Collectives" in first[3][1]
+    assert "collectives=3 does not have the methods of Collectives" in first[3][1]
 
 
 def unreducible(rank: int) -> list[tuple[str, int]]:

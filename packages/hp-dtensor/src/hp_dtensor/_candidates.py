@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from ._cost import CostModel
+from ._cost import CostModel, Kind, Step
 from ._layout import Layout
 from ._placements import Partial, Replicate, Shard, StridedShard
 from ._shard_order import (
@@ -16,7 +16,6 @@ from ._shard_order import (
     without,
     without_last_split,
 )
-from ._steps import Kind, Step
 
 
 def direct_step(src: Layout, dst: Layout, ndim: int) -> Step:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ._caches import remembered
 from ._convert import AnyPlacement
-from ._cost import CostModel
+from ._cost import CostModel, Step
 from ._errors import LayoutError, MeshError
 from ._execute import BoundStep, bind, start
 from ._groups import AxisGroup, group_between
@@ -27,7 +27,6 @@ from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from ._planner import Plan
 from ._prepare import Options, Order, Prepared, Target, prepare, step_groups, tensor_spec
 from ._redistribute import Pending, run
-from ._steps import Step
 from ._torch import group_name, no_modes, opaque_op, resolve_group
 from .collectives._interface import Axis, Collectives
 from .collectives._torch import TorchCollectives

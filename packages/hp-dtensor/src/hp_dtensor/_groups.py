@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._boxes import ravel
 from ._caches import remembered
+from ._cost import Step
 from ._errors import LayoutError, MeshError
 from ._layout import Layout
 from ._planner import Plan
-from ._steps import Step
 from ._torch import (
     alias_groups,
     flattened_meshes,

@@ -22,7 +22,9 @@ from ._candidates import (
 from ._cost import (
     AlphaBeta,
     CostModel,
+    Step,
     check_length,
+    most_held,
     seconds,
     step_seconds,
 )
@@ -30,7 +32,6 @@ from ._errors import NoPlanError
 from ._layout import Layout
 from ._placements import Partial, Replicate
 from ._shard_order import is_local, replicated, unchanged_axes
-from ._steps import Step, most_held
 from ._transfer import check_pair, same_mesh
 
 # A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.

@@ -15,7 +15,7 @@ from ._boxes import ravel
 from ._caches import BoundedDict
 from ._consistency import ConsistencyCheck
 from ._convert import AnyPlacement, to_layout, to_torch
-from ._cost import CostModel, check_cost
+from ._cost import CostModel, Step, check_cost
 from ._errors import LayoutError, MeshError, NoPlanError
 from ._execute import BoundStep, bind
 from ._groups import (
@@ -31,7 +31,6 @@ from ._non_member import NonMember
 from ._placements import Partial, Replicate, in_tuple
 from ._planner import Plan, make_plan
 from ._shard_order import with_placement
-from ._steps import Step
 from ._torch import (
     as_dtensor,
     flattened_count,

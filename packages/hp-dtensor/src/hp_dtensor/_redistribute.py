@@ -296,6 +296,11 @@ def run(
 
     ``prepare`` is another one in a graph, where an op carries the plan out.
     """
+    if collectives is not None and not isinstance(collectives, Collectives):
+        raise LayoutError(
+            f"collectives={collectives!r} does not have the methods of Collectives; give "
+            "TorchCollectives(), or leave it out"
+        )
     try:
         prepared = prepare(x, target, options)
     except TorchPartial:
@@ -308,12 +313,6 @@ def run(
         if step.whole:
             return _at_hand(y) if async_op else y
         return run(y, rest, options, collectives, async_op, prepare)
-    # Looking through a protocol takes longer than all else here.
-    if collectives is not None and not isinstance(collectives, Collectives):
-        raise LayoutError(
-            f"collectives={collectives!r} has not the methods of Collectives; give "
-            "TorchCollectives(), or leave it out"
-        )
     recorded = x.requires_grad and torch.is_grad_enabled()
     if prepared.unchanged and not recorded:
         return _at_hand(x) if async_op else x
@@ -422,12 +421,13 @@ class _Redistribute(torch.autograd.Function):
         if call.prepared.crosses:
             # A gradient goes back to this mesh, or to this layout of other ranks.
             back = own_mesh(x) if call.absent is None else gradient_layout(call.prepared.source)
-        ctx.saved = (call, back, isinstance(result, NonMember))
+        was_here = call.absent is None
+        ctx.saved = (call._replace(absent=None), back, was_here, isinstance(result, NonMember))
         return torch.zeros(0) if isinstance(result, NonMember) else result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        call, there, is_gone = ctx.saved
+        call, there, was_here, is_gone = ctx.saved
         prepared: Prepared = call.prepared
         plan, grad = prepared.plan, grads[0]
         again = prepare
@@ -445,6 +445,6 @@ class _Redistribute(torch.autograd.Function):
             # Ranks without a gradient take it to have the layout of the result.
             grad = take(grad, gradient_layout(plan.target), None)
         back = take(grad, gradient_layout(prepared.source), there)
-        if call.absent is not None:
+        if not was_here:
             return torch.zeros(0), None, None
         return None if isinstance(back, NonMember) else back, None, None

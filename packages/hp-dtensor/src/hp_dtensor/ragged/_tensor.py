@@ -15,8 +15,7 @@ from .._placements import RaggedShard
 from .._torch import disabled_torch_function, wrap_full_states, wrapper_tensor
 from ..collectives._interface import Collectives
 from ._checkpoint import checkpointed, gathering, scattering
-from ._ops import BINARY, described, run
-from ._reductions import check_all, mean, norm, total
+from ._ops import BINARY, check_all, described, mean, norm, run, total
 from ._spec import RaggedSpec, find_spec
 
 C = TypeVar("C", bound="type[RaggedTensor]")
