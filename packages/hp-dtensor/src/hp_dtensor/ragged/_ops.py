@@ -1,4 +1,4 @@
-"""Operators of ragged tensors: each element alone on local parts, reductions of all, random fills."""
+"""Operators of ragged tensors: on each element alone, reductions of all elements, random fills."""
 
 import math
 import struct
