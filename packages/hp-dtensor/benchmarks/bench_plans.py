@@ -11,11 +11,19 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hp_dtensor import Layout, Partial, RaggedShard, Replicate, Shard, explain, plan_transfer
+from hp_dtensor import (
+    Layout,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    clear_caches,
+    explain,
+    plan_transfer,
+)
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Case = tuple[str, Layout, Layout]
@@ -64,16 +72,6 @@ def timed(call: Callable[[], Any], rounds: int, before: Callable[[], None] = lam
     return statistics.median(times) * 1e6
 
 
-def forget() -> None:
-    """Empty the caches of plans."""
-    package = plan_transfer.__module__.rpartition(".")[0]
-    plans, pricing, least = (
-        import_module(f"{package}.{name}") for name in ("_plan", "_pricing", "_least")
-    )
-    for cached in (plans.make_plan, plans._choose, pricing.step_seconds, least._covered):
-        cached.cache_clear()
-
-
 def row_of(world: int, case: Case, rounds: int) -> dict[str, Any]:
     """Time one change of layout on one rank."""
     name, source, target = case
@@ -88,7 +86,7 @@ def row_of(world: int, case: Case, rounds: int) -> dict[str, Any]:
     def plan() -> Any:
         return explain(source, target, shape=shape, rank=rank)
 
-    row["plan_us"] = timed(plan, rounds, forget)
+    row["plan_us"] = timed(plan, rounds, clear_caches)
     row["kept_us"] = timed(plan, rounds)
     return row
 

@@ -22,7 +22,7 @@ from hp_dtensor import (
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 Ranks = Callable[[int], RankPool]
-DEADLINE = 3.0
+DEADLINE = 1.5
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
