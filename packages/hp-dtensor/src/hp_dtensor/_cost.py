@@ -264,8 +264,8 @@ def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostMo
         ]
         return cost.seconds(step.axes, step.ranks, max(amounts))
     if step.kind == "direct" and step.source.is_plain and step.target.is_plain:
-        lacking = _lacking(step.source, step.target, shape, places)
-        return cost.seconds(step.axes, step.ranks, lacking * itemsize / len(places))
+        elements = lacking(step.source, step.target, shape, places)
+        return cost.seconds(step.axes, step.ranks, elements * itemsize / len(places))
     if step.kind != "direct" and step.source.is_even(shape) and step.target.is_even(shape):
         places = places[:1]  # all receive alike
     ranks = [step.source.rank_at(place) for place in places]
@@ -284,7 +284,7 @@ def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [unravel(place, mesh_shape) for place in places]
 
 
-def _lacking(
+def lacking(
     src: Layout, dst: Layout, shape: Sequence[int], places: Sequence[tuple[int, ...]]
 ) -> int:
     """Return how many elements the ranks at these places need and do not hold, all together."""

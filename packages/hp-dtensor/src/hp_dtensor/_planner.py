@@ -24,7 +24,9 @@ from ._cost import (
     CostModel,
     Step,
     check_length,
+    lacking,
     most_held,
+    sampled,
     seconds,
     step_seconds,
 )
@@ -36,6 +38,8 @@ from ._transfer import check_pair, same_mesh
 
 # A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.
 _MOST_LAYOUTS = 4000
+# Prices that are told from a few of many ranks may be lower than all ranks pay together.
+_CERTAIN = 0.97
 
 
 def search(
@@ -44,23 +48,27 @@ def search(
     shape: tuple[int, ...],
     price: Callable[[Step], float],
     allowed: Callable[[Step], bool],
+    least: Callable[[Layout], float] = lambda here: 0.0,
     bound: float = math.inf,
     join: Callable[[float, float], float] = operator.add,
 ) -> tuple[Step, ...] | None:
     """Return the cheapest allowed steps that cost less than ``bound``, None if there are none.
 
-    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest). Each
-    step changes one axis, reduces several, or goes straight to ``dst``: all that torch's planners
-    choose from is among these. Dijkstra's algorithm (Numerische Mathematik 1, 1959) over layouts.
-    Ties go to native collectives, to fewer steps, and to what was found first, so that every rank
-    finds the same. Both layouts are plain.
+    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
+    ``least`` is a bound from below on what is left from a layout to ``dst``. Each step changes one
+    axis, reduces several, or goes straight to ``dst``: all that torch's planners choose from is
+    among these. A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Ties go to native
+    collectives, to fewer steps, and to what was found first, so that every rank finds the same.
+    Both layouts are plain.
     """
     serial = count()
     best = {src: (0.0, 0)}  # what was spent, and on how many steps that are no native collectives
-    queue: list[tuple[float, int, int, int, Layout, tuple[Step, ...]]] = [(0.0, 0, 0, 0, src, ())]
+    queue: list[tuple[float, int, int, int, float, Layout, tuple[Step, ...]]] = [
+        (least(src), 0, 0, 0, 0.0, src, ())
+    ]
     visits = 0
     while queue and visits < _MOST_LAYOUTS:
-        spent, direct, _, _, here, steps = heapq.heappop(queue)
+        _, direct, _, _, spent, here, steps = heapq.heappop(queue)
         if here == dst:
             return steps
         if (spent, direct) > best[here]:
@@ -70,10 +78,13 @@ def search(
             if not allowed(step):
                 continue
             total = join(spent, price(step)), direct + (step.kind == "direct")
-            if total < best.get(step.target, (bound, 0)):
+            if total >= best.get(step.target, (bound, 0)):
+                continue
+            whole = join(total[0], least(step.target))
+            if whole < bound:
                 best[step.target] = total
-                order = *total, len(steps) + 1, next(serial)
-                heapq.heappush(queue, (*order, step.target, (*steps, step)))
+                order = whole, total[1], len(steps) + 1, next(serial)
+                heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
     return None
 
 
@@ -239,6 +250,7 @@ def _choose(
             shape,
             lambda step: step_seconds(step, shape, itemsize, cost),
             lambda step: stays(step) and has_group(step) and fits(step),
+            least_seconds(dst, shape, itemsize, cost),
             math.inf if best is None else price(best)[0],
         )
         best = best if cheaper is None else merged(cheaper)
@@ -276,6 +288,50 @@ def _choose(
         f"{gain} with one process group over the mesh axes {axes}; build that alias with the mesh"
     )
     return best, why, note
+
+
+def least_seconds(
+    dst: Layout, shape: tuple[int, ...], itemsize: int, cost: CostModel
+) -> Callable[[Layout], float]:
+    """Return what gives a bound from below on the time from a plain layout to ``dst``.
+
+    At least one call is made, and every byte costs the smallest price. Every rank must receive what
+    it lacks; where ``n`` ranks hold terms of a sum that ``m`` ranks need, each element travels
+    ``n - 1`` times to meet and ``m - 1`` times more. Nothing is known of other models than
+    `AlphaBeta`.
+    """
+    if not isinstance(cost, AlphaBeta):
+        return lambda here: 0.0
+    alpha, beta = (min(p) if isinstance(p, tuple) else p for p in (cost.alpha, cost.beta))
+    places = sampled(dst.mesh_shape)
+    if dst.size > len(places):
+        beta *= _CERTAIN
+    needing = _degrees(dst, lambda axis: isinstance(dst.placements[axis], Replicate))
+    known: dict[Layout, float] = {}
+
+    def least(here: Layout) -> float:
+        if here not in known:
+            kept = [old == new for old, new in zip(here.placements, dst.placements, strict=True)]
+            partial = [isinstance(old, Partial) for old in here.placements]
+            terms = _degrees(here, lambda axis: partial[axis] and not kept[axis])
+            if terms > 1:
+                # Each coordinate of axes that keep their terms sums a tensor of its own.
+                sums = _degrees(here, lambda axis: partial[axis] and kept[axis])
+                elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
+            else:
+                elements = lacking(here, dst, shape, places) / len(places)
+            local = terms == 1 and is_local(here, dst, len(shape))
+            # Steps count whole bytes, rounded down.
+            left = max(0.0, elements * itemsize - len(dst.mesh_shape))
+            known[here] = 0.0 if local else alpha + beta * left
+        return known[here]
+
+    return least
+
+
+def _degrees(layout: Layout, chosen: Callable[[int], bool]) -> int:
+    """Return the number of ranks along some axes."""
+    return math.prod(degree for axis, degree in enumerate(layout.mesh_shape) if chosen(axis))
 
 
 def _sliced(step: Step) -> list[int]:
