@@ -29,7 +29,7 @@ from ._groups import (
 from ._layout import Layout, ShardOrder, checked_order
 from ._non_member import NonMember
 from ._placements import Partial, Replicate, in_tuple
-from ._planner import Plan, make_plan
+from ._planner import Plan, Spanned, make_plan
 from ._shard_order import with_placement
 from ._torch import (
     as_dtensor,
@@ -273,11 +273,9 @@ def _on_one_mesh(
     rank = src.rank_at((0,) * len(src.mesh_shape))
     if coordinate is not None:
         rank = ravel(coordinate, src.mesh_shape)
-    itemsize = spec.dtype.itemsize
-    cost, max_bytes, given = options
+    given = options.groups
     groups = None if mesh is None else spanned_axes(mesh, given)
-    _check_reducible(src, dst, spec.dtype)
-    plan = make_plan(src, dst, spec.shape, rank, itemsize, cost, groups, max_bytes)
+    plan, plan_back = _plans(src, dst, spec, rank, options, groups)
     steps = first = None
     if mesh is not None and coordinate is not None:
         found = step_groups(plan, lambda step: group_for(step, mesh, given))
@@ -291,16 +289,7 @@ def _on_one_mesh(
         wrap=_wrap(spec, dst, mesh, mesh is not None, spelling),
         device="cpu" if mesh is None else mesh.device_type,
         unchanged=src == dst,
-        plan_back=lambda: make_plan(
-            gradient_layout(dst),
-            gradient_layout(src),
-            plan.shape,
-            rank,
-            itemsize,
-            cost,
-            groups,
-            max_bytes,
-        ),
+        plan_back=plan_back,
         options=options,
         first_group=first,
     )
@@ -315,12 +304,9 @@ def _between_meshes(spec: TensorSpec, target: Target, options: Options) -> Prepa
     else:
         dst = cast(Layout, mesh)
     rank = dist.get_rank()
-    itemsize = spec.dtype.itemsize
-    cost, max_bytes, given = options
+    given = options.groups
     # A rank outside a mesh knows none of its groups, and all choose alike: one axis at a time.
-    none: frozenset[tuple[int, ...]] = frozenset()
-    _check_reducible(src, dst, spec.dtype)
-    plan = make_plan(src, dst, spec.shape, rank, itemsize, cost, none, max_bytes)
+    plan, plan_back = _plans(src, dst, spec, rank, options, frozenset())
     known = mesh if isinstance(mesh, DeviceMesh) else spec.mesh
     device = "cpu" if known is None else known.device_type
     steps = check = None
@@ -339,20 +325,24 @@ def _between_meshes(spec: TensorSpec, target: Target, options: Options) -> Prepa
         wrap=_wrap(spec, dst, mesh, dst.holds(rank)),
         device=device,
         unchanged=False,
-        plan_back=lambda: make_plan(
-            gradient_layout(dst),
-            gradient_layout(src),
-            plan.shape,
-            rank,
-            itemsize,
-            cost,
-            none,
-            max_bytes,
-        ),
+        plan_back=plan_back,
         options=options,
         crosses=True,
         check=check,
     )
+
+
+def _plans(
+    src: Layout, dst: Layout, spec: TensorSpec, rank: int, options: Options, groups: Spanned
+) -> tuple[Plan, Callable[[], Plan]]:
+    """Return the plan, and what makes that of a gradient in the layout of the result."""
+    _check_reducible(src, dst, spec.dtype)
+    shape, itemsize = spec.shape, spec.dtype.itemsize  # the spec has a mesh, which is not kept
+
+    def plan(src: Layout, dst: Layout) -> Plan:
+        return make_plan(src, dst, shape, rank, itemsize, options.cost, groups, options.max_bytes)
+
+    return plan(src, dst), lambda: plan(gradient_layout(dst), gradient_layout(src))
 
 
 def step_groups(plan: Plan, find: Callable[[Step], AxisGroup]) -> dict[Step, AxisGroup]:
