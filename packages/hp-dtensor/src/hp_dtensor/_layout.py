@@ -270,7 +270,7 @@ class Layout:
                 )
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise unless a tensor of ``shape`` can lie so.
+        """Raise unless a tensor of ``shape`` can have this layout.
 
         `LayoutError` for negative sizes, `LayoutError`, and `LayoutError` where ragged runs
         are not all of what they divide.

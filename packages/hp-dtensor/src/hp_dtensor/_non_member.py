@@ -113,6 +113,6 @@ class NonMember:
         ranks = self.layout.ranks or f"0 to {self.layout.size - 1}"
         raise _NoTensor(
             f"this rank holds no part of the tensor of shape {self.shape}, so {use} has nothing to "
-            f"work on; it lies over ranks {ranks} as {self.layout}: use it there, or redistribute "
+            f"work on; it is on ranks {ranks} as {self.layout}: use it there, or redistribute "
             "it to a mesh with this rank"
         )

@@ -384,7 +384,7 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
 
 
 def same_mesh(src: Layout, dst: Layout) -> bool:
-    """Return whether both layouts lie on the same ranks in the same shape."""
+    """Return whether both layouts are on the same ranks in the same shape."""
     return src.mesh_shape == dst.mesh_shape and src.ranks == dst.ranks
 
 

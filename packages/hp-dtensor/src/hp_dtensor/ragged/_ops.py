@@ -184,7 +184,7 @@ def common_spec(
     operands: Sequence[object],
     written: Sequence[object] = (),
 ) -> RaggedSpec:
-    """Return where the operands, of which some are ragged, lie; raise unless they lie alike.
+    """Return the layout of the operands, of which some are ragged; raise unless they have one.
 
     What is ``written`` to is ragged; the others may be numbers and plain 0-dim tensors.
     """
@@ -199,8 +199,8 @@ def common_spec(
             continue
         if not fits:
             raise TypeError(
-                f"{use} of {described(first, kind)} and {described(x, kind)}, which lie "
-                "differently; use operands that lie alike, numbers or 0-dim tensors that are not "
+                f"{use} of {described(first, kind)} and {described(x, kind)}, whose layouts "
+                "differ; use operands of one layout, numbers or 0-dim tensors that are not "
                 "written to, or redistribute one first"
             )
     return spec
@@ -209,7 +209,7 @@ def common_spec(
 def specs_of_rows(
     kind: "type[RaggedTensor]", use: object, operands: Sequence[object]
 ) -> Sequence[RaggedSpec | None]:
-    """Return where the first tensors of all lists lie, the second ones, and so on; None if nowhere.
+    """Return the layout of the first tensors of all lists, the second ones, and so on, or None.
 
     Each row, with the operands that are no lists, is a case of `common_spec`, or has no ragged
     tensor.
@@ -219,7 +219,7 @@ def specs_of_rows(
     found = [[x._spec if isinstance(x, kind) else None for x in column] for column in columns]
     ragged = [specs for specs in found if any(specs)]
     plain = [column for column, specs in zip(columns, found, strict=True) if not any(specs)]
-    # Lists that lie alike row by row are what optimizers give: one comparison for each list.
+    # Lists of one layout row by row are what optimizers give: one comparison for each list.
     if (
         all(specs == ragged[0] for specs in ragged)
         and all(map(all, ragged[:1]))
@@ -253,11 +253,11 @@ def _goes_with_all(x: object) -> bool:
 def run(
     kind: "type[RaggedTensor]", op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what ``op`` makes of the parts, as ragged tensors that lie as its operands do.
+    """Return what ``op`` makes of the parts, as ragged tensors in the layout of its operands.
 
     Random fills and reductions to a number are known besides. Raises `TypeError` for any other
-    operator that is not elementwise, for operands that lie
-    differently, and for a plain tensor to write to; numbers and plain 0-dim tensors go with all.
+    operator that is not elementwise, for operands of different
+    layouts, and for a plain tensor to write to; numbers and plain 0-dim tensors go with all.
     """
     op, args = elementwise_form(op, args)
     trait = trait_of(op)

@@ -1,4 +1,4 @@
-"""Where the parts of a ragged tensor lie, and which of them this rank holds."""
+"""The layout of a ragged tensor, and what this rank holds of it."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class RaggedSpec:
         return made
 
     def __deepcopy__(self, memo: object) -> "RaggedSpec":
-        # A mesh stands for running processes: a copied tensor lies on the same one.
+        # A mesh stands for running processes: a copied tensor is on the same one.
         return self
 
     @property
@@ -99,7 +99,7 @@ def find_spec(
     """
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(
-            f"a ragged tensor lies on a DeviceMesh, got {mesh!r}; make one with init_device_mesh"
+            f"a ragged tensor is on a DeviceMesh, got {mesh!r}; make one with init_device_mesh"
         )
     layout = to_layout(in_tuple(placements), tuple(mesh.shape), len(shape))
     found = layout.ragged
@@ -112,7 +112,7 @@ def find_spec(
     layout.check_shape(shape)
     if any(isinstance(placement, StridedShard) for placement in layout.placements):
         raise LayoutError(
-            f"a ragged tensor lies in frames of one box each, got {layout}; use Shard(dim) for "
+            f"a ragged tensor divides frames of one box each, got {layout}; use Shard(dim) for "
             "StridedShard on the other axes"
         )
     return RaggedSpec(mesh=mesh, layout=layout, shape=tuple(shape), axis=axis, runs=runs)

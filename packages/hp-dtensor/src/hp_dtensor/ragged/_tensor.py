@@ -1,4 +1,4 @@
-"""Where the parts of a ragged tensor lie, and which of them this rank holds."""
+"""The layout of a ragged tensor, and what this rank holds of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
@@ -48,8 +48,8 @@ def _speaking(
         if result is NotImplemented and isinstance(other, Tensor | int | float | complex):
             raise TypeError(
                 f"{name} of {described(self, kind)} and {described(other, kind)}: ragged "
-                "tensors have operators that act on each element alone, on operands that lie "
-                "alike, numbers and 0-dim tensors; redistribute to Replicate() or Shard(dim) "
+                "tensors have operators that act on each element alone, on operands of one "
+                "layout, numbers and 0-dim tensors; redistribute to Replicate() or Shard(dim) "
                 "first, or work on to_local()"
             )
         return result
@@ -87,9 +87,9 @@ class RaggedTensor(Tensor):
 
     Its shape is global; a rank's part is ``[sizes[i], ...]``, the later dims as other axes shard
     them, and may be empty. Operators that act on every element alone run on the parts and
-    communicate nothing; their operands lie alike, or are numbers and plain 0-dim tensors. Random
-    fills draw other values for every part, and `sum`, `mean` and `norm` reduce all elements to a
-    number, so that modules reset their parameters. All others raise `TypeError`. So optimizers
+    communicate nothing; their operands have one layout, or are numbers and plain 0-dim tensors.
+    Random fills draw other values for every part, and `sum`, `mean` and `norm` reduce all elements
+    to a number, so that modules reset their parameters. All others raise `TypeError`. So optimizers
     that update elements alone work, as does `clip_grad_norm_` of this package. Distributed
     checkpoints save and load it, also into other layouts.
     """
@@ -141,7 +141,7 @@ class RaggedTensor(Tensor):
         return _tensor_of(local, spec, spec.local_shape())
 
     def like(self, local: Tensor) -> "RaggedTensor":
-        """Return the tensor that lies as this one does, of which ``local`` is this rank's part.
+        """Return the tensor in the layout of this one of which ``local`` is this rank's part.
 
         It is what `from_local` makes, ``local`` not copied and with its gradient, for a small part
         of the time: the layout is not checked again. Its dtype is that of ``local``. Communicates
@@ -168,7 +168,7 @@ class RaggedTensor(Tensor):
     def data(self) -> Tensor:
         """Return the tensor without autograd; setting it replaces this rank's part.
 
-        Raises `TypeError` for a tensor that lies otherwise.
+        Raises `TypeError` for a tensor in another layout.
         """
         return super().data
 
@@ -176,8 +176,8 @@ class RaggedTensor(Tensor):
     def data(self, value: Tensor) -> None:
         if not isinstance(value, RaggedTensor) or value._spec != self._spec:
             raise TypeError(
-                f"data of {self!r} set to {value!r}; set it to a RaggedTensor that lies alike, or "
-                "use copy_"
+                f"data of {self!r} set to {value!r}; set it to a RaggedTensor of the same layout, "
+                "or use copy_"
             )
         # torch's setter replaces what it knows of, which is all but the part.
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
