@@ -1,6 +1,7 @@
 """Ranks that make different calls raise one error on all of them instead of hanging."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,61 @@ def test_equal_calls_pass_through_and_leave_few_keys(ranks: Ranks, size: int) ->
         assert keys <= 3 * size + 2
 
 
+def late(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    if rank == 1:
+        time.sleep(2 * DEADLINE)
+    checked.all_reduce(Axis.of(mesh, "tp"), [torch.ones(4)]).wait()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_comes_after_its_peers_gave_up_raises_what_they_did(
+    ranks: Ranks, size: int
+) -> None:
+    found = ranks(size).run(errors, late, size)
+    assert len(set(found)) == 1
+    assert "ranks have waited" in found[0]
+
+
+def no_part(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    if rank == 1:
+        checked.send_recv(axis, {}, {}).wait()
+    else:
+        checked.all_reduce(axis, [torch.ones(4)]).wait()
+
+
+def short_splits(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    splits = [1] * (axis.size + (rank == 1))
+    checked.all_to_all(axis, torch.ones(len(splits)), splits, splits).wait()
+
+
+def test_ranks_without_a_call_and_splits_of_another_length_are_told(ranks: Ranks) -> None:
+    found = ranks(2).run(errors, no_part, 2)
+    assert "ranks have waited" in found[0]
+    assert found[1] == ""
+    found = ranks(2).run(errors, short_splits, 2)
+    assert len(set(found)) == 1
+    assert "splits must have 2 lengths" in found[0]
+
+
+def some_then_all(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    if rank < 2:
+        parts = {1 - rank: torch.ones(2)}, {1 - rank: torch.empty(2)}
+        checked.send_recv(axis, *parts).wait()
+        time.sleep(DEADLINE / 3)
+    CheckedCollectives(deadline=60).all_reduce(axis, [torch.ones(4)]).wait()
+
+
+def test_an_object_that_some_ranks_did_not_use_leaves_the_next_alone(ranks: Ranks) -> None:
+    assert ranks(4).run(errors, some_then_all, 4) == [""] * 4
+
+
+def wrong_part_recorded(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    wrong_part(rank, RecordingCollectives(checked), mesh)  # type: ignore[arg-type]
+
+
 def wrong_part(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
     local = torch.ones(2 + (rank == 1), 3)
     x = dt.DTensor.from_local(
@@ -189,9 +245,12 @@ def wrong_part(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None
     redistribute(x, [Replicate()], collectives=checked)
 
 
+@pytest.mark.parametrize("call", [wrong_part, wrong_part_recorded])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_wrong_local_shape_is_the_same_error_on_all_ranks(ranks: Ranks, size: int) -> None:
-    found = ranks(size).run(errors, wrong_part, size)
+def test_a_wrong_local_shape_is_the_same_error_on_all_ranks(
+    ranks: Ranks, size: int, call: Callable[..., Any]
+) -> None:
+    found = ranks(size).run(errors, call, size)
     assert len(set(found)) == 1
     assert "rank 1" in found[0]
     assert "the local tensor has shape [3, 3]" in found[0]
@@ -214,6 +273,7 @@ def test_a_shared_store_checks_a_simulated_world() -> None:
     assert threading.active_count() < 50
 
 
-def test_a_deadline_is_a_time() -> None:
+@pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_is_a_time(deadline: float) -> None:
     with pytest.raises(ValueError, match="seconds above 0"):
-        CheckedCollectives(deadline=0)
+        CheckedCollectives(deadline=deadline)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool, cached
@@ -264,9 +265,10 @@ def test_torch_collectives_give_the_definition(ranks: Callable[[int], RankPool],
         check(program, ranks(n).run(on_gloo, program, n))
 
 
-def calls_of_lists(rank: int, program: Program, n: int) -> list[str]:
+def calls_of_lists(rank: int, program: Program, n: int, backend: str) -> list[str]:
     SIZE[0] = n
-    axis = world_axis()
+    group: Any = dist.new_group(list(range(n)), backend=backend)
+    axis = Axis("a", group, tuple(range(n)))
     with torch.profiler.profile() as profile:
         program(TorchCollectives(), axis)
     return [event.name for event in profile.events() or () if event.name.startswith("c10d::")]
@@ -277,11 +279,12 @@ def gather_one_small(door: Collectives, axis: Axis) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("program", [gather_list, gather_one_small, reduce_list, scatter_list])
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_no_call_whose_name_gloo_cannot_note_safely(
-    ranks: Callable[[int], RankPool], program: Program
+    ranks: Callable[[int], RankPool], program: Program, backend: str
 ) -> None:
     # Two coalesced all-gathers that end at once make gloo's threads free one string twice.
-    for calls in ranks(2).run(calls_of_lists, program, 2):
+    for calls in ranks(2).run(calls_of_lists, program, 2, backend):
         assert calls
         assert not [call for call in calls if "allgather_into_tensor_coalesced" in call]
 

@@ -6,18 +6,20 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool, cached
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import (
     AlphaBeta,
     Axis,
     Layout,
+    MeshError,
     NonMember,
     Partial,
     RankMismatchError,
@@ -31,8 +33,9 @@ from hp_dtensor import (
 from .test_between_meshes import cut, laid, mesh_of, spelled, whole
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_agreement: Any = import_module(f"{_package}._consistency")
+_consistency: Any = import_module(f"{_package}._consistency")
 _plan: Any = import_module(f"{_package}._planner")
+_groups: Any = import_module(f"{_package}._groups")
 
 Pools = Callable[[int], RankPool]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -149,7 +152,7 @@ def with_other_ranks(rank: int) -> str:
     target = replace(TARGET, ranks=(1, 3)) if rank == 3 else TARGET
     plan = _plan.make_plan(SOURCE, target, SHAPE, rank, 8)
     try:
-        _agreement.ConsistencyCheck(plan, torch.double, lambda: axis, "cpu")(False, "")
+        _consistency.ConsistencyCheck(plan, torch.double, lambda: axis, "cpu")(False, "")
     except RankMismatchError as error:
         return str(error)
     return ""
@@ -237,3 +240,28 @@ def test_a_gradient_that_lies_otherwise_than_the_result_comes_back(ranks: Pools)
         if rank < 2:
             assert grad is not None
             assert torch.equal(grad, cut(total, SOURCE, rank))
+
+
+def where_the_world_makes_groups(rank: int) -> str:
+    """As where NCCL was initialised eagerly, whose groups all ranks make together."""
+    target = Layout((2,), (S1,), ranks=(1, 2))
+    x: Any = NonMember(Layout((1,), (R,), ranks=(0,)), SHAPE, torch.double)
+    there = mesh_of(target)
+    own = DeviceMesh("cpu", [0])
+    if rank == 0:
+        x = DTensor.from_local(whole(SHAPE), own, spelled(Layout((1,), (R,))))
+    elif rank == 3:
+        return ""
+    with mock.patch.object(_groups, "makes_groups_alone", return_value=False):
+        try:
+            redistribute(x, (S1,), mesh=there)
+        except MeshError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_group_that_only_the_world_can_make_is_asked_for(ranks: Pools) -> None:
+    *found, outside = ranks(WORLD).run(where_the_world_makes_groups)
+    assert outside == ""
+    assert len(set(found)) == 1
+    assert "give groups=[group]" in found[0]

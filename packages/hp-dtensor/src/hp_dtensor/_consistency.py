@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ._errors import MeshError
 from ._layout import Layout
 from ._planner import Plan
 from ._shard_order import replicated
@@ -74,6 +75,8 @@ class ConsistencyCheck:
             # The first call makes the group, and waits there for its ranks.
             axis = self._find()
             work = TorchCollectives().all_reduce(axis, [most], "max")
+        except MeshError:
+            raise
         except RuntimeError as error:
             raise self._late(mine) from error
 

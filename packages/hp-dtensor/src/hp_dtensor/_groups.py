@@ -1,4 +1,4 @@
-"""Numbers that stand for meshes in what is kept between calls, which must not keep them alive."""
+"""Find the process group that spans given axes of a mesh, or two meshes."""
 
 import math
 import weakref

@@ -272,8 +272,8 @@ class Layout:
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise unless a tensor of ``shape`` can have this layout.
 
-        `LayoutError` for negative sizes, `LayoutError`, and `LayoutError` where ragged runs
-        are not all of what they divide.
+        `LayoutError` for negative sizes, dims that are not there, and ragged runs that are not all
+        of what they divide.
         """
         check_sizes(shape)
         self.check(len(shape))
@@ -366,8 +366,7 @@ class Layout:
     def boxes(self, shape: Sequence[int], rank: int) -> tuple[Box, ...]:
         """Return the boxes of a tensor of ``shape`` that ``rank`` holds; none if it holds nothing.
 
-        Raises `LayoutError`, `LayoutError`, `MeshError`, and `LayoutError` for negative
-        sizes.
+        Raises `LayoutError` as `check_shape`, and `MeshError` for a rank that is not in the mesh.
         """
         self.check_shape(shape)
         return self.boxes_at(shape, self.coordinate(rank))

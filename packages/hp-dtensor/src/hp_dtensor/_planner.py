@@ -285,7 +285,8 @@ def _choose(
     now, then = price(best)[0], price(wanted)[0]
     gain = f"about {now / then:.1f}x faster" if then > 0 else "at no cost"
     note = (
-        f"{gain} with one process group over the mesh axes {axes}; build that alias with the mesh"
+        f"{gain} with one process group over the mesh axes {axes}; flatten the mesh over "
+        "them, or give groups="
     )
     return best, why, note
 

@@ -31,7 +31,7 @@ from ._prepare import (
     prepare,
 )
 from ._torch_partial import torch_step
-from .collectives._checked import CheckedCollectives
+from .collectives._checked import checking
 from .collectives._interface import Collectives
 from .collectives._torch import TorchCollectives
 
@@ -296,7 +296,9 @@ def run(
 
     ``prepare`` is another one in a graph, where an op carries the plan out.
     """
-    if collectives is not None and not isinstance(collectives, Collectives):
+    if collectives is not None and (
+        isinstance(collectives, type) or not isinstance(collectives, Collectives)
+    ):
         raise LayoutError(
             f"collectives={collectives!r} does not have the methods of Collectives; give "
             "TorchCollectives(), or leave it out"
@@ -378,9 +380,10 @@ def _started(x: Distributed, call: _Call) -> Callable[[], Tensor]:
         local = torch.empty(0, dtype=prepared.dtype, device=prepared.device)
     if prepared.steps is None:
         return lambda: local
-    if isinstance(collectives, CheckedCollectives) and prepared.first_group is not None:
+    checked = None if type(collectives) is TorchCollectives else checking(collectives)
+    if checked is not None and prepared.first_group is not None:
         plan = prepared.plan
-        collectives.check(
+        checked.check(
             prepared.first_group.find(),
             "redistribute",
             f"{prepared.dtype} of shape {list(plan.shape)} from {plan.source} to {plan.target}",

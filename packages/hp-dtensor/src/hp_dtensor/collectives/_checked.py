@@ -1,18 +1,24 @@
 """Compare what the ranks of an axis are about to do, through a store, before they do it."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ._interface import Axis, Collectives, Parts, RankMismatchError, ReduceOp, Work, as_tensors
+from ._recording import RecordingCollectives
 from ._torch import TorchCollectives, default_store, is_store_timeout
 
 _ROOT = "hp_dtensor/checked"
 _MEMBERS = f"{_ROOT}/ranks"
+_GO = "go"
+# All ranks make their objects in the same order, so that a number means the same one on each.
+_numbers = count(1)
 
 
 class _Call(NamedTuple):
@@ -50,11 +56,14 @@ class CheckedCollectives:
     A call costs some round trips to the store, and the ranks of an axis wait for each other on the
     host in each call, so that nothing overlaps: for debugging, not for speed. After an error
     the ranks are out of step, and the object raises it again in each call; make a new one on all
-    ranks to go on.
+    ranks to go on. All ranks make their objects in the same order, also those that some do not use.
+    What is sent point to point is compared by the two ranks that it concerns: others see a
+    difference at the deadline of the next call that they compare.
 
     Args:
         inner: What carries the calls out; `TorchCollectives` if None.
-        store: A store that all ranks share; that of the default process group if None.
+        store: A store that all ranks share, and no other object; that of the default process
+            group if None.
         deadline: Seconds to wait for the peers of a call.
 
     Example:
@@ -64,10 +73,11 @@ class CheckedCollectives:
     def __init__(
         self, inner: Collectives | None = None, *, store: Any = None, deadline: float = 300.0
     ) -> None:
-        if not deadline > 0:
+        if not 0 < deadline < math.inf:
             raise ValueError(f"deadline={deadline} is no time to wait; give seconds above 0")
         self._inner: Collectives = TorchCollectives() if inner is None else inner
         self._given = store
+        self._number = next(_numbers) if store is None else 0
         self._deadline = timedelta(seconds=deadline)
         self._prefixes: dict[tuple[int, ...], str] = {}
         self._numbers: dict[str, int] = {}
@@ -131,7 +141,10 @@ class CheckedCollectives:
         received = equal if receive_splits is None else list(receive_splits)
         row = f"{_dtype(input)} rows {list(input.shape[1:])}"
         details = f"sending {sent} and expecting {received}"
-        self._compare(axis, "all_to_all", row, details, sent=sent, received=received)
+        fault = ""
+        if len(sent) != axis.size or len(received) != axis.size:
+            fault = f"splits must have {axis.size} lengths, one for each rank of the axis"
+        self._compare(axis, "all_to_all", row, details, fault, sent, received)
         return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
 
     def send_recv(
@@ -175,11 +188,13 @@ class CheckedCollectives:
             list(received),
         )
         keys = [f"{prefix}/{number}/{rank}" for rank in axis.ranks]
-        calls = self._met(axis, mine, keys[axis.index], keys)
+        calls = self._met(mine, f"{prefix}/{number}", keys[axis.index], keys)
         # All came to this call, so that all have read the one before.
         if number > 1:
             self._store.delete_key(f"{prefix}/{number - 1}/{mine.rank}")
-        self._raise(axis, _difference(calls))
+            if axis.index == 0:
+                self._store.delete_key(f"{prefix}/{number - 1}")
+        self._agreed(f"{prefix}/{number}", _difference(calls))
 
     def _compare_pairs(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
@@ -205,15 +220,18 @@ class CheckedCollectives:
                     f"({kind})",
                 )
                 posted.append((f"{pair}/{number}/{kind}", call))
-                awaited.append(f"{pair}/{number}/{other}")
+                awaited.append((f"{pair}/{number}", f"{pair}/{number}/{other}"))
         for key, call in posted:
             self._store.set(key, json.dumps(call))
-        for (_, call), key in zip(posted, awaited, strict=True):
-            met = sorted([*self._met(axis, call, None, [key]), call])
+        for (_, call), (verdict, key) in zip(posted, awaited, strict=True):
+            met = sorted([*self._met(call, verdict, None, [key]), call])
             self._store.delete_key(key)
-            self._raise(axis, _difference(met))
+            self._agreed(verdict, _difference(met))
+            if call.rank == met[0].rank:
+                pair, _, turn = verdict.rpartition("/")
+                self._store.delete_key(f"{pair}/{int(turn) - 1}")
 
-    def _met(self, axis: Axis, mine: _Call, key: str | None, keys: list[str]) -> list[_Call]:
+    def _met(self, mine: _Call, verdict: str, key: str | None, keys: list[str]) -> list[_Call]:
         """Return what all ranks put under ``keys``; raise where some do not before the deadline."""
         written = json.dumps(mine)
         self._store.set(f"{_ROOT}/last/{mine.rank}", written)
@@ -224,14 +242,16 @@ class CheckedCollectives:
         except RuntimeError as error:
             if not is_store_timeout(error):
                 raise
-            self._raise(axis, self._late(mine))
+            # Where a peer has gone on all the same, all have come meanwhile.
+            self._agreed(verdict, self._late(mine))
         return [_Call(*json.loads(text)) for text in self._store.multi_get(keys)]
 
     def _late(self, mine: _Call) -> str:
         """Say what each rank of this store did last."""
         known = {int(rank) for rank in self._store.get(_MEMBERS).split()}
         told = dict.fromkeys(sorted({*mine.ranks} - known), "no call")
-        ranks = sorted(known)
+        ranks = [rank for rank in sorted(known) if self._store.check([f"{_ROOT}/last/{rank}"])]
+        told |= dict.fromkeys(known.difference(ranks), "no call")
         last = self._store.multi_get([f"{_ROOT}/last/{rank}" for rank in ranks])
         told |= {
             rank: str(_Call(*json.loads(text))) for rank, text in zip(ranks, last, strict=True)
@@ -246,36 +266,28 @@ class CheckedCollectives:
             "it, in the same order"
         )
 
-    def _raise(self, axis: Axis, failure: str) -> None:
-        """Raise `RankMismatchError` if there is a failure, now and in each later call."""
-        if not failure:
-            return
-        self._failure = failure
-        # Objects that come join the next number, also of ranks that did not come to this one.
-        number = self._prefixes[axis.ranks].rpartition("/")[2]
-        self._store.compare_set(f"{_base(axis)}/newest", number, str(int(number) + 1))
-        raise RankMismatchError(failure)
+    def _agreed(self, key: str, verdict: str) -> None:
+        """Say how a call ended for this rank, and raise what a rank said before it, if anything.
+
+        The first says it for all: none goes on into a call that a peer has given up.
+        """
+        first = self._store.compare_set(key, "", verdict or _GO).decode()
+        if first != _GO:
+            self._failure = first
+            raise RankMismatchError(first)
 
     def _prefix(self, axis: Axis) -> str:
-        """Return where calls on the axis's ranks are kept: of this object, not of earlier ones.
-
-        Objects are numbered for each set of ranks. A rank joins the newest number, or begins one
-        if it was in the newest with another object.
-        """
+        """Return where calls on the axis's ranks are kept: of this object, not of another."""
         if self._failure:
             raise RankMismatchError(self._failure)
         prefix = self._prefixes.get(axis.ranks)
         if prefix is None:
-            store, base = self._store, _base(axis)
-            if not self._prefixes:
-                store.append(_MEMBERS, f"{axis.ranks[axis.index]} ")
-            newest, used = f"{base}/newest", f"{base}/used/{axis.index}"
-            begun = store.get(newest).decode() if store.check([newest]) else ""
-            number = int(begun or 0)
-            if number == (int(store.get(used)) if store.check([used]) else 0):
-                number = int(store.compare_set(newest, begun, str(number + 1)))
-            store.set(used, str(number))
-            prefix = self._prefixes[axis.ranks] = f"{base}/{number}"
+            rank = axis.ranks[axis.index]
+            if not self._store.check([f"{_ROOT}/last/{rank}"]):
+                self._store.append(_MEMBERS, f"{rank} ")
+            # Long lists of ranks would make long keys.
+            name = sha256(repr(axis.ranks).encode()).hexdigest()[:16]
+            prefix = self._prefixes[axis.ranks] = f"{_ROOT}/{self._number}/{name}"
         return prefix
 
     def _next(self, counted: str) -> int:
@@ -287,11 +299,6 @@ class CheckedCollectives:
         return default_store() if self._given is None else self._given
 
 
-def _base(axis: Axis) -> str:
-    # Long lists of ranks would make long keys.
-    return f"{_ROOT}/{sha256(repr(axis.ranks).encode()).hexdigest()[:16]}"
-
-
 def _difference(calls: Sequence[_Call]) -> str:
     """Say why these calls do not go together, in the same words on all ranks; empty if they do."""
     for call in calls:
@@ -299,17 +306,18 @@ def _difference(calls: Sequence[_Call]) -> str:
             return f"rank {call.rank} cannot take part in {call}: {call.fault}"
     first = calls[0]
     for call in calls[1:]:
-        if call[4:6] != first[4:6] or call.axis != first.axis:
+        mine, its = ((c.axis, c.operation, c.must_match) for c in (first, call))
+        if mine != its:
             return (
                 f"ranks make different calls: rank {first.rank} calls {first}, rank {call.rank} "
                 f"calls {call}; all ranks of an axis must make the same calls over it, in the "
                 "same order, with the same shapes and dtypes"
             )
     for source, call in enumerate(calls):
-        for target, count in enumerate(call.sent):
-            if calls[target].received[source] != count:
+        for target, rows in enumerate(call.sent):
+            if calls[target].received[source] != rows:
                 return (
-                    f"rank {call.rank} sends {count} rows to rank {calls[target].rank}, which "
+                    f"rank {call.rank} sends {rows} rows to rank {calls[target].rank}, which "
                     f"expects {calls[target].received[source]}: {call}; {calls[target]}"
                 )
     return ""
@@ -321,3 +329,10 @@ def _described(tensors: Sequence[Tensor]) -> str:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def checking(collectives: Collectives) -> CheckedCollectives | None:
+    """Return the `CheckedCollectives` that calls go through first, also behind recording ones."""
+    while isinstance(collectives, RecordingCollectives):
+        collectives = collectives.inner
+    return collectives if isinstance(collectives, CheckedCollectives) else None

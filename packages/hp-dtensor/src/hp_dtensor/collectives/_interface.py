@@ -1,4 +1,4 @@
-"""What the packages ask of communication: an axis, and seven collectives over it."""
+"""What the packages ask of communication: an axis, and six collectives over it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -30,6 +30,11 @@ class RecordingCollectives:
         self._calls: dict[tuple[str, str], CommunicationStats] = {}
 
     @property
+    def inner(self) -> Collectives:
+        """Return what carries the calls out."""
+        return self._inner
+
+    @property
     def by_axis(self) -> dict[str, CommunicationStats]:
         """Return the totals so far, by axis name."""
         totals: dict[str, CommunicationStats] = {}

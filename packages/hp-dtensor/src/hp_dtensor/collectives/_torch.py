@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,7 @@ class TorchCollectives:
         if len(pairs) == 1:
             work = _all_gather_single(*pairs[0], group=group, async_op=True)
             return _Pending([work], outs, inputs)
-        if pairs and dist.get_backend(group) != "gloo":
+        if pairs and _backend(group, inputs[0]) != "gloo":
             return _Pending([_all_gather_coalesced(group, outs, inputs)], outs, inputs)
         alone, together = _split_to_pack(pairs)
         finish = None
@@ -171,7 +171,7 @@ class TorchCollectives:
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
         group = _group(axis)
-        reduce, finish = _reduction(op, axis)
+        reduce, finish = _reduction(op, axis, inputs)
         if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
             (output, packed), copy_out = _packed_rows(outs, inputs, axis.size)
             finish, inputs = _both(copy_out, finish), [*inputs, packed]
@@ -188,7 +188,7 @@ class TorchCollectives:
         if axis.size == 1:
             return _Done(outs)
         group = _group(axis)
-        reduce, finish = _reduction(op, axis)
+        reduce, finish = _reduction(op, axis, outs)
         if len(outs) == 1:
             work = dist.all_reduce(outs[0], op=reduce, group=group, async_op=True)
             return _Pending([work], outs, (), finish)
@@ -308,7 +308,7 @@ def _packed(pairs: list[_Pair], size: int) -> tuple[_Pair, Callable[[list[Tensor
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
     """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
     small = sum(map(_bytes, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
-    return small and dist.get_backend(group) == "gloo"
+    return small and _backend(group, inputs[0]) == "gloo"
 
 
 @torch.no_grad()
@@ -361,6 +361,15 @@ def _group(axis: Axis) -> dist.ProcessGroup:
     )
 
 
+def _backend(group: dist.ProcessGroup, tensor: Tensor) -> str:
+    """Return the name of the backend that serves the tensor's device: a group may have several."""
+    for pair in dist.get_backend_config(group).split(","):
+        device, _, name = pair.partition(":")
+        if device == tensor.device.type:
+            return name
+    return str(dist.get_backend(group))
+
+
 def _outputs(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, rows: Callable[[int], int]
 ) -> list[Tensor]:
@@ -378,9 +387,11 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
     return list(outputs)
 
 
-def _reduction(op: ReduceOp, axis: Axis) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
+def _reduction(
+    op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]
+) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
     # Only NCCL averages; elsewhere the sum is divided once it is complete.
-    if op != "avg" or dist.get_backend(cast(dist.ProcessGroup, axis.group)) == "nccl":
+    if op != "avg" or (tensors and _backend(_group(axis), tensors[0]) == "nccl"):
         return _OPS[op], None
 
     def divide(outputs: list[Tensor]) -> None:

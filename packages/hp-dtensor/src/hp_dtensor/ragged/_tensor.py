@@ -1,4 +1,4 @@
-"""The layout of a ragged tensor, and what this rank holds of it."""
+"""Tensors whose ranks hold contiguous runs of unequal lengths."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
