@@ -260,8 +260,12 @@ def where_the_world_makes_groups(rank: int) -> str:
     return "no error"
 
 
-def test_a_group_that_only_the_world_can_make_is_asked_for(ranks: Pools) -> None:
-    *found, outside = ranks(WORLD).run(where_the_world_makes_groups)
+def test_a_group_that_only_the_world_can_make_is_asked_for() -> None:
+    pool = RankPool(WORLD)  # of its own, where no earlier test has made the group
+    try:
+        *found, outside = pool.run(where_the_world_makes_groups)
+    finally:
+        pool.close()
     assert outside == ""
     assert len(set(found)) == 1
     assert "give groups=[group]" in found[0]

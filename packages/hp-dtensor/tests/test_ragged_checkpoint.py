@@ -241,7 +241,7 @@ def copied(rank: int) -> None:
     for tensor in (module.weight, module.weight.grad):
         assert tensor.dtype == tensor.to_local().dtype == torch.float32
         assert torch.equal(tensor.to_local(), values.float())
-    with pytest.raises(TypeError, match="lies alike, or use copy_"):
+    with pytest.raises(TypeError, match="of the same layout, or use copy_"):
         module.weight.data = torch.zeros(10, 3)
 
 
