@@ -128,7 +128,7 @@ def graphs(rank: int) -> list[str]:
 
 def test_each_graph_has_one_opaque_op_in_order_for_each_redistribution(ranks: Pools) -> None:
     for seen in ranks(2).run(graphs):
-        assert [code.count("carry_out") for code in seen] == [2, 2]
+        assert [code.count("execute_plan") for code in seen] == [2, 2]
         assert not any("c10d" in code for code in seen)
         assert all(code.count("with_effects(") == 2 for code in seen)
 

@@ -152,7 +152,7 @@ def with_other_ranks(rank: int) -> str:
     target = replace(TARGET, ranks=(1, 3)) if rank == 3 else TARGET
     plan = _plan.make_plan(SOURCE, target, SHAPE, rank, 8)
     try:
-        _consistency.ConsistencyCheck(plan, torch.double, lambda: axis, "cpu")(False, "")
+        _consistency.ConsistencyCheck(plan, torch.double, lambda: axis, "cpu").start(False, "")()
     except RankMismatchError as error:
         return str(error)
     return ""
@@ -212,7 +212,7 @@ def test_ranks_that_make_groups_of_other_ranks_end_when_the_worlds_group_does() 
     for rank, (text, seconds, left, after) in enumerate(answers):
         meant = sorted({rank, rank ^ 1, rank ^ 2})
         assert text.startswith(f"ranks {meant} did not all take part in time in"), text
-        assert SECONDS * 0.9 < seconds < SECONDS + 60  # not the half hour of a group of its own
+        assert SECONDS * 0.9 < seconds < SECONDS + 10
         assert left == 0
         if rank in (1, 3):
             assert after is not None

@@ -110,7 +110,7 @@ def _check_everywhere(plan: Plan) -> None:
         )
 
 
-def _carry_out(local: Tensor, text: str) -> Tensor:
+def _execute_plan(local: Tensor, text: str) -> Tensor:
     _, steps = _read(text)
     result = start(steps, local, TorchCollectives())()
     # An op gives memory of its own, laid out as the trace was told.
@@ -123,7 +123,7 @@ def _empty(local: Tensor, text: str) -> Tensor:
 
 # Copies of the package under other roots have ops of their own.
 _package = __name__.rpartition(".")[0].replace(".", "_")
-carry_out = opaque_op(f"{_package}::carry_out", _carry_out, _empty)
+execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 
 
 @remembered(2048)

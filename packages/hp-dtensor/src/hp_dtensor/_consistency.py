@@ -58,12 +58,11 @@ class ConsistencyCheck:
         self._device = device
         self.passed: set[bool] = set()
 
-    def __call__(self, graded: bool, fault: str) -> None:
-        """Compare, and wait for all ranks; ``fault`` is what is wrong on this rank alone."""
-        self.start(graded, fault)()
-
     def start(self, graded: bool, fault: str) -> Callable[[], None]:
-        """Start to compare, and return what waits for all ranks and raises if any differs."""
+        """Start to compare, and return what waits for all ranks and raises if any differs.
+
+        ``fault`` is what is wrong on this rank alone.
+        """
         gradient = "with a gradient to come back" if graded else "without a gradient"
         said = fault or f"{self._words}, {gradient}"
         digest = sha256(f"{self._base} {graded} {fault}".encode()).digest()

@@ -49,7 +49,7 @@ def to_layout(
             f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; give "
             f"{len(mesh_shape)}, one for each axis"
         )
-    ordered = {dim for dim, _ in pairs_of(shard_order)}
+    ordered = {dim for dim, _ in checked_order(shard_order)}
     converted: list[ours.Placement] = []
     for axis, given in enumerate(placements):
         placement = _converted(given, axis, ndim)
@@ -95,11 +95,6 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
                 "order; leave shard_order= out, or use Shard(dim) on one of the axes"
             )
     return tuple(result)
-
-
-def pairs_of(order: ShardOrder | Mapping[int, Sequence[int]] | None) -> ShardOrder:
-    """Return a shard order as pairs of a dim and its axes."""
-    return checked_order(order)
 
 
 def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:

@@ -9,15 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
-from ._convert import AnyPlacement, to_layout, to_torch
+from ._convert import AnyPlacement, DensePlacement, to_layout, to_torch
 from ._errors import LayoutError, MeshError
-from ._placements import Partial, Replicate, Shard, StridedShard, in_tuple
+from ._placements import Replicate, in_tuple
 from ._redistribute import redistribute
 from .collectives._interface import Collectives
 from .ragged._spec import find_spec
 from .ragged._tensor import RaggedTensor
 
-DensePlacement: TypeAlias = Replicate | Shard | StridedShard | Partial | theirs.Placement
 Partition: TypeAlias = Callable[[str, nn.Module, DeviceMesh], None]
 Hook: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
 

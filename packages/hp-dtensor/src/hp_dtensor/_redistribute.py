@@ -296,9 +296,9 @@ def run(
 
     ``prepare`` is another one in a graph, where an op carries the plan out.
     """
-    if collectives is not None and (
-        isinstance(collectives, type) or not isinstance(collectives, Collectives)
-    ):
+    # Looking through a protocol takes longer than a call that moves nothing.
+    given: object = None if type(collectives) is TorchCollectives else collectives
+    if given is not None and (isinstance(given, type) or not isinstance(given, Collectives)):
         raise LayoutError(
             f"collectives={collectives!r} does not have the methods of Collectives; give "
             "TorchCollectives(), or leave it out"
@@ -391,9 +391,9 @@ def _started(x: Distributed, call: _Call) -> Callable[[], Tensor]:
         )
     prepared.check_local(local)
     if prepared.op_text:
-        from ._compile import carry_out
+        from ._compile import execute_plan
 
-        result = carry_out(local, prepared.op_text)
+        result = execute_plan(local, prepared.op_text)
         return lambda: result
     return start(prepared.steps, local, collectives)
 

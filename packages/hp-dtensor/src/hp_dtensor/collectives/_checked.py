@@ -50,8 +50,8 @@ class CheckedCollectives:
     comes from. Before each call a rank puts a fingerprint (operation, axis, shapes, dtypes, splits)
     into a store, under its rank and the number of the call on these ranks, and waits for those of
     its peers. Where they differ, all of these ranks raise the same `RankMismatchError`. Where a
-    peer does not come before the ``deadline``, a rank reads the last fingerprint of each rank
-    that it waits for, of those that these wait for, and so on, and says them in its error.
+    peer does not come before the ``deadline``, the waiting ranks read the last fingerprint of every
+    rank and raise an error that lists them.
 
     A call costs some round trips to the store, and the ranks of an axis wait for each other on the
     host in each call, so that nothing overlaps: for debugging, not for speed. After an error
@@ -194,7 +194,7 @@ class CheckedCollectives:
             self._store.delete_key(f"{prefix}/{number - 1}/{mine.rank}")
             if axis.index == 0:
                 self._store.delete_key(f"{prefix}/{number - 1}")
-        self._agreed(f"{prefix}/{number}", _difference(calls))
+        self._conclude(f"{prefix}/{number}", _difference(calls))
 
     def _compare_pairs(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
@@ -223,15 +223,14 @@ class CheckedCollectives:
                 awaited.append((f"{pair}/{number}", f"{pair}/{number}/{other}"))
         for key, call in posted:
             self._store.set(key, json.dumps(call))
-        for (_, call), (verdict, key) in zip(posted, awaited, strict=True):
-            met = sorted([*self._met(call, verdict, None, [key]), call])
+        for (_, call), (outcome, key) in zip(posted, awaited, strict=True):
+            met = sorted([*self._met(call, outcome, None, [key]), call])
             self._store.delete_key(key)
-            self._agreed(verdict, _difference(met))
+            self._conclude(outcome, _difference(met))
             if call.rank == met[0].rank:
-                pair, _, turn = verdict.rpartition("/")
-                self._store.delete_key(f"{pair}/{int(turn) - 1}")
+                self._store.delete_key(f"{outcome.rpartition('/')[0]}/{call.number - 1}")
 
-    def _met(self, mine: _Call, verdict: str, key: str | None, keys: list[str]) -> list[_Call]:
+    def _met(self, mine: _Call, outcome: str, key: str | None, keys: list[str]) -> list[_Call]:
         """Return what all ranks put under ``keys``; raise where some do not before the deadline."""
         written = json.dumps(mine)
         self._store.set(f"{_ROOT}/last/{mine.rank}", written)
@@ -243,7 +242,7 @@ class CheckedCollectives:
             if not is_store_timeout(error):
                 raise
             # Where a peer has gone on all the same, all have come meanwhile.
-            self._agreed(verdict, self._late(mine))
+            self._conclude(outcome, self._late(mine))
         return [_Call(*json.loads(text)) for text in self._store.multi_get(keys)]
 
     def _late(self, mine: _Call) -> str:
@@ -266,12 +265,12 @@ class CheckedCollectives:
             "it, in the same order"
         )
 
-    def _agreed(self, key: str, verdict: str) -> None:
+    def _conclude(self, key: str, failure: str) -> None:
         """Say how a call ended for this rank, and raise what a rank said before it, if anything.
 
         The first says it for all: none goes on into a call that a peer has given up.
         """
-        first = self._store.compare_set(key, "", verdict or _GO).decode()
+        first = self._store.compare_set(key, "", failure or _GO).decode()
         if first != _GO:
             self._failure = first
             raise RankMismatchError(first)
