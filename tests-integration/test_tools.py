@@ -3,12 +3,17 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import checks
 import examples
 import pytest
+import torch
 import vendor
+from rank_pool import RankPool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 
 def test_vendoring_moves_imports_of_siblings_and_nothing_else() -> None:
@@ -144,3 +149,21 @@ def test_a_failed_job_is_named_and_fails_the_whole(
         ("failed", "b"),
         ("passed", "a"),
     ]
+
+
+def gathered_whole(rank: int) -> tuple[bool, set[str]]:
+    """Return whether `full_tensor` is right, and which c10d calls it starts."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(15.0).reshape(5, 3)
+    sharded = distribute_tensor(whole, mesh, [Shard(1)])
+    with torch.profiler.profile() as profiler:
+        right = torch.equal(sharded.full_tensor(), whole)
+    return right, {e.key for e in profiler.key_averages() if e.key.startswith("c10d::")}
+
+
+def test_torch_on_ranks_of_tests_never_starts_the_gather_that_corrupts_the_heap(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    for right, started in ranks(2).run(gathered_whole):
+        assert right
+        assert started == {"c10d::_allgather_base_"}
