@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from hp_dtensor import (
     Layout,
     MeshError,
+    Partial,
     RecordingCollectives,
     Replicate,
     Shard,
@@ -132,6 +133,47 @@ def in_order(rank: int) -> list[bool]:
 
 def test_a_mesh_may_list_its_ranks_in_any_order(ranks: Pools) -> None:
     assert ranks(WORLD).run(in_order) == [[True] * 7] * 4 + [[]]
+
+
+TURNED = [2, 0, 3, 1]  # its inverse is another order
+SPELLED: dict[Any, theirs.Placement] = {
+    R: theirs.Replicate(),
+    S0: theirs.Shard(0),
+    S1: theirs.Shard(1),
+    Partial(): theirs.Partial(),
+}
+
+
+def turned(rank: int, shape: tuple[int, ...]) -> list[str]:
+    """Return the changes over a mesh of ranks in no order that are wrong on this rank."""
+    mesh = cached("turned", lambda: DeviceMesh("cpu", TURNED))
+    whole = torch.arange(math.prod(shape), dtype=torch.double).view(shape)
+    place = TURNED.index(rank)
+
+    def local(placement: Any, terms: int) -> Tensor:
+        box = Layout((4,), (placement,)).box_at(shape, (place,))
+        return terms * whole[tuple(slice(lo, hi) for lo, hi in box)].clone()
+
+    def tensor(placement: Any) -> DTensor:
+        held = whole * (place + 1) if placement == Partial() else local(placement, 1)
+        spelled = [SPELLED[placement]]
+        return DTensor.from_local(held, mesh, spelled, shape=whole.shape, stride=whole.stride())
+
+    wrong = []
+    for source in SPELLED:
+        terms = 10 if source == Partial() else 1
+        for placement in (R, S0, S1):
+            found = redistribute(tensor(source), (placement,)).to_local()
+            if not torch.equal(found, local(placement, terms)):
+                wrong.append(f"{source} -> {placement}")
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3), (6, 5, 3)])
+def test_every_kind_of_call_keeps_the_order_of_the_mesh(
+    ranks: Pools, shape: tuple[int, ...]
+) -> None:
+    assert ranks(4).run(turned, shape) == [[]] * 4
 
 
 def outside(rank: int) -> tuple[str, str, bool]:

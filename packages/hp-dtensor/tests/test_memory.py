@@ -100,11 +100,18 @@ class Allocating(TorchCollectives):
         return Allocated([input.new_empty(sum(receive_splits))])
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    """Give a mesh of ranks that allocate what they receive and move nothing."""
+@pytest.fixture(scope="module", params=["in order", "turned round"])
+def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+    """Give a mesh of ranks that allocate what they receive and move nothing.
+
+    The ranks of a group ascend: they lie in the order of the mesh, or the other way round.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
-    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+    if request.param == "in order":
+        yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+    else:
+        ranks = torch.arange(8).reshape(2, 4).flip(0, 1)
+        yield DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))
     dist.destroy_process_group()
 
 
@@ -119,7 +126,8 @@ def spelled(placement: object) -> theirs.Placement:
 def test_a_plan_holds_at_most_what_it_says(
     mesh: DeviceMesh, source: tuple[Placement, Placement], shape: tuple[int, int]
 ) -> None:
-    local = torch.ones(Layout((2, 4), source).local_shape(shape, 1))
+    rank = mesh.mesh.flatten().tolist().index(1)
+    local = torch.ones(Layout((2, 4), source).local_shape(shape, rank))
     x = DTensor.from_local(
         local, mesh, [spelled(p) for p in source], shape=torch.Size(shape), stride=(shape[1], 1)
     )

@@ -21,6 +21,15 @@ _plan: Any = import_module(f"{_package}._planner")
 _pricing: Any = import_module(f"{_package}._cost")
 _search: Any = import_module(f"{_package}._planner")
 
+
+class Discounted(AlphaBeta):
+    """A model with a rule of its own: long messages cost nothing more."""
+
+    def seconds(self, axes: Any, ranks: int, received: float) -> float:
+        """Return a price that stops to grow."""
+        return 1e-6 + 1e-6 * min(received, 8.0)
+
+
 ITEMSIZE = 4
 MODELS = [
     AlphaBeta(),
@@ -28,6 +37,7 @@ MODELS = [
     AlphaBeta(alpha=1.0, beta=0.0),
     AlphaBeta(alpha=1e-6, beta=(1e-8, 1e-9, 1e-9, 1e-10)),
     AlphaBeta(alpha=(1e-6, 1e-5, 1e-6, 1e-7), beta=(1e-9, 1e-9, 1e-7, 1e-8)),
+    Discounted(alpha=1.0, beta=1.0),
 ]
 MESHES = [(2,), (3,), (2, 2), (2, 3), (4, 2), (1, 4), (2, 2, 2), (2, 1, 3)]
 
@@ -61,8 +71,9 @@ def test_the_search_finds_the_cheapest_of_all_steps(
     dst = _links.replicated(data.draw(layouts(mesh, len(shape))))
     allowed = lambda step: len(step.axes) <= 2  # noqa: E731
     least = _search.least_seconds(dst, shape, ITEMSIZE, cost)
-    found = _search.search(src, dst, shape, price(cost, shape), allowed, least)
+    found, ended = _search.search(src, dst, shape, price(cost, shape), allowed, least)
     assert found is not None
+    assert ended
     expected = relaxed(src, dst, shape, cost)
     assert least(src) <= expected * (1 + 1e-9)
     assert _pricing.seconds(found, shape, ITEMSIZE, cost) == pytest.approx(expected, rel=1e-9)
@@ -126,4 +137,6 @@ def test_the_search_gives_up_at_its_bound_and_the_usual_ways_remain() -> None:
     _plan.make_plan.cache_clear()
     searched = _plan.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None)
     assert plan.steps[-1].target == dst
+    assert plan.why.endswith("; the search for others gave up")
+    assert searched.why.endswith(" and of all steps")
     assert searched.time <= plan.time

@@ -99,9 +99,7 @@ def prepare_in_graph(x: Any, target: Target, options: Options) -> Prepared:
 
 
 def _check_everywhere(plan: Plan) -> None:
-    source, target = (
-        set(layout.ranks or range(layout.size)) for layout in (plan.source, plan.target)
-    )
+    source, target = (set(layout.all_ranks()) for layout in (plan.source, plan.target))
     if source != target:
         raise MeshError(
             f"ranks {sorted(source ^ target)} are in one of the two meshes only; a compiled "

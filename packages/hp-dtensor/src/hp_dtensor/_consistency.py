@@ -1,7 +1,7 @@
 """Check that all ranks of a transfer plan the same one, before anything of it is sent."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ class ConsistencyCheck:
     dtype, steps, and whether a gradient is to come back. A comparison is one all-reduce of 32
     bytes; where ranks differ, they also gather 1 KiB from each, and all raise
     `RankMismatchError` with the same text. Where they do not even plan for the same ranks, some
-    wait for what is never sent, and raise it when the group times out. ``passed`` are the
-    comparisons that ended well, by their ``graded``.
+    wait for what is never sent, and raise it when the group times out. ``passed`` holds the
+    ``requires_grad`` of the comparisons that found no difference.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ConsistencyCheck:
     ) -> None:
         # An axis of one rank means nothing, however it is spelled.
         source, target = replicated(plan.source), replicated(plan.target)
-        self._ranks = sorted({*_ranks(source), *_ranks(target)})
+        self._ranks = sorted({*source.all_ranks(), *target.all_ranks()})
         steps = [str(step) for step in plan.steps]
         exact = repr((source, target, tuple(plan.shape), str(dtype), steps))
         # Layouts of many ranks are long: each call hashes the rest only.
@@ -58,15 +58,15 @@ class ConsistencyCheck:
         self._device = device
         self.passed: set[bool] = set()
 
-    def start(self, graded: bool, fault: str) -> Callable[[], None]:
+    def start(self, requires_grad: bool, fault: str) -> Callable[[], None]:
         """Start to compare, and return what waits for all ranks and raises if any differs.
 
         ``fault`` is what is wrong on this rank alone.
         """
-        gradient = "with a gradient to come back" if graded else "without a gradient"
-        said = fault or f"{self._words}, {gradient}"
-        digest = sha256(f"{self._base} {graded} {fault}".encode()).digest()
-        mine = _Fingerprint(dist.get_rank(), digest, said.encode()[:_LONGEST])
+        gradient = "with a gradient to come back" if requires_grad else "without a gradient"
+        words = fault or f"{self._words}, {gradient}"
+        digest = sha256(f"{self._base} {requires_grad} {fault}".encode()).digest()
+        mine = _Fingerprint(dist.get_rank(), digest, words.encode()[:_LONGEST])
         # The largest of numbers and of their opposites are opposite where all are the same.
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
         most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
@@ -83,7 +83,7 @@ class ConsistencyCheck:
             try:
                 high, low, high_opposite, low_opposite = work.wait()[0].tolist()
                 if (high, low) == (-high_opposite, -low_opposite):
-                    self.passed.add(graded)
+                    self.passed.add(requires_grad)
                     return
                 fingerprints = _gathered(mine, axis, self._device)
             except RuntimeError as error:
@@ -93,8 +93,8 @@ class ConsistencyCheck:
                 fingerprint for fingerprint in fingerprints if fingerprint.digest != first.digest
             )
             raise RankMismatchError(
-                f"the ranks of both meshes plan different transfers: {_told(first)}; "
-                f"{_told(other)}; call on all of them with the same tensor, or a NonMember that "
+                f"the ranks of both meshes plan different transfers: {_planned(first)}; "
+                f"{_planned(other)}; call on all of them with the same tensor, or a NonMember that "
                 "says the same of it, and the same target, cost and max_bytes"
             )
 
@@ -110,13 +110,13 @@ class ConsistencyCheck:
 
 def _gathered(mine: _Fingerprint, axis: Axis, device: str) -> list[_Fingerprint]:
     sent = torch.frombuffer(bytearray(_FORMAT.pack(*mine)), dtype=torch.uint8).to(device)
-    heard = TorchCollectives().all_gather(axis, [sent]).wait()[0].tolist()
-    told = bytes(heard)
-    fingerprints = [_FORMAT.unpack_from(told, place) for place in range(0, len(told), _FORMAT.size)]
+    gathered = TorchCollectives().all_gather(axis, [sent]).wait()[0].tolist()
+    packed = bytes(gathered)
+    fingerprints = list(_FORMAT.iter_unpack(packed))
     return [_Fingerprint(rank, digest, words.rstrip(b"\0")) for rank, digest, words in fingerprints]
 
 
-def _told(fingerprint: _Fingerprint) -> str:
+def _planned(fingerprint: _Fingerprint) -> str:
     return f"rank {fingerprint.rank} plans {_text(fingerprint)}"
 
 
@@ -125,11 +125,7 @@ def _text(fingerprint: _Fingerprint) -> str:
 
 
 def _described(layout: Layout) -> str:
-    ranks = _ranks(layout)
+    ranks = layout.all_ranks()
     short = isinstance(ranks, range) and ranks.step == 1 and len(ranks) > 2
     listed = f"{ranks[0]} to {ranks[-1]}" if short else list(ranks)
     return f"{layout} on ranks {listed} as a mesh of shape {list(layout.mesh_shape)}"
-
-
-def _ranks(layout: Layout) -> Sequence[int]:
-    return layout.ranks or range(layout.size)

@@ -90,11 +90,7 @@ def _bound(step: Step, plan: Plan, groups: Mapping[Step, AxisGroup]) -> BoundSte
         return _empty(step, plan.shape, plan.rank)
     if step.kind == "slice":
         return _slice(step, plan.shape, plan.rank)
-    group = groups[step]
-    # Native collectives lay parts in group order; where that is not the mesh's, pieces are placed
-    # one by one. All ranks of the group see the same order.
-    moves = step.kind in ("all_gather", "all_to_all") and not group.in_mesh_order
-    return _BINDERS["direct" if moves else step.kind](step, plan.shape, plan.rank, group)
+    return _BINDERS[step.kind](step, plan.shape, plan.rank, groups[step])
 
 
 def _viewed(shape: tuple[int, ...]) -> BoundStep:
@@ -130,7 +126,7 @@ def _slice(step: Step, shape: tuple[int, ...], rank: int) -> BoundStep:
 def _all_gather(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return one all-gather of equal parts of a dim."""
     part = step.source.local_shape(shape, rank)
-    join = concatenator(part, _sharded(step)[0], group.size)
+    join = concatenator(part, _sharded(step)[0], group.size, group.order)
     find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
@@ -146,8 +142,8 @@ def _all_to_all(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup)
     held = step.source.local_shape(shape, rank)
     piece = list(held)
     piece[new] //= group.size
-    split_up = splitter(held, new, group.size)
-    join = concatenator(tuple(piece), old, group.size)
+    split_up = splitter(held, new, group.size, group.order)
+    join = concatenator(tuple(piece), old, group.size, group.order)
     find = group.find
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
@@ -170,12 +166,12 @@ def _all_reduce(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup)
 
 
 def _reduce_scatter(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
-    """Return one reduce-scatter; one all-to-all and a sum where parts differ or change order."""
-    even = step.source.is_even(shape) and step.target.is_even(shape)
-    if not (even and group.in_mesh_order):
+    """Return one reduce-scatter; one all-to-all and a sum where parts differ in length."""
+    if not (step.source.is_even(shape) and step.target.is_even(shape)):
         return _scatter_by_all_to_all(step, group)
     dim = _sharded(step)[1]
-    split_up = splitter(step.source.local_shape(shape, rank), dim, group.size)
+    held = step.source.local_shape(shape, rank)
+    split_up = splitter(held, dim, group.size, group.order)
     result = step.target.local_shape(shape, rank)
     (op, terms), find = _op(step), group.find
 
@@ -190,20 +186,20 @@ def _scatter_by_all_to_all(step: Step, group: AxisGroup) -> BoundStep:
     dim = _sharded(step)[1]
     degrees = [step.target.mesh_shape[axis] for axis in step.axes]
     (op, terms), find, size = _op(step), group.find, group.size
-    positions = sorted(range(size), key=group.members.__getitem__)
+    order, reduce = group.order or range(size), _REDUCTIONS[op]
 
     def begin(x: Tensor, collectives: Collectives) -> Finish:
         axis = find()
         cuts = [chunk(x.shape[dim], degrees, unravel(i, degrees)) for i in range(size)]
         chunks = [x.narrow(dim, lo, hi - lo) for lo, hi in cuts]
-        parts = [chunks[position] for position in positions]
+        parts = [chunks[position] for position in order]
         sizes = [part.numel() for part in parts]
         packed = x.new_empty(x.numel())
         for space, part in zip(packed.split(sizes), parts, strict=True):
             space.view(part.shape).copy_(part)
         mine = parts[axis.index]
         work = collectives.all_to_all(axis, packed, sizes, [mine.numel()] * size)
-        return lambda: _averaged(_reduced(work.wait()[0].view(size, *mine.shape), op), terms)
+        return lambda: _averaged(reduce(work.wait()[0].view(size, *mine.shape)), terms)
 
     return begin
 
@@ -233,16 +229,13 @@ def _averaged(total: Tensor, terms: int) -> Tensor:
     return total if terms == 1 else total.div_(terms)
 
 
-def _reduced(parts: Tensor, op: ReduceOp) -> Tensor:
-    if op == "sum":
-        return parts.sum(0, dtype=parts.dtype)
-    if op == "avg":
-        return parts.sum(0, dtype=parts.dtype) / parts.shape[0]
-    if op == "max":
-        return parts.amax(0)
-    if op == "min":
-        return parts.amin(0)
-    return parts.prod(0, dtype=parts.dtype)
+_REDUCTIONS: dict[ReduceOp, Change] = {
+    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "avg": lambda parts: parts.sum(0, dtype=parts.dtype) / parts.shape[0],
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+    "prod": lambda parts: parts.prod(0, dtype=parts.dtype),
+}
 
 
 Pieces: TypeAlias = list[tuple[int, Box]]  # (group index of the peer, global box)

@@ -83,7 +83,7 @@ def explain(
         )
         placements = Layout(x.mesh_shape, wanted, shard_order, x.ranks)
     if not x.holds(rank) and not placements.holds(rank):
-        held = sorted({*(x.ranks or range(x.size)), *(placements.ranks or range(placements.size))})
+        held = sorted({*x.all_ranks(), *placements.all_ranks()})
         raise MeshError(
             f"rank={rank} is in neither layout's mesh, so that it has no part; use one of "
             f"{_short(held)}"

@@ -14,7 +14,6 @@ from ._boxes import ravel
 from ._caches import remembered
 from ._cost import Step
 from ._errors import LayoutError, MeshError
-from ._layout import Layout
 from ._planner import Plan
 from ._torch import (
     alias_groups,
@@ -42,9 +41,14 @@ class AxisGroup(NamedTuple):
     size: int
 
     @property
-    def in_mesh_order(self) -> bool:
-        """Return whether the group's ranks are those along the axes, in the same order."""
-        return tuple(self.members) == tuple(range(self.size))  # of axes, not between meshes
+    def order(self) -> tuple[int, ...] | None:
+        """Return the position on the axes of each group index; None where both are the same.
+
+        For a group of axes, not for one between meshes.
+        """
+        if tuple(self.members) == tuple(range(self.size)):
+            return None
+        return tuple(sorted(range(self.size), key=self.members.__getitem__))
 
 
 _numbers: dict[int, int] = {}  # by id, of those that live
@@ -124,7 +128,7 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
 def axes_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[Axis, ...]:
     """Return axes whose all-reduces in turn cover mesh axes: one if a group spans them.
 
-    None where none of them has several ranks. Raises `MeshError`.
+    None of them where none has several ranks. Raises `MeshError`.
     """
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:
@@ -169,7 +173,7 @@ def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
     decides, so that all choose alike. Raises `MeshError` at its first use where only the whole
     world can make groups.
     """
-    ranks = tuple(sorted({*_ranks_in(plan.source), *_ranks_in(plan.target)}))
+    ranks = tuple(sorted({*plan.source.all_ranks(), *plan.target.all_ranks()}))
     world = dist.get_world_size() == len(ranks)
     for name, members in [*_by_name(given), *([_named(dist.group.WORLD)] if world else [])]:
         if set(members) == set(ranks):
@@ -197,7 +201,7 @@ def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
 
     Raises `MeshError`.
     """
-    ranks = tuple(sorted({*_ranks_in(plan.source), *_ranks_in(plan.target)}))
+    ranks = tuple(sorted({*plan.source.all_ranks(), *plan.target.all_ranks()}))
     known = len(ranks) == dist.get_world_size() or registered_group(_own_name(ranks)) is not None
     if known:
         return transfer_group(plan)
@@ -210,10 +214,6 @@ def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
         )
     members = found.find().ranks
     return AxisGroup(found.find, {rank: i for i, rank in enumerate(members)}, len(members))
-
-
-def _ranks_in(layout: Layout) -> Sequence[int]:
-    return layout.ranks or range(layout.size)
 
 
 def _own_name(ranks: tuple[int, ...]) -> str:

@@ -39,8 +39,9 @@ def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[P
     for placement in result:
         if not isinstance(placement, Placement):
             raise LayoutError(
-                f"{placement!r} is no placement of a layout; use Replicate(), Shard(dim), "
-                "StridedShard(dim, split_factor), RaggedShard(dims, sizes) or Partial(op)"
+                f"{placement!r} of {type(placement).__module__} is no placement of a layout; use "
+                "Replicate(), Shard(dim), StridedShard(dim, split_factor), "
+                "RaggedShard(dims, sizes) or Partial(op) of this package"
             )
     ops = {p.op for p in result if isinstance(p, Partial)}
     # Sums and averages are both linear, and so may be taken in any order.
@@ -311,10 +312,14 @@ class Layout:
         """Return whether the mesh has the rank."""
         return self._position(rank) is not None
 
+    def all_ranks(self) -> Sequence[int]:
+        """Return the global ranks of the mesh, row-major."""
+        return range(self.size) if self.ranks is None else self.ranks
+
     def _position(self, rank: int) -> int | None:
         if self._positions is not None:
             return self._positions.get(rank)
-        ranks = range(self.size) if self.ranks is None else self.ranks
+        ranks = self.all_ranks()
         return ranks.index(rank) if rank in ranks else None
 
     def rank_at(self, coordinate: Sequence[int]) -> int:

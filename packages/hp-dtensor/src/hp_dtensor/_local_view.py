@@ -88,29 +88,40 @@ Change: TypeAlias = Callable[[Tensor], Tensor]
 Cut: TypeAlias = tuple[tuple[int, int, int], ...]  # (dim, start, length) where not everything
 
 
-def splitter(shape: Shape, dim: int, parts: int) -> Change:
+def splitter(shape: Shape, dim: int, parts: int, order: Sequence[int] | None = None) -> Change:
     """Return what lays the equal parts of ``dim`` of a tensor of ``shape`` one after another.
 
-    Its result is contiguous, ``[parts, ...]``; for the first dim that is the tensor itself.
+    ``order`` says which part comes when, if not one after another. The result is contiguous,
+    ``[parts, ...]``; for the first dim in order that is the tensor itself.
     """
+    if order is not None:
+
+        def arrange(x: Tensor) -> Tensor:
+            pieces = x.tensor_split(parts, dim)
+            return torch.stack([pieces[i] for i in order])
+
+        return arrange
     if dim == 0:
         return Tensor.contiguous
     split = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-    order = (dim, *(d for d in range(len(split)) if d != dim))
-    return lambda x: x.reshape(split).permute(order).contiguous()
+    dims = (dim, *(d for d in range(len(split)) if d != dim))
+    return lambda x: x.reshape(split).permute(dims).contiguous()
 
 
-def concatenator(part: Shape, dim: int, parts: int) -> Change:
+def concatenator(part: Shape, dim: int, parts: int, order: Sequence[int] | None = None) -> Change:
     """Return what lays contiguous parts of shape ``part`` end to end along ``dim``.
 
-    It undoes `splitter` and takes the parts in any shape.
+    It undoes `splitter` with the same ``order`` and takes the parts in any shape.
     """
+    stacked = (parts, *part)
+    if order is not None:
+        places = sorted(range(parts), key=order.__getitem__)
+        return lambda x: torch.cat([x.view(stacked)[i] for i in places], dim)
     whole = (*part[:dim], parts * part[dim], *part[dim + 1 :])
     if dim == 0:
         return lambda x: x.view(whole)
-    stacked = (parts, *part)
-    order = (*range(1, dim + 1), 0, *range(dim + 1, len(stacked)))
-    return lambda x: x.view(stacked).permute(order).reshape(whole).contiguous()
+    dims = (*range(1, dim + 1), 0, *range(dim + 1, len(stacked)))
+    return lambda x: x.view(stacked).permute(dims).reshape(whole).contiguous()
 
 
 def packer(boxes: Sequence[Box], frame: Box | None, view: Callable[[Box], Change]) -> Change:

@@ -207,12 +207,14 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
     `redistribute` does, and raises what it raises.
 
     Args:
-        x: A DTensor.
+        x: A DTensor; anything else raises `LayoutError`.
         collectives: What carries the reductions out; `TorchCollectives` if None.
 
     Example:
         >>> reduce_partial(loss).to_local()
     """
+    if not isinstance(x, DTensor):
+        raise LayoutError(f"reduce_partial takes a DTensor, got a {type(x).__name__}")
     spec = _torch.spec_of(x)
     placements = [theirs.Replicate() if p.is_partial() else p for p in spec.placements]
     return redistribute(x, placements, collectives=collectives)

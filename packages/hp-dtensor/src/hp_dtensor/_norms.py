@@ -59,17 +59,18 @@ def clip_grad_norm_(
         LayoutError: A gradient with partial values, which is not reduced yet.
         MeshError: A ``pp`` that is not one axis, or an axis without process group.
         RuntimeError: With ``error_if_nonfinite``, on all ranks alike, before anything is scaled.
-            All others are raised before any communication.
+            All others are raised before any communication, but for that of a ``max_norm`` that is
+            a sharded tensor.
 
     Example:
         >>> clip_grad_norm_(model.parameters(), 1.0, pp=mesh["pp"])
     """
-    limit = _limit(max_norm)
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type={norm_type} is no norm; use a positive number or inf")
     carrier = TorchCollectives() if collectives is None else _checked(collectives)
     stages = None if pp is None else _stages(pp)
+    limit = _limit(max_norm)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     unique = list({id(parameter): parameter for parameter in given}.values())
     spans: dict[tuple[int, tuple[int, ...]], _Span] = {}

@@ -51,9 +51,10 @@ def search(
     least: Callable[[Layout], float] = lambda here: 0.0,
     bound: float = math.inf,
     join: Callable[[float, float], float] = operator.add,
-) -> tuple[Step, ...] | None:
-    """Return the cheapest allowed steps that cost less than ``bound``, None if there are none.
+) -> tuple[tuple[Step, ...] | None, bool]:
+    """Return the cheapest allowed steps that cost less than ``bound``, None if none were found.
 
+    And whether the search came to its end; it gives up at a bound on its work.
     Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
     ``least`` is a bound from below on what is left from a layout to ``dst``. Each step changes one
     axis, reduces several, or goes straight to ``dst``: all that torch's planners choose from is
@@ -70,7 +71,7 @@ def search(
     while queue and visits < _MOST_LAYOUTS:
         _, direct, _, _, spent, here, steps = heapq.heappop(queue)
         if here == dst:
-            return steps
+            return steps, True
         if (spent, direct) > best[here]:
             continue
         visits += 1
@@ -85,7 +86,7 @@ def search(
                 best[step.target] = total
                 order = whole, total[1], len(steps) + 1, next(serial)
                 heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
-    return None
+    return None, not queue
 
 
 def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Step]:
@@ -243,8 +244,9 @@ def _choose(
     best = min(fitting, key=price, default=None)
     searchable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
     searched = searchable and not _is_least(best, src, dst, shape, itemsize, cost)
+    among = f"{len(fitting)} candidates"
     if searched:
-        cheaper = search(
+        cheaper, ended = search(
             src,
             dst,
             shape,
@@ -254,9 +256,10 @@ def _choose(
             math.inf if best is None else price(best)[0],
         )
         best = best if cheaper is None else merged(cheaper)
+        among += " and of all steps" if ended else "; the search for others gave up"
     if best is None:
         if searchable:
-            low = search(
+            low, _ = search(
                 src,
                 dst,
                 shape,
@@ -272,7 +275,7 @@ def _choose(
             max_bytes=max_bytes or 0,
             best_peak=least,
         )
-    why = f"the cheapest of {len(fitting)} candidates" + (" and of all steps" if searched else "")
+    why = f"the cheapest of {among}"
     if len(open_steps) > len(fitting):
         why += f"; {len(open_steps) - len(fitting)} more hold over {max_bytes} bytes"
     better = [
@@ -301,7 +304,7 @@ def least_seconds(
     ``n - 1`` times to meet and ``m - 1`` times more. Nothing is known of other models than
     `AlphaBeta`.
     """
-    if not isinstance(cost, AlphaBeta):
+    if type(cost) is not AlphaBeta:
         return lambda here: 0.0
     alpha, beta = (min(p) if isinstance(p, tuple) else p for p in (cost.alpha, cost.beta))
     places = sampled(dst.mesh_shape)
@@ -361,7 +364,7 @@ def _is_least(
     """Return whether nothing can be cheaper: what every rank lacks, in one call at one price."""
     if best is None:
         return False
-    if src.has_partial or not isinstance(cost, AlphaBeta):
+    if src.has_partial or type(cost) is not AlphaBeta:
         return is_local(src, dst, len(shape)) and not src.has_partial
     if isinstance(cost.alpha, tuple) or isinstance(cost.beta, tuple):
         return all(step.kind == "slice" for step in best)

@@ -1,12 +1,9 @@
 """Names of torch that differ between versions or are not public, resolved once.
 
-``all_gather_single`` and ``reduce_scatter_single`` (2.13, public) were called
-``all_gather_into_tensor`` and ``reduce_scatter_tensor`` before, which 2.13 deprecates. The
-coalesced methods of ``ProcessGroup`` have no public function; the public alternative is the
-context manager ``torch.distributed._coalescing_manager``, itself private, which stops running
-collectives after an exception inside it. ``DTensorSpec``, ``TensorMeta`` and ``_StridedShard``
-describe a DTensor from inside; what they are used for, and the public way, stands at each function.
-``AsyncCollectiveTensor`` is what torch's functional collectives return before they are waited for.
+Those that carry collectives are in ``collectives/_torch``. ``DTensorSpec``, ``TensorMeta`` and
+``_StridedShard`` describe a DTensor from inside; what they are used for, and the public way, stands
+at each function. ``AsyncCollectiveTensor`` is what torch's functional collectives return before
+they are waited for.
 """
 
 from collections.abc import Callable, Sequence

@@ -41,8 +41,8 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     """Return torch's part of a redistribution; communicates nothing.
 
     Values go straight to the shards of the target where no other axis shards the same dim, and
-    become replicated otherwise. Raises `LayoutError` for a target that asks for such values
-    and does not have them, and `LayoutError`.
+    become replicated otherwise. Raises `LayoutError` for a target that asks for such values where
+    ``x`` has none.
     """
     mesh = x.device_mesh
     held = tuple(x.placements)

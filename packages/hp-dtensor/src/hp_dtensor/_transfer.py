@@ -334,8 +334,7 @@ def plan_transfer(src: Layout, dst: Layout, shape: Sequence[int], rank: int) -> 
     receivers of a tile out over its replicas. On one mesh, axes that both layouts replicate keep
     the receiver's coordinate, as do axes along which all receivers need the tile alike; between
     meshes, receivers and replicas are matched in the order of their meshes. An axis with the same
-    partial
-    values in both layouts takes no part: each coordinate moves its own values. Communicates
+    partial values in both layouts takes no part: each coordinate moves its own values. Communicates
     nothing.
 
     Args:

@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, TypeVar, cast
 
 import torch
@@ -102,7 +103,7 @@ class SimulatedWorld:
         self._changed = threading.Condition()
         self._ended: set[int] = set()
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self._letters: dict[tuple[tuple[int, ...], int, int, int], Tensor] = {}
+        self._messages: dict[tuple[tuple[int, ...], int, int, int], Tensor] = {}
 
     def run(self, function: Callable[[int, "SimulatedCollectives"], T]) -> list[T]:
         """Call ``function(rank, collectives)`` on every rank; return the results in rank order.
@@ -111,7 +112,7 @@ class SimulatedWorld:
         """
         self._ended.clear()
         self._meetings.clear()
-        self._letters.clear()
+        self._messages.clear()
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 
@@ -255,7 +256,7 @@ class SimulatedCollectives:
             for peer, parts in sends.items():
                 for tensor in as_tensors(parts):
                     turn = _next(self._sent, (axis.ranks, peer))
-                    world._letters[axis.ranks, axis.index, peer, turn] = tensor.detach().clone()
+                    world._messages[axis.ranks, axis.index, peer, turn] = tensor.detach().clone()
             world._changed.notify_all()
         awaited = [
             (out, peer, (axis.ranks, peer, axis.index, _next(self._received, (axis.ranks, peer))))
@@ -266,17 +267,17 @@ class SimulatedCollectives:
         def finish() -> list[Tensor]:
             for out, peer, key in awaited:
                 world._wait_for(
-                    lambda key=key: key in world._letters,  # type: ignore[misc]
+                    lambda key=key: key in world._messages,  # type: ignore[misc]
                     lambda peer=peer: {axis.ranks[peer]},  # type: ignore[misc]
                     f"send_recv over {axis.name}",
                 )
-                letter = world._letters.pop(key)
-                if letter.shape != out.shape:
+                message = world._messages.pop(key)
+                if message.shape != out.shape:
                     raise RankMismatchError(
-                        f"rank {axis.ranks[peer]} sent {tuple(letter.shape)} over {axis.name} "
+                        f"rank {axis.ranks[peer]} sent {tuple(message.shape)} over {axis.name} "
                         f"where rank {self.rank} expects {tuple(out.shape)}"
                     )
-                out.detach().copy_(letter)
+                out.detach().copy_(message)
             return [out for out, *_ in awaited]
 
         return _Deferred(finish)
@@ -372,14 +373,14 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 
 def _reduce(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        if op == "max":
-            total = torch.maximum(total, part)
-        elif op == "min":
-            total = torch.minimum(total, part)
-        elif op == "prod":
-            total = total * part
-        else:
-            total = total + part
+    total = reduce(_PAIRS[op], parts[1:], parts[0].clone())
     return total / len(parts) if op == "avg" else total
+
+
+_PAIRS: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}

@@ -137,7 +137,8 @@ class Collectives(Protocol):
     """Collectives over an `Axis`; each call starts at once and returns its `Work`.
 
     Every rank of the axis makes the same calls in the same order. Lists of tensors on one device
-    are coalesced into one call, all-reduces into one for each dtype. Inputs must stay untouched
+    are coalesced into one call where the backend can, all-reduces into one for each dtype;
+    broadcasts are a call for each tensor. Inputs must stay untouched
     until `Work.wait`. Outputs are allocated where they are not given. Nothing here is
     differentiable; see `AutogradCollectives` for that.
     """

@@ -256,8 +256,8 @@ def run(
     """Return what ``op`` makes of the parts, as ragged tensors in the layout of its operands.
 
     Random fills and reductions to a number are known besides. Raises `TypeError` for any other
-    operator that is not elementwise, for operands of different
-    layouts, and for a plain tensor to write to; numbers and plain 0-dim tensors go with all.
+    operator that is not elementwise, for operands of different layouts, and for a plain tensor to
+    write to; numbers and plain 0-dim tensors go with all.
     """
     op, args = elementwise_form(op, args)
     trait = trait_of(op)

@@ -27,20 +27,20 @@ _ON_MEMORY = (
 )
 
 
-def speak_up(cls: C) -> C:
+def refuse_by_name(cls: C) -> C:
     """Let a tensor class without memory of its own tell what is wrong; return the class.
 
     torch takes a TypeError in an infix operator for an operand that is not its own, and Python then
     says no more than that there is no such operator.
     """
     for name in BINARY:
-        setattr(cls, name, _speaking(cls, name, getattr(Tensor, name)))
+        setattr(cls, name, _explained(cls, name, getattr(Tensor, name)))
     for name in _ON_MEMORY:
         setattr(cls, name, _refusing(cls, name))
     return cls
 
 
-def _speaking(
+def _explained(
     kind: "type[RaggedTensor]", name: str, method: Callable[[Any, Any], Any]
 ) -> Callable[[Any, Any], Any]:
     def operate(self: Any, other: Any) -> Any:
@@ -80,7 +80,7 @@ def _view(x: "RaggedTensor", corner: Sequence[int]) -> Tensor:
     return x._local.new_empty(x.shape) if x.numel() == 0 else x._spec.view(x._local, corner)
 
 
-@speak_up
+@refuse_by_name
 @checkpointed(_boxes, _view)
 class RaggedTensor(Tensor):
     """A tensor of which each coordinate of one mesh axis holds a run of its own length.
