@@ -1,7 +1,7 @@
 """Distributing tensors and modules, joining meshes, reducing partial values."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import hypothesis.strategies as st
 import pytest
