@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_dtensor import RecordingCollectives
-from hp_fsdp import ParameterError, fully_shard, sharded_optimizer
+from hp_fsdp import ParameterError, UnsupportedError, fully_shard, sharded_optimizer
 
 from .gathering import EightBits, Halved, Layers, Whole, Wrapped, rounded
 from .models import Gradients, gradients, mesh_of, worst
@@ -308,6 +308,22 @@ def test_what_cannot_be_is_refused_by_name(ranks: Ranks) -> None:
             "Halved",
             "Halved",
         ]
+
+
+def attached(rank: int) -> tuple[str, str]:
+    """Attach the hooks to one parameter's rows, as torch's own tests do, and train."""
+    model = sharded(Whole)
+    plain = build(None)
+    fully_shard(plain, mesh_of((2,), ("fsdp",)))
+    plain.up.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((), None)
+    model(batch(rank)).sum().backward()
+    return said_of(lambda: plain(batch(rank)))
+
+
+def test_hooks_that_come_after_fully_shard_are_refused_by_name(ranks: Ranks) -> None:
+    for name, text in ranks(2).run(attached):
+        assert name == UnsupportedError.__name__
+        assert "up.weight got fsdp_pre_all_gather" in text
 
 
 def flat_stepped(rank: int) -> tuple[Gradients, Gradients]:

@@ -282,7 +282,9 @@ def hooked(rank: int, shape: tuple[int, ...]) -> tuple[Gradients, list[int], int
         seen.append(reduced.numel())
         reduced.mul_(2)
 
-    model.set_all_reduce_hook(double)
+    # A CPU has no streams to choose from; torch takes one there too.
+    stream = torch.Stream("cpu") if len(shape) == 1 else None
+    model.set_all_reduce_hook(double, stream=stream)
     loss_of(model, tokens(rank)).backward()
     rows = [p.to_local().numel() for p in (model.head.weight, model.head.bias)]
     return gradients(model), seen, sum(rows)

@@ -22,6 +22,7 @@ from ._errors import (
 )
 from ._place import DataAxisNames, Place, WholePlace
 from ._storage import GradientMode, Storage
+from ._torch import composed_by
 from ._unit import unit_of
 
 LayoutName = Literal["exact", "ragged"]
@@ -95,6 +96,11 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
         name = type(module).__name__
         if unit_of(module) is not None:
             raise ModuleStateError(f"{name} is sharded already; a module can be sharded once")
+        if composed := composed_by(module):
+            raise ModuleStateError(
+                f"{name} was given to torch's {' and '.join(sorted(composed))} before; parameters "
+                "can be sharded or replicated once: leave that call out"
+            )
         if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"{name} has no forward, so it cannot gather its parameters; shard the modules in "

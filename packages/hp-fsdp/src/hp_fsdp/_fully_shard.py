@@ -35,6 +35,7 @@ from ._schedule import Schedule
 from ._storage import GradientMode, Storage
 from ._surface import FSDPModule, sharded_class
 from ._taken import note_taken
+from ._torch import note_composed
 from ._unit import UNIT_ATTRIBUTE, Unit
 
 _AS_IT_IS = MixedPrecisionPolicy()
@@ -208,6 +209,7 @@ def fully_shard(
     sharded: list[FSDPModule] = []
     for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
+        note_composed(each)
         each.__class__ = own
         if isinstance(each, FSDPModule):
             sharded.append(each)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ._torch import accumulates
+from ._torch import accumulates, inside_transform
 
 AddProduct = Callable[[Tensor, Tensor], None]
 
@@ -54,13 +54,13 @@ def can_fuse(module: nn.Module, name: str) -> bool:
 def fuse(linear: nn.Module, is_own: Callable[[Tensor], bool], add_product: AddProduct) -> None:
     """Replace the forward of ``linear``: ``add_product`` gets the factors of weight gradients.
 
-    Where the weight that stands there is not ``is_own``, takes no gradient, or autocast is on, and
-    in compiled modules, the layer computes as it always did.
+    Where the weight that stands there is not ``is_own``, takes no gradient, or autocast is on, in
+    compiled modules and in transforms of ``torch.func``, the layer computes as it always did.
     """
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         weight = self.weight
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or inside_transform():
             return functional.linear(x, weight, self.bias)
         fused = torch.is_grad_enabled() and weight.requires_grad and is_own(weight)
         if not fused or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype:

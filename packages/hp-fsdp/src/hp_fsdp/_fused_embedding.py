@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ._torch import accumulates
+from ._torch import accumulates, inside_transform
 
 AddRows = Callable[[Tensor, Tensor], None]
 
@@ -59,13 +59,14 @@ def fuse_embedding(
 ) -> None:
     """Replace the forward of ``embedding``: ``add_rows`` gets ids and rows of weight gradients.
 
-    Where the weight that stands there is not ``is_own`` or takes no gradient, and in compiled
-    modules, the layer computes as it always did.
+    Where the weight that stands there is not ``is_own`` or takes no gradient, in compiled
+    modules and in transforms of ``torch.func``, the layer computes as it always did.
     """
 
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         weight = self.weight
-        fused = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        fused = not (torch.compiler.is_compiling() or inside_transform())
+        fused &= torch.is_grad_enabled()
         if not fused or not weight.requires_grad or not is_own(weight):
             return functional.embedding(ids, weight, self.padding_idx)
         apply: Any = _FusedEmbedding.apply

@@ -23,8 +23,8 @@ class ReductionHook:
     stream: torch.Stream | None = None
 
     def __call__(self, reduced: Tensor) -> None:
-        """Run the function; the current stream then waits for it."""
-        stream = self.stream
+        """Run the function; the current stream then waits for it. A CPU has one order of work."""
+        stream = None if reduced.device.type == "cpu" else self.stream
         with nullcontext() if stream is None else _waiting_for_current(stream):
             self.function(reduced)
         if stream is not None:

@@ -13,7 +13,7 @@ from ._nested import tensors_with_gradient
 from ._precision import cast_floating, move_tensors
 from ._runs import Run
 from ._states import Event, GradientState
-from ._torch import inside_backward
+from ._torch import inside_backward, inside_transform, outside_transforms
 
 if TYPE_CHECKING:
     from ._schedule import Schedule
@@ -54,8 +54,9 @@ class Passage:
         if inside_backward():
             # Activation checkpointing runs the forward again, and may leave it half way: nothing
             # here may wait for the hook after forward.
-            unit.gather(in_pass=True)
-            unit.unshard()
+            with outside_transforms():
+                unit.gather(in_pass=True)
+                unit.unshard()
             if torch.is_grad_enabled() and unit.gradients is GradientState.EMPTY:
                 # No forward announced these gradients (reentrant checkpointing runs it without).
                 unit.note(Event.BACKWARD)
@@ -70,10 +71,13 @@ class Passage:
             self._expects_backward = False
             self._run = Run(unit)
         self._running.add(module)
-        if first and schedule.enter(self._run) and schedule.device.type != "cpu":
+        with outside_transforms():
+            is_root = first and schedule.enter(self._run)
+        if is_root and schedule.device.type != "cpu":
             args, kwargs = move_tensors((args, kwargs), schedule.device)
-        unit.unshard()
-        if first and torch.is_grad_enabled():
+        with outside_transforms():
+            unit.unshard()
+        if first and torch.is_grad_enabled() and not inside_transform():
             left = partial(self._backward_left, self._run)
             args, kwargs, self._run.marked = mark_inputs(left, args, kwargs)
         return args, kwargs
@@ -91,7 +95,8 @@ class Passage:
         self._running.discard(module)
         if not self._waiting:
             try:
-                self.leave(schedule)
+                with outside_transforms():
+                    self.leave(schedule)
             except BaseException:
                 schedule.abandon(unit)
                 raise
@@ -106,6 +111,12 @@ class Passage:
 
     def _expect_backward(self, output: Any) -> None:
         tensors = tensors_with_gradient(output)
+        if inside_transform():
+            # Its backwards come and go unseen, several on one graph: the parameters stay, and are
+            # back for one that comes after others. Only gradients of parameters end up anywhere.
+            for tensor in tensors:
+                tensor.register_hook(self._before_transform)
+            tensors = []
         for tensor in tensors:
             tensor.register_hook(partial(self._before_backward, self._run))
         if not tensors and not self._watch.begin(
@@ -171,6 +182,11 @@ class Passage:
         """Forget the step under way."""
         self.forget()
         self.end_watch()
+
+    def _before_transform(self, gradient: Tensor) -> None:
+        with outside_transforms():
+            self._unit.gather(in_pass=True)
+            self._unit.unshard()
 
     def _before_backward(self, run: Run, gradient: Tensor) -> None:
         unit = self._unit

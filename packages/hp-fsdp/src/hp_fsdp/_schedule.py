@@ -9,14 +9,15 @@ from torch import nn
 from hp_dtensor import Axis
 
 from ._axes import split_axis
-from ._errors import StateError, first_error
+from ._errors import StateError, UnsupportedError, first_error
+from ._extended_parameter import ExtendedParameter
 from ._gradients import Reduction
 from ._group import ParameterGroup
 from ._options import Options
 from ._runs import Order, Run
 from ._states import Event, GradientState
 from ._taken import added_parameters
-from ._torch import call_after_backward
+from ._torch import call_after_backward, is_extended
 from ._unit import Unit, unit_of
 
 LearnedOrder = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
@@ -133,6 +134,7 @@ class Schedule:
             self._checked = True
             self._warn_of_divisors()
             self._warn_of_added()
+            self._refuse_late_extensions()
         if self.starts_after is not None:
             self.starts_after.wait()
             self.starts_after = None
@@ -173,6 +175,23 @@ class Schedule:
                 "fully_shard: every rank keeps the gradients of its own batch. Add them before, "
                 "or give a module that has only new ones to fully_shard too",
                 stacklevel=2,
+            )
+
+    def _refuse_late_extensions(self) -> None:
+        """Raise `UnsupportedError` for gather hooks that came after `fully_shard`."""
+        late = [
+            parameter.name
+            for unit in self.units
+            for group in unit.groups
+            for parameter in group.parameters
+            if not isinstance(parameter, ExtendedParameter)
+            if is_extended(parameter.part(parameter.sharded))
+        ]
+        if late:
+            raise UnsupportedError(
+                f"{', '.join(late)} got fsdp_pre_all_gather or fsdp_post_all_gather after "
+                "fully_shard, which would not call them; shard parameters of a tensor class that "
+                "has both"
             )
 
     def _prefetch(self, unit: Unit) -> None:

@@ -4,7 +4,7 @@ Tried with torch 2.13.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -84,6 +85,20 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def inside_transform() -> bool:
+    """Return whether a transform of ``torch.func`` runs; there is no public question."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Run operators as they are while transforms of ``torch.func`` run, which see none of them.
+
+    What communicates writes to memory of its own, which a transform refuses. There is no public
+    way; ``autograd.Function`` with ``setup_context`` has none for what returns nothing.
+    """
+    return torch._C._DisableFuncTorch() if inside_transform() else nullcontext()
+
+
 def accumulates(ctx: Any, position: int) -> bool:
     """Return whether the backward under way adds to the ``grad`` of an input, which is a leaf.
 
@@ -105,6 +120,23 @@ def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor]
 def writes_to(tensor: Tensor) -> int:
     """Return how often a tensor or a view of it was written to; there is no public counter."""
     return tensor._version
+
+
+def composed_by(module: nn.Module) -> set[str]:
+    """Return the names of torch's composable functions that were given the module.
+
+    ``replicate`` and ``fully_shard`` note it in a registry that has no public name.
+    """
+    return set(module.__dict__.get(REGISTRY_KEY, ()))
+
+
+def note_composed(module: nn.Module) -> None:
+    """Let torch's composable functions know that a ``fully_shard`` has the module's parameters.
+
+    ``replicate`` on a module around it then leaves them alone, and torch's own ``fully_shard``
+    refuses it. No state of torch's is made: what asks for that is told that there is none.
+    """
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
