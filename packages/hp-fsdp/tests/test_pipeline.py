@@ -6,12 +6,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed.fsdp as theirs
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from hp_fsdp import fully_shard
+from hp_fsdp import UnsupportedError, fully_shard
 
 from .models import WIDTH, Gradients, gradients, make, mesh_of, worst
 
@@ -40,9 +41,17 @@ class Layer(nn.Module):
         return cast(Tensor, x + self.down(torch.tanh(self.up(x))))
 
 
+class Stage(nn.Sequential):
+    """Two layers, and another way through them."""
+
+    def twice(self, x: Tensor) -> Tensor:
+        """Return twice what the layers give."""
+        return cast(Tensor, 2 * self[1](self[0](x)))
+
+
 def stages_of(number: int) -> Any:
     """Return the whole model: so many stages of two layers."""
-    return make(lambda: nn.Sequential(*(nn.Sequential(Layer(), Layer()) for _ in range(number))))
+    return make(lambda: nn.Sequential(*(Stage(Layer(), Layer()) for _ in range(number))))
 
 
 def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -55,8 +64,13 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).mean()
 
 
-def run_stages(rank: int, name: str, options: dict[str, Any]) -> list[Gradients]:
-    """Return the gradients of this rank's stages in two steps of a schedule."""
+def run_stages(
+    rank: int, name: str, options: dict[str, Any], by_hand: bool = True
+) -> list[Gradients]:
+    """Return the gradients of this rank's stages in two steps of a schedule.
+
+    Reduced ``by_hand``, or by the schedule, which takes the stages for torch's sharded modules.
+    """
     per_rank, split = SCHEDULES[name]
     mesh = mesh_of((DEPTH, REPLICAS), ("pp", "dp"))
     at, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
@@ -66,6 +80,8 @@ def run_stages(rank: int, name: str, options: dict[str, Any]) -> list[Gradients]
     for index in own:
         for module in (*whole[index], whole[index]):
             fully_shard(module, mesh["dp"], **options)
+        if not by_hand:
+            continue
         whole[index].set_requires_gradient_sync(False)
         whole[index].set_gradient_divide_factor(REPLICAS * MICROBATCHES, recurse=True)
         if split:  # the second half of a backward looks for the parameters of the first
@@ -79,7 +95,7 @@ def run_stages(rank: int, name: str, options: dict[str, Any]) -> list[Gradients]
     ]
     cls: Any = getattr(schedules, name)
     given = stages if per_rank > 1 else stages[0]
-    schedule = cls(given, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    schedule = cls(given, MICROBATCHES, loss_fn=loss_of, scale_grads=not by_hand)
     seen = []
     for step in range(2):
         x, target = batch_of(step, replica)
@@ -88,9 +104,10 @@ def run_stages(rank: int, name: str, options: dict[str, Any]) -> list[Gradients]
         schedule.step(*inputs, **last)
         found: Gradients = {}
         for index in own:
-            whole[index].reduce_gradients()
-            for module in (*whole[index], whole[index]):
-                module.reshard()
+            if by_hand:
+                whole[index].reduce_gradients()
+                for module in (*whole[index], whole[index]):
+                    module.reshard()
             found |= {f"{index}.{key}": g for key, g in gradients(whole[index]).items()}
             whole[index].zero_grad()
         seen.append(found)
@@ -111,6 +128,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulate": {"grads": "accumulate", "direct_bytes": 0},
     "fused": {"grads": "fused", "direct_bytes": 0},
     "ragged": {"layout": "ragged"},
+    "kept": {"reshard_after_forward": False},
+    "all given up": {"reshard_after_forward": True},
 }
 
 
@@ -133,3 +152,51 @@ def test_gradients_of_a_schedule_equal_one_process(ranks: Ranks, name: str, opti
             assert worst(found, {key: wanted[key] for key in found}) < 1e-12
             seen |= found.keys()
     assert seen == expected[0].keys()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_reduces_the_gradients_of_its_stages(
+    ranks: Ranks, name: str, options: str
+) -> None:
+    """Also where the parameters are given up between the forward and a backward split in two."""
+    number = DEPTH * SCHEDULES[name][0]
+    expected = [expected_of(number, step) for step in range(2)]
+    seen: set[str] = set()
+    for steps in ranks(DEPTH * REPLICAS).run(run_stages, name, OPTIONS[options], False):
+        for found, wanted in zip(steps, expected, strict=True):
+            assert worst(found, {key: wanted[key] for key in found}) < 1e-12
+            seen |= found.keys()
+    assert seen == expected[0].keys()
+
+
+def read_by_torch(rank: int) -> tuple[bool, bool, list[str], list[str], Gradients]:
+    """Return what torch's functions and trainers ask of a sharded module."""
+    model: Any = stages_of(1)[0]
+    for module in (*model, model):
+        fully_shard(module, mesh_of((2,), ("fsdp",)))
+    texts = []
+    for name in ("_comm_ctx", "_fsdp_params"):
+        with pytest.raises(UnsupportedError) as info:
+            getattr(theirs.fully_shard.state(model), name)  # type: ignore[attr-defined]
+        texts.append(str(info.value))
+    theirs.register_fsdp_forward_method(model, "twice")
+    model.twice(batch_of(0, rank)[0]).pow(2).sum().backward()
+    found = gradients(model)
+    with pytest.raises(UnsupportedError):
+        theirs.share_comm_ctx([model])
+    own = [type(module).__name__ for module in model.modules()][:2]
+    is_sharded = [isinstance(module, theirs.FSDPModule) for module in (model, model[0])]
+    return all(is_sharded), isinstance(model[0].up, theirs.FSDPModule), own, texts, found
+
+
+def test_torchs_own_callers_are_served_or_told(ranks: Ranks) -> None:
+    plain = stages_of(1)[0]
+    for replica in range(2):
+        (plain(batch_of(0, replica)[0]).mul(2).pow(2).sum() / 2).backward()
+    for sharded, leaf, own, texts, found in ranks(2).run(read_by_torch):
+        assert sharded
+        assert not leaf
+        assert own == ["FSDPStage", "FSDPLayer"]
+        assert all("this package's functions" in text for text in texts)
+        assert worst(found, gradients(plain)) < 1e-12

@@ -212,6 +212,7 @@ def fully_shard(
         note_composed(each)
         each.__class__ = own
         if isinstance(each, FSDPModule):
+            each.note_torch_state()
             sharded.append(each)
     return sharded[0] if isinstance(module, nn.Module) else sharded
 

@@ -1,16 +1,18 @@
 """What a sharded module can do besides what it could before."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from types import MethodType
 from typing import Any, NoReturn, Self, cast
 
 from torch import nn
+from torch.distributed import fsdp
 
 from ._errors import ModuleError, ModuleStateError, first_error, shown
 from ._report import PlanReport, report
 from ._setters import Setters
+from ._torch import TorchState, note_state, noted_state
 from ._unit import Unit, unit_of
 
 
@@ -103,6 +105,18 @@ class FSDPModule(Setters):
         if schedule is not None:
             schedule.reduce_all(reversed(self._units(True)))
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters in this module, sharded or not, as modules have them.
+
+        Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
+        one that splits backward in two looks for the gradients of the unsharded parameters.
+        """
+        for unit in self._units(True) if recurse else ():
+            if unit.awaits_split_backward:
+                unit.gather(in_pass=True)
+                unit.unshard()
+        return cast(nn.Module, super()).parameters(recurse)
+
     def plan_report(self) -> PlanReport:
         """Return bytes, padding and placement of all groups in this module, each with its unit."""
         paths = {self._unit(): ["(root)"]}
@@ -113,6 +127,21 @@ class FSDPModule(Setters):
         return report(
             (", ".join(found), group) for unit, found in paths.items() for group in unit.groups
         )
+
+    def _get_fsdp_state(self) -> Any:
+        return noted_state(cast(nn.Module, self))
+
+    def _finish_pipeline(self) -> None:
+        # A schedule told the units not to reduce, and reads gradients of sharded parameters next.
+        self.reduce_gradients()
+        for unit in self._units(True):
+            unit.reshard()
+
+    def note_torch_state(self) -> None:
+        """Show torch's callers what they read of its own sharded modules."""
+        passage = self._unit().passage
+        state = TorchState(self._finish_pipeline, passage.before_forward, passage.after_forward)
+        note_state(cast(nn.Module, self), state)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Module.to, .double() and the like: convert the shards, then lay them out flat again.
@@ -134,9 +163,13 @@ def _no_copy(self: object, _: object) -> NoReturn:
 
 @cache
 def sharded_class(own: type) -> type:
-    """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``."""
+    """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``.
+
+    Torch's `FSDPModule` comes last, for what asks whether a module is one: pipeline stages and
+    trainers. All that it does is overridden.
+    """
     members = {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "__doc__": own.__doc__}
-    return type(f"FSDP{own.__name__}", (FSDPModule, own), members)
+    return type(f"FSDP{own.__name__}", (FSDPModule, own, fsdp.FSDPModule), members)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed import fsdp
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor, Placement
 # the order of cuts cannot be said in placements.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree
+
+from ._errors import UnsupportedError
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -134,9 +137,63 @@ def note_composed(module: nn.Module) -> None:
     """Let torch's composable functions know that a ``fully_shard`` has the module's parameters.
 
     ``replicate`` on a module around it then leaves them alone, and torch's own ``fully_shard``
-    refuses it. No state of torch's is made: what asks for that is told that there is none.
+    refuses it.
     """
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+class TorchState:
+    """What torch's own callers read of a module that they take for one of its ``fully_shard``.
+
+    Pipeline stages set the module's options around each backward, and after the last one call
+    ``post_backward`` of every group of parameters and then the end of backward; by
+    ``all_states[i]._fsdp_param_group`` up to torch 2.12, by a list of groups since. Here the end
+    does it all. Torch's ``register_fsdp_forward_method`` wraps a method in two of its hooks. Any
+    other name is refused, so that nothing of torch's does a part of its work unseen.
+
+    Args:
+        finish: Reduces what backwards left.
+        before: What runs before a forward; of the module, its arguments and named arguments.
+        after: What runs after it; of the module, its arguments and its output.
+    """
+
+    def __init__(
+        self,
+        finish: Callable[[], None],
+        before: Callable[[Any, Any, Any], tuple[Any, Any]],
+        after: Callable[[Any, Any, Any], Any],
+    ) -> None:
+        self._root_post_backward_final_callback = finish
+        self._pre_forward = before
+        self._post_forward = after
+        self._fsdp_param_group = None
+        self._fsdp_param_groups: tuple[object, ...] = ()
+        self.all_states = [self]
+
+    @property
+    def _state_ctx(self) -> "TorchState":
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _ForeignState(
+            f"a module sharded by this package has no {name} of torch's FSDPState; call the "
+            "module's own methods, and this package's functions in place of torch's"
+        )
+
+
+class _ForeignState(UnsupportedError, AttributeError):
+    """An UnsupportedError; an AttributeError too, so that ``hasattr`` answers False."""
+
+
+def note_state(module: nn.Module, state: TorchState) -> None:
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``."""
+    key = cast(Any, fsdp.fully_shard).__wrapped__
+    module.__dict__.setdefault(STATE_KEY, {})[key] = state
+
+
+def noted_state(module: nn.Module) -> Any:
+    """Return what torch's ``fully_shard.state`` returns."""
+    return cast(Any, fsdp.fully_shard).state(module)
 
 
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -121,6 +121,19 @@ class Unit:
         return any(group.state in _GATHERABLE for group in self.groups)
 
     @property
+    def awaits_split_backward(self) -> bool:
+        """Return whether a pipeline schedule may be about to run a part of a backward.
+
+        It has the units neither reduce nor reshard until the last one of a step is over.
+        """
+        options = self.options
+        in_schedule = not (
+            options.is_last_backward or options.gradient_sync or options.reshard_after_backward
+        )
+        waits = self._unreduced or self.gradients is GradientState.EXPECTED
+        return in_schedule and waits and self.sharded and not inside_backward()
+
+    @property
     def gathering(self) -> bool:
         """Return whether a gather is under way."""
         return any(group.state is ParameterState.GATHERING for group in self.groups)
