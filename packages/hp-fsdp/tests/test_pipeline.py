@@ -200,3 +200,32 @@ def test_torchs_own_callers_are_served_or_told(ranks: Ranks) -> None:
         assert own == ["FSDPStage", "FSDPLayer"]
         assert all("this package's functions" in text for text in texts)
         assert worst(found, gradients(plain)) < 1e-12
+
+
+def reduced_by_older_stages(rank: int) -> Gradients:
+    """Do what the stages of torch 2.11 and 2.12 do around the backwards of two microbatches."""
+    model: Any = stages_of(1)[0]
+    for module in (*model, model):
+        fully_shard(module, mesh_of((2,), ("fsdp",)))
+    for step in range(2):
+        loss = model(batch_of(step, rank)[0]).pow(2).sum()
+        for last in (False, True) if step == 1 else (False,):
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last)
+            if not last:
+                loss.backward()
+    state = theirs.fully_shard.state(model)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        if each._fsdp_param_group:
+            each._fsdp_param_group.post_backward()
+    state._root_post_backward_final_callback()
+    return gradients(model)
+
+
+def test_stages_of_older_versions_find_what_they_read(ranks: Ranks) -> None:
+    plain = stages_of(1)[0]
+    for step, replica in itertools.product(range(2), range(2)):
+        (plain(batch_of(step, replica)[0]).pow(2).sum() / 2).backward()
+    for found in ranks(2).run(reduced_by_older_stages):
+        assert worst(found, gradients(plain)) < 1e-12
