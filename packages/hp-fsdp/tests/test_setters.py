@@ -477,6 +477,33 @@ def test_hooks_after_gradients_run_on_the_sharded_parameters(ranks: Ranks) -> No
         assert worst(found, reference(2)) < 1e-9  # a difference of parameters
 
 
+def order_of_hooks(rank: int, shape: tuple[int, ...], layout: str) -> list[str]:
+    """Return in which order backward comes to blocks, and hooks to their reduced gradients."""
+    model: Any = shard(make(lambda: Net(5)), mesh_of(shape, NAMES[len(shape)]), layout=layout)
+    events: list[str] = []
+    for at, block in enumerate(model.blocks):
+        block.norm.register_full_backward_pre_hook(lambda *_, at=at: events.append(f"block {at}"))
+        block.table.register_post_accumulate_grad_hook(
+            lambda p, at=at: events.append(f"{'' if p.grad is None else 'gradient'} {at}")
+        )
+    loss_of(model, tokens(rank)).backward()
+    return events
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_hooks_after_gradients_run_while_backward_goes_on(
+    ranks: Ranks, shape: tuple[int, ...], layout: str
+) -> None:
+    """At most two units have reduced gradients then: an optimizer in backward frees the others."""
+    for events in ranks(torch.Size(shape).numel()).run(order_of_hooks, shape, layout):
+        assert [e for e in events if e.startswith("gradient")] == [
+            f"gradient {at}" for at in (4, 3, 2, 1, 0)
+        ]
+        for at in (4, 3):
+            assert events.index(f"gradient {at}") < events.index(f"block {at - 3}")
+
+
 def summed_by_default(
     rank: int, shape: tuple[int, ...], layout: str, grads: str
 ) -> list[Gradients]:

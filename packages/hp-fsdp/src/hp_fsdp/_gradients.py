@@ -15,7 +15,7 @@ from ._errors import StateError
 from ._options import Options
 from ._packing import Packing
 from ._parameters import ShardedParameter
-from ._torch import pack_rank_major
+from ._torch import hooks_after_gradient, pack_rank_major
 
 
 class PartialSum:
@@ -125,6 +125,8 @@ class Reduction:
         self._op: Literal["sum", "avg"] = "sum" if self._after else "avg"
         self._sums = [axis for axis in axes.replicate if axis.size > 1]
         self._ready = True
+        # Hooks that run once gradients are reduced.
+        self.hooked = any(hooks_after_gradient(p.sharded) for p in batch.parameters)
         self._scattering: Work | None = None
         self._summing: Work | None = None
         self._gradients = gradients  # released when they are packed

@@ -69,6 +69,7 @@ class Schedule:
         self._walked: Order | None = None  # what a backward goes through, its events up to `_ahead`
         self._ahead = 0
         self._reductions: list[Reduction] = []
+        self._hooked: list[Reduction] = []  # those of them whose parameters have hooks
         self._in_flight = 1
 
     def paths(self) -> list[str]:
@@ -331,12 +332,18 @@ class Schedule:
         begun = group.reduce(options)
         if begun is not None:
             self._reductions.append(begun)
+            if begun.hooked:
+                self._hooked.append(begun)
 
     def _make_room(self) -> None:
         """Wait for reduce-scatters, so that with one more packed gradient few enough are alive."""
         scattering = [r for r in self._reductions if r.scattering]
         for earlier in scattering[: max(0, len(scattering) - self._in_flight + 1)]:
             earlier.finish_scatter()
+        # Its hooks may step an optimizer and free the gradients, while backward goes on.
+        while self._hooked and self._last and not self._hooked[0].scattering:
+            self._hooked[0].finish()
+            self._reductions.remove(self._hooked.pop(0))
 
     def _finish_backward(self) -> None:
         last = self._last
@@ -363,6 +370,7 @@ class Schedule:
 
         After an exception those that are not finished are still known, for `reset` to wait for.
         """
+        self._hooked = []
         while self._reductions:
             self._reductions[0].finish()
             del self._reductions[0]
@@ -396,7 +404,7 @@ class Schedule:
         """Forget the step under way; see `FSDPModule.reset`."""
         drops = [reduction.drop for reduction in self._reductions]
         error = first_error([*drops, *(unit.reset for unit in self.units)])
-        self._reductions = []
+        self._reductions, self._hooked = [], []
         self._pass_root = None
         self._backward = False
         self._walked, self._ahead = None, 0
