@@ -233,6 +233,28 @@ def test_an_object_that_some_ranks_did_not_use_leaves_the_next_alone(ranks: Rank
     assert ranks(4).run(errors, some_then_all, 4) == [""] * 4
 
 
+def made_by_one(rank: int) -> str:
+    """Rank 1 alone makes one more object before the one that all use."""
+    if rank == 1:
+        CheckedCollectives()
+    try:
+        CheckedCollectives(deadline=3.0).check(Axis.of(mesh_of(2)), "plan", "alike")
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_objects_out_of_step_are_told_by_their_numbers() -> None:
+    pool = RankPool(2)
+    try:
+        first, other = pool.run(made_by_one)
+    finally:
+        pool.close()
+    assert first == other
+    assert "call 1 of CheckedCollectives object 1; ranks [1]" in first
+    assert "call 1 of CheckedCollectives object 2; all ranks" in first
+
+
 def wrong_part_recorded(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
     wrong_part(rank, RecordingCollectives(checked), mesh)  # type: ignore[arg-type]
 
@@ -273,7 +295,7 @@ def test_a_shared_store_checks_a_simulated_world() -> None:
     assert threading.active_count() < 50
 
 
-@pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan")])
-def test_a_deadline_is_a_time(deadline: float) -> None:
+@pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan"), "x"])
+def test_a_deadline_is_a_time(deadline: Any) -> None:
     with pytest.raises(ValueError, match="seconds above 0"):
         CheckedCollectives(deadline=deadline)

@@ -79,6 +79,11 @@ WRONG: dict[str, Callable[[int], Any]] = {
         cost=AlphaBeta(alpha=1.0 * (rank == 2)),
     ),
     "part": lambda rank: redistribute(misshapen(rank), (S1,), mesh=mesh_of(TARGET)),
+    "non-member": lambda rank: redistribute(
+        NonMember(SOURCE, SHAPE, torch.double) if rank == 1 else laid(whole(SHAPE), SOURCE, rank),
+        (S1,),
+        mesh=mesh_of(TARGET),
+    ),
 }
 
 
@@ -114,6 +119,7 @@ SAID = {
     "target": ("to (S(1)) on ranks [2, 3]", "to (R) on ranks [2, 3]"),
     "cost": ("by transfer and all_gather", "by transfer, without a gradient; call on all"),
     "part": ("rank 0 plans torch.float64", "rank 1 plans the local tensor has shape [2, 4] where"),
+    "non-member": ("rank 0 plans torch.float64", "rank 1 plans a NonMember where (S(0)) of [6, 4]"),
 }
 
 

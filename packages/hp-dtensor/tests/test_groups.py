@@ -1,5 +1,6 @@
 """Groups over several axes of a mesh that is only a part of the world, and ranks outside it."""
 
+import itertools
 import math
 from collections.abc import Callable
 from importlib import import_module
@@ -22,6 +23,7 @@ from hp_dtensor import (
     RecordingCollectives,
     Replicate,
     Shard,
+    distribute_tensor,
     explain,
     plan_transfer,
     redistribute,
@@ -174,6 +176,34 @@ def test_every_kind_of_call_keeps_the_order_of_the_mesh(
     ranks: Pools, shape: tuple[int, ...]
 ) -> None:
     assert ranks(4).run(turned, shape) == [[]] * 4
+
+
+def given_out(rank: int, grid: list[Any], source: int | None) -> list[str]:
+    """Return the layouts in which this rank gets other rows than its coordinate's."""
+    mesh = cached(("given out", str(grid)), lambda: DeviceMesh("cpu", grid))
+    shape, degrees = (8, 6), tuple(mesh.shape)
+    whole = torch.arange(48.0).view(shape)
+    place, wrong = tuple(mesh.get_coordinate() or ()), []
+    kinds: tuple[Replicate | Shard, ...] = (R, S0, S1)
+    for placements in itertools.product(kinds, repeat=mesh.ndim):
+        # Only the rank at the source's coordinate on every axis has the values that count.
+        counts = source is None or place == (source,) * mesh.ndim
+        data = whole.clone() if counts else torch.full(shape, -1.0)
+        found = distribute_tensor(data, mesh, placements, src_data_rank=source)
+        box = Layout(degrees, placements).box_at(shape, place)
+        expected = whole[tuple(slice(lo, hi) for lo, hi in box)]
+        back = redistribute(found)
+        if not torch.equal(found.to_local(), expected) or not torch.equal(back.to_local(), whole):
+            wrong.append(str(placements))
+    return wrong
+
+
+@pytest.mark.parametrize("source", [0, 1, None])
+@pytest.mark.parametrize("grid", [TURNED, [[3, 1], [0, 2]], [[1, 0], [3, 2]]], ids=str)
+def test_each_rank_is_given_the_part_of_its_coordinate(
+    ranks: Pools, grid: list[Any], source: int | None
+) -> None:
+    assert ranks(4).run(given_out, grid, source, timeout=60.0) == [[]] * 4
 
 
 def outside(rank: int) -> tuple[str, str, bool]:

@@ -125,7 +125,5 @@ def _text(fingerprint: _Fingerprint) -> str:
 
 
 def _described(layout: Layout) -> str:
-    ranks = layout.all_ranks()
-    short = isinstance(ranks, range) and ranks.step == 1 and len(ranks) > 2
-    listed = f"{ranks[0]} to {ranks[-1]}" if short else list(ranks)
-    return f"{layout} on ranks {listed} as a mesh of shape {list(layout.mesh_shape)}"
+    mesh = f"a mesh of shape {list(layout.mesh_shape)}"
+    return f"{layout} on ranks {layout.ranks_in_words()} as {mesh}"

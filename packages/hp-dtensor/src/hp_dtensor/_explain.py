@@ -105,8 +105,8 @@ def _on_own_mesh(x: "Distributed", wanted: Layout) -> tuple[Any, Any]:
     ranks = held.ranks if spec.mesh is None else ranks_of(spec.mesh)
     if wanted.ranks is not None and wanted.ranks != replace(held, ranks=ranks).ranks:
         raise MeshError(
-            f"the tensor is on ranks {ranks} and the target on {wanted.ranks}; give placements "
-            "and mesh="
+            f"the tensor is on ranks {list(ranks or ())} and the target on "
+            f"{wanted.ranks_in_words()}; give placements and mesh="
         )
     return wanted.shard_order, wanted.placements
 
@@ -125,9 +125,9 @@ def _plan_of(x: Any, target: Any, options: Any) -> Plan:
         plan = _plan_of(step.spec, (step.then, mesh, shard_order), options)
         return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
     if prepared.steps is None:
-        ranks = prepared.source.ranks or f"0 to {prepared.source.size - 1}"
+        ranks = prepared.source.ranks_in_words()
         if (own := tensor_spec(x).mesh) is not None:
-            ranks = list(ranks_of(own))
+            ranks = str(list(ranks_of(own)))
         raise MeshError(
             f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
             f"{ranks}"

@@ -302,9 +302,9 @@ class Layout:
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the rank's position on each axis; raises `MeshError`."""
         if (position := self._position(rank)) is None:
-            held = f"0 to {self.size - 1}" if self.ranks is None else f"{self.ranks}"
             raise MeshError(
-                f"rank {rank} is not in the mesh of shape {self.mesh_shape}; its ranks: {held}"
+                f"rank {rank} is not in the mesh of shape {self.mesh_shape}; its ranks: "
+                f"{self.ranks_in_words()}"
             )
         return unravel(position, self.mesh_shape)
 
@@ -315,6 +315,13 @@ class Layout:
     def all_ranks(self) -> Sequence[int]:
         """Return the global ranks of the mesh, row-major."""
         return range(self.size) if self.ranks is None else self.ranks
+
+    def ranks_in_words(self) -> str:
+        """Return the ranks for a message; many that follow one another by their ends."""
+        ranks = self.all_ranks()
+        if isinstance(ranks, range) and ranks.step == 1 and len(ranks) > 2:
+            return f"{ranks[0]} to {ranks[-1]}"
+        return str(list(ranks))
 
     def _position(self, rank: int) -> int | None:
         if self._positions is not None:

@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor
 from . import _torch
 from ._convert import AnyPlacement, DensePlacement, to_layout, to_torch
 from ._errors import LayoutError, MeshError
+from ._groups import AxisGroup, find_group
 from ._placements import Replicate, in_tuple
 from ._redistribute import redistribute
 from .collectives._interface import Collectives
+from .collectives._torch import TorchCollectives
 from .ragged._spec import find_spec
 from .ragged._tensor import RaggedTensor
 
@@ -99,6 +101,13 @@ def distribute_tensor(
             f"src_data_rank={src_data_rank} is a coordinate on each axis of a mesh of shape "
             f"{tuple(mesh.shape)}; use 0 to {min(mesh.shape) - 1}, or None for each rank's own data"
         )
+    if src_data_rank is not None and (axes := _axes_of(mesh)) is not None:
+        # torch scatters and broadcasts in the order of a group, which is not that of the mesh.
+        tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for group in axes:
+            carrier, source = TorchCollectives(), list(group.members)[src_data_rank]
+            carrier.broadcast(group.find(), [tensor.detach()], source).wait()
+        src_data_rank = None
     if layout.ragged is not None:
         find_spec(mesh, given, tensor.shape)
     else:
@@ -218,6 +227,19 @@ def reduce_partial(x: DTensor, *, collectives: Collectives | None = None) -> DTe
     spec = _torch.spec_of(x)
     placements = [theirs.Replicate() if p.is_partial() else p for p in spec.placements]
     return redistribute(x, placements, collectives=collectives)
+
+
+def _axes_of(mesh: DeviceMesh) -> list[AxisGroup] | None:
+    """Return the groups of the mesh's axes where its ranks do not ascend on one, else None.
+
+    All ranks answer alike, also those whose own groups have the order of the mesh.
+    """
+    ascends = [bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)]
+    if all(ascends) or mesh.get_coordinate() is None:
+        return None
+    found = [find_group(mesh, (axis,)) for axis in range(mesh.ndim)]
+    groups = [group for group in found if group is not None]
+    return groups if len(groups) == mesh.ndim else None  # torch says what is wrong with the others
 
 
 def _check_mesh(mesh: object) -> None:

@@ -110,9 +110,8 @@ class NonMember:
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _operate
 
     def _refuse(self, use: str) -> NoReturn:
-        ranks = self.layout.ranks or f"0 to {self.layout.size - 1}"
         raise _NoTensor(
             f"this rank holds no part of the tensor of shape {self.shape}, so {use} has nothing to "
-            f"work on; it is on ranks {ranks} as {self.layout}: use it there, or redistribute "
-            "it to a mesh with this rank"
+            f"work on; it is on ranks {self.layout.ranks_in_words()} as {self.layout}: use it "
+            "there, or redistribute it to a mesh with this rank"
         )

@@ -35,7 +35,8 @@ def clip_grad_norm_(
     The norm is that of all gradients as one vector, as in ``torch.nn.utils.clip_grad_norm_``, for
     any mix of plain tensors, DTensors and `RaggedTensor` on any meshes: each gradient's local part
     counts, summed (largest for ``inf``) over the ranks that shard it, once among ranks that
-    replicate it. A NaN on any rank makes the norm NaN on all.
+    replicate it. A NaN in any part makes the norm NaN on all ranks, where
+    replicas have the same gradients.
 
     Communicates one all-reduce of a scalar for each set of ranks that share some gradient (over the
     axes one after another where no group spans the set), then one over ``pp``. A parameter without
@@ -58,16 +59,20 @@ def clip_grad_norm_(
         ValueError: A ``max_norm``, ``norm_type`` or ``collectives`` that cannot be.
         LayoutError: A gradient with partial values, which is not reduced yet.
         MeshError: A ``pp`` that is not one axis, or an axis without process group.
-        RuntimeError: With ``error_if_nonfinite``, on all ranks alike, before anything is scaled.
+        RuntimeError: With ``error_if_nonfinite``, before anything is scaled; on all ranks alike
+            where replicas have the same gradients.
             All others are raised before any communication, but for that of a ``max_norm`` that is
             a sharded tensor.
 
     Example:
         >>> clip_grad_norm_(model.parameters(), 1.0, pp=mesh["pp"])
     """
-    order = float(norm_type)
+    try:
+        order = float(norm_type)
+    except ValueError:
+        order = 0.0
     if not order > 0:
-        raise ValueError(f"norm_type={norm_type} is no norm; use a positive number or inf")
+        raise ValueError(f"norm_type={norm_type!r} is no norm; use a positive number or inf")
     carrier = TorchCollectives() if collectives is None else _checked(collectives)
     stages = None if pp is None else _stages(pp)
     limit = _limit(max_norm)

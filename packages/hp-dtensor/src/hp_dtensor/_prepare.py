@@ -126,11 +126,20 @@ class Prepared:
                 best_peak=error.best_peak,
             ) from None
 
-    def fault(self, local: Tensor) -> str:
-        """Say what is wrong with this rank's part, which its peers cannot see; empty if nothing."""
-        if self.local_shape is None or local.shape == self.local_shape:
+    def fault(self, local: Tensor | None) -> str:
+        """Say what is wrong with this rank's part, which its peers cannot see; empty if nothing.
+
+        None stands for the part of a `NonMember`.
+        """
+        if self.local_shape is None or (local is not None and local.shape == self.local_shape):
             return ""
         plan = self.plan
+        if local is None:
+            return (
+                f"a NonMember where {plan.source} of {list(plan.shape)} on mesh "
+                f"{list(plan.source.mesh_shape)} gives rank {plan.rank} of the mesh "
+                f"{list(self.local_shape)}; give the tensor there"
+            )
         return (
             f"the local tensor has shape {list(local.shape)} where {plan.source} of "
             f"{list(plan.shape)} on mesh {list(plan.source.mesh_shape)} gives rank {plan.rank} of "
@@ -138,7 +147,7 @@ class Prepared:
             "for uneven shards"
         )
 
-    def check_local(self, local: Tensor) -> None:
+    def check_local(self, local: Tensor | None) -> None:
         """Raise `LayoutError` for a part of another shape than the layout gives it."""
         if fault := self.fault(local):
             raise LayoutError(fault)

@@ -364,7 +364,7 @@ def _compared(
     if check is None:
         return None
     local = local_of(x)
-    fault = "" if local is None else call.prepared.fault(local)
+    fault = call.prepared.fault(local)
     compared = check.start(recorded, fault)
     if async_op and not fault and recorded in check.passed:
         return compared
@@ -376,6 +376,8 @@ def _started(x: Distributed, call: _Call) -> Callable[[], Tensor]:
     """Start the first step on this rank's part and return what does the rest."""
     prepared, collectives = call.prepared, call.collectives
     local = local_of(x)
+    if local is None:
+        prepared.check_local(None)
     if local is None or (prepared.local_shape is None and prepared.steps is not None):
         local = torch.empty(0, dtype=prepared.dtype, device=prepared.device)
     if prepared.steps is None:

@@ -25,6 +25,7 @@ class _Call(NamedTuple):
     """The fingerprint of one call on one rank.
 
     ``must_match`` is equal on all ranks of a legal call, ``details`` says the rest for a reader.
+    ``instance`` is the number of the rank's `CheckedCollectives`, 0 for one with its own store.
     """
 
     rank: int
@@ -37,10 +38,13 @@ class _Call(NamedTuple):
     fault: str = ""
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
+    instance: int = 0
 
     def __str__(self) -> str:
         text = " ".join(filter(None, (self.operation, self.must_match, self.details)))
-        return f"{text} over axis {self.axis!r}, ranks {self.ranks}, call {self.number}"
+        where = f"over axis {self.axis!r}, ranks {self.ranks}"
+        made = f" of CheckedCollectives object {self.instance}" if self.instance else ""
+        return f"{text} {where}, call {self.number}{made}"
 
 
 class CheckedCollectives:
@@ -73,8 +77,9 @@ class CheckedCollectives:
     def __init__(
         self, inner: Collectives | None = None, *, store: Any = None, deadline: float = 300.0
     ) -> None:
-        if not 0 < deadline < math.inf:
-            raise ValueError(f"deadline={deadline} is no time to wait; give seconds above 0")
+        given: object = deadline
+        if not isinstance(given, int | float) or not 0 < given < math.inf:
+            raise ValueError(f"deadline={deadline!r} is no time to wait; give seconds above 0")
         self._inner: Collectives = TorchCollectives() if inner is None else inner
         self._given = store
         self._number = next(_numbers) if store is None else 0
@@ -186,6 +191,7 @@ class CheckedCollectives:
             fault,
             list(sent),
             list(received),
+            self._number,
         )
         keys = [f"{prefix}/{number}/{rank}" for rank in axis.ranks]
         calls = self._met(mine, f"{prefix}/{number}", keys[axis.index], keys)
@@ -218,6 +224,7 @@ class CheckedCollectives:
                     f"send from rank {axis.ranks[ends[0]]} to rank {axis.ranks[ends[1]]} of",
                     _described(as_tensors(parts)),
                     f"({kind})",
+                    instance=self._number,
                 )
                 posted.append((f"{pair}/{number}/{kind}", call))
                 awaited.append((f"{pair}/{number}", f"{pair}/{number}/{other}"))
@@ -262,7 +269,7 @@ class CheckedCollectives:
         return (
             f"ranks have waited {self._deadline.total_seconds()} s for calls that others do not "
             f"make; the last calls: {calls}; all ranks of an axis must make the same calls over "
-            "it, in the same order"
+            "it, in the same order, with objects of one number: all make theirs in the same order"
         )
 
     def _conclude(self, key: str, failure: str) -> None:
