@@ -15,7 +15,7 @@ from ._errors import StateError
 from ._options import Options
 from ._packing import Packing
 from ._parameters import ShardedParameter
-from ._torch import hooks_after_gradient, pack_rank_major
+from ._torch import hooks_after_gradient, named_range, pack_rank_major
 
 
 class PartialSum:
@@ -64,6 +64,7 @@ class Batch:
     Good for many steps, as long as the same parameters train.
     """
 
+    path: str  # of the module, for a profile
     parameters: Sequence[ShardedParameter]
     packing: Packing
     dtype: torch.dtype
@@ -136,12 +137,14 @@ class Reduction:
         self._row: Tensor | None = None  # of gradients and flags that are scattered apart
         if axes.shard.size > 1:
             self._rows = self._pack(rows)
-            self._scattering = self._scatter(axes.shard, self._rows)
+            with named_range("reduce_scatter", batch.path, axes.shard.name):
+                self._scattering = self._scatter(axes.shard, self._rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows))
 
     def _pack(self, rows: Tensor | None) -> Tensor:
-        flat = self._packed() if rows is None else rows
+        with named_range("pack_gradients", self._batch.path):
+            flat = self._packed() if rows is None else rows
         packing = self._batch.packing
         if self._before and packing.apart:
             flat.div_(self._before)
@@ -194,7 +197,8 @@ class Reduction:
 
     def _sum(self, axis: Axis) -> Work:
         flat = self._flat
-        return self._collectives.all_reduce(axis, [] if flat is None else [flat], op=self._op)
+        with named_range("all_reduce", self._batch.path, axis.name):
+            return self._collectives.all_reduce(axis, [] if flat is None else [flat], op=self._op)
 
     @property
     def scattering(self) -> bool:
@@ -205,7 +209,8 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self._scattering is not None:
             try:
-                outputs = self._scattering.wait()
+                with named_range("wait_reduce_scatter", self._batch.path):
+                    outputs = self._scattering.wait()
             except Exception:  # it has ended, with this error; an interrupt says nothing of it
                 self._scattering, self._ready = None, False
                 raise
@@ -221,7 +226,8 @@ class Reduction:
         self.finish_scatter()
         while self._summing is not None:
             try:
-                self._summing.wait()
+                with named_range("wait_all_reduce", self._batch.path):
+                    self._summing.wait()
             except Exception:
                 self._summing = None
                 raise

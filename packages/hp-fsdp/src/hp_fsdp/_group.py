@@ -22,7 +22,7 @@ from ._precision import choose_dtypes
 from ._states import Event, ParameterState, advance
 from ._steps import optimizer_steps
 from ._storage import Storage
-from ._torch import are_parts, inside_backward, local_of, writes_to
+from ._torch import are_parts, inside_backward, local_of, named_range, writes_to
 from .layouts._exact import ExactLayout
 from .layouts._layout import Layout
 
@@ -141,9 +141,11 @@ class ParameterGroup:
         before = self.state
         try:
             if kept and self.smaller is not None:
-                self._work = self.layout.gather_kept(self.smaller, self._collectives)
+                with named_range("all_gather", self.path, self.smaller.name):
+                    self._work = self.layout.gather_kept(self.smaller, self._collectives)
             else:
-                self._work = self.layout.gather(self.axes.shard, self._collectives)
+                with named_range("all_gather", self.path, self.axes.shard.name):
+                    self._work = self.layout.gather(self.axes.shard, self._collectives)
                 self._noted = None
             self.state = advance(self.state, Event.GATHER)
         except BaseException:
@@ -196,9 +198,11 @@ class ParameterGroup:
         self.gather()
         if self.state is ParameterState.GATHERING:
             if self._work is not None:
-                self._wait(self._work)
-            self._finish_gather()
-            self._faces.show_unsharded()
+                with named_range("wait_all_gather", self.path):
+                    self._wait(self._work)
+            with named_range("show_unsharded", self.path):
+                self._finish_gather()
+                self._faces.show_unsharded()
             self.state = advance(self.state, Event.ARRIVE)
             self._work = None
             self.layout.drop()
@@ -333,6 +337,7 @@ class ParameterGroup:
 
     def _batch_of(self, chosen: Sequence[int]) -> Batch:
         return Batch(
+            path=self.path,
             parameters=[self.parameters[i] for i in chosen],
             packing=self._packing(chosen),
             dtype=self.dtypes.reduce,
