@@ -1,6 +1,6 @@
 """Device types: which is taken, which are refused, and where ranks compare."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +11,19 @@ from hp_mesh import MeshError, ParallelDims, _device, build_expert_parallel_mesh
 from .fakes import fake_world
 
 
+def there_is(monkeypatch: pytest.MonkeyPatch, kind: str | None, available: bool) -> None:
+    """Let torch be built for a kind of accelerator, with or without one in the machine."""
+
+    def current(check_available: bool = False) -> torch.device | None:
+        found = kind is not None and (available or not check_available)
+        return torch.device(cast(str, kind)) if found else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+
+
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    there_is(monkeypatch, "cuda", available=True)
 
 
 def backends(monkeypatch: pytest.MonkeyPatch, config: str) -> None:
@@ -42,8 +52,17 @@ def test_meshes_are_on_the_accelerator_but_for_gloo_and_ranks_compare_on_the_cpu
 
 
 def test_without_an_accelerator_all_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    there_is(monkeypatch, None, available=False)
     backends(monkeypatch, "cpu:mpi")
+    assert _device.default_device_type() == _device.comparison_device_type() == "cpu"
+
+
+def test_an_accelerator_that_torch_was_built_for_and_that_is_not_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with the usual build of torch on a machine without a GPU."""
+    there_is(monkeypatch, "cuda", available=False)
+    backends(monkeypatch, "cpu:gloo,cuda:nccl")
     assert _device.default_device_type() == _device.comparison_device_type() == "cpu"
 
 
@@ -104,6 +123,6 @@ def test_a_device_type_without_a_backend_in_this_world_is_refused_before_a_group
 def test_the_default_device_type_has_a_backend(
     monkeypatch: pytest.MonkeyPatch, config: str, device_type: str
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    there_is(monkeypatch, "cuda", available=True)
     backends(monkeypatch, config)
     assert _device.default_device_type() == device_type

@@ -11,7 +11,7 @@ def default_device_type() -> str:
 
     A world that runs on gloo alone is on the CPU too.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend() == "gloo":
         return "cpu"
     return accelerator.type if accelerator.type in _backends() else "cpu"
