@@ -113,6 +113,22 @@ def quick(session: nox.Session) -> None:
 
 
 @nox.session
+def oldest(session: nox.Session) -> None:
+    """Test packages in short with the oldest torch that they allow: ``-- hp-cp``, or all.
+
+    It is a build for CUDA, of some gigabytes. A few tests are of what is newer in torch: hp-dtensor
+    and hp-fsdp name in their READMEs what does not work there.
+    """
+    chosen, options = chosen_packages(session)
+    names = dict.fromkeys(name for p in chosen for name in (p, *siblings(p)))
+    tools = (*TEST_TOOLS, *test_requirements(*chosen))
+    session.install("torch==2.11.0", *(f"-epackages/{name}" for name in names), *tools)
+    for package in chosen:
+        command = ("pytest", f"packages/{package}/tests", "--fast", *options)
+        session.run(*command)
+
+
+@nox.session
 def types(session: nox.Session) -> None:
     """Check packages, their tests and the tools with mypy --strict; some of them after ``--``.
 
