@@ -108,6 +108,17 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
+def replicated_below(modules: Sequence[nn.Module]) -> frozenset[int]:
+    """Return the ids of the parameters that torch's ``replicate`` has; they stay with it."""
+    return frozenset(
+        id(parameter)
+        for root in modules
+        for inner in root.modules()
+        if "replicate" in composed_by(inner)
+        for parameter in inner.parameters()
+    )
+
+
 def check_gradient_mode(mode: GradientMode) -> GradientMode:
     """Return the mode; raises `ShardingError` for one that is unknown."""
     if mode not in get_args(GradientMode):

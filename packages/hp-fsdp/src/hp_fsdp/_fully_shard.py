@@ -18,6 +18,7 @@ from ._arguments import (
     device_of,
     modules_of,
     place_on,
+    replicated_below,
     storage_of,
     world_mesh,
 )
@@ -35,7 +36,7 @@ from ._schedule import Schedule
 from ._storage import GradientMode, Storage
 from ._surface import FSDPModule, sharded_class
 from ._taken import note_taken
-from ._torch import note_composed
+from ._torch import note_composed, noted_state
 from ._unit import UNIT_ATTRIBUTE, Unit
 
 _AS_IT_IS = MixedPrecisionPolicy()
@@ -180,6 +181,7 @@ def fully_shard(
     wanted = Wanted.of(ignored_params, shard_placement_fn, min_shard_numel, layout, granularity)
     modules = modules_of(module)
     check_modules(modules)
+    wanted = replace(wanted, ignored=wanted.ignored | replicated_below(modules))
     if mesh is None:
         mesh = world_mesh()
     place = place_on(mesh, dp_mesh_dims)
@@ -215,6 +217,10 @@ def fully_shard(
             each.note_torch_state()
             sharded.append(each)
     return sharded[0] if isinstance(module, nn.Module) else sharded
+
+
+# Torch's has it too: what its callers read of a sharded module.
+cast(Any, fully_shard).state = noted_state
 
 
 def _groups_of(

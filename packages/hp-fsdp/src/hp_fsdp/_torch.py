@@ -140,11 +140,12 @@ def writes_to(tensor: Tensor) -> int:
 
 
 def composed_by(module: nn.Module) -> set[str]:
-    """Return the names of torch's composable functions that were given the module.
+    """Return which of torch's ``replicate`` and ``fully_shard`` have the module's parameters.
 
-    ``replicate`` and ``fully_shard`` note it in a registry that has no public name.
+    Composable functions note it in a registry that has no public name; others, as ``checkpoint``,
+    take no parameters.
     """
-    return set(module.__dict__.get(REGISTRY_KEY, ()))
+    return {"replicate", "fully_shard"}.intersection(module.__dict__.get(REGISTRY_KEY, ()))
 
 
 def note_composed(module: nn.Module) -> None:

@@ -48,9 +48,12 @@ class Unit:
         self._unreduced = False  # gradients of earlier backwards wait for synchronisation
         self.passage = Passage(self)
         self._agreement = Agreement(self)
-        for module in self.modules:
+        # Also those inside, whose state may be asked for alone; the next gather sees what came.
+        owners = [o.module for g in groups for p in g.parameters for o in p.owners]
+        for module in dict.fromkeys([*self.modules, *owners]):
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
+        for module in self.modules:
             module.register_load_state_dict_post_hook(self._after_load)
 
     def gather(self, in_pass: bool = False) -> None:
