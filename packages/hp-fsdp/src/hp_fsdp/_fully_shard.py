@@ -34,7 +34,7 @@ from ._ragged_group import RaggedGroup
 from ._ragged_parameter import RaggedParameter
 from ._schedule import Schedule
 from ._storage import GradientMode, Storage
-from ._surface import FSDPModule, sharded_class
+from ._surface import FSDPModule, sharded_class, show_to_torch
 from ._taken import note_taken
 from ._torch import note_composed, noted_state
 from ._unit import UNIT_ATTRIBUTE, Unit
@@ -214,7 +214,7 @@ def fully_shard(
         note_composed(each)
         each.__class__ = own
         if isinstance(each, FSDPModule):
-            each.note_torch_state()
+            show_to_torch(each)
             sharded.append(each)
     return sharded[0] if isinstance(module, nn.Module) else sharded
 

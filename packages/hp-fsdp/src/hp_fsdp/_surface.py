@@ -137,12 +137,6 @@ class FSDPModule(Setters):
         for unit in self._units(True):
             unit.reshard()
 
-    def note_torch_state(self) -> None:
-        """Show torch's callers what they read of its own sharded modules."""
-        passage = self._unit().passage
-        state = TorchState(self._finish_pipeline, passage.before_forward, passage.after_forward)
-        note_state(cast(nn.Module, self), state)
-
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Module.to, .double() and the like: convert the shards, then lay them out flat again.
         units = self._units(True)
@@ -159,6 +153,13 @@ def _no_copy(self: object, _: object) -> NoReturn:
         f"{type(self).__name__} cannot be copied or pickled: its shards are views of one buffer; "
         "copy the module before fully_shard, or use its state_dict"
     )
+
+
+def show_to_torch(module: FSDPModule) -> None:
+    """Show torch's callers what they read of its own sharded modules."""
+    passage = module._unit().passage
+    state = TorchState(module._finish_pipeline, passage.before_forward, passage.after_forward)
+    note_state(cast(nn.Module, module), state)
 
 
 @cache
