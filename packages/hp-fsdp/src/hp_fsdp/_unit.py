@@ -51,8 +51,8 @@ class Unit:
         # Also those inside, whose state may be asked for alone; the next gather sees what came.
         owners = [o.module for g in groups for p in g.parameters for o in p.owners]
         for module in dict.fromkeys([*self.modules, *owners]):
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            module.register_load_state_dict_pre_hook(self._before_state_dict)
+            module.register_state_dict_pre_hook(_Reshard(self))
+            module.register_load_state_dict_pre_hook(_Reshard(self))
         for module in self.modules:
             module.register_load_state_dict_post_hook(self._after_load)
 
@@ -196,9 +196,6 @@ class Unit:
         """Return the schedule, made now with ``module`` as its root if there is none yet."""
         return self._attach(module) if self.schedule is None else self.schedule
 
-    def _before_state_dict(self, *_: Any) -> None:
-        self.reshard()
-
     def _after_load(self, *_: Any) -> None:
         # The modules of a list come here one after the other, with the others yet unchanged.
         self.adopt(final=len(self.modules) == 1)
@@ -218,6 +215,27 @@ class Unit:
             raise ParameterError("; ".join(refusals))
         for group in self.groups if not refusals else ():
             group.adopt()
+
+
+class _Reshard:
+    """Reshards a unit before the state of a module in it is taken or loaded."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *_: Any) -> None:
+        """Reshard, whatever the hook is told."""
+        self._unit.reshard()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Nothing, ()  # a copy of the module is in no unit
+
+
+class _Nothing:
+    """A hook that does nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
 
 
 def unit_of(module: nn.Module) -> Unit | None:
