@@ -15,18 +15,14 @@ import argparse
 import copy
 import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from arms import Block, Net, ours, torchs, training
+from arms import Block, Net, Step, ours, rows_of, timed, torchs, training
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -74,24 +70,23 @@ def error_of(model: nn.Module, plain: nn.Module, batch: Tensor, ranks: int) -> f
     return worst
 
 
-def median_ratio(one: Callable[[], None], other: Callable[[], None], sync: Any, rounds: int) -> str:
-    """Run both in turn; return the median of the paired ratios, and its quartiles."""
-    ratios = []
-    for turn in range(rounds + 3):
-        seconds = []
-        for step in (one, other):
-            sync()
-            start = time.perf_counter()
+def ratio_of(one: Step, other: Step, sync: Step, rounds: int) -> str:
+    """Run both in turn, to their end on the device; return the median of the paired ratios."""
+
+    def whole_step(step: Step) -> Step:
+        def run() -> None:
             step()
             sync()
-            seconds.append(time.perf_counter() - start)
-        if turn >= 3:
-            ratios.append(seconds[0] / seconds[1])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f}) of torch's time"
+
+        return run
+
+    times = timed({"hp-fsdp": whole_step(one), "torch": whole_step(other)}, rounds, sync)
+    (row,) = rows_of("step", times, ("torch",))
+    low, high = row["quartiles"]
+    return f"{row['ratio']:.3f} ({low:.3f} to {high:.3f}) of torch's time"
 
 
-def memory_of(step: Callable[[], None], on_gpu: bool) -> float:
+def memory_of(step: Step, on_gpu: bool) -> float:
     """Return the highest memory above rest of the third step, in MB; 0 on CPUs."""
     for _ in range(2):
         step()
@@ -105,7 +100,7 @@ def memory_of(step: Callable[[], None], on_gpu: bool) -> float:
     return (torch.cuda.max_memory_allocated() - rest) / 2**20
 
 
-def waits_of(step: Callable[[], None], on_gpu: bool) -> str:
+def waits_of(step: Step, on_gpu: bool) -> str:
     """Run a step in which a wait of the host is an error."""
     if not on_gpu:
         return "not asked on CPUs"
@@ -149,7 +144,7 @@ def checks(rank: int, world: str, backend: str, ranks: int, given: dict[str, Any
     rows.append((world, "torch, memory", f"{memory_of(theirs, on_gpu):.1f} MB above rest"))
     for mode in ("exact", "exact, fused", "exact, Ring(2)", "ragged", "ragged, fused"):
         step = training(sharded(base, mesh, mode), batch)
-        rows.append((world, f"{mode}, step", median_ratio(step, theirs, sync, given["rounds"])))
+        rows.append((world, f"{mode}, step", ratio_of(step, theirs, sync, given["rounds"])))
         rows.append((world, f"{mode}, memory", f"{memory_of(step, on_gpu):.1f} MB above rest"))
         rows.append((world, f"{mode}, host waits", waits_of(step, on_gpu)))
     return rows
@@ -196,11 +191,9 @@ def main() -> int:
     rows: list[Row] = []
     for number, (world, backend, ranks) in enumerate(worlds):
         queue: Any = context.SimpleQueue()
-        run = partial(mp.start_processes, nprocs=ranks, start_method="spawn", join=False)
-        processes: Any = run(serve, (world, backend, ranks, 29500 + number, given, queue))
+        given_to = (world, backend, ranks, 29500 + number, given, queue)
+        mp.start_processes(serve, given_to, nprocs=ranks, start_method="spawn")
         rows += queue.get()
-        while not processes.join():
-            pass
     for world, what, result in rows:
         print(f"{world:18} {what:28} {result}")
     if arguments.json:

@@ -86,6 +86,11 @@ class Options:
             raise kind(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
         check_precision(self.precision)
 
+    @property
+    def in_pipeline(self) -> bool:
+        """Return whether a pipeline schedule has the unit neither reduce nor reshard for now."""
+        return not (self.is_last_backward or self.gradient_sync or self.reshard_after_backward)
+
     def divisor(self, size: int) -> float:
         """Return what the sum of the gradients of ``size`` ranks is divided by."""
         if self.divide is not None:

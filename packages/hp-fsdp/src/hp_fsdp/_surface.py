@@ -111,10 +111,12 @@ class FSDPModule(Setters):
         Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
         one that splits backward in two looks for the gradients of the unsharded parameters.
         """
-        for unit in self._units(True) if recurse else ():
-            if unit.awaits_split_backward:
-                unit.gather(in_pass=True)
-                unit.unshard()
+        # Asked of this unit first: a clip looks at all parameters in every step.
+        if recurse and self._unit().options.in_pipeline:
+            for unit in self._units(True):
+                if unit.awaits_split_backward:
+                    unit.gather(in_pass=True)
+                    unit.unshard()
         return cast(nn.Module, super()).parameters(recurse)
 
     def plan_report(self) -> PlanReport:

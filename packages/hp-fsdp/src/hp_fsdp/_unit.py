@@ -125,16 +125,9 @@ class Unit:
 
     @property
     def awaits_split_backward(self) -> bool:
-        """Return whether a pipeline schedule may be about to run a part of a backward.
-
-        It has the units neither reduce nor reshard until the last one of a step is over.
-        """
-        options = self.options
-        in_schedule = not (
-            options.is_last_backward or options.gradient_sync or options.reshard_after_backward
-        )
+        """Return whether a pipeline schedule may be about to run a part of a backward."""
         waits = self._unreduced or self.gradients is GradientState.EXPECTED
-        return in_schedule and waits and self.sharded and not inside_backward()
+        return self.options.in_pipeline and waits and self.sharded and not inside_backward()
 
     @property
     def gathering(self) -> bool:
