@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor as theirs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rank_pool import RankPool, cached
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -297,3 +299,40 @@ def test_complex_gradients_are_clipped_as_torchs_function_does(order: float, for
     torch.testing.assert_close(norm, expected.to(norm.dtype))
     torch.testing.assert_close(mine[0], first.grad)
     torch.testing.assert_close(mine[1], second.grad)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from([1.0, 2.0, math.inf]),
+)
+def test_gradients_side_by_side_in_one_memory_are_clipped_as_those_apart(
+    kinds: list[tuple[int, bool]], order: float
+) -> None:
+    flat = torch.randn(sum(size for size, _ in kinds), dtype=torch.float64)
+    views = flat.split([size for size, _ in kinds])
+    gradients = [
+        [view.clone() for view in views],
+        [view.clone() if alone else view for view, (_, alone) in zip(views, kinds, strict=True)],
+    ]
+    norms = []
+    for each in gradients:
+        parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in each]
+        for parameter, gradient in zip(parameters, each, strict=True):
+            parameter.grad = gradient
+        norms.append(clip_grad_norm_(parameters, 0.1, order))
+    assert torch.allclose(norms[0], norms[1], rtol=1e-12, atol=0)
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=0)
+
+
+def test_small_gradients_side_by_side_are_measured_in_one_call() -> None:
+    flat = torch.randn(2 * 2**16)
+    parameters = [nn.Parameter(torch.zeros(2**10)) for _ in range(2**7)]
+    for parameter, gradient in zip(parameters, flat.split(2**10), strict=True):
+        parameter.grad = gradient
+    with mock.patch("torch._foreach_norm", wraps=torch._foreach_norm) as measured:
+        norm = clip_grad_norm_(parameters, math.inf)
+    (tensors, *_), _ = measured.call_args
+    assert len(tensors) == 2  # as much as is joined, twice
+    assert torch.allclose(norm, flat.norm())

@@ -1,14 +1,13 @@
 """Clip gradients by their norm where parameters live on different meshes."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._errors import LayoutError, MeshError
@@ -78,15 +77,16 @@ def clip_grad_norm_(
     limit = _limit(max_norm)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     unique = list({id(parameter): parameter for parameter in given}.values())
-    spans: dict[tuple[int, tuple[int, ...]], _Span] = {}
+    spans: dict[tuple[int, Sequence[object]], _Span] = {}
     sets: dict[frozenset[int], _RankSet] = {}
     for parameter in unique:
         grad = parameter.grad
         span = _span(parameter if grad is None else grad, spans)
-        shared = sets.setdefault(span.ranks, _RankSet([], []))
+        shared = sets.get(span.ranks) or sets.setdefault(span.ranks, _RankSet([], []))
         shared.spans.append(span)
         if grad is not None:
             shared.gradients.append(_part(grad))
+    sets = {ranks: _RankSet(s.spans, _joined(s.gradients)) for ranks, s in sets.items()}
     gradients = [grad for shared in sets.values() for grad in shared.gradients]
     dtype = _dtype([*unique, *gradients])
     # Ranks may hold gradients of different dtypes, or none: what they exchange has one dtype.
@@ -150,32 +150,65 @@ class _RankSet(NamedTuple):
     gradients: list[Tensor]
 
 
-def _span(x: Tensor, known: dict[tuple[int, tuple[int, ...]], _Span]) -> _Span:
-    """Return the span of ``x``, from those that are ``known`` by mesh and axes."""
-    if not isinstance(x, DTensor | RaggedTensor):
+def _span(x: Tensor, known: dict[tuple[int, Sequence[object]], _Span]) -> _Span:
+    """Return the span of ``x``, from those that are ``known`` by mesh and placements."""
+    if not isinstance(x, (DTensor, RaggedTensor)):  # a union takes longer to ask
         return _ALONE
-    mesh = x.device_mesh
-    placements = x.placements
+    mesh, placements = x.device_mesh, x.placements
+    key = id(mesh), placements
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _found_span(x)
+    return found
+
+
+def _found_span(x: DTensor | RaggedTensor) -> _Span:
+    mesh, placements = x.device_mesh, x.placements
     axes = tuple(axis for axis, p in enumerate(placements) if not isinstance(p, Replicate))
     if any(isinstance(placements[axis], Partial) and mesh.size(axis) > 1 for axis in axes):
         raise LayoutError(
             f"a gradient with placements {placements} is not reduced yet; redistribute it to "
             "Replicate() or Shard(dim) before clipping"
         )
-    key = id(mesh), axes
-    if key not in known:
-        known[key] = _found_span(mesh, axes)
-    return known[key]
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    if not axes or mesh.get_coordinate() is None:
+        return _ALONE
+    return _Span(frozenset(ranks_along(mesh, axes)), axes_over(mesh, axes))
 
 
 _ALONE = _Span(frozenset(), ())
 
 
-def _found_span(mesh: DeviceMesh, axes: tuple[int, ...]) -> _Span:
-    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
-    if not axes or mesh.get_coordinate() is None:
-        return _ALONE
-    return _Span(frozenset(ranks_along(mesh, axes)), axes_over(mesh, axes))
+_JOINED_NUMEL = 2**16  # from there on the elements cost more than the call
+
+
+def _joined(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the gradients, small ones that lie side by side in one memory as one.
+
+    Those of a package that reduces them together do; measuring each takes longer than its elements.
+    """
+    runs: list[tuple[Tensor, int]] = []  # the first gradient of a run, and how many elements it has
+    room = end = 0  # elements that may be added, and the address where the next would begin
+    for grad in gradients:
+        numel, start = grad.numel(), grad.data_ptr()
+        if not numel:
+            continue
+        beside = start == end and numel <= room and grad.is_contiguous()
+        if beside and grad.dtype is runs[-1][0].dtype:
+            first, before = runs[-1]
+            runs[-1] = first, before + numel
+            room, end = room - numel, end + numel * grad.element_size()
+            continue
+        runs.append((grad, numel))
+        room = end = 0
+        if numel < _JOINED_NUMEL and grad.is_contiguous() and type(grad) is Tensor:
+            size = grad.element_size()
+            held = grad.untyped_storage().nbytes() // size - int(grad.storage_offset())
+            room, end = min(held, _JOINED_NUMEL) - numel, start + numel * size
+    return [
+        first if numel == first.numel() else first.as_strided((numel,), (1,))
+        for first, numel in runs
+    ]
 
 
 def _checked(collectives: object) -> Collectives:
@@ -233,7 +266,7 @@ def _over(axis: Axis, part: Tensor, order: float, carrier: Collectives) -> Tenso
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:
-    real = {tensor.dtype.to_real() for tensor in tensors}
+    real = {dtype.to_real() for dtype in {tensor.dtype for tensor in tensors}}
     return reduce(torch.promote_types, real, torch.float32)
 
 

@@ -24,16 +24,35 @@ def _first(owner: Any, *names: str) -> Any:
     raise ImportError(f"torch {owner} has none of {names}; hp-dtensor supports torch >= 2.11")
 
 
-_all_gather_single: Callable[..., Any] = _first(dist, "all_gather_single", "all_gather_into_tensor")
-_reduce_scatter_single: Callable[..., Any] = _first(
-    dist, "reduce_scatter_single", "reduce_scatter_tensor"
-)
+_gather_function = _first(dist, "all_gather_single", "all_gather_into_tensor")
+_c10d_gather_single = _first(ProcessGroup, "all_gather_single", "_allgather_base")
+_c10d_scatter_single = _first(ProcessGroup, "reduce_scatter_single", "_reduce_scatter_base")
 _c10d_gather = _first(
     ProcessGroup, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
 )
 _c10d_scatter = _first(
     ProcessGroup, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
 )
+
+
+def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Any:
+    """Start one all-gather and return c10d's work.
+
+    torch's public function takes a third longer on the host, which counts where tensors are small.
+    """
+    if input.is_complex():
+        return _gather_function(output, input, group=group, async_op=True)
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return _c10d_gather_single(group, output, input, options)
+
+
+def _reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: ProcessGroup) -> Any:
+    """Start one reduce-scatter and return c10d's work; see `_all_gather_single`."""
+    options = ReduceScatterOptions()
+    options.asyncOp = True
+    options.reduceOp = op
+    return _c10d_scatter_single(group, output, input, options)
 
 
 def _all_gather_coalesced(group: ProcessGroup, outputs: list[Any], inputs: list[Any]) -> Any:
@@ -144,7 +163,7 @@ class TorchCollectives:
         group = _group(axis)
         pairs = list(zip(outs, inputs, strict=True))
         if len(pairs) == 1:
-            work = _all_gather_single(*pairs[0], group=group, async_op=True)
+            work = _all_gather_single(*pairs[0], group)
             return _Pending([work], outs, inputs)
         if pairs and _backend(group, inputs[0]) != "gloo":
             return _Pending([_all_gather_coalesced(group, outs, inputs)], outs, inputs)
@@ -153,7 +172,7 @@ class TorchCollectives:
         if together:
             packed, finish = _packed(together, axis.size)
             inputs, alone = [*inputs, *packed], [*alone, packed]
-        starts = [partial(_all_gather_single, *pair, group=group, async_op=True) for pair in alone]
+        starts = [partial(_all_gather_single, *pair, group) for pair in alone]
         works, error = _started(starts)
         return _Pending(works, outs, inputs, finish, error)
 
@@ -175,9 +194,9 @@ class TorchCollectives:
         if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
             (output, packed), copy_out = _packed_rows(outs, inputs, axis.size)
             finish, inputs = _both(copy_out, finish), [*inputs, packed]
-            work = _reduce_scatter_single(output, packed, op=reduce, group=group, async_op=True)
+            work = _reduce_scatter_single(output, packed, reduce, group)
         elif len(inputs) == 1:
-            work = _reduce_scatter_single(outs[0], inputs[0], op=reduce, group=group, async_op=True)
+            work = _reduce_scatter_single(outs[0], inputs[0], reduce, group)
         else:
             work = _reduce_scatter_coalesced(group, outs, list(inputs), reduce)
         return _Pending([work], outs, inputs, finish)
