@@ -10,8 +10,9 @@ import json
 import math
 from pathlib import Path
 
-from hp_fsdp._plan import plan_group
-from hp_fsdp._ragged_plan import plan_ragged
+from hp_fsdp._layout_exact import plan_group
+from hp_fsdp._layout_ragged import plan_ragged
+from hp_fsdp._offsets import ShardSpec
 
 Shapes = list[tuple[int, ...]]
 BLOCKS: dict[str, Shapes] = {
@@ -34,7 +35,8 @@ def padding(shapes: Shapes, degree: int) -> dict[str, float]:
     """Return each layout's padding in percent of the parameters' bytes."""
     numel = sum(map(math.prod, shapes))
     chunked = sum(-(-shape[0] // degree) * degree * row(shape) for shape in shapes)
-    exact = plan_group(shapes, degree, ITEMSIZE)
+    specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
+    exact = plan_group(specs, degree, ITEMSIZE)
     found = {
         "torch": chunked / numel - 1,
         "exact": exact.padding_bytes / exact.parameter_bytes,

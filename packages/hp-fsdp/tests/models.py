@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import RaggedTensor
-from hp_fsdp import _plan, fully_shard
+from hp_fsdp import _offsets, fully_shard
 
 TOKENS, WIDTH = 6, 8
 Gradients = dict[str, Tensor]
@@ -76,7 +76,7 @@ def mesh_of(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
 
 def shard(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
     """Shard every block, then the root; what has 256 bytes and divides is gathered directly."""
-    with mock.patch.object(_plan, "DIRECT_BYTES", 256):
+    with mock.patch.object(_offsets, "DIRECT_BYTES", 256):
         for block in model.blocks:
             fully_shard(block, mesh, **options)
         return fully_shard(model, mesh, **options)

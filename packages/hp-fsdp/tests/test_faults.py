@@ -24,9 +24,9 @@ from hp_fsdp import (
     _buffers,
     fully_shard,
 )
-from hp_fsdp.layouts._exact import ExactLayout
-from hp_fsdp.layouts._extended import ExtendedLayout
-from hp_fsdp.layouts._ragged import RaggedLayout
+from hp_fsdp._extensions import ExtendedLayout
+from hp_fsdp._layout_exact import ExactLayout
+from hp_fsdp._layout_ragged import RaggedLayout
 
 from .gathering import Halved, Layers, Whole, Wrapped
 from .models import Gradients, Net, gradients, make, mesh_of, tokens, worst
@@ -492,11 +492,19 @@ class Injection:
     def everywhere(self) -> Iterator[None]:
         """Count calls into collectives, works, buffers and layouts."""
         inside = ("allocate", "lend", "returned", "free", "take", "give")
-        outside = ("gather", "gather_kept", "keep", "drop", "wait", "finish_gather", "free")
+        outside = (
+            "gather",
+            "gather_block",
+            "save_block",
+            "drop_block",
+            "wait",
+            "finish_gather",
+            "free",
+        )
         with ExitStack() as stack:
             for kinds, names in (
                 ((_buffers.ResizeBuffer, _buffers.RingBuffer, Resize, Ring), inside),
-                ((ExactLayout, RaggedLayout, ExtendedLayout), (*outside, "packing")),
+                ((ExactLayout, RaggedLayout, ExtendedLayout), (*outside, "gradient_rows")),
             ):
                 for kind, name in itertools.product(kinds, names):
                     if name in vars(kind):

@@ -14,23 +14,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_fsdp import fully_shard
-from hp_fsdp._cut import Cut
-from hp_fsdp._fused_embedding import can_fuse_embedding
-from hp_fsdp._plan import plan_gradients, plan_group
-from hp_fsdp._sink import Sink, SinkPlan
+from hp_fsdp._gradients import GradientBucket, can_fuse_embedding
+from hp_fsdp._offsets import ShardSpec, rows_by_rank
 
 from .models import Gradients, full, gradients, make, mesh_of, worst
 
 Ranks = Callable[[int], RankPool]
 
 
-def sink_of(shapes: list[tuple[int, ...]], degree: int) -> Sink:
-    cuts = [Cut(shape=shape, dim=0, degree=degree) for shape in shapes]
-    slots = plan_group(shapes, degree, 8).slots
-    width = plan_gradients(slots, 8).shard_numel
-    ends = list(itertools.accumulate((slot.shard_numel for slot in slots), initial=0))
-    plan = SinkPlan.of(slots, cuts, ends[:-1], degree, width)
-    return Sink(plan, torch.full((degree * width,), torch.nan, dtype=torch.float64))
+def bucket_of(shapes: list[tuple[int, ...]], degree: int) -> GradientBucket:
+    specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
+    rows = rows_by_rank(specs, 0, 8)
+    return GradientBucket(rows, torch.full((rows.numel,), torch.nan, dtype=torch.float64))
 
 
 @settings(deadline=None, max_examples=80)
@@ -41,16 +36,16 @@ def test_rows_are_added_as_the_dense_gradient_would_be(
     vocabulary: int, inner: int, degree: int, tokens: int, times: int
 ) -> None:
     shapes: list[tuple[int, ...]] = [(3,), (vocabulary, inner), (2, 2)]
-    sink, other = sink_of(shapes, degree), sink_of(shapes, degree)
+    bucket, other = bucket_of(shapes, degree), bucket_of(shapes, degree)
     for _ in range(times):
         ids = torch.randint(0, vocabulary, (tokens,))
         rows = torch.randint(-9, 9, (tokens, inner)).double()
-        sink.add_rows(1, ids, rows)
+        bucket.add_rows(1, ids, rows)
         dense = torch.zeros(vocabulary, inner, dtype=torch.float64)
         for i, row in zip(ids.tolist(), rows, strict=True):
             dense[i] += row
         other.add(1, dense)
-    assert torch.equal(sink.finish(), other.finish())
+    assert torch.equal(bucket.finish(), other.finish())
 
 
 class Table(nn.Module):

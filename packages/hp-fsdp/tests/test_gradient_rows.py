@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_fsdp._cut import Cut
-from hp_fsdp._packing import Packing, pack_by_rank
-from hp_fsdp._plan import plan_group
-from hp_fsdp._ragged_plan import plan_ragged
-from hp_fsdp._sink import Sink
+from hp_fsdp._gradients import GradientBucket
+from hp_fsdp._layout_ragged import plan_ragged
+from hp_fsdp._offsets import ALIGNMENT, GradientRows, ShardSpec, rows_by_rank
 from hp_fsdp._torch import pack_rank_major
 
 SHAPES = st.lists(
@@ -28,28 +26,30 @@ def numbered(shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def written(packing: Packing, gradients: list[Tensor]) -> Tensor:
+def written(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
     """Return the packed gradients as they are written one by one, over noise."""
-    sink = packing.sink
-    flat = torch.full((sink.degree * sink.width,), torch.nan, dtype=torch.float64)
-    into = Sink(sink, flat)
+    flat = torch.full((rows.numel,), torch.nan, dtype=torch.float64)
+    bucket = GradientBucket(rows, flat)
     for i, gradient in enumerate(gradients):
-        into.add(i, gradient)
-    return into.finish()
+        bucket.add(i, gradient)
+    return bucket.finish()
 
 
-def packed(packing: Packing, gradients: list[Tensor]) -> Tensor:
-    """Return the packed gradients as one call packs them."""
-    sink = packing.sink
-    pieces = list(gradients)
-    for i, cut in packing.rearranged:
-        pieces[i] = cut.by_rank(pieces[i]).contiguous()
-    for i, start, end in reversed(sink.gaps):
-        pieces.insert(i, torch.zeros(sink.degree, end - start, dtype=torch.float64))
-    flat = torch.full((sink.degree * sink.width,), torch.nan, dtype=torch.float64)
+def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
+    """Return the packed gradients as one call packs them, with the flags of all."""
+    pieces = [
+        extent.spec.by_rank(gradient).contiguous()
+        for extent, gradient in zip(rows.extents, gradients, strict=True)
+    ]
+    for i, start, end in reversed(rows.gaps):
+        gap = torch.zeros(rows.degree, end - start, dtype=torch.float64)
+        if not rows.flags_apart and start <= rows.flags < end:
+            gap[:, rows.flags - start : rows.flags - start + len(gradients)] = 1
+        pieces.insert(i, gap)
+    flat = torch.full((rows.numel,), torch.nan, dtype=torch.float64)
     pieces = [piece for piece in pieces if piece.numel()]
     if pieces:
-        pack_rank_major(pieces, sink.degree, flat.view(sink.degree, sink.width))
+        pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
     return flat
 
 
@@ -58,25 +58,25 @@ def packed(packing: Packing, gradients: list[Tensor]) -> Tensor:
 def test_each_rank_gets_its_part_of_rows_that_lie_by_rank(
     shapes: list[tuple[int, ...]], degree: int, random: Any
 ) -> None:
-    cuts = []
+    specs = []
     for shape in shapes:
         dim = random.randrange(len(shape))
         if dim:
             shape = (*shape[:dim], shape[dim] * degree, *shape[dim + 1 :])
-        cuts.append(Cut(shape=shape, dim=dim, degree=degree))
-    slots = plan_group([cut.planned_shape for cut in cuts], degree, 8).slots
-    gradients = numbered([cut.shape for cut in cuts])
-    rows = []
+        specs.append(ShardSpec(shape=shape, dim=dim, degree=degree))
+    gradients = numbered([spec.shape for spec in specs])
+    found = []
     for index in range(degree):
-        held = [cut.local_shape(index) for cut in cuts]
-        packing = pack_by_rank(slots, cuts, held, 8)
-        flat = written(packing, gradients)
-        rows.append(flat)
-        assert torch.equal(flat, packed(packing, gradients))
-        parts = packing.row.views(flat.view(degree, -1)[index])
-        for cut, gradient, part in zip(cuts, gradients, parts, strict=True):
-            assert torch.equal(part, cut.part(gradient, index))
-    assert all(torch.equal(row, rows[0]) for row in rows)
+        rows = rows_by_rank(specs, index, 8)
+        flat = written(rows, gradients)
+        found.append(flat)
+        assert torch.equal(flat, packed(rows, gradients))
+        own = flat.view(degree, -1)[index]
+        for spec, gradient, part in zip(specs, gradients, rows.views(own), strict=True):
+            assert torch.equal(part, spec.part(gradient, index))
+        assert own[rows.flags : rows.flags + len(specs)].eq(1).all()
+        assert len(own) == rows.reduced_numel
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @settings(deadline=None, max_examples=80)
@@ -89,14 +89,28 @@ def test_each_rank_gets_its_run_of_a_buffer_in_which_some_are_frozen(
     chosen = [i for i in range(len(shapes)) if random.random() < 0.7]
     gradients = [gradient for i, gradient in enumerate(numbered(shapes)) if i in chosen]
     for index in range(degree):
-        packing = plan.packing(chosen, index)
-        flat = written(packing, gradients)
-        assert torch.equal(flat, packed(packing, gradients)) or not chosen
+        rows = plan.gradient_rows(chosen, index)
+        flat = written(rows, gradients)
+        assert torch.equal(flat, packed(rows, gradients)) or not chosen
         share = flat.view(degree, -1)[index]
-        parts = packing.row.views(share)
-        assert sum(packing.row.widths) == len(share)
+        assert len(share) == rows.flags == plan.share
+        parts = rows.views(share)
         for i, gradient, part in zip(chosen, gradients, parts, strict=True):
             first, end = plan.span(i, index)
             assert torch.equal(part.flatten(), gradient.flatten()[first:end])
             assert part.shape[1:] == gradient.shape[plan.leading(i) :]
         assert share.sum() == sum(part.sum() for part in parts)  # the rest is zero
+
+
+@settings(deadline=None, max_examples=100)
+@given(SHAPES, st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
+def test_rows_are_dense_and_end_aligned(
+    shapes: list[tuple[int, ...]], degree: int, itemsize: int
+) -> None:
+    specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
+    rows = rows_by_rank(specs, 0, itemsize)
+    assert rows.flags == sum(spec.shard_numel for spec in specs)
+    padding = rows.width - rows.flags - len(specs)
+    assert 0 <= padding * itemsize < ALIGNMENT
+    assert rows.width * itemsize % ALIGNMENT == 0
+    assert sum(end - start for _, start, end in rows.gaps) == rows.width - rows.flags

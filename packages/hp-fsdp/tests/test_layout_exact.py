@@ -2,10 +2,14 @@
 
 import itertools
 import math
+from typing import Any
 
-from hypothesis import given, settings
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from hp_fsdp._plan import ALIGNMENT, GroupPlan, plan_gradients, plan_group
+from hp_fsdp._layout_exact import GroupPlan, _packed_order, plan_group
+from hp_fsdp._offsets import ALIGNMENT, ShardSpec
 
 from .strategies import degrees, itemsizes, shapes, thresholds
 
@@ -13,16 +17,26 @@ Shapes = list[tuple[int, ...]]
 relaxed = settings(deadline=None, max_examples=100)
 
 
+def planned(
+    shapes: Shapes, degree: int, itemsize: int, direct_bytes: float | None = None
+) -> GroupPlan:
+    specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
+    return plan_group(specs, degree, itemsize, direct_bytes)
+
+
 def spans(plan: GroupPlan) -> list[tuple[int, int]]:
-    return [(s.shard_offset, s.shard_offset + s.shard_numel) for s in plan.slots]
+    return [
+        (start, start + spec.shard_numel)
+        for start, spec in zip(plan.starts, plan.specs, strict=True)
+    ]
 
 
 @relaxed
 @given(shapes, degrees, itemsizes, thresholds)
-def test_slots_partition_the_shard_up_to_padding(
+def test_shards_partition_the_shard_up_to_padding(
     shapes: Shapes, degree: int, itemsize: int, threshold: int
 ) -> None:
-    plan = plan_group(shapes, degree, itemsize, threshold)
+    plan = planned(shapes, degree, itemsize, threshold)
     end = 0
     for start, stop in sorted(span for span in spans(plan) if span[0] < span[1]):
         assert end <= start < end + max(1, ALIGNMENT // itemsize)
@@ -35,9 +49,9 @@ def test_slots_partition_the_shard_up_to_padding(
 def test_unsharded_places_do_not_overlap_and_fit(
     shapes: Shapes, degree: int, itemsize: int, threshold: int
 ) -> None:
-    plan = plan_group(shapes, degree, itemsize, threshold)
+    plan = planned(shapes, degree, itemsize, threshold)
     places = sorted(
-        (s.full_offset, s.full_offset + degree * s.shard_numel) for s in plan.slots if s.shard_numel
+        (e.start, e.start + degree * e.spec.shard_numel) for e in plan.full if e.spec.shard_numel
     )
     arrivals = sorted((degree * a, degree * (a + n)) for a, n in plan.segments)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))
@@ -52,28 +66,56 @@ def test_simulated_gather_reassembles_every_parameter(
 ) -> None:
     # Every element is named (parameter, index); all ranks' shards are filled, "gathered" by the
     # segments and unpacked by the slots, and the prefix of each place must be the parameter.
-    plan = plan_group(shapes, degree, itemsize, threshold)
+    plan = planned(shapes, degree, itemsize, threshold)
     shards = [[None] * plan.shard_numel for _ in range(degree)]  # type: list[list[object]]
-    for name, slot in enumerate(plan.slots):
+    for name, (start, spec) in enumerate(zip(plan.starts, plan.specs, strict=True)):
         for rank in range(degree):
-            held = slot.held_rows(rank) * slot.row_numel
+            held = math.prod(spec.local_shape(rank))
             for i in range(held):
-                shards[rank][slot.shard_offset + i] = (name, rank * slot.shard_numel + i)
+                shards[rank][start + i] = (name, rank * spec.shard_numel + i)
     full = [None] * plan.full_numel  # type: list[object]
     for start, n in plan.segments:
         for rank in range(degree):
             at = degree * start + rank * n
             full[at : at + n] = shards[rank][start : start + n]
-    for slot in plan.slots:
-        if not slot.direct:
-            for rank in range(degree):
-                at = degree * plan.packed_offset + rank * plan.packed_numel
-                at += slot.shard_offset - plan.packed_offset
-                to = slot.full_offset + rank * slot.shard_numel
-                full[to : to + slot.shard_numel] = full[at : at + slot.shard_numel]
-    for name, slot in enumerate(plan.slots):
-        found = full[slot.full_offset : slot.full_offset + slot.numel]
-        assert found == [(name, i) for i in range(slot.numel)]
+    for i in plan.packed:
+        width, extent = plan.specs[i].shard_numel, plan.full[i]
+        for rank in range(degree):
+            at = degree * plan.packed_start + rank * plan.packed_numel
+            at += plan.starts[i] - plan.packed_start
+            to = extent.start + rank * extent.stride
+            full[to : to + width] = full[at : at + width]
+    for name, extent in enumerate(plan.full):
+        found = full[extent.start : extent.start + extent.spec.numel]
+        assert found == [(name, i) for i in range(extent.spec.numel)]
+
+
+@relaxed
+@given(shapes, degrees, st.randoms(use_true_random=False))
+def test_one_indexed_copy_puts_packed_parameters_in_their_places(
+    shapes: Shapes, degree: int, random: Any
+) -> None:
+    specs = []
+    for shape in shapes:
+        dim = random.randrange(len(shape))
+        if dim:
+            shape = (*shape[:dim], shape[dim] * degree, *shape[dim + 1 :])
+        specs.append(ShardSpec(shape=shape, dim=dim, degree=degree))
+    plan = plan_group(specs, degree, 4, 1 << 30)
+    assume(plan.packed_numel)
+    wholes = [torch.rand(spec.shape) for spec in specs]
+    ranks = torch.zeros(degree, plan.packed_numel)
+    for rank in range(degree):
+        for i in plan.packed:
+            part = specs[i].part(wholes[i], rank).flatten()
+            start = plan.starts[i] - plan.packed_start
+            ranks[rank, start : start + len(part)] = part
+    full = torch.full((plan.full_numel,), torch.nan)
+    first = plan.full[plan.packed[0]].start
+    order = _packed_order(plan, first, torch.device("cpu"))
+    torch.index_select(ranks.flatten(), 0, order, out=full[first:])
+    for i in plan.packed:
+        assert torch.equal(plan.full[i].whole(full), wholes[i])
 
 
 @relaxed
@@ -81,47 +123,24 @@ def test_simulated_gather_reassembles_every_parameter(
 def test_direct_parameters_start_aligned_and_packed_ones_too(
     shapes: Shapes, degree: int, itemsize: int, threshold: int
 ) -> None:
-    plan = plan_group(shapes, degree, itemsize, threshold)
-    for slot in plan.slots:
-        assert slot.full_offset * itemsize % ALIGNMENT == 0
-        if slot.direct and degree > 1:
-            assert slot.shard_numel * itemsize % ALIGNMENT == 0
-            assert slot.shard_numel * itemsize >= threshold
+    plan = planned(shapes, degree, itemsize, threshold)
+    for extent, direct in zip(plan.full, plan.direct, strict=True):
+        assert extent.start * itemsize % ALIGNMENT == 0
+        if direct and degree > 1:
+            assert extent.spec.shard_numel * itemsize % ALIGNMENT == 0
+            assert extent.spec.shard_numel * itemsize >= threshold
 
 
 def test_the_threshold_counts_the_bytes_of_one_rank() -> None:
     rows = 64 * 1024 // 4
-    assert plan_group([(2 * rows,)], 2, 4).slots[0].direct
-    assert not plan_group([(2 * rows - 8,)], 2, 4).slots[0].direct
-
-
-@relaxed
-@given(shapes, degrees)
-def test_held_rows_are_those_of_torch_chunk(shapes: Shapes, degree: int) -> None:
-    for slot in plan_group(shapes, degree, 4).slots:
-        held = [slot.held_rows(rank) for rank in range(degree)]
-        assert sum(held) == slot.shape[0]
-        step = math.ceil(slot.shape[0] / degree)
-        chunks = [min(step, slot.shape[0] - i) for i in range(0, slot.shape[0], max(step, 1))]
-        assert held == chunks + [0] * (degree - len(chunks))
-
-
-@relaxed
-@given(shapes, degrees, itemsizes)
-def test_gradient_rows_are_dense_and_end_aligned(
-    shapes: Shapes, degree: int, itemsize: int
-) -> None:
-    slots = plan_group(shapes, degree, itemsize).slots
-    plan = plan_gradients(slots, itemsize)
-    end = sum(slot.shard_numel for slot in slots)
-    assert plan.shard_numel == end + plan.padding
-    assert plan.shard_numel * itemsize % ALIGNMENT == 0
-    assert plan.padding * itemsize < ALIGNMENT
+    assert planned([(2 * rows,)], 2, 4).direct == (True,)
+    assert planned([(2 * rows - 8,)], 2, 4).direct == (False,)
 
 
 @relaxed
 @given(shapes, itemsizes)
 def test_one_rank_needs_no_place_besides_its_shard(shapes: Shapes, itemsize: int) -> None:
-    plan = plan_group(shapes, 1, itemsize)
-    assert all(slot.direct and slot.full_offset == slot.shard_offset for slot in plan.slots)
+    plan = planned(shapes, 1, itemsize)
+    assert all(plan.direct)
+    assert tuple(extent.start for extent in plan.full) == plan.starts
     assert plan.full_numel == plan.shard_numel

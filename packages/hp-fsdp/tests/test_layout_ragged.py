@@ -6,7 +6,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_fsdp._ragged_plan import RaggedPlan, plan_ragged
+from hp_fsdp._layout_ragged import RaggedPlan, plan_ragged
 
 
 @st.composite

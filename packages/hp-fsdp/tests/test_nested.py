@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hp_fsdp import ShardingError
-from hp_fsdp._nested import map_tensors, tensors_with_gradient
+from hp_fsdp._precision import map_tensors, tensors_with_gradient
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

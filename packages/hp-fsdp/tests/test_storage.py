@@ -11,8 +11,8 @@ from rank_pool import RankPool
 
 from hp_dtensor import Axis, TorchCollectives
 from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingError, fully_shard
-from hp_fsdp._cut import Cut
-from hp_fsdp.layouts._exact import ExactLayout
+from hp_fsdp._layout_exact import ExactLayout
+from hp_fsdp._offsets import ShardSpec
 
 from .models import (
     Gradients,
@@ -61,10 +61,10 @@ def staged(rank: int, degree: int) -> list[bool]:
     """Gather from shards that rest in another dtype than they travel in, several times."""
     axis = Axis.of(mesh_of((degree,), ("fsdp",)))
     wholes = [torch.arange(12.0).view(6, 2) + 1, torch.arange(5.0)]
-    cuts = [Cut(shape=tuple(whole.shape), dim=0, degree=degree) for whole in wholes]
-    locals_ = [cut.part(whole, axis.index) for cut, whole in zip(cuts, wholes, strict=True)]
+    specs = [ShardSpec(shape=tuple(whole.shape), dim=0, degree=degree) for whole in wholes]
+    locals_ = [spec.part(whole, axis.index) for spec, whole in zip(specs, wholes, strict=True)]
     layout = ExactLayout(
-        locals_, cuts, axis, dtype=torch.bfloat16, device=torch.device("cpu"), direct_bytes=0
+        locals_, specs, axis, dtype=torch.bfloat16, device=torch.device("cpu"), direct_bytes=0
     )
     layout.free()
     seen = []

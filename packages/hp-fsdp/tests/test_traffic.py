@@ -70,7 +70,7 @@ class Copies(TorchDispatchMode):
         name = "" if self.paused else str(func)
         if "split_with_sizes_copy" in name:
             self.bytes += sum(t.numel() * t.element_size() for t in kwargs["out"])
-        elif "_chunk_cat" in name:
+        elif "_chunk_cat" in name or "index_select" in name:
             self.bytes += kwargs["out"].numel() * kwargs["out"].element_size()
         elif any(word in name for word in ("copy_", "aten.clone", "aten.cat", "_to_copy")):
             written = args[0] if "copy_" in name else [result]

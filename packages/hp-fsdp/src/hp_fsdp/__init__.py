@@ -18,15 +18,15 @@ from ._errors import ShardingError as ShardingError
 from ._errors import StateError as StateError
 from ._errors import UnsupportedError as UnsupportedError
 from ._fully_shard import fully_shard as fully_shard
+from ._mesh import DataParallelMeshDims as DataParallelMeshDims
+from ._module import FSDPModule as FSDPModule
+from ._module import GroupReport as GroupReport
+from ._module import ParameterReport as ParameterReport
+from ._module import PlanReport as PlanReport
+from ._module import UnshardHandle as UnshardHandle
+from ._module import register_fsdp_forward_method as register_fsdp_forward_method
+from ._module import share_comm_ctx as share_comm_ctx
 from ._optimizer import sharded_optimizer as sharded_optimizer
-from ._place import DataParallelMeshDims as DataParallelMeshDims
-from ._report import GroupReport as GroupReport
-from ._report import ParameterReport as ParameterReport
-from ._report import PlanReport as PlanReport
-from ._surface import FSDPModule as FSDPModule
-from ._surface import UnshardHandle as UnshardHandle
-from ._surface import register_fsdp_forward_method as register_fsdp_forward_method
-from ._surface import share_comm_ctx as share_comm_ctx
 
 __version__ = "0.1.0"
 __all__ = [

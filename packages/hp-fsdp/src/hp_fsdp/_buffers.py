@@ -85,6 +85,7 @@ class ResizeBuffer:
         self._make: Callable[[], Tensor] = partial(torch.empty, numel, dtype=dtype, device=device)
         self.tensor: Tensor = self._make()
         self.writable: Tensor = self.tensor.data
+        self._storage = self.tensor.untyped_storage()
         self._bytes = numel * self.tensor.element_size()
         self.lent = False
 
@@ -98,12 +99,13 @@ class ResizeBuffer:
         if self.lent:
             self._replace()
         else:
-            self.tensor.untyped_storage().resize_(self._bytes)
+            self._storage.resize_(self._bytes)
 
     def _replace(self) -> None:
         with torch.inference_mode(False):
             tensor = self._make()
             self.tensor, self.writable, self.lent = tensor, tensor.data, False
+            self._storage = tensor.untyped_storage()
 
     def lend(self) -> None:
         """Note, before it is started, that a collective uses the memory."""
@@ -116,7 +118,7 @@ class ResizeBuffer:
     def free(self) -> None:
         """Give the memory back, unless it is lent; views become unreadable."""
         if not self.lent:
-            self.tensor.untyped_storage().resize_(0)
+            self._storage.resize_(0)
 
 
 class Ring:
@@ -238,6 +240,14 @@ class RingBuffer:
         """Release the slot; its memory stays with a collective that it is lent to."""
         if self._slot.owner is self:
             self._slot.owner = None
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return a view to gather: plain bytes where elements have eight bits.
+
+    Gathering only moves them, and gloo knows no floating-point numbers of eight bits.
+    """
+    return flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
 
 
 def in_own_storage(view: Tensor) -> Tensor:

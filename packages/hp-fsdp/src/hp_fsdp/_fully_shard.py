@@ -1,43 +1,165 @@
-"""Plan and install: nothing here communicates."""
+"""The call: check its arguments, select parameters, plan and install. Nothing communicates."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hp_dtensor import Collectives, TorchCollectives
 
-from ._arguments import (
-    LayoutName,
-    check_gradient_mode,
-    check_modules,
-    device_of,
-    modules_of,
-    place_on,
-    replicated_below,
-    storage_of,
-    world_mesh,
-)
 from ._buffers import Buffers, Resize
-from ._extended_group import ExtendedGroup
-from ._extended_parameter import ExtendedParameter
-from ._find import Granularity, ShardPlacement, Wanted, free_parameters
-from ._group import ParameterGroup
-from ._options import GradientReduction, Options, check_reshard
-from ._parameters import ShardedParameter
-from ._place import DataAxisNames, Place
-from ._ragged_group import RaggedGroup
-from ._ragged_parameter import RaggedParameter
-from ._schedule import Schedule
-from ._storage import GradientMode, Storage
-from ._surface import FSDPModule, sharded_class, show_to_torch
-from ._taken import note_taken
-from ._torch import note_composed, noted_state
-from ._unit import UNIT_ATTRIBUTE, Unit
+from ._errors import (
+    ArgumentTypeError,
+    MeshError,
+    MeshTypeError,
+    ModuleError,
+    ModuleStateError,
+    ModuleTypeError,
+    ShardingError,
+    shown,
+)
+from ._extensions import ExtendedGroup, ExtendedParameter
+from ._group import ParameterGroup, RaggedGroup
+from ._hooks import register_post_forward
+from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
+from ._module import FSDPModule, sharded_class, show_to_torch
+from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
+from ._param import RaggedParameter, ShardedParameter
+from ._select import (
+    Granularity,
+    ParameterSelection,
+    ShardPlacement,
+    note_managed,
+    select_parameters,
+)
+from ._torch import composed_by, note_composed, noted_state
+from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
+
+LayoutName = Literal["exact", "ragged"]
+
+
+def modules_of(module: object) -> list[nn.Module]:
+    """Return the modules of one unit; raises `ModuleError` for anything else."""
+    legal = "legal are an nn.Module and a list of nn.Modules"
+    if isinstance(module, nn.Module):
+        return [module]
+    if isinstance(module, str | torch.Tensor) or not isinstance(module, Iterable):
+        raise ModuleTypeError(f"module is {shown(module)}; {legal}")
+    modules = list(module)
+    for position, each in enumerate(modules):
+        if not isinstance(each, nn.Module):
+            raise ModuleTypeError(f"module[{position}] is {shown(each)}; {legal}")
+    return modules
+
+
+def mesh_info_of(mesh: object, dims: DataAxisNames | None) -> MeshInfo:
+    """Return where parameters are sharded; raises `MeshError` for what is no mesh for it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshTypeError(
+            f"mesh is {shown(mesh)}; legal are a DeviceMesh of one or two axes, and None for one "
+            "axis over the world"
+        )
+    if dims is not None:
+        return WholeMeshInfo.within(mesh, dims)
+    if not 1 <= mesh.ndim <= 2:
+        raise MeshError(
+            f"a mesh of {mesh.ndim} axes; give one axis to shard over, or two, the first of which "
+            "replicates, or name the axes of data with dp_mesh_dims"
+        )
+    return MeshInfo.on(mesh)
+
+
+def config_of(
+    precision: MixedPrecisionPolicy,
+    offload: object,
+    device: torch.device,
+    direct_bytes: float | None,
+) -> GroupConfig:
+    """Return where shards rest; raises `ShardingError` for what is no policy or no size."""
+    if not isinstance(offload, OffloadPolicy):
+        raise ArgumentTypeError(
+            f"offload_policy is {shown(offload)}; legal are OffloadPolicy() and CPUOffloadPolicy()"
+        )
+    if direct_bytes is not None and not direct_bytes >= 0:
+        raise ShardingError(f"direct_bytes is {shown(direct_bytes)}; legal are numbers from 0 on")
+    to_cpu = isinstance(offload, CPUOffloadPolicy)
+    # Memory is pinned for the sake of a device; without one torch refuses.
+    pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and device.type != "cpu"
+    return GroupConfig(
+        precision=precision,
+        device=device,
+        rest=torch.device("cpu") if to_cpu else device,
+        buffers=Resize(),
+        pinned=pinned,
+        direct_bytes=direct_bytes,
+    )
+
+
+def check_modules(modules: Sequence[nn.Module]) -> None:
+    """Raise `ModuleError` for modules that cannot be a unit."""
+    if not modules:
+        raise ModuleError("an empty list of modules; give at least one")
+    if len(set(modules)) < len(modules):
+        names = [type(module).__name__ for module in modules]
+        raise ModuleError(f"a module is twice in the list {names}; give each once")
+    for module in modules:
+        name = type(module).__name__
+        if unit_of(module) is not None:
+            raise ModuleStateError(f"{name} is sharded already; a module can be sharded once")
+        if composed := composed_by(module):
+            raise ModuleStateError(
+                f"{name} was given to torch's {' and '.join(sorted(composed))} before; parameters "
+                "can be sharded or replicated once: leave that call out"
+            )
+        if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
+            raise ModuleError(
+                f"{name} has no forward, so it cannot gather its parameters; shard the modules in "
+                "it one by one"
+            )
+
+
+def replicated_below(modules: Sequence[nn.Module]) -> frozenset[int]:
+    """Return the ids of the parameters that torch's ``replicate`` has; they stay with it."""
+    return frozenset(
+        id(parameter)
+        for root in modules
+        for inner in root.modules()
+        if "replicate" in composed_by(inner)
+        for parameter in inner.parameters()
+    )
+
+
+def check_gradient_mode(mode: GradientMode) -> GradientMode:
+    """Return the mode; raises `ShardingError` for one that is unknown."""
+    if mode not in get_args(GradientMode):
+        raise ShardingError(f"grads is {shown(mode)}; legal are {list(get_args(GradientMode))}")
+    return mode
+
+
+def world_mesh() -> DeviceMesh:
+    """Return one axis over all ranks on the accelerator, or on CPUs where there is none.
+
+    Without a name, so that it is equal to the mesh that torch's ``fully_shard`` makes by default.
+    Initialises the default process group where nobody did, as torch's does.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device that this rank computes on."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
 
 _AS_IT_IS = MixedPrecisionPolicy()
 _NOWHERE = OffloadPolicy()
@@ -178,36 +300,39 @@ def fully_shard(
 
     A call that raises leaves the modules as they were.
     """
-    wanted = Wanted.of(ignored_params, shard_placement_fn, min_shard_numel, layout, granularity)
+    selection = ParameterSelection.of(
+        ignored_params, shard_placement_fn, min_shard_numel, layout, granularity
+    )
     modules = modules_of(module)
     check_modules(modules)
-    wanted = replace(wanted, ignored=wanted.ignored | replicated_below(modules))
+    selection = replace(selection, ignored=selection.ignored | replicated_below(modules))
     if mesh is None:
         mesh = world_mesh()
-    place = place_on(mesh, dp_mesh_dims)
+    mesh_info = mesh_info_of(mesh, dp_mesh_dims)
     options = Options(
-        reshard_after_forward=check_reshard(reshard_after_forward, place.axes.shard.size),
+        reshard_after_forward=check_reshard(reshard_after_forward, mesh_info.axes.shard.size),
         precision=mp_policy,
         reduction=gradient_reduction,
     )
     device = device_of(mesh)
-    storage = storage_of(mp_policy, offload_policy, device, direct_bytes)
-    storage = replace(storage, buffers=buffers or Resize(), grads=check_gradient_mode(grads))
+    config = config_of(mp_policy, offload_policy, device, direct_bytes)
+    config = replace(config, buffers=buffers or Resize(), grads=check_gradient_mode(grads))
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
     groups = _groups_of(
-        free_parameters(modules, place, wanted),
-        place,
+        select_parameters(modules, mesh_info, selection),
+        mesh_info,
         TorchCollectives() if collectives is None else collectives,
-        storage,
+        config,
     )
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
         for parameter in group.parameters:
             parameter.note_original()
         group.install_sharded()
-    note_taken(modules, wanted.ignored)
+    note_managed(modules, selection.ignored)
     _move_buffers(modules, device)
-    unit = Unit(modules, groups, options, device, Schedule)
+    unit = Unit(modules, groups, options, device)
+    register_post_forward(unit)
     sharded: list[FSDPModule] = []
     for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
@@ -225,9 +350,9 @@ cast(Any, fully_shard).state = noted_state
 
 def _groups_of(
     parameters: Sequence[ShardedParameter],
-    place: Place,
+    mesh_info: MeshInfo,
     collectives: Collectives,
-    storage: Storage,
+    config: GroupConfig,
 ) -> list[ParameterGroup]:
     """Return a group for each dtype and kind, and more for those that every rank keeps whole."""
     alike: dict[tuple[torch.dtype, bool, type[ParameterGroup]], list[ShardedParameter]] = {}
@@ -236,9 +361,9 @@ def _groups_of(
         if original is not None:
             key = (original.dtype, parameter.dim is None, _KINDS[type(parameter)])
             alike.setdefault(key, []).append(parameter)
-    whole = place.axes.replicated() if place.shards else place.axes
+    whole = mesh_info.axes.replicated() if mesh_info.shards else mesh_info.axes
     return [
-        kind(each, whole if is_whole else place.axes, collectives, storage)
+        kind(each, whole if is_whole else mesh_info.axes, collectives, config)
         for (_, is_whole, kind), each in alike.items()
     ]
 

@@ -1,301 +1,362 @@
-"""From the unsharded gradients of one group to sharded gradients on its parameters."""
+"""Gradients packed for a reduction as autograd has them, instead of once at the end."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor import Collectives
 
-from ._axes import DataAxes
-from ._buffers import Buffers
 from ._errors import StateError
-from ._options import Options
-from ._packing import Packing
-from ._parameters import ShardedParameter
-from ._torch import hooks_after_gradient, named_range, pack_rank_major
+from ._offsets import GradientRows
+from ._param import ShardedParameter
+from ._torch import accumulates, inside_transform
 
 
-class PartialSum:
-    """What reductions left that were scattered and not yet summed over the replicas."""
+class GradientBucket:
+    """Rows ``[degree, width]`` that gradients are added to one after another.
 
-    def __init__(self) -> None:
-        self._flat: Tensor | None = None
-        self._names: tuple[str, ...] = ()
-        self._used: list[bool] = []
-
-    @property
-    def waits(self) -> bool:
-        """Return whether something is kept."""
-        return self._flat is not None
-
-    def add(
-        self, flat: Tensor, names: tuple[str, ...], used: list[bool]
-    ) -> tuple[Tensor, list[bool]]:
-        """Keep the sum of ``flat`` and what is kept; return it, and what this rank used in it."""
-        if self._flat is not None:
-            if names != self._names:
-                raise StateError(
-                    f"gradients of {list(self._names)} wait for an all-reduce, and now come those "
-                    f"of {list(names)}; freeze parameters only after a reduction over all axes"
-                )
-            flat = flat.add_(self._flat)
-            used = [now or before for now, before in zip(used, self._used, strict=True)]
-        self._flat, self._names, self._used = flat, names, used
-        return flat, used
-
-    def drop(self) -> None:
-        """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
-        if self._flat is not None:
-            self._flat.zero_()
-            self._used = [False] * len(self._used)
-
-    def clear(self) -> None:
-        """Keep nothing."""
-        self._flat, self._names, self._used = None, (), []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The parameters of a group's reductions: where they lie, in which dtype they are reduced.
-
-    Good for many steps, as long as the same parameters train.
+    The first of a parameter overwrites what was there; what no gradient reached becomes zero at
+    the end.
     """
 
-    path: str  # of the module, for a profile
-    parameters: Sequence[ShardedParameter]
-    packing: Packing
-    dtype: torch.dtype
-    shard: Tensor  # the flat shard, for its dtype and device
-    partial: PartialSum
-    buffers: Buffers
-    all_used: dict[torch.dtype, Tensor] = field(default_factory=dict)  # see `flags`
+    def __init__(self, rows: GradientRows, flat: Tensor) -> None:
+        """Write into ``flat``, whose contents are arbitrary."""
+        self._rows = rows
+        self._flat = flat
+        self.written = [False] * len(rows.extents)  # which gradients came
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the parameters."""
-        return tuple(parameter.name for parameter in self.parameters)
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add the gradient of the parameter at ``index``: one copy or addition, or two."""
+        extent = self._rows.extents[index]
+        count = extent.full * extent.run_shape[0]
+        first = self._first(index)
+        if extent.spec.dim or not extent.left:
+            full = extent.full_runs(self._flat)
+            _write(full, extent.spec.by_rank(gradient).view(full.shape), first)
+            return
+        if count:
+            full = extent.full_runs(self._flat)
+            _write(full, gradient[:count].view(full.shape), first)
+        _write(extent.tail(self._flat), gradient[count:], first)
 
-    def flags(
-        self, used: Sequence[bool], shape: tuple[int, int], first: int, like: Tensor
-    ) -> Tensor:
-        """Return columns of zeros with the flags of the parameters from column ``first`` on.
+    def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
+        """Add ``left.T @ right``, for ``[tokens, out]`` and ``[tokens, in]``, without a copy.
 
-        Each is 1 where this rank ``used`` the parameter. What all steps that use everything need is
-        made once.
+        One matrix product writes the full runs, another the rows of a run that is not full.
         """
-        whole = self.all_used.get(like.dtype)
-        if whole is None:
-            whole = self.all_used[like.dtype] = like.new_zeros(shape)
-            whole[:, first : first + len(used)] = 1
-        if all(used):
-            return whole
-        some = whole.clone()
-        for i, is_used in enumerate(used):
-            if not is_used:
-                some[:, first + i].zero_()
-        return some
+        extent = self._rows.extents[index]
+        runs, rows = extent.full, extent.run_shape[0]
+        count = runs * rows
+        beta = 0 if self._first(index) else 1
+        if runs:
+            full = extent.full_runs(self._flat)
+            parts = left[:, :count].unflatten(1, (runs, rows)).permute(1, 2, 0)
+            torch.baddbmm(full, parts, right.expand(runs, *right.shape), beta=beta, out=full)
+        if extent.left:
+            tail = extent.tail(self._flat)
+            torch.addmm(tail, left[:, count:].t(), right, beta=beta, out=tail)
+
+    def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
+        """Add ``rows[i]`` of ``[tokens, ...]`` to row ``ids[i]`` of the gradient."""
+        extent = self._rows.extents[index]
+        whole = extent.full_runs(self._flat, self._rows.degree)  # rows of padding are in no id
+        if self._first(index):
+            whole.zero_()
+        where = (ids // extent.run_shape[0], ids % extent.run_shape[0])
+        whole.index_put_(where, rows.to(whole.dtype), accumulate=True)
+
+    def takes_products(self, index: int, dtype: torch.dtype) -> bool:
+        """Return whether `add_product` can write gradients of that dtype."""
+        spec = self._rows.extents[index].spec
+        return not spec.dim and self._flat.dtype == dtype and len(spec.shape) == 2
+
+    def takes_rows(self, index: int) -> bool:
+        """Return whether `add_rows` can write the gradient."""
+        return not self._rows.extents[index].spec.dim
+
+    def _first(self, index: int) -> bool:
+        first, self.written[index] = not self.written[index], True
+        return first
+
+    def finish(self) -> Tensor:
+        """Return all rows, flat, zero where no gradient came, with the flags of what came."""
+        rows = self._flat.view(self._rows.degree, self._rows.width)
+        for extent, written in zip(self._rows.extents, self.written, strict=True):
+            first = extent.full if written else 0
+            if written and extent.left:
+                rows[first, extent.start + extent.padded : extent.end].zero_()
+                first += 1
+            if first < self._rows.degree and extent.end > extent.start:
+                rows[first:, extent.start : extent.end].zero_()
+        for _, start, end in self._rows.gaps:
+            rows[:, start:end].zero_()
+        if not self._rows.flags_apart:
+            flags = rows[:, self._rows.flags : self._rows.flags + len(self.written)]
+            flags.fill_(1)
+            for i, written in enumerate(self.written):
+                if not written:
+                    flags[:, i].zero_()
+        return self._flat
 
 
-class Reduction:
-    """One reduction under way: a reduce-scatter, then for HSDP an all-reduce of its result.
+def _write(target: Tensor, source: Tensor, first: bool) -> None:
+    if first:
+        target.copy_(source)
+    else:
+        target.add_(source)
 
-    Of contiguous ``gradients``, or of ``rows`` where they are packed already; these are given back.
-    ``used`` says of which parameters this rank has gradients; the others, zeros here, get one only
-    if another rank has.
-    Of ``options`` counts what they are now: the factor, the hook, whether replicas are summed.
+
+AddProduct = Callable[[Tensor, Tensor], None]
+
+
+class _FusedLinear(torch.autograd.Function):
+    """``functional.linear`` whose weight gradient goes to ``add_product``, not to autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add_product: AddProduct
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.add_product = add_product
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        to_input = gradient @ weight if ctx.needs_input_grad[0] else None
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        to_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        to_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = x.reshape(-1, x.shape[-1])
+            if accumulates(ctx, 1):
+                ctx.add_product(flat, rows)
+            else:  # a backward for other tensors than parameters, or one that returns gradients
+                to_weight = flat.t() @ rows
+        return to_input, to_weight, to_bias, None
+
+
+def can_fuse(module: nn.Module, name: str) -> bool:
+    """Return whether ``module`` is a plain ``nn.Linear`` and ``name`` its weight."""
+    plain = type(module) is nn.Linear and "forward" not in vars(module)
+    return plain and name == "weight"
+
+
+def fuse(linear: nn.Module, is_own: Callable[[Tensor], bool], add_product: AddProduct) -> None:
+    """Replace the forward of ``linear``: ``add_product`` gets the factors of weight gradients.
+
+    Where the weight that stands there is not ``is_own``, takes no gradient, or autocast is on, in
+    compiled modules and in transforms of ``torch.func``, the layer computes as it always did.
+    """
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        weight = self.weight
+        if torch.compiler.is_compiling() or inside_transform():
+            return functional.linear(x, weight, self.bias)
+        fused = torch.is_grad_enabled() and weight.requires_grad and is_own(weight)
+        if not fused or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype:
+            return functional.linear(x, weight, self.bias)
+        apply: Any = _FusedLinear.apply
+        return cast(Tensor, apply(x, weight, self.bias, add_product))
+
+    vars(linear)["forward"] = MethodType(forward, linear)
+
+
+AddRows = Callable[[Tensor, Tensor], None]
+
+
+class _FusedEmbedding(torch.autograd.Function):
+    """``functional.embedding`` whose weight gradient goes to ``add_rows``, not to autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, add_rows: AddRows
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight_shape = weight.shape
+        ctx.padding_idx = padding_idx
+        ctx.add_rows = add_rows
+        return functional.embedding(ids, weight, padding_idx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
+        ids = ctx.saved_tensors[0].flatten()
+        rows = gradients[0].reshape(-1, ctx.weight_shape[1])
+        if ctx.padding_idx is not None:
+            kept = ids != ctx.padding_idx
+            ids, rows = ids[kept], rows[kept]
+        if accumulates(ctx, 1):
+            ctx.add_rows(ids, rows)
+            return None, None, None, None
+        # a backward for other tensors than parameters, or one that returns gradients
+        return None, rows.new_zeros(ctx.weight_shape).index_add_(0, ids, rows), None, None
+
+
+def can_fuse_embedding(module: nn.Module, name: str) -> bool:
+    """Return whether ``module`` is a plain ``nn.Embedding`` and ``name`` its weight.
+
+    One with dense gradients, that is, which neither renormalises nor weighs by frequency.
+    """
+    plain = type(module) is nn.Embedding and "forward" not in vars(module) and name == "weight"
+    if not plain:
+        return False
+    table = cast(nn.Embedding, module)
+    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+
+
+def fuse_embedding(
+    embedding: nn.Module, is_own: Callable[[Tensor], bool], add_rows: AddRows
+) -> None:
+    """Replace the forward of ``embedding``: ``add_rows`` gets ids and rows of weight gradients.
+
+    Where the weight that stands there is not ``is_own`` or takes no gradient, in compiled
+    modules and in transforms of ``torch.func``, the layer computes as it always did.
+    """
+
+    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+        weight = self.weight
+        fused = not (torch.compiler.is_compiling() or inside_transform())
+        fused &= torch.is_grad_enabled()
+        if not fused or not weight.requires_grad or not is_own(weight):
+            return functional.embedding(ids, weight, self.padding_idx)
+        apply: Any = _FusedEmbedding.apply
+        return cast(Tensor, apply(ids, weight, self.padding_idx, add_rows))
+
+    vars(embedding)["forward"] = MethodType(forward, embedding)
+
+
+class BucketHooks:
+    """Writes each large gradient of a group to its bucket when autograd has it, and adds others.
+
+    With ``fused`` the weight gradients of linear layers and of embeddings are written there by the
+    matrix product, or row by row, itself. The small ones come last, as do those of DTensors, which
+    may have to be redistributed: a hook for each would cost more host time than it saves.
     """
 
     def __init__(
         self,
-        batch: Batch,
-        gradients: list[Tensor],
-        rows: Tensor | None,
-        used: list[bool],
-        axes: DataAxes,
-        collectives: Collectives,
-        options: Options,
+        parameters: Sequence[ShardedParameter],
+        large: Collection[int],
+        reduced: Callable[[], list[int]],
+        rows_of: Callable[[Sequence[int]], GradientRows],
+        take: Callable[[int], Tensor],
+        fused: bool,
     ) -> None:
-        self._batch = batch
-        self._axes = axes
-        self._collectives = collectives
-        self._options = options
-        self._before, self._after = _divisors(options, axes.size, batch.dtype)
-        self._op: Literal["sum", "avg"] = "sum" if self._after else "avg"
-        self._sums = [axis for axis in axes.replicate if axis.size > 1]
-        self._ready = True
-        # Hooks that run once gradients are reduced.
-        self.hooked = any(hooks_after_gradient(p.sharded) for p in batch.parameters)
-        self._scattering: Work | None = None
-        self._summing: Work | None = None
-        self._gradients = gradients  # released when they are packed
-        self._used = used
-        self._flat: Tensor | None = None
-        self._rows: Tensor | None = None
-        self._row: Tensor | None = None  # of gradients and flags that are scattered apart
-        if axes.shard.size > 1:
-            self._rows = self._pack(rows)
-            with named_range("reduce_scatter", batch.path, axes.shard.name):
-                self._scattering = self._scatter(axes.shard, self._rows)
-        elif self._sums or options.hook is not None:
-            self._begin_sum(self._pack(rows))
+        """Hook nothing before `register`; ``large`` says which of ``parameters`` will be.
 
-    def _pack(self, rows: Tensor | None) -> Tensor:
-        with named_range("pack_gradients", self._batch.path):
-            flat = self._packed() if rows is None else rows
-        packing = self._batch.packing
-        if self._before and packing.apart:
-            flat.div_(self._before)
-        elif self._before:  # a flag could become zero
-            flat.view(packing.sink.degree, -1)[:, : packing.flags].div_(self._before)
-        return flat
+        ``reduced`` says which parameters the next reduction is of, in the order to pack them in.
+        """
+        self._parameters = parameters
+        self._large = [i for i in large if parameters[i].is_plain]
+        self._reduced = reduced
+        self._rows_of = rows_of
+        self._take = take
+        self._bucket: GradientBucket | None = None
+        self._chosen: list[int] = []
+        self._rows: GradientRows | None = None
+        self.on_gradient: Callable[[], None] | None = None  # called where autograd sees none
+        for i in self._large:
+            is_own = parameters[i].is_unsharded
+            for owner in parameters[i].owners if fused else ():
+                if can_fuse(owner.module, owner.name):
+                    fuse(owner.module, is_own, partial(self._add_product, i))
+                elif can_fuse_embedding(owner.module, owner.name):
+                    fuse_embedding(owner.module, is_own, partial(self._add_rows, i))
 
-    def _scatter(self, axis: Axis, rows: Tensor) -> Work:
-        packing, collectives = self._batch.packing, self._collectives
-        if not packing.apart:
-            return collectives.reduce_scatter(axis, [rows], op=self._op)
-        count = len(self._used)
-        flags = self._batch.flags(self._used, (axis.size, count), 0, rows)
-        self._row = rows.new_empty(packing.flags + count)
-        outputs = [self._row[: packing.flags], self._row[packing.flags :]]
-        return collectives.reduce_scatter(axis, [rows, flags.flatten()], outputs, op=self._op)
+    def register(self) -> None:
+        """Hook the unsharded parameters, which were made anew."""
+        self._rows = None
+        for i in self._large:
+            unsharded = self._parameters[i].unsharded
+            if unsharded.is_floating_point():
+                unsharded.requires_grad_(True)  # hooks need it; it is set right with every gather
+                unsharded.register_post_accumulate_grad_hook(partial(self._add, i))
 
-    def _packed(self) -> Tensor:
-        batch, pieces = self._batch, self._gradients
-        packing, sink = batch.packing, batch.packing.sink
-        device = pieces[0].device
-        flat = batch.buffers.take(sink.degree * sink.width, batch.dtype, device)
-        for i, cut in packing.rearranged:
-            pieces[i] = cut.by_rank(pieces[i]).contiguous()
-        if len({piece.dtype for piece in pieces}) > 1:
-            pieces = [piece.to(batch.dtype) for piece in pieces]
-        for i, start, end in reversed(sink.gaps):
-            shape = (sink.degree, end - start)
-            if not packing.apart and start <= packing.flags < end:
-                gap = batch.flags(self._used, shape, packing.flags - start, pieces[0])
-            else:
-                gap = pieces[0].new_zeros(shape)
-            pieces.insert(i, gap)
-        pieces = [piece for piece in pieces if piece.numel()]
-        self._gradients = []
-        if pieces:
-            pack_rank_major(pieces, sink.degree, flat.view(sink.degree, sink.width))
-        return flat
+    def _begin(self) -> GradientBucket:
+        if self._bucket is None:
+            chosen = self._reduced()
+            if self._rows is None or chosen != self._chosen:
+                self._chosen, self._rows = chosen, self._rows_of(chosen)
+            self._bucket = GradientBucket(self._rows, self._take(self._rows.numel))
+        return self._bucket
 
-    def _begin_sum(self, flat: Tensor) -> None:
-        self._flat = flat
-        if not self._sums:
-            return
-        batch = self._batch
-        self._flat, self._used = batch.partial.add(flat, batch.names, self._used)
-        self._ready = self._options.all_reduce
-        if self._ready:
-            batch.partial.clear()
-            self._summing = self._sum(self._sums.pop(0))
+    def _position(self, index: int) -> int:
+        if index not in self._chosen:
+            raise StateError(
+                f"a gradient of {self._parameters[index].name}, which was frozen when gradients "
+                "began to add up; unfreeze parameters only after a reduction"
+            )
+        return self._chosen.index(index)
 
-    def _sum(self, axis: Axis) -> Work:
-        flat = self._flat
-        with named_range("all_reduce", self._batch.path, axis.name):
-            return self._collectives.all_reduce(axis, [] if flat is None else [flat], op=self._op)
-
-    @property
-    def scattering(self) -> bool:
-        """Return whether the reduce-scatter, and with it the packed gradients, is still alive."""
-        return self._scattering is not None
-
-    def finish_scatter(self) -> None:
-        """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
-        if self._scattering is not None:
-            try:
-                with named_range("wait_reduce_scatter", self._batch.path):
-                    outputs = self._scattering.wait()
-            except Exception:  # it has ended, with this error; an interrupt says nothing of it
-                self._scattering, self._ready = None, False
-                raise
-            shard = outputs[0] if self._row is None else self._row
-            self._scattering = self._row = None
-            if self._rows is not None:
-                self._batch.buffers.give(self._rows)
-                self._rows = None
-            self._begin_sum(shard)
-
-    def wait(self) -> None:
-        """Wait for everything; afterwards nothing of this reduction is in flight."""
-        self.finish_scatter()
-        while self._summing is not None:
-            try:
-                with named_range("wait_all_reduce", self._batch.path):
-                    self._summing.wait()
-            except Exception:
-                self._summing = None
-                raise
-            self._summing = self._sum(self._sums.pop(0)) if self._sums else None
-
-    def drop(self) -> None:
-        """Wait for what is under way and start nothing more: the result is not wanted."""
-        if self._summing is not None:
-            self._summing.wait()
-            self._summing = None
-        if self._scattering is not None:
-            self._scattering.wait()
-            self._scattering = self._row = None
-            if self._rows is not None:
-                self._batch.buffers.give(self._rows)
-                self._rows = None
+    def _trains(self, index: int) -> bool:
+        """Return False for what was frozen since its forward: its gradient is dropped."""
+        return self._parameters[index].sharded.requires_grad
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait, divide, and put the results on the parameters' ``grad``."""
-        self.wait()
-        if not self._ready:
+    def _add(self, index: int, unsharded: Tensor) -> None:
+        gradient, unsharded.grad = unsharded.grad, None
+        if gradient is not None and self._trains(index):
+            self._begin().add(self._position(index), gradient.contiguous())
+
+    @torch.no_grad()
+    def _add_product(self, index: int, left: Tensor, right: Tensor) -> None:
+        if not self._trains(index):
             return
-        used = self._used_by_any()
-        for parameter, local, is_used in zip(
-            self._batch.parameters, self._results(), used, strict=True
-        ):
-            if is_used:
-                parameter.add_gradient(local)
+        bucket = self._begin()
+        position = self._position(index)
+        if bucket.takes_products(position, left.dtype):
+            bucket.add_product(position, left, right)
+        else:
+            bucket.add(position, left.t() @ right)
+        self._called()
 
-    def _used_by_any(self) -> list[bool]:
-        """Return which parameters any rank used; reads flags only where this rank did not."""
-        if self._flat is None or all(self._used):
-            return self._used
-        first = self._batch.packing.flags
-        return self._flat[first : first + len(self._used)].ne(0).tolist()
+    @torch.no_grad()
+    def _add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
+        if not self._trains(index):
+            return
+        bucket = self._begin()
+        position = self._position(index)
+        if bucket.takes_rows(position):
+            bucket.add_rows(position, ids, rows)
+        else:
+            whole = torch.zeros_like(self._parameters[index].unsharded)
+            bucket.add(position, whole.index_add_(0, ids, rows))
+        self._called()
 
-    def _results(self) -> list[Tensor]:
-        if self._flat is None:
-            return [self._finished(gradient) for gradient in self._gradients]
-        packing = self._batch.packing
-        if self._options.hook is not None:
-            self._options.hook(self._flat[: packing.flags])
-        reduced = self._flat[: packing.flags] if packing.apart else self._flat
-        return packing.row.views(self._finished(reduced))
+    def _called(self) -> None:
+        if self.on_gradient is not None:
+            self.on_gradient()
 
-    def _finished(self, reduced: Tensor) -> Tensor:
-        if self._after and self._after != 1.0:
-            reduced.div_(self._after)
-        shard = self._batch.shard
-        return reduced.to(shard.device, shard.dtype)
+    def finish(self, chosen: Sequence[int], collectives: Collectives) -> tuple[Tensor, list[bool]]:
+        """Return the packed gradients of the parameters at ``chosen``, and begin anew.
 
+        With them, for each parameter, whether it has any.
+        """
+        bucket = self._begin()
+        if self._chosen != list(chosen):
+            names = [self._parameters[i].name for i in self._chosen]
+            raise StateError(
+                f"gradients of {names} were added up, and since then other parameters were "
+                "unfrozen; do so only after a reduction"
+            )
+        for position, index in enumerate(self._chosen):
+            gradient = self._parameters[index].take_gradient(collectives)
+            if gradient is not None:
+                bucket.add(position, gradient)
+        self._bucket = None
+        return bucket.finish(), bucket.written
 
-def _divisors(options: Options, size: int, dtype: torch.dtype) -> tuple[float | None, float | None]:
-    """Return what to divide gradients by before and after a sum; None, None for a mean.
-
-    float16 overflows in large sums: about half the factor, in powers of two, comes before.
-    """
-    mean = options.divide is None and options.reduction == "mean"
-    factor = None if mean else options.divisor(size)
-    small = dtype == torch.float16 and size > 1
-    if factor is None:
-        if not (options.force_sum or small):
-            return None, None
-        factor = float(size)
-    if not small:
-        return None, factor
-    before = 1.0
-    while factor % before == 0 and factor / before > before:
-        before *= 2
-    return before, factor / before
+    def drop(self) -> None:
+        """Forget what was added up."""
+        self._bucket = None

@@ -1,105 +1,105 @@
 """One group: parameters of one dtype that are gathered and reduced in one collective each."""
 
-from collections.abc import Sequence
-from typing import cast
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import is_
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor import Axis, Collectives, RaggedTensor, Work
 
-from ._axes import DataAxes
-from ._collect import Collector
-from ._cut import Cut
-from ._faces import Faces
-from ._gradients import Batch, PartialSum, Reduction
-from ._options import Options
-from ._packing import Packing
-from ._parameters import ShardedParameter, mixture, no_memory
-from ._plan import is_large
+from ._gradients import BucketHooks
+from ._layout_exact import ExactLayout
+from ._layout_ragged import RaggedLayout, plan_ragged
+from ._mesh import DataAxes
+from ._offsets import GradientRows, ShardSpec, is_large
+from ._options import GroupConfig, Options
+from ._param import RaggedParameter, ShardedParameter, mixture, no_memory
 from ._precision import choose_dtypes
+from ._reduction import PartialSum, ReducedGradients, Reduction, ReductionPlan
 from ._states import Event, ParameterState, advance
-from ._steps import optimizer_steps
-from ._storage import Storage
-from ._torch import are_parts, inside_backward, local_of, named_range, writes_to
-from .layouts._exact import ExactLayout
-from .layouts._layout import Layout
+from ._torch import are_parts, inside_backward, local_of, named_range, uncompiled, writes_to
 
 
 class ParameterGroup:
-    """Parameters whose shards are one flat buffer, and where they are in their life."""
+    """Parameters whose shards are one flat buffer, and the state of their gather."""
 
     flat = True  # a group of shards that are no views of one buffer says otherwise
+    layout: Any
 
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
         axes: DataAxes,
         collectives: Collectives,
-        storage: Storage,
+        config: GroupConfig,
     ) -> None:
         """Copy this rank's rows; nothing is communicated, and registered only on request."""
         self.parameters = list(parameters)
         self.axes = self.reduce_axes = axes
-        self.storage = storage
-        self.smaller: Axis | None = None  # what `keep` shards over between forward and backward
+        self.config = config
+        self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
-        self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
         self.path = ""  # from the root of the step to the unit, once there is one
+        self.state = ParameterState.SHARDED
+        self.bucket_hooks: BucketHooks | None = None
+        self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
+        self._put_aside = False  # some of these gradients are in the dtype of the reduction
         self._collectives = collectives
         self._work: Work | None = None
         self._noted: tuple[int, int] | None = None
-        self.state = ParameterState.SHARDED
+        self._plan: ReductionPlan | None = None
+        self._reduced: list[int] = []  # what the plan has
         wholes = []
         for parameter in self.parameters:
             whole = cast(Tensor, parameter.original()).detach()
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
-        kept = self._own_parts(wholes)
-        self.collector: Collector | None = None
-        self._batch: Batch | None = None
-        self._reduced: list[int] = []  # what the batch has
-        self.layout: Layout = self._lay_out(kept)
-        if storage.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
-            self._collect(fused=storage.grads == "fused")
+        self._lay_out(self._own_parts(wholes))
+        if config.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
+            self._hook_gradients(fused=config.grads == "fused")
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
             parameter.build_sharded(local)
         self._build_unsharded()
 
     def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         axis = self.axes.shard
-        self._cuts = [
-            Cut(shape=tuple(whole.shape), dim=parameter.dim or 0, degree=axis.size)
+        self._specs = [
+            ShardSpec(shape=tuple(whole.shape), dim=parameter.dim or 0, degree=axis.size)
             for parameter, whole in zip(self.parameters, wholes, strict=True)
         ]
-        return [cut.part(each, axis.index) for cut, each in zip(self._cuts, wholes, strict=True)]
+        return [
+            spec.part(whole, axis.index) for spec, whole in zip(self._specs, wholes, strict=True)
+        ]
 
-    def _lay_out(self, locals_: Sequence[Tensor]) -> Layout:
-        self.dtypes = choose_dtypes(self.storage.precision, locals_[0].dtype)
+    def _lay_out(self, locals_: Sequence[Tensor]) -> None:
+        self.dtypes = choose_dtypes(self.config.precision, locals_[0].dtype)
         if not locals_[0].is_meta:
-            locals_ = [local.to(self.storage.rest) for local in locals_]
-        layout = self._layout_of(locals_, self.dtypes.compute)
-        slots = layout.slots
+            locals_ = [local.to(self.config.rest) for local in locals_]
+        self.layout = self._layout_of(locals_, self.dtypes.compute)
         # Gradients lie in the order of the shard, so that both can be stepped as one tensor.
-        self.order = sorted(range(len(slots)), key=lambda i: slots[i].shard_offset)
-        return layout
+        spans = self.layout.spans
+        self.order = sorted(range(len(spans)), key=lambda i: spans[i][0])
 
-    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
-        storage = self.storage
+    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Any:
+        config = self.config
         return ExactLayout(
             locals_,
-            self._cuts,
+            self._specs,
             self.axes.shard,
             dtype=compute,
-            device=storage.device,
-            buffers=storage.buffers,
-            pinned=storage.pinned and not locals_[0].is_meta,
-            direct_bytes=storage.direct_bytes,
+            device=config.device,
+            buffers=config.buffers,
+            pinned=config.pinned and not locals_[0].is_meta,
+            direct_bytes=config.direct_bytes,
         )
-
-    def install_sharded(self) -> None:
-        """Register the sharded parameters with their modules."""
-        self._faces.show_sharded()
 
     def _build_unsharded(self) -> None:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
@@ -107,47 +107,85 @@ class ParameterGroup:
         self._fulls = self.layout.fulls
         self.layout.free()
         self._addresses = self._found_addresses()
-        self._faces = Faces(self.parameters)
-        self._batch = None
-        if self.collector is not None:
-            self.collector.watch()
+        self._list_parameters()
+        if self.bucket_hooks is not None:
+            self.bucket_hooks.register()
 
-    def _collect(self, fused: bool) -> None:
+    def _list_parameters(self) -> None:
+        """List what every gather, reshard and reduction goes through, made once for many steps."""
+        self._sharded = [each.sharded for each in self.parameters]
+        self._unsharded = [each.unsharded for each in self.parameters]
+        self._in_order = [self._sharded[i] for i in self.order]
+        owners = [(each, owner) for each in self.parameters for owner in each.owners]
+        self._registered_at = [(owner.registry, owner.name) for _, owner in owners]
+        self._sharded_at = [each.sharded for each, _ in owners]
+        self._unsharded_at = [each.unsharded for each, _ in owners]
+        self._plain = all(each.is_plain for each in self.parameters)
+        self._plan = None
+
+    def _hook_gradients(self, fused: bool) -> None:
         """Pack large gradients as they come; others cost less when they are packed together."""
-        itemsize, least = self.dtypes.reduce.itemsize, self.storage.direct_bytes
-        large = [
-            i
-            for i, slot in enumerate(self.layout.slots)
-            if is_large(slot.shard_numel, itemsize, least)
-        ]
+        itemsize, least = self.dtypes.reduce.itemsize, self.config.direct_bytes
+        specs = self.layout.specs
+        large = [i for i, s in enumerate(specs) if is_large(s.shard_numel, itemsize, least)]
         if large:
-            self.collector = Collector(
-                self.parameters, large, self.reduced, self._packing, self._take, fused
+            self.bucket_hooks = BucketHooks(
+                self.parameters, large, self.reduced, self._rows_of, self._take_memory, fused
             )
 
-    def _packing(self, chosen: Sequence[int]) -> Packing:
-        return self.layout.packing(chosen, self.dtypes.reduce.itemsize)
+    def _rows_of(self, chosen: Sequence[int]) -> GradientRows:
+        rows: GradientRows = self.layout.gradient_rows(chosen, self.dtypes.reduce.itemsize)
+        return rows
 
-    def _take(self, numel: int) -> Tensor:
-        return self.storage.buffers.take(numel, self.dtypes.reduce, self.storage.device)
+    def _take_memory(self, numel: int) -> Tensor:
+        return self.config.buffers.take(numel, self.dtypes.reduce, self.config.device)
+
+    def install_sharded(self) -> None:
+        """Register the sharded parameters with their modules."""
+        for (registry, name), sharded in zip(self._registered_at, self._sharded_at, strict=True):
+            registry[name] = sharded
+
+    def _install_unsharded(self) -> None:
+        """Register the unsharded parameters, which train if the sharded ones do.
+
+        In backward they stay as they were in forward: what was frozen since is not reduced.
+        """
+        if not inside_backward():
+            trains = [sharded.requires_grad for sharded in self._sharded]
+            if trains != [unsharded.requires_grad for unsharded in self._unsharded]:
+                for unsharded, train in zip(self._unsharded, trains, strict=True):
+                    unsharded.requires_grad_(train)
+        for (registry, name), tensor in zip(self._registered_at, self._unsharded_at, strict=True):
+            registry[name] = tensor
+
+    @property
+    def _sharded_installed(self) -> bool:
+        """Return whether the sharded parameters, and nothing else, are registered."""
+        try:
+            present = [registry[name] for registry, name in self._registered_at]
+        except KeyError:
+            return False  # one was removed
+        return all(map(is_, present, self._sharded_at))
 
     def gather(self) -> None:
         """Start the all-gather unless it was started or has arrived."""
-        kept = self.state is ParameterState.POST_FORWARD
-        if not kept and self.state is not ParameterState.SHARDED:
+        before = self.state
+        fewer = before is ParameterState.POST_FORWARD
+        if not fewer and before is not ParameterState.SHARDED:
             return
         if self.layout.shard.is_meta:
             raise no_memory(self.parameters, self.path)
-        before = self.state
         try:
-            if kept and self.smaller is not None:
-                with named_range("all_gather", self.path, self.smaller.name):
-                    self._work = self.layout.gather_kept(self.smaller, self._collectives)
+            if fewer and self.post_forward_axis is not None:
+                axis = self.post_forward_axis
+                with named_range("all_gather", self.path, axis.name):
+                    self._work = self.layout.gather_block(axis, self._collectives)
             else:
-                with named_range("all_gather", self.path, self.axes.shard.name):
-                    self._work = self.layout.gather(self.axes.shard, self._collectives)
+                axis = self.axes.shard
+                with named_range("all_gather", self.path, axis.name):
+                    self._work = self.layout.gather(axis, self._collectives)
                 self._noted = None
-            self.state = advance(self.state, Event.GATHER)
+            self.state = advance(before, Event.GATHER)
         except BaseException:
             self._work, self.state = None, before
             self.layout.free()
@@ -156,13 +194,19 @@ class ParameterGroup:
     @property
     def incomplete(self) -> bool:
         """Return whether a group that began without memory has it for some parameters only."""
-        return self.layout.shard.is_meta and len({p.local().is_meta for p in self.parameters}) > 1
+        if not self.layout.shard.is_meta:
+            return False
+        return len({parameter.local().is_meta for parameter in self.parameters}) > 1
+
+    @property
+    def resting(self) -> bool:
+        """Return whether there is something to gather."""
+        return self.state in (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
     @property
     def available(self) -> bool:
         """Return whether a gather can start: it needs none, or there is memory for it."""
-        resting = self.state in (ParameterState.SHARDED, ParameterState.POST_FORWARD)
-        return not resting or self.layout.available
+        return not self.resting or bool(self.layout.available)
 
     @property
     def unsharded(self) -> bool:
@@ -202,16 +246,16 @@ class ParameterGroup:
                     self._wait(self._work)
             with named_range("show_unsharded", self.path):
                 self._finish_gather()
-                self._faces.show_unsharded()
+                self._install_unsharded()
             self.state = advance(self.state, Event.ARRIVE)
             self._work = None
-            self.layout.drop()
+            self.layout.drop_block()
 
     def _wait(self, work: Work) -> None:
         try:
             self.layout.wait(work)
         except Exception:  # an interrupt says nothing of the gather: it can be awaited again
-            self._come_back()
+            self._return_to_sharded()
             raise
 
     def _finish_gather(self) -> None:
@@ -224,38 +268,38 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
         if self.state is ParameterState.GATHERING:
-            self._stop()
+            self._stop_gather()
         elif self.state is ParameterState.POST_FORWARD:
             self.state = advance(self.state, Event.RESHARD)
-            self.layout.drop()
+            self.layout.drop_block()
         elif self.state is ParameterState.UNSHARDED:
             # In this order an exception in between leaves nothing that is shown and not readable.
             self.install_sharded()
             self.state = advance(self.state, Event.RESHARD)
             self.layout.free()
 
-    def _stop(self) -> None:
+    def _stop_gather(self) -> None:
         """Wait for a gather under way, if there is one, and come back to sharded."""
         if self._work is not None:
             self._wait(self._work)
-        self._come_back()
+        self._return_to_sharded()
 
-    def _come_back(self) -> None:
+    def _return_to_sharded(self) -> None:
         self._work = None
         self.install_sharded()
         self.state = advance(self.state, Event.RESET)
-        self.layout.drop()
+        self.layout.drop_block()
         self.layout.free()
 
-    def keep(self) -> None:
-        """Reshard, but keep what the backward gather over the smaller axis needs."""
-        if self.smaller is None or self.axes.shard.size == 1:
+    def reshard_to_fewer(self) -> None:
+        """Reshard over the post-forward axis: keep what the backward gather over it needs."""
+        if self.post_forward_axis is None or self.axes.shard.size == 1:
             self.reshard()
         elif self.state is ParameterState.UNSHARDED:
             with torch.no_grad():
-                self.layout.keep(self.smaller.size)
+                self.layout.save_block(self.post_forward_axis.size)
             self.install_sharded()
-            self.state = advance(self.state, Event.KEEP)
+            self.state = advance(self.state, Event.RESHARD_TO_FEWER)
             self.layout.free()
 
     def reset(self) -> None:
@@ -266,7 +310,7 @@ class ParameterGroup:
         self.drop_gradients()
         self.partial.clear()
         self._waiting.clear()
-        self._stop()
+        self._stop_gather()
 
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet, of this rank alone if need be.
@@ -275,8 +319,9 @@ class ParameterGroup:
         """
         for parameter in self.parameters:
             parameter.drop_gradient()
-        if self.collector is not None:
-            self.collector.drop()
+        self._put_aside = False
+        if self.bucket_hooks is not None:
+            self.bucket_hooks.drop()
         self.partial.drop()
 
     def hold_gradients(self) -> None:
@@ -285,6 +330,7 @@ class ParameterGroup:
         self._drop_frozen(chosen)
         self._waiting.update(chosen)
         if self.dtypes.reduce != self.dtypes.compute:
+            self._put_aside = True
             for parameter in self.parameters:
                 parameter.hold_gradient(self.dtypes.reduce)
 
@@ -294,8 +340,11 @@ class ParameterGroup:
         Those that train, and those that were frozen while gradients of theirs waited. So all ranks
         choose the same, whichever parameters each of them used.
         """
-        parameters, waiting = self.parameters, self._waiting
-        return [i for i in self.order if parameters[i].sharded.requires_grad or i in waiting]
+        trains = [sharded.requires_grad for sharded in self._in_order]
+        if all(trains):
+            return self.order
+        waiting = self._waiting
+        return [i for i, train in zip(self.order, trains, strict=True) if train or i in waiting]
 
     def _drop_frozen(self, chosen: Sequence[int]) -> None:
         """Forget what came for parameters, not of ``chosen``, that were frozen since a forward."""
@@ -316,51 +365,90 @@ class ParameterGroup:
         self._drop_frozen(chosen)
         if not chosen:
             return None
-        if self._batch is None or self._reduced != chosen:
-            self._batch, self._reduced = self._batch_of(chosen), chosen
-        collectives, parameters = self._collectives, self.parameters
+        plan = self._plan
+        if plan is None or self._reduced != chosen:
+            self._plan = plan = self._plan_of(chosen)
+            self._reduced = list(chosen)
+            self._reduced_unsharded = [self._unsharded[i] for i in chosen]
         gradients: list[Tensor] = []
         rows: Tensor | None = None
-        if self.collector is None:
-            found = [parameters[i].take_gradient(collectives) for i in chosen]
-            used = [gradient is not None for gradient in found]
-            gradients = [
-                parameters[i].no_gradient() if gradient is None else gradient
-                for i, gradient in zip(chosen, found, strict=True)
-            ]
+        if self.bucket_hooks is not None:
+            rows, used = self.bucket_hooks.finish(chosen, self._collectives)
         else:
-            rows, used = self.collector.finish(chosen, collectives)
+            found = self._take_gradients(chosen)
+            used = [gradient is not None for gradient in found]
+            if all(used):
+                gradients = cast("list[Tensor]", found)
+            else:
+                gradients = [
+                    self.parameters[i].no_gradient() if gradient is None else gradient
+                    for i, gradient in zip(chosen, found, strict=True)
+                ]
+        self._put_aside = False
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
         self._waiting = set(chosen) if adds_up else set()
-        return Reduction(self._batch, gradients, rows, used, axes, collectives, options)
+        return Reduction(plan, gradients, rows, used, axes, self._collectives, options)
 
-    def _batch_of(self, chosen: Sequence[int]) -> Batch:
-        return Batch(
+    def _take_gradients(self, chosen: Sequence[int]) -> list[Tensor | None]:
+        if not self._plain or self._put_aside:
+            return [self.parameters[i].take_gradient(self._collectives) for i in chosen]
+        unsharded = self._reduced_unsharded
+        found = [each.grad for each in unsharded]
+        for each in unsharded:
+            each.grad = None
+        return [None if gradient is None else gradient.contiguous() for gradient in found]
+
+    def _plan_of(self, chosen: Sequence[int]) -> ReductionPlan:
+        return ReductionPlan(
             path=self.path,
             parameters=[self.parameters[i] for i in chosen],
-            packing=self._packing(chosen),
+            rows=self._rows_of(chosen),
             dtype=self.dtypes.reduce,
             shard=self.layout.shard,
             partial=self.partial,
-            buffers=self.storage.buffers,
+            buffers=self.config.buffers,
         )
+
+    def release_gradients(self) -> None:
+        """Give back the memory of reduced gradients that no parameter has any more."""
+        if self._plan is not None:
+            self._plan.release()
+
+    def reduced_gradients(self, members: Sequence[int]) -> tuple[ReducedGradients, int] | None:
+        """Return the flat gradient that ``members`` have theirs of, and where they begin in it.
+
+        None where they have others, or do not follow one another in it.
+        """
+        if self._plan is None:
+            return None
+        found = [self._sharded[i].grad for i in members]
+        first = self._reduced.index(members[0]) if members[0] in self._reduced else 0
+        end = first + len(members)
+        if self._reduced[first:end] != list(members):
+            return None
+        for output in self._plan.outputs:
+            if all(map(is_, found, output.gradients[first:end])):
+                parts = [
+                    self.parameters[i].part(cast(Tensor, self._sharded[i].grad)) for i in members
+                ]
+                if all(map(is_, parts, output.locals_[first:end])):
+                    return output, self._plan.rows.held[first][0]
+        return None
 
     @property
     def in_place(self) -> bool:
         """Return whether modules hold the group's parameters, and those the flat shard's memory."""
-        resting = self.state in (ParameterState.SHARDED, ParameterState.POST_FORWARD)
-        if not resting:
+        if not self.resting:
             return True
         # A backward gathers what its forward did, wherever parameters were moved in between.
-        return self._faces.sharded_shown and (
-            inside_backward() or (self._in_place() and not self.moved)
+        return self._sharded_installed and (
+            inside_backward() or (self._has_shards() and not self.moved)
         )
 
-    def _in_place(self) -> bool:
+    def _has_shards(self) -> bool:
         """Return whether the sharded parameters have the flat shard's memory."""
-        faces = cast("list[DTensor]", [parameter.sharded for parameter in self.parameters])
-        return are_parts(self.layout.shards, faces)
+        return are_parts(self.layout.shards, cast("list[DTensor]", self._sharded))
 
     @property
     def moved(self) -> bool:
@@ -374,7 +462,7 @@ class ParameterGroup:
         return list(map(Tensor.data_ptr, self.layout.shards)) if self.flat else []
 
     def refusals(self) -> list[str]:
-        """Return why `adopt` cannot take what is registered now: nothing if it can."""
+        """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""
         where = f"in {self.path}: " if self.path else ""
         said = [parameter.refusal() for parameter in self.parameters]
         refused = [where + each for each in said if each is not None]
@@ -389,7 +477,7 @@ class ParameterGroup:
             parameter.undo_replacement()
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def reset_sharded(self) -> None:
         """Bring parameters that were replaced or converted from outside back to the flat shard.
 
         ``load_state_dict(assign=True)`` and ``Module.to`` give parameters memory of their own. The
@@ -400,16 +488,83 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.take_replacement()
         locals_ = [parameter.local() for parameter in self.parameters]
-        views = self.layout.shards
         kinds = {(x.dtype, x.device) for x in locals_}
         if kinds == {(self.layout.shard.dtype, self.layout.shard.device)} and not self.moved:
-            for view, local in zip(views, locals_, strict=True):
+            for view, local in zip(self.layout.shards, locals_, strict=True):
                 if local is not view:
                     view.copy_(local)
         else:
-            self.layout = self._lay_out(locals_)
+            self._lay_out(locals_)
             self._build_unsharded()
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
             parameter.put(view)
-        self._faces = Faces(self.parameters)
+        self._list_parameters()
         self.install_sharded()
+
+
+class RaggedGroup(ParameterGroup):
+    """Parameters whose parts are runs of one share; gradients are reduced as they lie there."""
+
+    layout: RaggedLayout
+
+    def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        parameters = cast("list[RaggedParameter]", self.parameters)
+        index = self.axes.shard.index
+        dtypes = choose_dtypes(self.config.precision, wholes[0].dtype)
+        self._ragged_plan = plan_ragged(
+            [tuple(whole.shape) for whole in wholes],
+            [parameter.atom for parameter in parameters],
+            self.axes.shard.size,
+            min(dtypes.compute.itemsize, wholes[0].element_size()),
+        )
+        parts = []
+        for position, (parameter, whole) in enumerate(zip(parameters, wholes, strict=True)):
+            plan = self._ragged_plan
+            parameter.set_runs(plan.leading(position), plan.sizes(position))
+            first, end = plan.span(position, index)
+            parts.append(whole.flatten()[first:end].view(plan.held(position, index)[1]))
+        return parts
+
+    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> RaggedLayout:
+        config = self.config
+        return RaggedLayout(
+            locals_,
+            self._ragged_plan,
+            self.axes.shard,
+            dtype=compute,
+            device=config.device,
+            buffers=config.buffers,
+            pinned=config.pinned and not locals_[0].is_meta,
+        )
+
+    @torch.no_grad()
+    def _has_shards(self) -> bool:
+        ragged = cast("list[RaggedTensor]", self._sharded)
+        views = [parameter.local_view for parameter in self.parameters]
+        return all(map(is_, [each.to_local() for each in ragged], views))
+
+
+@cache
+def _step_counter() -> Callable[[], int]:
+    """Return what reads the count; the first call registers the hooks that keep it."""
+    count = [0]
+    numbers = itertools.count(1)
+
+    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        # One of other tensors may step on some ranks only, and what it steps is not gathered.
+        if any(isinstance(p, DTensor | RaggedTensor) for p in held):
+            count[0] = next(numbers)
+
+    register_optimizer_step_pre_hook(uncompiled(step))
+    register_optimizer_step_post_hook(uncompiled(step))
+    return lambda: count[0]
+
+
+def optimizer_steps() -> int:
+    """Return a number that changes with each step of a ``torch.optim.Optimizer`` of shards.
+
+    Version counters of parameters do not tell of all steps: ``foreach=True`` on DTensors,
+    ``fused=True`` and writes to ``Parameter.data`` leave them as they are.
+    """
+    return _step_counter()()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ._buffers import Buffers
 from ._errors import ArgumentTypeError, ShardingError, shown
 
 GradientReduction = Literal["mean", "sum"]
@@ -54,7 +55,7 @@ class Options:
     divide: float | None = None
     force_sum: bool = False
     hook: ReductionHook | None = None
-    in_flight: int = 2
+    in_flight: int = 1
     is_last_backward: bool = True
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
@@ -131,3 +132,19 @@ def check_precision(policy: object) -> None:
             continue
         said = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
         raise ShardingError(f"{name} is {said}; legal are floating-point dtypes and None")
+
+
+GradientMode = Literal["copy", "accumulate", "fused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Where a group computes, in which dtypes, and where its shards rest in the meantime."""
+
+    precision: MixedPrecisionPolicy
+    device: torch.device
+    rest: torch.device
+    buffers: Buffers
+    grads: GradientMode = "copy"
+    pinned: bool = False
+    direct_bytes: float | None = None

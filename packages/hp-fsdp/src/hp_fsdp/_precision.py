@@ -1,13 +1,116 @@
-"""Which dtype a group computes and reduces in, and casts at the borders of a module."""
+"""Find and replace the tensors in what a module takes and returns."""
 
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ._nested import map_tensors
+from ._errors import ArgumentTypeError
+from ._torch import pytree_node
+
+_PLAIN = (dict, list, tuple)  # which pytree knows too, at a higher cost
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return ``value`` with every tensor replaced by ``function(tensor)``, in a fixed order.
+
+    Looks into lists, tuples (named ones too), mappings, dataclasses and the types that are
+    registered with torch's pytree; anything else, and any container in which nothing changed, is
+    returned as it is.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) not in _PLAIN and (node := pytree_node(value)) is not None:
+        old, rebuild = node
+        new = [map_tensors(function, item) for item in old]
+        return value if all(map(is_, new, old)) else rebuild(new)
+    if isinstance(value, (dict, Mapping)):  # the second takes longer to ask
+        return _map_items(function, value)
+    if isinstance(value, (list, tuple)):
+        parts = [map_tensors(function, item) for item in value]
+        if all(map(is_, parts, value)):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_fields(function, value)
+    return value
+
+
+def _map_items(function: Callable[[Tensor], Tensor], value: Mapping[Any, Any]) -> Any:
+    old = dict(value.items())
+    new = {key: map_tensors(function, item) for key, item in old.items()}
+    if all(map(is_, new.values(), old.values())):
+        return value
+    if type(value) is dict:
+        return new
+    if not isinstance(value, MutableMapping):
+        made = type(value)(new)  # type: ignore[call-arg]
+        if not _holds(made, new):
+            raise ArgumentTypeError(_no_copy(value, "its class makes another mapping of a dict"))
+        return made
+    changed = _copy_of(value)
+    for key, item in new.items():
+        old = value[key]
+        changed[key] = item  # some have no update(), or fields that follow their items
+        if item is not old and value[key] is item:
+            value[key] = old
+            raise ArgumentTypeError(_no_copy(value, "a copy.copy of it shares its items"))
+    return changed
+
+
+def _holds(made: Mapping[Any, Any], new: dict[Any, Any]) -> bool:
+    return made.keys() == new.keys() and all(
+        made[key] is item for key, item in new.items() if isinstance(item, Tensor)
+    )
+
+
+def _copy_of(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Return a copy of a mapping and, where it wraps mappings, of these."""
+    changed = copy.copy(value)
+    held = getattr(value, "__dict__", {})
+    for name, inner in held.items():
+        if isinstance(inner, MutableMapping) and vars(changed).get(name) is inner:
+            vars(changed)[name] = copy.copy(inner)
+    return changed
+
+
+def _no_copy(value: object, reason: str) -> str:
+    return (
+        f"a unit replaces tensors in a {type(value).__name__}, of which no copy can be made: "
+        f"{reason}; give a dict"
+    )
+
+
+def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    new = {name: map_tensors(function, item) for name, item in old.items()}
+    if all(new[name] is old[name] for name in old):
+        return value
+    changed = copy.copy(value)
+    for name, item in new.items():
+        object.__setattr__(changed, name, item)  # frozen dataclasses too
+    return changed
+
+
+def tensors_with_gradient(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value`` that require a gradient, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(look, value)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,25 +1,26 @@
 """When units gather, prefetch and reduce: the order is learned, never asked of the data."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from hp_dtensor import Axis
 
-from ._axes import split_axis
 from ._errors import StateError, UnsupportedError, first_error
-from ._extended_parameter import ExtendedParameter
-from ._gradients import Reduction
+from ._extensions import ExtendedParameter
 from ._group import ParameterGroup
+from ._mesh import split_axis
 from ._options import Options
-from ._runs import Order, Run
+from ._reduction import Reduction
+from ._select import added_parameters
 from ._states import Event, GradientState
-from ._taken import added_parameters
 from ._torch import call_after_backward, is_extended
-from ._unit import Unit, unit_of
+from ._unit import Act, Run, Unit, unit_of
 
+Order = list[tuple[Run, bool]]  # where the runs of one pass begin (False) and end (True)
 LearnedOrder = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
 
 
@@ -49,6 +50,7 @@ class Schedule:
                 if unit.schedule is not None:
                     unit.schedule.check_no_backward()
                 unit.schedule = self
+                unit.join(len(self.units), self.paths)
                 self.units.append(unit)
         self._name_groups()
         self.device = self.units[0].device
@@ -65,10 +67,11 @@ class Schedule:
         self._backward = False
         self._backwards = 0  # how many have begun
         self._cursor = 0
-        self._order = Order()  # of the pass under way, or the last one
-        self._walked: Order | None = None  # what a backward goes through, its events up to `_ahead`
+        self._order: Order = []  # of the pass under way, or the last one
+        self._walked: Order | None = None  # what a backward goes through, up to `_ahead`
         self._ahead = 0
         self._reductions: list[Reduction] = []
+        self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
         self._hooked: list[Reduction] = []  # those of them whose parameters have hooks
         self._in_flight = 1
 
@@ -96,7 +99,7 @@ class Schedule:
                 key = (axis.ranks, int(size or 0))
                 if axis.size > 1 and key not in made:
                     made[key] = split_axis(axis, key[1])
-                group.smaller = made.get(key)
+                group.post_forward_axis = made.get(key)
 
     def check_no_backward(self) -> None:
         """Raise `StateError` if an earlier backward never came to its end."""
@@ -106,7 +109,7 @@ class Schedule:
                 "before the next forward"
             )
 
-    def enter(self, run: Run) -> bool:
+    def pre_forward(self, run: Run) -> bool:
         """Note that a unit's forward begins; start its all-gather and that of its successor.
 
         Return whether it is the root of the pass.
@@ -114,7 +117,8 @@ class Schedule:
         unit = run.unit
         if self._pass_root is None or self._pass_root is unit:
             self._begin_pass(unit)
-        self._order.begin(run)
+        run.order, run.begin = self._order, len(self._order)
+        self._order.append((run, False))
         position = len(self._begun)
         self._begun.append(unit)
         order = self._begin_order
@@ -141,15 +145,17 @@ class Schedule:
             self.starts_after = None
         self._begun, self._ended = [], []
         self._begin_order = self._orders[root][0] if root in self._orders else []
-        self._order = Order()
+        self._order = []
         self._following = True
         # What an earlier pass left gathered never met its backward (an exception, a discarded
         # loss); an optimizer may have stepped since.
         for unit in self.units:
             if unit is not root:
-                unit.passage.forget()
+                unit.forget_forward()
             if unit.in_pass or unit.stale:
                 unit.reshard()
+            for group in unit.groups:
+                group.release_gradients()
 
     def _warn_of_divisors(self) -> None:
         """Warn where units divide their gradients by different numbers."""
@@ -199,16 +205,28 @@ class Schedule:
         if unit.sharded and all(group.available for group in unit.groups):
             unit.gather(in_pass=True)
 
-    def leave(self, run: Run) -> None:
-        """Note that a unit's forward ended; the root's end closes the pass."""
-        unit = run.unit
-        self._order.end(run)
+    def end_forward(self, unit: Unit) -> None:
+        """End a unit's forward, with modules of its list unrun if the root says so.
+
+        Without a backward to come nobody would come back for the parameters, so they are given up
+        unless they were asked to stay. Where its beginning cannot be seen, nobody could gather them
+        again in time. The root's end closes the pass.
+        """
+        unit.forget_forward()
+        if not unit.expects_backward:
+            unit.end_without_backward()
+        elif not unit.hooks_gradients:
+            self._reshard_after_forward(unit)
+        run = unit.run
+        if run.order is self._order:  # it began in this pass
+            run.end = len(self._order)
+            self._order.append((run, True))
         self._ended.append(unit)
         if unit is not self._pass_root:
             return
         for other in self.units:
-            if other.passage.half_run:
-                other.passage.leave(self)
+            if other.waiting:  # some but not all modules of its list have run
+                self.end_forward(other)
         self._orders.pop(unit, None)
         self._orders[unit] = self._begun, self._ended
         self._end_order = self._ended
@@ -216,13 +234,13 @@ class Schedule:
         self._pass_root = None
         self._drop_unused_gathers()
 
-    def abandon(self, unit: Unit) -> None:
+    def forward_failed(self, unit: Unit) -> None:
         """Note that a unit's forward raised; the root's closes the pass without an order."""
         if unit is self._pass_root:
             self._pass_root = None
             self._following = False
 
-    def after_forward(self, unit: Unit) -> None:
+    def _reshard_after_forward(self, unit: Unit) -> None:
         """Let a unit give up its parameters between forward and backward, or some, or none.
 
         By default all do but the root and, once the order is known, the last unit to end before it:
@@ -236,10 +254,9 @@ class Schedule:
         if chosen is True:
             unit.reshard()
         elif chosen is False:
-            for group in unit.groups:
-                group.note_writes()
+            unit.note_writes()
         else:
-            unit.keep()
+            unit.reshard_to_fewer()
 
     def begin_backward(self) -> None:
         """Ask autograd, once per backward, to call when it is done."""
@@ -265,7 +282,7 @@ class Schedule:
         """Note that a unit's backward is past; reduces its gradients."""
         self._walk_to(run, run.begin)
         run.left = True
-        run.unit.finish_backward()
+        self._finish_unit(run.unit)
 
     def _walk_to(self, run: Run, position: int) -> None:
         """Come to an event of a pass, past all after it."""
@@ -273,7 +290,7 @@ class Schedule:
             return  # a forward that did not end
         if run.order is not self._walked:
             self._end_walk()
-            self._walked, self._ahead = run.order, len(run.order.events)
+            self._walked, self._ahead = run.order, len(run.order)
         self._pass_by(position + 1)
         self._ahead = min(self._ahead, position)
 
@@ -281,7 +298,7 @@ class Schedule:
         """Pass by all that is left of a pass, and after the last backward forget it."""
         self._pass_by(0)
         if self._walked is not None and self._last:
-            self._walked.events.clear()
+            self._walked.clear()
         self._walked = None
 
     def _pass_by(self, end: int) -> None:
@@ -291,18 +308,18 @@ class Schedule:
         """
         while self._walked is not None and self._ahead > end:
             self._ahead -= 1
-            run, ended = self._walked.events[self._ahead]
+            run, ended = self._walked[self._ahead]
             if ended and run.expected and not run.reached and self._last:
                 run.unit.note(Event.BACKWARD)
                 self._reach(run)
             elif not ended and run.marked and run.reached and not run.left and self._last:
                 run.left = True
-                run.unit.finish_backward()
+                self._finish_unit(run.unit)
 
     def _reach(self, run: Run) -> None:
         unit = run.unit
         run.reached, run.backward = True, self._backwards
-        if any(group.collector is not None for group in unit.groups):
+        if any(group.bucket_hooks is not None for group in unit.groups):
             self._make_room()  # its gradients are packed from here on
         if unit.options.unshard_in_backward:
             unit.gather(in_pass=True)
@@ -326,19 +343,35 @@ class Schedule:
         if unit.options.unshard_in_backward:
             self._prefetch(unit)
 
-    def reduce(self, group: ParameterGroup, options: Options) -> None:
+    def _finish_unit(self, unit: Unit) -> None:
+        if unit.finish_backward():
+            self._reduce_if_synchronised(unit)
+
+    def _reduce_if_synchronised(self, unit: Unit) -> None:
+        """Reduce all gradients of the backwards since the last reduction, if told to."""
+        if unit.unreduced and unit.options.gradient_sync:
+            self._reduce(unit, unit.options)
+
+    def _reduce(self, unit: Unit, options: Options) -> None:
+        unit.compare(Act.REDUCTION)
+        unit.unreduced = False
+        for group in reversed(unit.groups):
+            self._start_reduction(group, options)
+
+    def _start_reduction(self, group: ParameterGroup, options: Options) -> None:
         """Start a group's reduction; earlier ones are waited for so that few are in flight."""
         self._make_room()
         begun = group.reduce(options)
         if begun is not None:
             self._reductions.append(begun)
+            self._scattering.append(begun)
             if begun.hooked:
                 self._hooked.append(begun)
 
     def _make_room(self) -> None:
         """Wait for reduce-scatters, so that with one more packed gradient few enough are alive."""
-        scattering = [r for r in self._reductions if r.scattering]
-        for earlier in scattering[: max(0, len(scattering) - self._in_flight + 1)]:
+        self._scattering = [r for r in self._scattering if r.scattering]
+        for earlier in self._scattering[: max(0, len(self._scattering) - self._in_flight + 1)]:
             earlier.finish_scatter()
         # Its hooks may step an optimizer and free the gradients, while backward goes on.
         while self._hooked and self._last and not self._hooked[0].scattering:
@@ -351,12 +384,13 @@ class Schedule:
         for unit in reversed(self.units):
             # Before the last backward, units that this one did not reach may have theirs to come.
             if last or unit.gradients is GradientState.WRITING:
-                unit.finish_backward()
+                self._finish_unit(unit)
             if last:
-                unit.reduce()  # what earlier backwards left in units that this one did not reach
-                unit.passage.forget()
+                # What earlier backwards left in units that this one did not reach.
+                self._reduce_if_synchronised(unit)
+                unit.forget_forward()
         if last:
-            self.finish_reductions()
+            self._finish_reductions()
             self._drop_unused_gathers()
             self._cursor = len(self._end_order)
         self._backward = False
@@ -365,12 +399,12 @@ class Schedule:
     def _last(self) -> bool:
         return all(unit.options.is_last_backward for unit in self.units)
 
-    def finish_reductions(self) -> None:
+    def _finish_reductions(self) -> None:
         """Wait for all reductions and put their results on the parameters' ``grad``.
 
         After an exception those that are not finished are still known, for `reset` to wait for.
         """
-        self._hooked = []
+        self._hooked, self._scattering = [], []
         while self._reductions:
             self._reductions[0].finish()
             del self._reductions[0]
@@ -380,8 +414,8 @@ class Schedule:
 
         Not during a backward, nor after one that failed: other ranks may never come to theirs.
         """
-        if not self._backward:
-            self.finish_reductions()
+        if self._reductions and not self._backward:
+            self._finish_reductions()
 
     def reduce_all(self, units: Iterable[Unit]) -> None:
         """Reduce all gradients of ``units`` that wait, last unit first.
@@ -391,8 +425,9 @@ class Schedule:
         self.check_no_backward()
         self._backward = True
         for unit in units:
-            unit.reduce_all()
-        self.finish_reductions()
+            if unit.unreduced or any(group.partial.waits for group in unit.groups):
+                self._reduce(unit, replace(unit.options, all_reduce=True))
+        self._finish_reductions()
         self._backward = False
 
     def _drop_unused_gathers(self) -> None:
@@ -404,7 +439,7 @@ class Schedule:
         """Forget the step under way; see `FSDPModule.reset`."""
         drops = [reduction.drop for reduction in self._reductions]
         error = first_error([*drops, *(unit.reset for unit in self.units)])
-        self._reductions, self._hooked = [], []
+        self._reductions, self._scattering, self._hooked = [], [], []
         self._pass_root = None
         self._backward = False
         self._walked, self._ahead = None, 0
@@ -412,6 +447,14 @@ class Schedule:
         self._cursor = len(self._end_order)
         if error is not None:
             raise error
+
+
+def drop_gradients(units: Sequence[Unit]) -> None:
+    """Forget gradients that are not reduced yet; reductions under way are finished first."""
+    for unit in units:
+        if unit.schedule is not None:
+            unit.schedule.finish_early()
+        unit.drop_gradients()
 
 
 def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:

@@ -41,7 +41,7 @@ class Event(Enum):
     GATHER = auto()
     ARRIVE = auto()
     RESHARD = auto()
-    KEEP = auto()
+    RESHARD_TO_FEWER = auto()
     FORWARD = auto()
     BACKWARD = auto()
     REDUCE = auto()
@@ -53,7 +53,7 @@ TRANSITIONS: dict[tuple[Enum, Event], Enum] = {
     (_P.SHARDED, Event.GATHER): _P.GATHERING,
     (_P.GATHERING, Event.ARRIVE): _P.UNSHARDED,
     (_P.UNSHARDED, Event.RESHARD): _P.SHARDED,
-    (_P.UNSHARDED, Event.KEEP): _P.POST_FORWARD,
+    (_P.UNSHARDED, Event.RESHARD_TO_FEWER): _P.POST_FORWARD,
     (_P.POST_FORWARD, Event.GATHER): _P.GATHERING,
     (_P.POST_FORWARD, Event.RESHARD): _P.SHARDED,
     (_G.EMPTY, Event.FORWARD): _G.EXPECTED,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,16 @@ from torch.distributed import fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-
-# A shard of a dimension that later axes of the mesh have cut already. No public name; without it
-# the order of cuts cannot be said in placements.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.profiler import record_function
 from torch.utils import _pytree
 
 from ._errors import UnsupportedError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# A shard of a dimension that later axes of the mesh have cut already. No public name; without it
+# the order of cuts cannot be said in placements.
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -69,6 +71,16 @@ def local_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def tensor_references(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how many holders each tensor has, autograd's graphs among them; no public counter."""
+    return [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and other holders a storage has; there is no public counter."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> None:
     """Cut each gradient in ``degree`` row blocks, zero-padded, and write block r to ``out[r]``.
 
@@ -82,6 +94,16 @@ def call_after_backward(function: Callable[[], None]) -> None:
     """Run ``function`` when the backward under way has ended; there is no public hook for that."""
     engine: Any = Variable._execution_engine
     engine.queue_callback(function)
+
+
+def uncompiled(function: F) -> F:
+    """Return ``function``, never compiled, nor anything that it calls."""
+    return cast(F, torch.compiler.disable(function))
+
+
+def uncompiled_itself(function: F) -> F:
+    """Return ``function``, never compiled itself, unlike what it calls."""
+    return cast(F, torch.compiler.disable(function, recursive=False))
 
 
 def inside_backward() -> bool:

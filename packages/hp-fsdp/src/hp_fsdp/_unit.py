@@ -1,17 +1,21 @@
-"""What one `fully_shard` call manages: parameters, gradients, options, and their states."""
+"""What one `fully_shard` call manages: modules, parameter groups, options, and their states."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ._agreement import Act, Agreement
-from ._errors import ParameterError, first_error
+from hp_dtensor import Axis, TorchCollectives
+
+from ._errors import DisagreementError, ParameterError, first_error
 from ._group import ParameterGroup
 from ._options import Options
-from ._passage import Passage
 from ._states import Event, GradientState, ParameterState, advance
 from ._torch import inside_backward
 
@@ -19,11 +23,44 @@ if TYPE_CHECKING:
     from ._schedule import Schedule
 
 UNIT_ATTRIBUTE = "_fully_shard_unit"
-_GATHERABLE = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
+
+
+class Act(Enum):
+    """What a unit communicates for."""
+
+    FORWARD = "gather {} for forward"
+    BACKWARD = "gather {} for backward"
+    REDUCTION = "reduce the gradients of {}"
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One forward of a unit, and how far its backward is.
+
+    ``expected``: backward can be seen to reach it. ``marked``: and to leave it. ``backward``: the
+    number of the last one that did. ``order``: the begins (False) and ends (True) of all runs of
+    its pass, in which its own have the positions ``begin`` and ``end``.
+    """
+
+    unit: "Unit"
+    expected: bool = False
+    marked: bool = False
+    reached: bool = False
+    left: bool = False
+    backward: int = 0
+    order: "list[tuple[Run, bool]] | None" = None
+    begin: int = -1
+    end: int = -1
 
 
 class Unit:
-    """The modules of one call, their groups (one per dtype), and their part in a step."""
+    """The modules of one call, their groups (one per dtype), and where their step is.
+
+    Beside the states of parameters (of each group) and gradients: ``in_pass``, gathered by a pass
+    of the schedule, not by hand; ``unreduced``, gradients of earlier backwards wait for a
+    reduction; ``waiting`` and ``running``, modules that have yet to end, and of these those that
+    have begun; ``expects_backward`` and ``run``, of the forward under way or the last one.
+    """
 
     def __init__(
         self,
@@ -31,23 +68,25 @@ class Unit:
         groups: Sequence[ParameterGroup],
         options: Options,
         device: torch.device,
-        attach: "Callable[[nn.Module], Schedule]",
     ) -> None:
-        """Install the hooks; ``attach(root)`` makes a schedule for all units under ``root``."""
-        self._attach = attach
         self.modules = tuple(modules)
         self.groups = tuple(groups)
         self.options = options
         self.device = device
         self.gradients = GradientState.EMPTY
-        self.schedule: Schedule | None = None
-        self.in_pass = False  # gathered by a pass of the schedule, not by hand
-        self.kept = False  # left gathered after backward, as it was told to
+        self.in_pass = False
+        self.unreduced = False
+        self.waiting: set[nn.Module] = set()
+        self.running: set[nn.Module] = set()
+        self.expects_backward = False
+        self.run = Run(self)
+        self.schedule: Schedule | None = None  # for what runs the unit; not used below
         self.forward_prefetch: tuple[Unit, ...] | None = None  # None: the next in learned order
         self.backward_prefetch: tuple[Unit, ...] | None = None
-        self._unreduced = False  # gradients of earlier backwards wait for synchronisation
-        self.passage = Passage(self)
-        self._agreement = Agreement(self)
+        self._number = 0
+        self._paths: Callable[[], list[str]] | None = None
+        self._compared: set[Act] = set()
+        self._gradient_hooks: list[RemovableHandle] = []
         # Also those inside, whose state may be asked for alone; the next gather sees what came.
         owners = [o.module for g in groups for p in g.parameters for o in p.owners]
         for module in dict.fromkeys([*self.modules, *owners]):
@@ -56,6 +95,10 @@ class Unit:
         for module in self.modules:
             module.register_load_state_dict_post_hook(self._after_load)
 
+    def join(self, number: int, paths: Callable[[], list[str]]) -> None:
+        """Take the unit's number among those under one root, and what tells where they all are."""
+        self._number, self._paths = number, paths
+
     def gather(self, in_pass: bool = False) -> None:
         """Start the all-gathers of the groups that are sharded; a pass answers for what it does.
 
@@ -63,14 +106,17 @@ class Unit:
         their place, `StateError` for those without memory, `DisagreementError` where ranks gather
         other units.
         """
-        if not all(group.in_place for group in self.groups):
-            self.adopt(final=True)
+        for group in self.groups:
+            if not group.in_place:
+                self.reset_sharded(final=True)
+                break
         if not in_pass and self.stale:
             self.reshard()
+        backward = inside_backward()
         if self.sharded:
-            self._agreement.before(Act.BACKWARD if inside_backward() else Act.FORWARD)
+            self.compare(Act.BACKWARD if backward else Act.FORWARD)
             self.in_pass |= in_pass
-        stays = not in_pass or not (torch.is_grad_enabled() or inside_backward())
+        stays = not in_pass or not (backward or torch.is_grad_enabled())
         for group in self.groups:
             group.gather()
             if stays:
@@ -83,50 +129,59 @@ class Unit:
 
     def reshard(self) -> None:
         """Make the sharded parameters the modules' parameters, free the others."""
-        self.in_pass = self.kept = False
+        self.in_pass = False
         error = first_error(group.reshard for group in self.groups)
         if error is not None:
             raise error
 
-    @property
-    def stays(self) -> bool:
-        """Return whether a forward without a backward to come leaves the parameters gathered.
-
-        Under ``torch.no_grad`` those do that the user gathered, or told to stay after forward.
-        """
-        asked = not self.in_pass or self.options.reshard_after_forward is False
-        return asked and not torch.is_grad_enabled()
-
-    def stay(self) -> None:
-        """Leave the parameters gathered until `reshard`, or a forward that finds them `stale`."""
-        self.in_pass = False
-        for group in self.groups:
-            group.note_writes()
-
-    def keep(self) -> None:
+    def reshard_to_fewer(self) -> None:
         """Reshard to the smaller number of ranks that the options say."""
         for group in self.groups:
-            group.keep()
+            group.reshard_to_fewer()
             group.note_writes()
+
+    def note_writes(self) -> None:
+        """Watch for writes to the shards, while parameters stay gathered."""
+        for group in self.groups:
+            group.note_writes()
+
+    def end_without_backward(self) -> None:
+        """End a forward that no backward can follow: give the parameters up.
+
+        Under ``torch.no_grad`` those stay, until `reshard` or a forward that finds them `stale`,
+        that the user gathered, or told to stay after forward.
+        """
+        asked = not self.in_pass or self.options.reshard_after_forward is False
+        if asked and not torch.is_grad_enabled():
+            self.in_pass = False
+            self.note_writes()
+        else:
+            self.reshard()
 
     def reset(self) -> None:
         """Forget the step under way."""
         self.gradients = advance(self.gradients, Event.RESET)
-        self.in_pass = self.kept = self._unreduced = False
-        self.passage.reset()
+        self.in_pass = self.unreduced = False
+        self.forget_forward()
+        self.unhook_gradients()
         error = first_error(group.reset for group in self.groups)
         if error is not None:
             raise error
 
+    def forget_forward(self) -> None:
+        """Start the list of modules over at the next forward."""
+        self.waiting.clear()
+        self.running.clear()
+
     @property
     def sharded(self) -> bool:
         """Return whether there is something to gather."""
-        return any(group.state in _GATHERABLE for group in self.groups)
+        return any([group.resting for group in self.groups])
 
     @property
     def awaits_split_backward(self) -> bool:
         """Return whether a pipeline schedule may be about to run a part of a backward."""
-        waits = self._unreduced or self.gradients is GradientState.EXPECTED
+        waits = self.unreduced or self.gradients is GradientState.EXPECTED
         return self.options.in_pipeline and waits and self.sharded and not inside_backward()
 
     @property
@@ -137,69 +192,83 @@ class Unit:
     @property
     def stale(self) -> bool:
         """Return whether what is gathered is not what the shards say any more."""
-        return any(group.stale for group in self.groups)
+        return any([group.stale for group in self.groups])
 
     def note(self, event: Event) -> None:
         """Move the state of the gradients."""
         self.gradients = advance(self.gradients, event)
 
-    def finish_backward(self) -> None:
-        """Reshard and hand the gradients to a reduction; without synchronisation they stay."""
+    def finish_backward(self) -> bool:
+        """Reshard, and leave the gradients to a reduction; return whether there was a backward."""
         if self.gradients is GradientState.EMPTY:
-            return
+            return False
         self.note(Event.REDUCE)
-        self.passage.end_watch()
+        self.unhook_gradients()
         if self.options.reshard_after_backward:
             self.reshard()
         else:
-            self.in_pass, self.kept = False, True
-            for group in self.groups:
-                group.note_writes()
-        self._unreduced = True
+            self.in_pass = False
+            self.note_writes()
+        self.unreduced = True
         if not self.options.gradient_sync:
             for group in self.groups:
                 group.hold_gradients()
-        self.reduce()
+        return True
 
     def drop_gradients(self) -> None:
-        """Forget gradients that are not reduced yet; reductions under way are finished first."""
-        if self.schedule is not None:
-            self.schedule.finish_early()
+        """Forget gradients that are not reduced yet."""
         for group in self.groups:
             group.drop_gradients()
 
-    def reduce(self) -> None:
-        """Hand all gradients of the backwards since the last reduction to one, if told to."""
-        if self._unreduced and self.options.gradient_sync:
-            self._reduce(self.options)
+    def hook_gradients(self, came: Callable[[], None]) -> bool:
+        """Call ``came`` with each gradient of a parameter; return whether any can come.
 
-    def reduce_all(self) -> None:
-        """Hand all gradients to a reduction over all axes, whatever the options say."""
-        if self._unreduced or any(group.partial.waits for group in self.groups):
-            self._reduce(replace(self.options, all_reduce=True))
+        For outputs in which no tensor can be hooked: objects of unknown type, or nothing at all
+        where the module keeps its results to itself.
+        """
+        if not self._gradient_hooks:
 
-    def _reduce(self, options: Options) -> None:
-        if self.schedule is not None:
-            self._agreement.before(Act.REDUCTION)
-            self._unreduced = False
-            for group in reversed(self.groups):
-                self.schedule.reduce(group, options)
+            def call(_: Tensor) -> None:
+                came()
 
-    def attached(self, module: nn.Module) -> "Schedule":
-        """Return the schedule, made now with ``module`` as its root if there is none yet."""
-        return self._attach(module) if self.schedule is None else self.schedule
+            self._gradient_hooks = [
+                parameter.unsharded.register_post_accumulate_grad_hook(call)
+                for group in self.groups
+                for parameter in group.parameters
+                if parameter.sharded.requires_grad
+            ]
+            self._call_on_gradient(came if self._gradient_hooks else None)
+        return bool(self._gradient_hooks)
+
+    @property
+    def hooks_gradients(self) -> bool:
+        """Return whether gradients of parameters tell of backward."""
+        return bool(self._gradient_hooks)
+
+    def unhook_gradients(self) -> None:
+        """Remove the hooks on gradients."""
+        if self._gradient_hooks:
+            self._call_on_gradient(None)
+            for handle in self._gradient_hooks:
+                handle.remove()
+            self._gradient_hooks = []
+
+    def _call_on_gradient(self, came: Callable[[], None] | None) -> None:
+        for group in self.groups:
+            if group.bucket_hooks is not None:
+                group.bucket_hooks.on_gradient = came
 
     def _after_load(self, *_: Any) -> None:
         # The modules of a list come here one after the other, with the others yet unchanged.
-        self.adopt(final=len(self.modules) == 1)
+        self.reset_sharded(final=len(self.modules) == 1)
 
-    def adopt(self, final: bool) -> None:
+    def reset_sharded(self, final: bool) -> None:
         """Take back parameters that were replaced or converted from outside, all or none.
 
         What cannot be taken is refused with the parameters that stood there before, but for those
         that were removed, if this is ``final``; otherwise the next gather decides.
         """
-        self.passage.end_watch()
+        self.unhook_gradients()
         self.reshard()
         refusals = [refusal for group in self.groups for refusal in group.refusals()]
         if refusals and final:
@@ -207,7 +276,77 @@ class Unit:
                 group.undo_replacements()
             raise ParameterError("; ".join(refusals))
         for group in self.groups if not refusals else ():
-            group.adopt()
+            group.reset_sharded()
+
+    def compare(self, act: Act) -> None:
+        """Compare what the ranks of the unit's axes do next, unless that was done before.
+
+        Each act of each unit is compared once, before it communicates for the first time: one
+        all-gather of 32 bytes over each axis. So ranks that come to their units in different orders
+        learn of it before wrong parameters are gathered, or a rank waits for one that never comes.
+        The collectives that a user passes do not see this. Raises `DisagreementError` on every rank
+        of the axes if it is not the same on all of them.
+        """
+        if act in self._compared or self._paths is None or not self.groups:
+            return
+        if act is Act.REDUCTION and not any(group.reduced() for group in self.groups):
+            return  # nothing is reduced
+        data = max((group.axes for group in self.groups), key=lambda axes: axes.shard.size)
+        axes = [data.shard]
+        if act is Act.REDUCTION and self.options.all_reduce:
+            axes += data.replicate
+        axes = [a for a in axes if a.size > 1 and isinstance(a.group, dist.ProcessGroup)]
+        if axes:
+            device = self.groups[0].config.device
+            own = (_ACTS.index(act), self._number, self._fingerprint(act))
+            found = _exchange(axes, own, device)
+            if len({each[1:] for each in found}) > 1:
+                raise DisagreementError(_difference(found, self._paths()))
+        self._compared.add(act)
+
+    def _fingerprint(self, act: Act) -> int:
+        facts = [
+            (p.name, tuple(p.shape), p.dim, act is not Act.REDUCTION or i in reduced)
+            for group in self.groups
+            for reduced in [set(group.reduced())]
+            for i, p in enumerate(group.parameters)
+        ]
+        layouts = [
+            (len(group.layout.shard), str(group.dtypes), str(group.layout.shard.dtype))
+            for group in self.groups
+        ]
+        found = hashlib.blake2b(repr((facts, layouts)).encode(), digest_size=8)
+        return int.from_bytes(found.digest(), "big", signed=True)
+
+
+_ACTS = tuple(Act)
+_Fingerprint = tuple[int, int, int, int]  # rank, act, unit, digest of what the unit has
+
+
+def _exchange(
+    axes: Sequence[Axis], own: tuple[int, int, int], device: torch.device
+) -> list[_Fingerprint]:
+    """Return the fingerprints of all ranks of the axes, the same on each of them."""
+    rank = axes[0].ranks[axes[0].index]
+    table = torch.tensor([rank, *own], dtype=torch.int64, device=device)
+    for axis in axes:
+        (table,) = TorchCollectives().all_gather(axis, [table]).wait()
+    return sorted(tuple(row) for row in table.view(-1, 4).tolist())
+
+
+def _difference(found: Iterable[_Fingerprint], paths: Sequence[str]) -> str:
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for rank, act, unit, digest in found:
+        alike.setdefault((act, unit, digest), []).append(rank)
+    lines = [
+        (f"rank {ranks[0]} is to " if len(ranks) == 1 else f"ranks {ranks} are to ")
+        + _ACTS[act].value.format(paths[unit] if unit < len(paths) else f"unit {unit}")
+        for (act, unit, _), ranks in alike.items()
+    ]
+    what = "all ranks must run the same units in the same order"
+    if len({(act, unit) for act, unit, _ in alike}) == 1:
+        what = "its parameters there differ in names, shapes, dtypes or in what trains"
+    return f"{', '.join(lines)}; {what}"
 
 
 class _Reshard:

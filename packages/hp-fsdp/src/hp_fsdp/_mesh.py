@@ -1,17 +1,82 @@
-"""Where sharded parameters lie: which mesh, which placements, which axes are reduced over."""
+"""The mesh axes that a group communicates over."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hp_dtensor import Axis, concatenate_meshes
 
-from ._axes import DataAxes
 from ._errors import MeshError, ParameterError
 from ._torch import flatten_axes, strided_shard
+
+
+class Alone:
+    """A group of this rank only, over which nothing is ever communicated."""
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxes:
+    """The axes that gradients are reduced over: scattered over one, summed over the others."""
+
+    shard: Axis
+    replicate: tuple[Axis, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks that gradients are reduced over."""
+        size = self.shard.size
+        for axis in self.replicate:
+            size *= axis.size
+        return size
+
+    @property
+    def named(self) -> tuple[Axis, ...]:
+        """Return all axes of the mesh, outermost first."""
+        own = () if isinstance(self.shard.group, Alone) else (self.shard,)
+        return (*self.replicate, *own)
+
+    def replicated(self) -> "DataAxes":
+        """Return the axes of parameters that every rank keeps whole."""
+        rank = self.shard.ranks[self.shard.index]
+        return DataAxes(Axis("alone", Alone(), (rank,)), (*self.replicate, self.shard))
+
+
+def split_axis(axis: Axis, size: int) -> Axis:
+    """Return the block of ``size`` neighbours on ``axis`` that this rank is in.
+
+    Makes a process group, for which all ranks of the block wait.
+    """
+    start = axis.index // size * size
+    return new_axis(axis, axis.ranks[start : start + size], f"{axis.name}[{size}]")
+
+
+def new_axis(axis: Axis, ranks: tuple[int, ...], name: str) -> Axis:
+    """Return an axis over some ranks of ``axis``, with a process group of its own.
+
+    All of these ranks wait for it. Raises `MeshError` for an axis without process group.
+    """
+    if not isinstance(axis.group, dist.ProcessGroup):
+        raise MeshError(
+            f"axis {axis.name!r} has no process group, so none like it can be made; leave "
+            "reshard_after_forward a bool, and reductions on the mesh's groups"
+        )
+    group = dist.new_group(
+        list(ranks), backend=dist.get_backend(axis.group), use_local_synchronization=True
+    )
+    return Axis(name, group, ranks)
+
 
 Own: TypeAlias = tuple[DeviceMesh, tuple[Placement, ...]]  # how a DTensor lies before sharding
 
@@ -64,7 +129,7 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshInfo:
     """A data mesh, whose last axis shards and whose others replicate, beside parameters' own."""
 
     mesh: DeviceMesh
@@ -76,10 +141,10 @@ class Place:
         return True
 
     @staticmethod
-    def on(mesh: DeviceMesh) -> "Place":
+    def on(mesh: DeviceMesh) -> "MeshInfo":
         """Return the place of parameters sharded over the last axis of a mesh of one or two."""
         replicate = (Axis.of(mesh, 0),) if mesh.ndim == 2 else ()
-        return Place(mesh, DataAxes(Axis.of(mesh, mesh.ndim - 1), replicate))
+        return MeshInfo(mesh, DataAxes(Axis.of(mesh, mesh.ndim - 1), replicate))
 
     def layout(
         self, own: Own | None, name: str, dim: int | None
@@ -113,7 +178,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class WholePlace(Place):
+class WholeMeshInfo(MeshInfo):
     """Parameters that are DTensors on one mesh, of which ``dims`` name the axes of data."""
 
     dims: DataAxisNames
@@ -124,7 +189,7 @@ class WholePlace(Place):
         return bool(self.dims.shard_names)
 
     @staticmethod
-    def within(mesh: DeviceMesh, dims: DataAxisNames) -> "WholePlace":
+    def within(mesh: DeviceMesh, dims: DataAxisNames) -> "WholeMeshInfo":
         """Return the place of parameters on ``mesh``; raises `MeshError` for names it lacks.
 
         Folding several axes makes a process group for their ranks.
@@ -139,8 +204,8 @@ class WholePlace(Place):
         folded = [_fold(mesh, each) for each in (dims.replicate_names, dims.shard_names) if each]
         axes = [Axis.of(each, 0) for each in folded]
         if not dims.shard_names:
-            return WholePlace(mesh, DataAxes(axes[0]).replicated(), dims)
-        return WholePlace(mesh, DataAxes(axes[-1], tuple(axes[:-1])), dims)
+            return WholeMeshInfo(mesh, DataAxes(axes[0]).replicated(), dims)
+        return WholeMeshInfo(mesh, DataAxes(axes[-1], tuple(axes[:-1])), dims)
 
     def layout(
         self, own: Own | None, name: str, dim: int | None

@@ -1,11 +1,17 @@
-"""Which parameters a call takes, and how each of them is cut."""
+"""Which parameters a call takes, how each is sharded, and which units have already.
 
-from collections.abc import Callable, Collection, Sequence
+What units have is noted on the modules that register it: from below a unit cannot be seen.
+"""
+
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from hp_dtensor import RaggedTensor
 
 from ._errors import (
     InvalidParameterError,
@@ -14,20 +20,65 @@ from ._errors import (
     UnsupportedParameterError,
     shown,
 )
-from ._extended_parameter import ExtendedParameter, check_extension
-from ._parameters import Owner, ShardedParameter, sharded_from
-from ._place import Place
-from ._ragged_parameter import RaggedParameter
-from ._taken import is_taken
+from ._extensions import ExtendedParameter, check_extension
+from ._mesh import MeshInfo
+from ._param import Owner, RaggedParameter, ShardedParameter, sharded_from
 from ._torch import is_extended, local_of, parameters_of
 from ._unit import unit_of
+
+MANAGED_ATTRIBUTE = "_fully_shard_managed"
+
+
+class _Managed:
+    """The names of a module's parameters that units have, and of those that were ignored.
+
+    A copied or loaded module has none.
+    """
+
+    def __init__(self, names: Iterable[str], ignored: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        self.ignored = frozenset(ignored)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # the copy's parameters are its own
+
+
+def note_managed(roots: Iterable[nn.Module], ignored: Container[int] = ()) -> None:
+    """Note that units have all parameters under ``roots``, but those whose id is ``ignored``."""
+    for root in roots:
+        for inner in root.modules():
+            found = {name: p for name, p in parameters_of(inner).items() if p is not None}
+            left = {name for name, p in found.items() if id(p) in ignored}
+            inner.__dict__[MANAGED_ATTRIBUTE] = _Managed(found.keys() - left, left)
+
+
+def is_managed(module: nn.Module, name: str) -> bool:
+    """Return whether a unit has the parameter that ``module`` registers as ``name``."""
+    noted = module.__dict__.get(MANAGED_ATTRIBUTE)
+    return isinstance(noted, _Managed) and name in noted.names
+
+
+def added_parameters(root: nn.Module) -> list[str]:
+    """Return the plain parameters under ``root`` that train and that no unit was ever given.
+
+    They were added after `fully_shard`, with their module or alone.
+    """
+    return [
+        f"{path}.{name}" if path else name
+        for path, inner in root.named_modules()
+        for noted in [inner.__dict__.get(MANAGED_ATTRIBUTE)]
+        for name, p in parameters_of(inner).items()
+        if p is not None and p.requires_grad and not isinstance(p, DTensor | RaggedTensor)
+        if not isinstance(noted, _Managed) or name not in noted.names | noted.ignored
+    ]
+
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
 Granularity = int | Callable[[nn.Parameter], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ParameterSelection:
     """What a user says of single parameters: which to leave alone, how to cut the others."""
 
     ignored: frozenset[int] = frozenset()
@@ -43,7 +94,7 @@ class Wanted:
         least_numel: int,
         layout: str = "exact",
         granularity: Granularity | None = None,
-    ) -> "Wanted":
+    ) -> "ParameterSelection":
         """Return the wishes; raises `ParameterError` for what is no parameter or number."""
         given: object = () if ignored is None else ignored
         if not isinstance(given, Collection) or isinstance(given, str | Tensor):
@@ -61,7 +112,7 @@ class Wanted:
             raise ParameterError("shard_placement_fn has no meaning in the ragged layout")
         if not ragged and granularity is not None:
             raise ParameterError("granularity has a meaning in the ragged layout only")
-        return Wanted(
+        return ParameterSelection(
             ignored=frozenset(id(each) for each in given),
             placement=placement,
             least_numel=least_numel,
@@ -71,8 +122,8 @@ class Wanted:
 
     def atom(self, parameter: nn.Parameter, name: str) -> int:
         """Return how many elements of a parameter stay together in the ragged layout."""
-        wanted = self.granularity
-        found: object = 1 if wanted is None else wanted(parameter) if callable(wanted) else wanted
+        asked = self.granularity
+        found: object = 1 if asked is None else asked(parameter) if callable(asked) else asked
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise ParameterError(
                 f"granularity gives {shown(found)} for {name}; legal are 1, 2, ... elements"
@@ -106,8 +157,8 @@ class Wanted:
         return dim
 
 
-def free_parameters(
-    modules: Sequence[nn.Module], place: Place, wanted: Wanted
+def select_parameters(
+    modules: Sequence[nn.Module], mesh_info: MeshInfo, selection: ParameterSelection
 ) -> list[ShardedParameter]:
     """Return the parameters of ``modules`` that no unit has yet, each once with all its places.
 
@@ -115,7 +166,7 @@ def free_parameters(
 
     Raises `ParameterError` and `MeshError` for parameters that cannot be sharded.
     """
-    taken, places = _of_other_units(modules)
+    managed, places = _of_other_units(modules)
     owners: dict[int, list[Owner]] = {}
     found: dict[int, tuple[nn.Parameter, str]] = {}
     visited: set[nn.Module] = set()
@@ -127,9 +178,9 @@ def free_parameters(
             visited.add(inner)
             for name, candidate in parameters_of(inner).items():
                 where = (id(parameters_of(inner)), name)
-                if candidate is None or id(candidate) in taken or where in places:
+                if candidate is None or id(candidate) in managed or where in places:
                     continue
-                if id(candidate) in wanted.ignored:
+                if id(candidate) in selection.ignored:
                     continue
                 full_name = f"{path}.{name}" if path else name
                 _check_free(candidate, inner, name, full_name, type(root).__name__)
@@ -138,44 +189,49 @@ def free_parameters(
                 )
                 found.setdefault(id(candidate), (candidate, full_name))
     for original, name in found.values():
-        _check_parameter(original, name, place.mesh)
+        _check_parameter(original, name, mesh_info.mesh)
     return [
-        _made(original, owners[key], name, place, wanted) for key, (original, name) in found.items()
+        _made(original, owners[key], name, mesh_info, selection)
+        for key, (original, name) in found.items()
     ]
 
 
 def _made(
-    original: nn.Parameter, owners: Sequence[Owner], name: str, place: Place, wanted: Wanted
+    original: nn.Parameter,
+    owners: Sequence[Owner],
+    name: str,
+    mesh_info: MeshInfo,
+    selection: ParameterSelection,
 ) -> ShardedParameter:
-    degree = place.axes.shard.size
-    dim = wanted.dim(original, name, degree) if place.shards else None
+    degree = mesh_info.axes.shard.size
+    dim = selection.dim(original, name, degree) if mesh_info.shards else None
     if is_extended(original):
-        check_extension(original, name, dim, wanted.ragged)
-        return ExtendedParameter(original, owners, name, place)
+        check_extension(original, name, dim, selection.ragged)
+        return ExtendedParameter(original, owners, name, mesh_info)
     # One rank holds all in one run: exact and ragged are the same then.
-    if wanted.ragged and dim is not None and degree > 1:
-        return RaggedParameter(original, owners, name, place, wanted.atom(original, name))
-    return ShardedParameter(original, owners, name, place, dim)
+    if selection.ragged and dim is not None and degree > 1:
+        return RaggedParameter(original, owners, name, mesh_info, selection.atom(original, name))
+    return ShardedParameter(original, owners, name, mesh_info, dim)
 
 
 def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[int, str]]]:
     """Return the parameters that units under ``modules`` have, and where they registered them."""
-    taken: set[int] = set()
+    managed: set[int] = set()
     places: set[tuple[int, str]] = set()  # what is registered there may have been replaced
     for root in modules:
         for inner in root.modules():
             unit = unit_of(inner)
             for group in unit.groups if unit is not None else ():
                 for parameter in group.parameters:
-                    taken |= {id(parameter.sharded), id(parameter.unsharded)}
+                    managed |= {id(parameter.sharded), id(parameter.unsharded)}
                     places.update((id(owner.registry), owner.name) for owner in parameter.owners)
-    return taken, places
+    return managed, places
 
 
 def _check_free(
     candidate: nn.Parameter, module: nn.Module, name: str, full_name: str, root: str
 ) -> None:
-    if is_taken(module, name):
+    if is_managed(module, name):
         raise ParameterError(
             f"{full_name} of {root} is sharded already, by a call on a module above it; shard "
             "blocks first, the root last"

@@ -1,4 +1,4 @@
-"""One parameter's two faces: the sharded DTensor, and the tensor that modules compute with."""
+"""One parameter: the sharded DTensor or ragged tensor, and what modules compute with."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils.parametrize import is_parametrized
 
-from hp_dtensor import Collectives, RaggedTensor, redistribute
+from hp_dtensor import Collectives, RaggedShard, RaggedTensor, redistribute
 
-from ._errors import StateError
-from ._place import Place
+from ._errors import ParameterError, StateError
+from ._mesh import MeshInfo
 from ._torch import hooks_after_gradient, local_of, set_local, wrapper_like
 
 SHARDED_ATTRIBUTE = "_fully_shard_became"
@@ -23,7 +23,7 @@ SHARDED_ATTRIBUTE = "_fully_shard_became"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A place where a parameter is registered; a tied parameter has several."""
+    """Where a parameter is registered; a tied parameter has several owners."""
 
     module: nn.Module
     registry: dict[str, nn.Parameter | None]
@@ -35,19 +35,22 @@ class Owner:
 
 
 class ShardedParameter:
-    """A parameter of a group. ``sharded`` keeps its identity for life: optimizers hold it."""
+    """A parameter of a group: ``sharded``, a DTensor, and ``unsharded``, a view of the gather.
+
+    ``sharded`` keeps its identity for life: optimizers hold it.
+    """
 
     def __init__(
         self,
         original: nn.Parameter,
         owners: Sequence[Owner],
         name: str,
-        place: Place,
+        mesh_info: MeshInfo,
         dim: int | None = 0,
     ) -> None:
-        """Work out where the parameter will lie; raises `MeshError` where it cannot.
+        """Work out the parameter's mesh and placements; raises `MeshError` where there are none.
 
-        It is cut along ``dim``, or with None kept whole.
+        It is sharded along ``dim``, or with None kept whole.
         """
         self.name = name
         self.dim = dim
@@ -56,14 +59,15 @@ class ShardedParameter:
         self._own: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
         if isinstance(original, DTensor):
             self._own = (original.device_mesh, tuple(original.placements))
-        self._mesh, self._placements = place.layout(self._own, name, dim)
-        self._reduced_here = place.axes_within(self._own)
+        self._mesh, self._placements = mesh_info.layout(self._own, name, dim)
+        self._reduced_here = mesh_info.axes_within(self._own)
         self._requires_grad = original.requires_grad
         self._held: Tensor | None = None
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
         self.sharded: nn.Parameter
-        self.wrap: Callable[[Tensor], Tensor]  # makes what lies as the sharded face does
+        self.local_view: Tensor  # this rank's part as `sharded` has it
+        self.wrap: Callable[[Tensor], Tensor]  # of a local tensor, one laid out as `sharded`
         self.unsharded: nn.Parameter
 
     def note_original(self) -> None:
@@ -74,7 +78,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def build_sharded(self, local: Tensor) -> None:
-        """Create the sharded face over ``local``, this rank's rows."""
+        """Create the sharded parameter over ``local``, this rank's part."""
         whole = DTensor.from_local(
             local,
             self._mesh,
@@ -85,12 +89,11 @@ class ShardedParameter:
         )
         self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
         # from_local makes a view of the view; optimizers must write to the flat shard itself.
-        set_local(cast(DTensor, self.sharded), local)
-        self.wrap = wrapper_like(cast(DTensor, self.sharded))
+        self.put(local)
 
     @torch.no_grad()
     def build_unsharded(self, view: Tensor) -> None:
-        """Create the unsharded face over ``view`` of the gathered output."""
+        """Create the unsharded parameter over ``view`` of the gathered output."""
         if self._own is not None:
             mesh, placements = self._own
             view = DTensor.from_local(
@@ -100,7 +103,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def move_unsharded(self, view: Tensor) -> None:
-        """Move the unsharded face, the same tensor to autograd and its hooks, to ``view``.
+        """Move the unsharded parameter, the same tensor to autograd and its hooks, to ``view``.
 
         What was saved for a backward from the memory before must not be used any more: autograd
         then raises, as after a change in place.
@@ -112,7 +115,7 @@ class ShardedParameter:
             set_local(cast(DTensor, self.unsharded), view)
 
     def _registered(self) -> nn.Parameter:
-        """Return the sharded face, or what something else registered in its place."""
+        """Return the sharded parameter, or what something else registered in its place."""
         for owner in self.owners:
             present = owner.get()
             if present is not None and present is not self.sharded:
@@ -120,16 +123,17 @@ class ShardedParameter:
         return self.sharded
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that lies as the sharded face does."""
+        """Return this rank's part of a tensor that is laid out as the sharded parameter."""
         return local_of(cast(DTensor, tensor))
 
     def put(self, view: Tensor) -> None:
-        """Make ``view`` the memory of the sharded face, which may be another than before."""
+        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
         set_local(cast(DTensor, self.sharded), view)
         self.wrap = wrapper_like(cast(DTensor, self.sharded))
+        self.local_view = view
 
     def fits(self, found: object) -> bool:
-        """Return whether ``found`` lies as the sharded face does."""
+        """Return whether ``found`` is laid out as the sharded parameter."""
         return (
             isinstance(found, DTensor)
             and found.shape == self.shape
@@ -138,7 +142,7 @@ class ShardedParameter:
         )
 
     def refusal(self) -> str | None:
-        """Return why what is registered cannot be the sharded face; None if it can."""
+        """Return why what is registered cannot be the sharded parameter; None if it can."""
         for owner in self.owners:
             if owner.get() is None:
                 return self._removal(owner)
@@ -174,17 +178,17 @@ class ShardedParameter:
         )
 
     def undo_replacement(self) -> None:
-        """Register the sharded face where something else stands; what was removed stays so."""
+        """Register the sharded parameter where another stands; what was removed stays so."""
         for owner in self.owners:
             if owner.get() is not None:
                 owner.registry[owner.name] = self.sharded
 
     def take_replacement(self) -> None:
-        """Accept a parameter that something else registered in place of the sharded face."""
+        """Accept a parameter that something else registered in place of the sharded one."""
         self.sharded = self._registered()
 
     def local(self) -> Tensor:
-        """Return this rank's rows of what is registered, where nothing is refused."""
+        """Return this rank's part of what is registered, where nothing is refused."""
         return self.part(self._registered())
 
     @property
@@ -192,8 +196,8 @@ class ShardedParameter:
         """Return whether modules compute with a plain tensor, not with a DTensor."""
         return self._own is None
 
-    def is_face(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is the unsharded face."""
+    def is_unsharded(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is the unsharded parameter."""
         return tensor is self.unsharded
 
     def hold_gradient(self, dtype: torch.dtype) -> None:
@@ -217,8 +221,10 @@ class ShardedParameter:
 
     def no_gradient(self) -> Tensor:
         """Return zeros in place of an unsharded gradient."""
-        face = self.unsharded
-        return torch.zeros_like(local_of(face) if isinstance(face, DTensor) else face)
+        unsharded = self.unsharded
+        return torch.zeros_like(
+            local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
+        )
 
     def take_gradient(self, collectives: Collectives) -> Tensor | None:
         """Remove and return the unsharded gradient as a plain tensor; None where there is none.
@@ -244,15 +250,76 @@ class ShardedParameter:
 
     def add_gradient(self, local: Tensor) -> None:
         """Make ``local`` the sharded gradient, or add it to the one that is there."""
-        face = self.sharded
-        present = face.grad
+        sharded = self.sharded
+        present = sharded.grad
         if present is None:
-            face.grad = self.wrap(local)
+            sharded.grad = self.wrap(local)
         else:
             self.part(present).add_(local)
-        if (hooks := hooks_after_gradient(face)) is not None:
+        if (hooks := hooks_after_gradient(sharded)) is not None:
             for hook in list(hooks.values()):
-                hook(face)
+                hook(sharded)
+
+
+class RaggedParameter(ShardedParameter):
+    """A parameter of which each rank holds a run of whole atoms, ``atom`` elements each.
+
+    ``sharded`` is a ragged tensor of hp-dtensor.
+    """
+
+    def __init__(
+        self,
+        original: nn.Parameter,
+        owners: Sequence[Owner],
+        name: str,
+        mesh_info: MeshInfo,
+        atom: int,
+    ) -> None:
+        """Work out the parameter's mesh; the group's plan gives the run lengths."""
+        super().__init__(original, owners, name, mesh_info)
+        self.atom = atom
+        if not self.is_plain:
+            raise ParameterError(
+                f"{name} is a DTensor already; the ragged layout takes plain parameters, so shard "
+                "the modules that have such ones with layout='exact'"
+            )
+
+    def set_runs(self, leading: int, sizes: tuple[int, ...]) -> None:
+        """Take the run lengths that the plan gives, over the flattened leading dims."""
+        runs = RaggedShard(tuple(range(leading)), sizes)
+        self._runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], runs)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that is laid out as the sharded parameter."""
+        if not torch.is_grad_enabled():
+            return cast(RaggedTensor, tensor).to_local()
+        with torch.no_grad():
+            return cast(RaggedTensor, tensor).to_local()
+
+    def build_sharded(self, local: Tensor) -> None:
+        """Create the sharded parameter over ``local``, this rank's part."""
+        with torch.no_grad():
+            whole = RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
+        self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
+        self._sharded_is_new()
+
+    def put(self, view: Tensor) -> None:
+        """Make ``view`` the memory of the sharded parameter, which may be another than before."""
+        self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
+        self._sharded_is_new()
+
+    def _sharded_is_new(self) -> None:
+        self.wrap = cast(RaggedTensor, self.sharded).like
+        self.local_view = self.part(self.sharded)
+
+    def fits(self, found: object) -> bool:
+        """Return whether ``found`` is laid out as the sharded parameter."""
+        return (
+            isinstance(found, RaggedTensor)
+            and found.shape == self.shape
+            and found.device_mesh == self._mesh
+            and tuple(found.placements) == tuple(cast(RaggedTensor, self.sharded).placements)
+        )
 
 
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:

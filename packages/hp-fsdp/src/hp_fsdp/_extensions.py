@@ -1,0 +1,390 @@
+"""Tensor classes with all-gather hooks: ``fsdp_pre_all_gather``, ``fsdp_post_all_gather``."""
+
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from hp_dtensor import Axis, Collectives, Work
+
+from ._buffers import ResizeBuffer
+from ._errors import (
+    DisagreementError,
+    InvalidParameterError,
+    MeshError,
+    ParameterError,
+    StateError,
+    shown,
+)
+from ._group import ParameterGroup
+from ._layout_exact import plan_group
+from ._mesh import MeshInfo
+from ._offsets import GradientRows, ShardSpec, rows_by_rank
+from ._param import Owner, ShardedParameter
+from ._states import ParameterState
+from ._torch import is_extended, preserved_versions, writes_to
+
+
+class ExtendedLayout:
+    """The shards of one group, tensors on their own, and what is gathered; see `ExactLayout`.
+
+    The inputs are set anew before every gather; all of them travel as bytes, in one all-gather.
+    There are no full views before the first: `received` has what arrived. ``shard`` is empty: it
+    only tells dtype and device. The plan is that of gradients, which are plain numbers.
+    """
+
+    def __init__(
+        self,
+        locals_: Sequence[Tensor],
+        specs: Sequence[ShardSpec],
+        axis: Axis,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """Take this rank's parts as they are."""
+        first = locals_[0]
+        self.specs = tuple(specs)
+        self.plan = plan_group(specs, axis.size, first.element_size(), math.inf)
+        self.spans = [
+            (start, start + spec.shard_numel)
+            for start, spec in zip(self.plan.starts, specs, strict=True)
+        ]
+        self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
+        self.shards = list(locals_)
+        self.fulls = [
+            torch.empty(shape, dtype=dtype, device="meta") for shape in (s.shape for s in specs)
+        ]
+        self._index = axis.index
+        self._degree = axis.size
+        self._inputs: list[Tensor] = []
+        self._shapes: list[list[torch.Size]] = []
+        self._outputs: list[ResizeBuffer] = []
+        self.renewed = False  # what arrives lies in other memory than full tensors were made of
+        self._inner: list[tuple[UntypedStorage, int]] = []
+        self._block: list[Tensor] = []
+
+    def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
+        """Return where the gradients of the parameters at ``chosen`` lie, rank by rank."""
+        return rows_by_rank([self.specs[i] for i in chosen], self._index, itemsize)
+
+    @property
+    def available(self) -> bool:
+        """Return True: there is always more memory."""
+        return True
+
+    def set_inputs(self, inputs: Sequence[Sequence[Tensor]]) -> None:
+        """Take what to gather of each parameter: of the same dtypes and sizes every time."""
+        self._shapes = [[tensor.shape for tensor in each] for each in inputs]
+        flats = [tensor.reshape(-1) for each in inputs for tensor in each]
+        self._inputs = [flat.view(torch.uint8) for flat in flats]
+        if not self._outputs:
+            self._outputs = [
+                ResizeBuffer(self._degree * flat.numel(), flat.dtype, flat.device) for flat in flats
+            ]
+
+    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
+        if not self._inputs:
+            return None
+        return collectives.all_gather(axis, self._inputs, self._lent())
+
+    def _lent(self) -> list[Tensor]:
+        if any(output.lent for output in self._outputs):
+            self._inner, self.renewed = [], True
+        for output in self._outputs:
+            output.allocate()
+        flats = [output.writable.view(torch.uint8) for output in self._outputs]
+        for output in self._outputs:
+            output.lend()
+        return flats
+
+    def wait(self, work: Work) -> None:
+        """Wait for the all-gather; from then on its memory is used by nobody else."""
+        work.wait()
+        for output in self._outputs:
+            output.returned()
+        self._inputs = []
+
+    def finish_gather(self, work: Work | None) -> None:
+        """Get memory for the tensors inside of full ones, after `wait`."""
+        for storage, size in self._inner:
+            if storage.nbytes() != size:  # some lie in what was gathered
+                storage.resize_(size)
+
+    def received(self) -> list[list[Tensor]]:
+        """Return what arrived of each parameter, one after the other along the first dimension."""
+        outputs = iter(self._outputs)
+        return [
+            [next(outputs).tensor.view(self._stacked(shape)) for shape in each]
+            for each in self._shapes
+        ]
+
+    def _stacked(self, shape: torch.Size) -> tuple[int, ...]:
+        return (self._degree * shape[0], *shape[1:]) if shape else (self._degree,)
+
+    def hold(self, inner: Iterable[Tensor]) -> None:
+        """Allocate and free the memory of these tensors too from now on."""
+        for storage in (tensor.untyped_storage() for tensor in inner):
+            self._inner.append((storage, storage.nbytes()))
+
+    def save_block(self, size: int) -> None:
+        """Copy what ``size`` neighbours hold together of what arrived; see `ExactLayout`."""
+        self._block = [
+            output.tensor.view(torch.uint8).view(size, -1)[self._index % size].clone()
+            for output in self._outputs
+        ]
+
+    def gather_block(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start an all-gather over a smaller axis of what `save_block` copied."""
+        if not self._block:
+            return None
+        return collectives.all_gather(axis, self._block, self._lent())
+
+    def drop_block(self) -> None:
+        """Release what `save_block` copied."""
+        self._block = []
+
+    def free(self) -> None:
+        """Give back the memory of what arrived, and of the tensors inside of full ones.
+
+        Leave it to a collective that may still use it; some of the tensors lie in it.
+        """
+        if any(output.lent for output in self._outputs):
+            return
+        for output in self._outputs:
+            output.free()
+        for storage, _ in self._inner:
+            storage.resize_(0)
+
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+class ExtendedParameter(ShardedParameter):
+    """A parameter of a tensor class with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    The unsharded parameter is what the second of them makes of the first gather. Later gathers
+    write into it, because autograd may have saved it or a view of it.
+    """
+
+    def __init__(
+        self, original: nn.Parameter, owners: Sequence[Owner], name: str, mesh_info: MeshInfo
+    ) -> None:
+        """Work out the parameter's mesh; raises `ParameterError` for other signatures."""
+        super().__init__(original, owners, name, mesh_info)
+        self._takes_all = _takes_all(original, name)
+        self._shard_mesh = _shard_mesh(mesh_info.mesh, name)
+        self._metadata: Any = None
+        self._received = False
+
+    def build_unsharded(self, view: Tensor) -> None:
+        """Create an unsharded parameter that the next gather replaces."""
+        self._received = False
+        super().build_unsharded(view)
+
+    def gather_inputs(self, policy: MixedPrecisionPolicy) -> list[Tensor]:
+        """Return what to gather of this rank's rows; nothing is communicated."""
+        given: tuple[Any, ...] = (self._shard_mesh,)
+        if self._takes_all:
+            given = (*given, self.shape, self.stride, self.owners[0].module, policy)
+        inputs, self._metadata = cast(Any, self.part(self.sharded)).fsdp_pre_all_gather(*given)
+        if not isinstance(inputs, tuple | list) or not all(isinstance(t, Tensor) for t in inputs):
+            raise StateError(
+                f"{_PRE} of {self.name} returned {shown(inputs)}; legal is a tuple of tensors and "
+                "metadata"
+            )
+        return list(inputs)
+
+    def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor] | None:
+        """Make the unsharded parameter of what was gathered, or write it into the present one.
+
+        Return the tensors whose memory a new one has; None where it is not new.
+        """
+        make = cast(Any, self.part(self.sharded)).fsdp_post_all_gather
+        if self._received:
+            with preserved_versions(self.unsharded):
+                make(tuple(outputs), self._metadata, dtype, out=self.unsharded)
+            return None
+        whole, inner = make(tuple(outputs), self._metadata, dtype)
+        before = self.unsharded
+        super().build_unsharded(torch.as_strided(whole, self.shape, self.stride, 0))
+        self.unsharded.grad = before.grad
+        self._received = True
+        return tuple(inner)
+
+    def renew(self) -> None:
+        """Make the unsharded parameter anew when the next gather arrives.
+
+        What was saved for a backward from the one before must not be used any more: autograd then
+        raises, as after a change in place.
+        """
+        increment_version(self.unsharded)
+        self._received = False
+
+    def no_gradient(self) -> Tensor:
+        """Return plain zeros in place of an unsharded gradient."""
+        unsharded = self.unsharded
+        return torch.zeros(self.shape, dtype=unsharded.dtype, device=unsharded.device)
+
+    def refusal(self) -> str | None:
+        """Return why what is registered cannot be the sharded parameter; None if it can."""
+        found = self._registered()
+        if self.fits(found) and not is_extended(self.part(found)):
+            kind = type(self.part(self.sharded)).__name__
+            return (
+                f"{self.name} was replaced by a plain tensor; only a {kind} can take its place, so "
+                "load it without assign=True"
+            )
+        return super().refusal()
+
+
+def check_extension(original: nn.Parameter, name: str, dim: int | None, ragged: bool) -> None:
+    """Raise `ParameterError` where a parameter with hooks cannot be sharded as asked for."""
+    if ragged or dim != 0:
+        asked = (
+            "in the ragged layout" if ragged else "kept whole" if dim is None else f"cut at {dim}"
+        )
+        raise ParameterError(
+            f"{name} is of type {type(original).__name__}, which gathers itself ({_PRE}), and is "
+            f"to be {asked}; only layout='exact' and Shard(0) are legal for it"
+        )
+
+
+def check_local(local: Tensor, name: str) -> None:
+    """Raise `ParameterError` if this rank's rows have lost the class with the hooks."""
+    if not is_extended(local):
+        raise ParameterError(
+            f"this rank's rows of {name} are a {type(local).__name__} without {_PRE}; slices, "
+            "new_zeros and copy_ must keep the class"
+        )
+
+
+def _takes_all(original: nn.Parameter, name: str) -> bool:
+    """Return whether the hook before gathering takes five arguments, not the mesh alone."""
+    tensor: Any = original
+    if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
+        raise InvalidParameterError(f"{name} has one of {_PRE} and {_POST}; define both or none")
+    signature = inspect.signature(tensor.fsdp_pre_all_gather)
+    count = len(signature.parameters)
+    if count not in (1, 5):
+        raise InvalidParameterError(
+            f"{_PRE} of {name} has the signature {signature}; legal are (mesh) and (mesh, "
+            "outer_size, outer_stride, module, mp_policy)"
+        )
+    return count == 5
+
+
+def _shard_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        return mesh
+    if names is None:
+        raise MeshError(
+            f"{name} gathers itself over the last axis of {mesh}, which needs axis names for that"
+        )
+    return mesh[names[-1]]
+
+
+Kinds = list[list[tuple[torch.dtype, torch.Size]]]
+
+
+class ExtendedGroup(ParameterGroup):
+    """Parameters of tensor classes with all-gather hooks; gradients are plain and go as usual."""
+
+    layout: ExtendedLayout
+    flat = False
+
+    def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        if self.config.rest != self.config.device:
+            raise ParameterError(
+                f"{[parameter.name for parameter in self.parameters]} gather themselves "
+                "(fsdp_pre_all_gather) on the device; CPUOffloadPolicy() is not legal for them"
+            )
+        # The operations that torch's fully_shard asks of such classes, and no others.
+        parts = [part.new_zeros(part.shape).copy_(part) for part in super()._own_parts(wholes)]
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            check_local(part, parameter.name)
+        return parts
+
+    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> ExtendedLayout:
+        self._kinds: Kinds | None = None  # what the hooks before gathering returned at first
+        self._unsharded_new = False
+        return ExtendedLayout(locals_, self._specs, self.axes.shard, dtype=compute)
+
+    def _hook_gradients(self, fused: bool) -> None:
+        """Leave gradients to be packed at the end: unsharded parameters come late."""
+
+    def gather(self) -> None:
+        """Start the all-gather unless it was started or has arrived.
+
+        The hooks run before anything is noted, so that after an exception in one nothing happened.
+        """
+        if self.state is ParameterState.SHARDED and not self.layout.shard.is_meta:
+            self._set_inputs()
+        super().gather()
+
+    @torch.no_grad()
+    def _set_inputs(self) -> None:
+        parameters = cast("list[ExtendedParameter]", self.parameters)
+        inputs = [parameter.gather_inputs(self.config.precision) for parameter in parameters]
+        kinds = [[(tensor.dtype, tensor.shape) for tensor in each] for each in inputs]
+        if self._kinds is None:
+            self._check_sizes(inputs)
+            self._kinds = kinds
+        for parameter, before, now in zip(parameters, self._kinds, kinds, strict=True):
+            if before != now:
+                raise StateError(
+                    f"fsdp_pre_all_gather of {parameter.name} returned {_shown(now)}, and before "
+                    f"{_shown(before)}; dtypes and shapes must stay what they are at first"
+                )
+        self.layout.set_inputs(inputs)
+
+    def _check_sizes(self, inputs: Sequence[Sequence[Tensor]]) -> None:
+        """Compare once, with one small all-gather, how many bytes each rank sends."""
+        own = [sum(tensor.nbytes for tensor in each) for each in inputs]
+        axis = self.axes.shard
+        if axis.size == 1:
+            return
+        table = torch.tensor(own, dtype=torch.int64, device=self.config.device)
+        (table,) = self._collectives.all_gather(axis, [table]).wait()
+        sent = table.view(axis.size, -1).t().tolist()
+        unlike = [
+            f"{parameter.name} {each}"
+            for parameter, each in zip(self.parameters, sent, strict=True)
+            if len(set(each)) > 1
+        ]
+        if unlike:
+            raise DisagreementError(
+                f"fsdp_pre_all_gather gives, in bytes on the ranks of {axis.name}: "
+                f"{', '.join(unlike)}; it must give the same everywhere, so pad uneven rows in it"
+            )
+
+    @torch.no_grad()
+    def _finish_gather(self) -> None:
+        super()._finish_gather()
+        parameters = cast("list[ExtendedParameter]", self.parameters)
+        if self.layout.renewed:
+            for parameter in parameters:
+                parameter.renew()
+            self.layout.renewed = False
+        for parameter, outputs in zip(parameters, self.layout.received(), strict=True):
+            inner = parameter.receive(outputs, self.dtypes.compute)
+            if inner is not None:
+                self._unsharded_new = True  # stays if a later hook raises
+                self.layout.hold(inner)
+        if self._unsharded_new:
+            self._list_parameters()
+            self._unsharded_new = False
+
+    def _writes(self) -> int:
+        return sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)
+
+
+def _shown(kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[str]:
+    return [f"{dtype} {list(shape)}" for dtype, shape in kinds]

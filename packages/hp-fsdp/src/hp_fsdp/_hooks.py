@@ -1,0 +1,204 @@
+"""What runs before and after the forward and the backward of a unit's modules."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._errors import StateError, UnsupportedError
+from ._precision import cast_floating, map_tensors, move_tensors, tensors_with_gradient
+from ._schedule import Schedule
+from ._states import Event, GradientState
+from ._torch import (
+    inside_backward,
+    inside_transform,
+    outside_transforms,
+    uncompiled,
+    uncompiled_itself,
+)
+from ._unit import Run, Unit
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+# A compiler that traced what communicates would break its graph there, and again whenever the step
+# is in another state; what is called in between may be compiled.
+@uncompiled_itself
+def run_forward(
+    unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> Any:
+    """Call ``forward`` on gathered parameters; it, or a hook in it, calls `post_forward`.
+
+    A hook of the module's own ends a forward, so that hooks which a user registers later see the
+    parameters resharded, as under torch's ``fully_shard``.
+    """
+    try:
+        args, kwargs = pre_forward(unit, module, args, kwargs)
+        return forward(*args, **kwargs)
+    except BaseException:
+        _forward_failed(unit, module)
+        raise
+
+
+def register_post_forward(unit: Unit) -> None:
+    """Let every module of the unit end its forward with `post_forward`."""
+
+    @uncompiled
+    def hook(module: nn.Module, _: Args, output: Any) -> Any:
+        return post_forward(unit, module, output)
+
+    for module in unit.modules:
+        module.register_forward_hook(hook)
+
+
+@uncompiled
+def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Gather; return the inputs, cast, and marked so that the end of backward is seen."""
+    schedule = unit.schedule
+    if schedule is None:
+        schedule = Schedule(module)
+    policy = unit.options.precision
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+    if inside_backward():
+        # Activation checkpointing runs the forward again, and may leave it half way: nothing here
+        # may wait for what runs after forward.
+        with outside_transforms():
+            unit.gather(in_pass=True)
+            unit.unshard()
+        if torch.is_grad_enabled() and unit.gradients is GradientState.EMPTY:
+            # No forward announced these gradients (reentrant checkpointing runs it without).
+            unit.note(Event.BACKWARD)
+            schedule.begin_backward()
+        return args, kwargs
+    schedule.check_no_backward()
+    # A module that never ended, or that runs within itself, starts its unit over.
+    first = module not in unit.waiting or module in unit.running
+    if first:
+        unit.forget_forward()
+        unit.waiting.update(unit.modules)
+        unit.expects_backward = False
+        unit.run = Run(unit)
+    unit.running.add(module)
+    with outside_transforms():
+        is_root = first and schedule.pre_forward(unit.run)
+        unit.unshard()
+    if is_root and schedule.device.type != "cpu":
+        args, kwargs = move_tensors((args, kwargs), schedule.device)
+    if first and torch.is_grad_enabled() and not inside_transform():
+        args, kwargs = _mark_inputs(unit.run, args, kwargs)
+    return args, kwargs
+
+
+def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
+    """Expect the backward, reshard, and return the output, cast."""
+    dtype = unit.options.precision.output_dtype
+    output = output if dtype is None else cast_floating(output, dtype)
+    if inside_backward():
+        return output
+    schedule = unit.schedule
+    if schedule is None:
+        raise StateError("a forward ended in a unit in which none began")
+    if torch.is_grad_enabled():
+        _expect_backward(unit, schedule, output)
+    unit.waiting.discard(module)
+    unit.running.discard(module)
+    if not unit.waiting:
+        try:
+            with outside_transforms():
+                schedule.end_forward(unit)
+        except BaseException:
+            schedule.forward_failed(unit)
+            raise
+    return output
+
+
+def _forward_failed(unit: Unit, module: nn.Module) -> None:
+    if module in unit.running:
+        unit.forget_forward()
+        if unit.schedule is not None:
+            unit.schedule.forward_failed(unit)
+
+
+def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> None:
+    tensors = tensors_with_gradient(output)
+    if inside_transform():
+        # Its backwards come and go unseen, several on one graph: the parameters stay, and are back
+        # for one that comes after others. Only gradients of parameters end up anywhere.
+        for tensor in tensors:
+            tensor.register_hook(partial(_before_transform, unit))
+        tensors = []
+    if tensors:
+        before = partial(_before_backward, unit.run)
+        for tensor in tensors:
+            tensor.register_hook(before)
+        unit.run.expected = True
+    elif not unit.hook_gradients(partial(_gradient_came, unit, schedule)):
+        return  # all is frozen: no backward comes through here
+    unit.expects_backward = True
+    unit.note(Event.FORWARD)
+
+
+def _gradient_came(unit: Unit, schedule: Schedule) -> None:
+    unit.note(Event.BACKWARD)
+    schedule.begin_backward()
+
+
+def _before_transform(unit: Unit, gradient: Tensor) -> None:
+    with outside_transforms():
+        unit.gather(in_pass=True)
+        unit.unshard()
+
+
+def _before_backward(run: Run, gradient: Tensor) -> None:
+    unit = run.unit
+    if unit.schedule is None:
+        raise StateError("a backward reached a unit that has not run forward")
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "a backward with create_graph=True through a sharded unit is not supported: its "
+            "parameters are given up after backward, and a second one would read them"
+        )
+    unit.schedule.backward_reached(run)
+    if unit.options.unshard_in_backward:
+        unit.unshard()
+
+
+def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the inputs; those that take a gradient tell when backward is past.
+
+    Without any, the end of the whole backward will do.
+    """
+    apply: Any = _AfterBackward.apply
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        run.marked = args[0].requires_grad
+        return (apply(run, *args) if run.marked else args), kwargs
+    tensors = tensors_with_gradient((args, kwargs))
+    if not tensors:
+        return args, kwargs
+    run.marked = True
+    marked = iter(apply(run, *tensors))
+    args, kwargs = map_tensors(
+        lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
+    )
+    return args, kwargs
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward runs after the unit's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        unit = ctx.run.unit
+        # While gradients of parameters tell of backward more may come: its end reduces.
+        if not unit.hooks_gradients and unit.schedule is not None:
+            unit.schedule.backward_left(ctx.run)
+        return None, *gradients

@@ -1,0 +1,359 @@
+"""The shards that torch's ``fully_shard`` makes, gathered by one collective without a copy-out."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import Axis, Collectives, Work
+
+from ._buffers import Buffer, Buffers, Resize, as_bytes, in_own_storage
+from ._offsets import (
+    ALIGNMENT,
+    Extent,
+    GradientRows,
+    ShardSpec,
+    elements_of,
+    is_large,
+    round_up,
+    rows_by_rank,
+)
+
+# Up to so many packed elements one indexed copy costs less than a copy for each parameter.
+PERMUTED_NUMEL = 2**14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One group's flat buffers: per rank ``shard_numel`` elements, gathered ``full_numel``.
+
+    The shard of parameter ``i`` begins at ``starts[i]`` of the flat shard, the last ranks' padded
+    (``torch.chunk``); gathered, its extent is ``full[i]``. ``segments`` are the ``(start, length)``
+    pieces of the flat shard that the all-gather sends; piece ``(s, n)`` arrives at
+    ``[degree * s, degree * (s + n))``. A parameter that is ``direct`` is a piece of its own, which
+    arrives in its place. The others are the last piece, ``packed_numel`` elements from
+    ``packed_start`` on, and are copied to their places from there.
+    """
+
+    degree: int
+    itemsize: int
+    specs: tuple[ShardSpec, ...]
+    starts: tuple[int, ...]
+    full: tuple[Extent, ...]
+    direct: tuple[bool, ...]
+    segments: tuple[tuple[int, int], ...]
+    shard_numel: int
+    packed_start: int
+    packed_numel: int
+    full_numel: int
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Return the bytes of the parameters themselves."""
+        return sum(spec.numel for spec in self.specs) * self.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Return the bytes of every gather that no parameter needs."""
+        gathered = self.degree * sum(length for _, length in self.segments) * self.itemsize
+        return gathered - self.parameter_bytes
+
+    @property
+    def packed(self) -> list[int]:
+        """Return the packed parameters, in the order of the flat shard."""
+        chosen = (i for i, direct in enumerate(self.direct) if not direct)
+        return sorted(chosen, key=self.starts.__getitem__)
+
+    def rows_per_rank(self, position: int) -> int:
+        """Return how many rows of a parameter a rank holds at most."""
+        return self.specs[position].rows
+
+
+def plan_group(
+    specs: Sequence[ShardSpec], degree: int, itemsize: int, direct_bytes: float | None = None
+) -> GroupPlan:
+    """Return the plan for parameters, each at least 1-D, sharded over ``degree`` ranks.
+
+    A parameter is direct if its shard along dim 0 has at least ``direct_bytes`` (64 KiB) and is a
+    multiple of 16 bytes; every direct parameter then starts at a multiple of 16 bytes. With one
+    rank all are direct: flat shard and output are the same. What is sharded along another dimension
+    does not arrive in its order, so it is packed, last.
+    """
+    unit = elements_of(ALIGNMENT, itemsize)
+    held = [spec.shard_numel for spec in specs]
+    direct = tuple(
+        degree == 1
+        or (spec.dim == 0 and numel % unit == 0 and is_large(numel, itemsize, direct_bytes))
+        for spec, numel in zip(specs, held, strict=True)
+    )
+    packed = [i for i, is_direct in enumerate(direct) if not is_direct]
+    packed.sort(key=lambda i: specs[i].dim != 0)  # a stable sort: otherwise in order
+    starts, full_starts = [0] * len(specs), [0] * len(specs)
+    segments = []
+    end = 0
+    for i, is_direct in enumerate(direct):
+        if is_direct:
+            starts[i], full_starts[i] = end, degree * end
+            if held[i]:
+                segments.append((end, held[i]))
+            end = round_up(end + held[i], unit)
+    packed_start = end
+    for i in packed:
+        starts[i] = end
+        end += held[i]
+    packed_numel = end - packed_start
+    if packed_numel:
+        segments.append((packed_start, packed_numel))
+    shard_numel = round_up(end, unit)
+    full_end = degree * shard_numel
+    for i in packed:
+        full_starts[i] = full_end
+        full_end = round_up(full_end + degree * held[i], unit)
+    return GroupPlan(
+        degree=degree,
+        itemsize=itemsize,
+        specs=tuple(specs),
+        starts=tuple(starts),
+        full=tuple(
+            Extent.of(spec, start, numel)
+            for spec, start, numel in zip(specs, full_starts, held, strict=True)
+        ),
+        direct=direct,
+        segments=tuple(segments),
+        shard_numel=shard_numel,
+        packed_start=packed_start,
+        packed_numel=packed_numel,
+        full_numel=full_end,
+    )
+
+
+class ExactLayout:
+    """The flat shard of one group and the flat output that it is gathered into.
+
+    The rest of the package relies on: `shards` and `fulls`, views per parameter; `gather`, `wait`,
+    `finish_gather` and `free`, the life of the output; `save_block`, `gather_block` and
+    `drop_block`, that of a larger part of it between forward and backward. Shards are always
+    readable, full views between `finish_gather` and `free`; the output begins allocated, so that
+    unsharded parameters can be built over it, and is then freed. Where shards are stored as they
+    are gathered, one rank's output is its shard.
+
+    What a gather reads and writes is lent to it from before its start until `wait` returned. `free`
+    is legal at any time: memory that is still lent then, because a start or a wait raised, is left
+    to the collective, and the next gather goes to new memory and new ``fulls``.
+    """
+
+    def __init__(
+        self,
+        locals_: Sequence[Tensor],
+        specs: Sequence[ShardSpec],
+        axis: Axis,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers | None = None,
+        pinned: bool = False,
+        direct_bytes: float | None = None,
+    ) -> None:
+        """Copy this rank's part of each parameter (``locals_``) into a new flat shard.
+
+        It keeps their dtype and device; the output has ``dtype`` and lies on ``device``.
+        """
+        first = locals_[0]
+        self.specs = tuple(specs)
+        self._index = axis.index
+        itemsize = min(first.element_size(), dtype.itemsize)
+        self.plan = plan_group(specs, axis.size, itemsize, direct_bytes)
+        self.spans = [
+            (start, start + spec.shard_numel)
+            for start, spec in zip(self.plan.starts, specs, strict=True)
+        ]
+        self.shard = torch.zeros(
+            self.plan.shard_numel, dtype=first.dtype, device=first.device, pin_memory=pinned
+        )
+        shapes = [spec.local_shape(self._index) for spec in specs]
+        self.shards = [
+            in_own_storage(_narrow(self.shard, start, math.prod(shape)).view(shape))
+            for start, shape in zip(self.plan.starts, shapes, strict=True)
+        ]
+        for view, local in zip(self.shards, locals_, strict=True):
+            view.copy_(local)
+        as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
+        self._output: Buffer | None = None
+        if axis.size == 1 and as_stored:
+            # Parameters start at their shard's offset, and the shard is the output.
+            memory = self.shard.data
+        else:
+            own = Resize() if buffers is None else buffers
+            self._output = own.buffer(self.plan.full_numel, dtype, device)
+            memory = self._output.tensor
+        self._view(memory)
+        self._sent: Buffer | None = None
+        if not as_stored:
+            self._sent = Resize().buffer(self.plan.shard_numel, dtype, device)
+        self._send_from(self.shard if self._sent is None else self._sent.tensor)
+        self._outputs: list[Tensor] = []
+        self._copy_out: _CopyOut | None = None
+        self._block: list[Tensor] = []
+        if self._output is not None:
+            self._wire(self._output.writable)
+        if self._sent is not None:
+            self._sent.free()
+
+    def _view(self, memory: Tensor) -> None:
+        self.fulls = [extent.whole(memory) for extent in self.plan.full]
+        self._memory = memory  # last: an interrupt before it lets the next gather begin again
+
+    def _send_from(self, source: Tensor) -> None:
+        self._inputs = [as_bytes(_narrow(source, start, n)) for start, n in self.plan.segments]
+        self._source = source
+
+    def _wire(self, memory: Tensor) -> None:
+        plan, degree = self.plan, self.plan.degree
+        self._outputs = [
+            as_bytes(_narrow(memory, degree * start, degree * n)) for start, n in plan.segments
+        ]
+        self._copy_out = _CopyOut(plan, memory) if plan.packed_numel else None
+
+    def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
+        """Return where the gradients of the parameters at ``chosen`` lie, rank by rank."""
+        return rows_by_rank([self.specs[i] for i in chosen], self._index, itemsize)
+
+    @property
+    def available(self) -> bool:
+        """Return whether there is memory to gather into."""
+        return self._output is None or self._output.available
+
+    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
+        if self._output is None or not self._inputs:
+            return None
+        output = self._allocated(self._output)
+        if self.plan.degree == 1:
+            output.writable.copy_(self.shard, non_blocking=True)
+            return None
+        if self._sent is not None:
+            self._sent.allocate()
+            if self._sent.tensor is not self._source:
+                with torch.inference_mode(False):
+                    self._send_from(self._sent.tensor)
+            self._sent.writable.copy_(self.shard, non_blocking=True)
+            self._sent.lend()
+        output.lend()
+        return collectives.all_gather(axis, self._inputs, self._outputs)
+
+    def _allocated(self, output: Buffer) -> Buffer:
+        output.allocate()
+        if output.tensor is not self._memory:
+            with torch.inference_mode(False):
+                self._wire(output.writable)
+                self._view(output.tensor)
+        return output
+
+    def save_block(self, size: int) -> None:
+        """Copy what ``size`` neighbours hold together, of the gathered output, to gather it from.
+
+        The neighbours are those of this rank on an axis that is split into blocks of ``size``.
+        """
+        position = self._index % size
+        self._block = [
+            output.view(size, -1)[position].clone(memory_format=torch.contiguous_format)
+            for output in self._outputs
+        ]
+
+    def gather_block(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start an all-gather over a smaller axis of what `save_block` copied."""
+        if self._output is None or not self._block:
+            return None
+        self._allocated(self._output).lend()
+        return collectives.all_gather(axis, self._block, self._outputs)
+
+    def drop_block(self) -> None:
+        """Release what `save_block` copied."""
+        self._block = []
+
+    def wait(self, work: Work) -> None:
+        """Wait for the all-gather; from then on its memory is used by nobody else."""
+        work.wait()
+        if self._output is not None:
+            self._output.returned()
+        if self._sent is not None:
+            self._sent.returned()
+            self._sent.free()
+
+    def finish_gather(self, work: Work | None) -> None:
+        """Copy the packed parameters to their places, after `wait`."""
+        if work is not None and self._copy_out is not None:
+            self._copy_out.run()
+
+    def free(self) -> None:
+        """Give back the memory of the gather, or leave it to a collective that may still use it."""
+        if self._output is not None:
+            self._output.free()
+        if self._sent is not None:
+            self._sent.free()
+
+
+class _CopyOut:
+    """Copies packed parameters from where they arrived, rank by rank, to their own places.
+
+    Few elements go in one indexed copy. Otherwise those along dim 0 go in one split, those along
+    another dimension one by one.
+    """
+
+    def __init__(self, plan: GroupPlan, memory: Tensor) -> None:
+        """View ``memory``, the flat output."""
+        degree, numel, packed = plan.degree, plan.packed_numel, plan.packed
+        arrived = _narrow(memory, degree * plan.packed_start, degree * numel)
+        first = plan.full[packed[0]].start
+        self._order: Tensor | None = None
+        self._widths: list[int] = []
+        self._rearranged: list[tuple[Tensor, Tensor]] = []
+        if plan.full_numel - first <= PERMUTED_NUMEL:
+            self._arrived, self._target = as_bytes(arrived), as_bytes(memory[first:])
+            if not memory.is_meta:
+                self._order = _packed_order(plan, first, memory.device)
+            return
+        rows = arrived.view(degree, numel)
+        plain = [i for i in packed if not plan.specs[i].dim]
+        self._widths = [plan.specs[i].shard_numel for i in plain]
+        self._arrived = rows[:, : sum(self._widths)]
+        self._places = [plan.full[i].runs(memory) for i in plain]
+        for i in packed[len(plain) :]:
+            spec, start = plan.specs[i], plan.starts[i] - plan.packed_start
+            place = spec.by_rank(plan.full[i].whole(memory))
+            part = rows[:, start : start + spec.shard_numel]
+            self._rearranged.append((place, part.view(place.shape)))
+
+    def run(self) -> None:
+        """Copy."""
+        if self._order is not None:
+            torch.index_select(self._arrived, 0, self._order, out=self._target)
+            return
+        if self._widths:
+            torch.split_with_sizes_copy(self._arrived, self._widths, dim=1, out=self._places)
+        for place, part in self._rearranged:
+            place.copy_(part)
+
+
+def _packed_order(plan: GroupPlan, first: int, device: torch.device) -> Tensor:
+    """Return for each element of the output from ``first`` on which arrived element goes there."""
+    numbers = torch.arange(plan.degree * plan.packed_numel, dtype=torch.int32, device="cpu")
+    arrived = numbers.view(plan.degree, plan.packed_numel)
+    order = torch.zeros(plan.full_numel - first, dtype=torch.int32, device="cpu")
+    for i in plan.packed:
+        spec, extent = plan.specs[i], plan.full[i]
+        start = plan.starts[i] - plan.packed_start
+        part = arrived[:, start : start + spec.shard_numel]
+        place = order[extent.start - first :]
+        if spec.dim:
+            whole = spec.by_rank(place[: spec.numel].view(spec.shape))
+            whole.copy_(part.view(whole.shape))
+        else:
+            place[: part.numel()].copy_(part.flatten())
+    return order.to(device)
+
+
+def _narrow(flat: Tensor, start: int, length: int) -> Tensor:
+    return flat[start : start + length]

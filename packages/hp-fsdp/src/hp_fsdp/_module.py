@@ -1,0 +1,533 @@
+"""What a sharded module can do besides what it could before: setters, reports, and more."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import MethodType
+from typing import Any, NoReturn, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from ._errors import (
+    ModuleError,
+    ModuleStateError,
+    ShardingError,
+    StateError,
+    UnsupportedError,
+    first_error,
+    shown,
+)
+from ._group import ParameterGroup
+from ._hooks import post_forward, pre_forward, run_forward
+from ._mesh import DataAxes, new_axis
+from ._options import ReductionHook
+from ._schedule import drop_gradients
+from ._torch import TorchState, note_state, noted_state, uncompiled_itself
+from ._unit import Unit, unit_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterReport:
+    """One parameter: its name, unsharded local shape, and how it is gathered."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows_per_rank: int
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """One group: ``parameter_bytes`` of content, ``padding_bytes`` that every gather adds to it.
+
+    ``unit`` is the path of the group's unit under the module that reports, which itself is
+    ``(root)``; of a list, all paths. ``axes`` maps each axis that gradients are reduced
+    over to its degree.
+    """
+
+    unit: str
+    dtype: str
+    axes: dict[str, int]
+    parameter_bytes: int
+    padding_bytes: int
+    shard_bytes: int
+    parameters: tuple[ParameterReport, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The groups of a module and of the modules in it; ``str`` gives a table."""
+
+    groups: tuple[GroupReport, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for group in self.groups:
+            axes = " x ".join(f"{name}={size}" for name, size in group.axes.items())
+            lines.append(
+                f"{group.unit}: {group.dtype} over {axes}: {group.parameter_bytes} bytes, "
+                f"{group.padding_bytes} of padding, {group.shard_bytes} per rank"
+            )
+            lines += [
+                f"  {p.name} {list(p.shape)}: {p.rows_per_rank} rows per rank, "
+                f"{'direct' if p.direct else 'packed'}"
+                for p in group.parameters
+            ]
+        return "\n".join(lines)
+
+
+def report(groups: Iterable[tuple[str, ParameterGroup]]) -> PlanReport:
+    """Return the report of groups, each with the name of its unit.
+
+    It is the same on every rank; nothing is communicated.
+    """
+    return PlanReport(groups=tuple(_group_report(unit, group) for unit, group in groups))
+
+
+def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
+    plan, axes = group.layout.plan, group.axes
+    return GroupReport(
+        unit=unit,
+        dtype=str(group.layout.shard.dtype).removeprefix("torch."),
+        axes={axis.name: axis.size for axis in axes.named},
+        parameter_bytes=plan.parameter_bytes,
+        padding_bytes=plan.padding_bytes,
+        shard_bytes=plan.shard_numel * group.layout.shard.element_size(),
+        parameters=tuple(
+            ParameterReport(
+                name=parameter.name,
+                shape=group.layout.specs[i].shape,
+                rows_per_rank=plan.rows_per_rank(i),
+                direct=plan.direct[i],
+            )
+            for i, parameter in enumerate(group.parameters)
+        ),
+    )
+
+
+class Setters:
+    """How the units of a module compute and communicate from now on."""
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | None, recurse: bool = True
+    ) -> None:
+        """Choose as `fully_shard` does, from now on.
+
+        Raises `ShardingError` for anything but True, False or None.
+        """
+        chosen: object = reshard_after_forward
+        if not isinstance(chosen, bool | None):
+            raise ShardingError(
+                f"reshard_after_forward is {shown(chosen)}; legal are True, False and None (the "
+                "default); an int, the number of ranks to reshard to, only fully_shard takes"
+            )
+        self._edit(recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Give parameters up after backward (the default), or keep them for the next forward.
+
+        A forward gathers anew what an optimizer wrote to in between.
+        """
+        self._edit(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Gather parameters for backward (the default), or not: it needs none of this unit's."""
+        self._edit(False, unshard_in_backward=unshard_in_backward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce gradients in backward (the default), or let them add up unsharded until then.
+
+        Without synchronisation nothing is reduced, and every rank holds whole gradients, which no
+        parameter shows; the next backward with it reduces the sum. ``zero_grad`` of the module
+        drops them, that of torch's optimizers does not see them.
+        """
+        sync = requires_gradient_sync
+        self._edit(recurse, gradient_sync=sync, all_reduce=sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Sum gradients over the replicas in backward (the default), or only reduce-scatter them.
+
+        What is scattered adds up, seen by nobody, until a backward sums it.
+        """
+        self._edit(recurse, all_reduce=requires_all_reduce)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Switch gradient synchronisation off inside the block, for all units in this module."""
+        before = [(unit, unit.options) for unit in self._units(True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, was in before:
+                unit.options = replace(
+                    unit.options, gradient_sync=was.gradient_sync, all_reduce=was.all_reduce
+                )
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last one of the step, for all units below.
+
+        Only the last one waits for reductions and puts gradients on the parameters.
+        """
+        self._edit(True, is_last_backward=is_last_backward)
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
+        """Divide the sum of the ranks' gradients by ``factor``; 1.0 leaves the sum.
+
+        None restores what ``gradient_reduction`` of `fully_shard` says: the mean over all ranks of
+        the mesh, or the sum. Without ``recurse`` units below keep theirs. Raises `ShardingError`
+        for anything but a positive finite number or None.
+        """
+        self._edit(recurse, divide=None if factor is None else float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do the same as `set_gradient_divide_factor`, under the name that came before it."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Only sum while communicating, and divide afterwards."""
+        self._edit(False, force_sum=enable)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], Any], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` once per group and reduction with the flat reduced gradient.
+
+        That is the result of the reduce-scatter, or of the all-reduce where there are replicas;
+        what the hook writes to it ends in the gradients. With ``stream`` it runs there. Raises
+        `ShardingError` for a stream where this package reduces over replicas itself.
+        """
+        unit = self._unit()
+        if stream is not None and any(group.axes.replicate for group in unit.groups):
+            raise ShardingError("a stream for the hook is legal only on a mesh of one axis")
+        self._edit(False, hook=ReductionHook(function=hook, stream=stream))
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Start the gathers of ``modules`` when this module's forward begins, instead of the next.
+
+        Raises `ModuleError` for a module that is not sharded.
+        """
+        self._unit().forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Start the gathers of ``modules`` when this module's backward begins.
+
+        Raises `ModuleError` for a module that is not sharded.
+        """
+        self._unit().backward_prefetch = _units_of(modules)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accept True: parameters that a rank did not use always take part, with zeros.
+
+        Those that no rank used keep ``grad is None``.
+        """
+        if reduce_scatter_unused_params is not True:
+            raise UnsupportedError(
+                f"reduce_scatter_unused_params is {shown(reduce_scatter_unused_params)}; only True "
+                "is legal: ranks communicate alike, whatever parameters each of them used"
+            )
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Let so many packed gradients be alive at once, 1 by default; the largest number counts.
+
+        More overlap more of the reductions with backward, and take as much more memory.
+
+        Raises `ShardingError` for anything but 1, 2, ...
+        """
+        self._edit(recurse, in_flight=max_input_buffers)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce over process groups of their own, one per set of ranks, or over the mesh's again.
+
+        Making a group waits for all of its ranks.
+        """
+        made: dict[tuple[int, ...], DataAxes] = {}
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                axes = group.axes
+                if enable and axes.shard.size > 1 and axes.shard.ranks not in made:
+                    axis = new_axis(axes.shard, axes.shard.ranks, axes.shard.name)
+                    made[axes.shard.ranks] = replace(axes, shard=axis)
+                found = made.get(axes.shard.ranks)
+                group.reduce_axes = axes if found is None else replace(axes, shard=found.shard)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next pass begin on its device only after ``event``; for one pass."""
+        schedule = self._unit().schedule
+        if schedule is None:
+            raise StateError("an event after an optimizer step needs a forward before it")
+        schedule.starts_after = event
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
+        _unsupported("set_custom_all_gather", "pass collectives= to fully_shard")
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
+        _unsupported("set_custom_reduce_scatter", "pass collectives= to fully_shard")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accept False; the memory of gathers is that of the parameters."""
+        if enable:
+            _unsupported(
+                "set_allocate_memory_from_process_group_for_comm(True)",
+                "pass collectives= to fully_shard",
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
+        _unsupported("set_symm_mem_for_comm", "pass collectives= to fully_shard")
+
+    def _unit(self) -> Unit:
+        unit = unit_of(cast(nn.Module, self))
+        if unit is None:
+            raise ModuleStateError(f"{type(self).__name__} was not given to fully_shard")
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        found = [self._unit()]
+        for module in cast(nn.Module, self).modules() if recurse else ():
+            unit = unit_of(module)
+            if unit is not None and unit not in found:
+                found.append(unit)
+        return found
+
+    def _edit(self, recurse: bool, **changes: Any) -> None:
+        edited = [(unit, replace(unit.options, **changes)) for unit in self._units(recurse)]
+        for unit, options in edited:
+            unit.options = options
+
+
+def _unsupported(name: str, instead: str) -> NoReturn:
+    raise UnsupportedError(f"{name} is not supported; {instead}")
+
+
+def _units_of(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
+    units = []
+    for module in modules:
+        given: object = module
+        unit = unit_of(given) if isinstance(given, nn.Module) else None
+        if unit is None:
+            raise ModuleError(
+                f"a module to prefetch is {shown(module)}; legal are modules that were given to "
+                "fully_shard"
+            )
+        units.append(unit)
+    return tuple(units)
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the gather and register the unsharded parameters.
+
+        Does nothing where no gather is under way: waited for before, or resharded since.
+        """
+        if self._unit.gathering:
+            self._unit.gather()  # anew, if an optimizer stepped since
+            self._unit.unshard()
+
+
+class FSDPModule(Setters):
+    """The class that `fully_shard` mixes into a module's own; never constructed by itself."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Construct the module's own class: slices of a sharded container are not sharded."""
+        own = cast(Any, cls.__bases__[1])
+        module = own.__new__(own, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return cast(Self, module)
+
+    @uncompiled_itself
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, its hooks and its forward on gathered parameters."""
+        return run_forward(
+            self._unit(), cast(nn.Module, self), cast(Any, super()).__call__, args, kwargs
+        )
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters: one all-gather per dtype over the shard axis.
+
+        With ``async_op`` returns at once; ``wait()`` on the handle, or the next forward, completes
+        it. Not recursive.
+        """
+        unit = self._unit()
+        unit.gather()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
+        self._unit().reshard()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters in this module.
+
+        Those of sharded parameters too where modules have the unsharded ones at the moment, and,
+        with or without ``set_to_none``, what backwards left that is not reduced yet. Outside of a
+        backward, waits for reductions under way.
+        """
+        units = self._units(True)
+        drop_gradients(units)
+        cast(Any, super()).zero_grad(set_to_none)
+        for unit in units:
+            for group in unit.groups:
+                for parameter in group.parameters if group.unsharded else ():
+                    parameter.clear_gradient(set_to_none)
+
+    def reset(self) -> None:
+        """Drop the step under way, from any state, so that the next one starts clean.
+
+        For use after an exception in forward or backward: collectives in flight are awaited, every
+        unit of the same root is resharded, and gradients that are not reduced yet (those of
+        `no_sync` too) are dropped. Sharded gradients stay. Communicates nothing new.
+        """
+        unit = self._unit()
+        if unit.schedule is not None:
+            unit.schedule.reset()
+        else:
+            error = first_error(each.reset for each in self._units(True))
+            if error is not None:
+                raise error
+
+    def reset_iter_state(self) -> None:
+        """Do the same as `reset`, under torch's name."""
+        self.reset()
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards without synchronisation left, in this module and those below.
+
+        One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
+        are on the parameters. For schedules of a pipeline, which run many backwards a step.
+        """
+        schedule = self._unit().schedule
+        if schedule is not None:
+            schedule.reduce_all(reversed(self._units(True)))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters in this module, sharded or not, as modules have them.
+
+        Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
+        one that splits backward in two looks for the gradients of the unsharded parameters.
+        """
+        # Asked of this unit first: a clip looks at all parameters in every step.
+        if recurse and self._unit().options.in_pipeline:
+            for unit in self._units(True):
+                if unit.awaits_split_backward:
+                    unit.gather(in_pass=True)
+                    unit.unshard()
+        return cast(nn.Module, super()).parameters(recurse)
+
+    def plan_report(self) -> PlanReport:
+        """Return bytes, padding and placement of all groups in this module, each with its unit."""
+        paths = {self._unit(): ["(root)"]}
+        for path, module in cast(nn.Module, self).named_modules():
+            unit = unit_of(module)
+            if unit is not None and path:
+                paths.setdefault(unit, []).append(path)
+        return report(
+            (", ".join(found), group) for unit, found in paths.items() for group in unit.groups
+        )
+
+    def _get_fsdp_state(self) -> Any:
+        return noted_state(cast(nn.Module, self))
+
+    def _finish_pipeline(self) -> None:
+        # A schedule told the units not to reduce, and reads gradients of sharded parameters next.
+        self.reduce_gradients()
+        for unit in self._units(True):
+            unit.reshard()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        # Module.to, .double() and the like: convert the shards, then lay them out flat again.
+        units = self._units(True)
+        for unit in units:
+            unit.reshard()
+        module = cast(Any, super())._apply(fn, recurse)
+        for unit in units:
+            unit.reset_sharded(
+                final=len(unit.modules) == 1
+            )  # others of a list may have their turn yet
+        return cast(Self, module)
+
+
+def _no_copy(self: object, _: object) -> NoReturn:
+    raise ModuleStateError(
+        f"{type(self).__name__} cannot be copied or pickled: its shards are views of one buffer; "
+        "copy the module before fully_shard, or use its state_dict"
+    )
+
+
+def show_to_torch(module: FSDPModule) -> None:
+    """Show torch's callers what they read of its own sharded modules."""
+    unit, own = module._unit(), cast(nn.Module, module)
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        return post_forward(unit, own, output)
+
+    note_state(own, TorchState(module._finish_pipeline, partial(pre_forward, unit), after))
+
+
+@cache
+def sharded_class(own: type) -> type:
+    """Return the class of a sharded ``own``: `FSDPModule` first, then ``own``.
+
+    Torch's `FSDPModule` comes last, for what asks whether a module is one: pipeline stages and
+    trainers. All that it does is overridden.
+    """
+    members = {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "__doc__": own.__doc__}
+    return type(f"FSDP{own.__name__}", (FSDPModule, own, fsdp.FSDPModule), members)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a sharded module gather parameters and hook backward as forward does.
+
+    Does nothing to a module that is not sharded. Raises `ModuleError` for a method that is not
+    there.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ModuleError(f"{type(module).__name__} has no method {method_name!r}")
+    own = getattr(module, method_name)
+
+    @functools.wraps(own)
+    def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return post_forward(unit, self, own(*args, **kwargs))
+
+        return run_forward(unit, self, forward, args, kwargs)
+
+    setattr(module, method_name, MethodType(gathered, module))
+
+
+def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
+    """Accept what torch shares streams between; here all communication has the mesh's groups.
+
+    Raises `ModuleError` for a module that is not sharded.
+    """
+    for module in modules:
+        if unit_of(module) is None:
+            raise ModuleError(f"{shown(module)} was not given to fully_shard")

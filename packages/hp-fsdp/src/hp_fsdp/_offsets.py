@@ -1,0 +1,218 @@
+"""Where parameters and gradients lie in flat buffers: pure functions of shapes."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; what vectorised kernels and network transports like a start to be
+DIRECT_BYTES = 64 * 1024  # smaller shards are gathered packed: each collective has a fixed cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """A tensor of ``shape`` sharded along ``dim`` over ``degree`` ranks.
+
+    Along dim 0 as ``torch.chunk`` does; along another dimension the shards must be equal. Every
+    rank has room for the largest shard.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    degree: int
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Return the size along ``dim`` of the largest shard."""
+        return -(-self.shape[self.dim] // self.degree)
+
+    @property
+    def shard_numel(self) -> int:
+        """Return the elements of the largest shard, which every rank has room for."""
+        return math.prod(self.shape[: self.dim]) * self.rows * math.prod(self.shape[self.dim + 1 :])
+
+    def local_shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of one rank's shard."""
+        held = max(0, min(self.rows, self.shape[self.dim] - index * self.rows))
+        return *self.shape[: self.dim], held, *self.shape[self.dim + 1 :]
+
+    def part(self, whole: Tensor, index: int) -> Tensor:
+        """Return one rank's shard of the whole tensor, as a view."""
+        start = min(index * self.rows, self.shape[self.dim])
+        return whole.narrow(self.dim, start, self.local_shape(index)[self.dim])
+
+    def by_rank(self, whole: Tensor) -> Tensor:
+        """Return a view of the whole tensor whose elements, in order, are shard after shard.
+
+        Sharded along dim 0 it is the tensor itself; otherwise ``[degree, before, rest]``.
+        """
+        if self.dim == 0:
+            return whole
+        before, rest = math.prod(self.shape[: self.dim]), math.prod(self.shape[self.dim :])
+        return whole.view(before, self.degree, rest // self.degree).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """One tensor in a flat buffer: a run of ``spec.shard_numel`` elements for each rank.
+
+    The run of rank r begins at ``start + r * stride`` and holds its shard, then padding. The first
+    ``full`` runs have no padding; the next one has ``left`` rows, the others none. ``strides`` are
+    those of the full runs, viewed as ``[full, *run_shape]``.
+    """
+
+    spec: ShardSpec
+    start: int
+    stride: int
+    full: int
+    left: int
+    run_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(spec: ShardSpec, start: int, stride: int) -> "Extent":
+        """Return the extent of a tensor whose runs begin ``stride`` elements apart."""
+        rows = spec.rows
+        if spec.dim:
+            before = math.prod(spec.shape[: spec.dim])
+            full, left = spec.degree, 0
+            run_shape: tuple[int, ...] = (before, spec.shard_numel // before if before else 0)
+        else:
+            full = spec.shape[0] // rows if rows else 0
+            left = spec.shape[0] - full * rows
+            run_shape = (rows, *spec.shape[1:])
+        lengths = itertools.accumulate(reversed(run_shape[1:]), lambda a, b: a * b, initial=1)
+        return Extent(
+            spec=spec,
+            start=start,
+            stride=stride,
+            full=full,
+            left=left,
+            run_shape=run_shape,
+            strides=(stride, *reversed(list(lengths))),
+        )
+
+    @property
+    def end(self) -> int:
+        """Return the end of the first run."""
+        return self.start + self.spec.shard_numel
+
+    @property
+    def padded(self) -> int:
+        """Return the offset in a run of the rank that has ``left`` rows, where its padding begins.
+
+        Only along dim 0 a shard has padding.
+        """
+        return self.left * math.prod(self.run_shape[1:])
+
+    def runs(self, flat: Tensor) -> Tensor:
+        """Return all runs, padding included, as ``[degree, shard_numel]``."""
+        shape = (self.spec.degree, self.spec.shard_numel)
+        return flat.as_strided(shape, (self.stride, 1), flat.storage_offset() + self.start)
+
+    def full_runs(self, flat: Tensor, count: int | None = None) -> Tensor:
+        """Return the runs without padding, or the first ``count``, as ``[count, *run_shape]``."""
+        shape = (self.full if count is None else count, *self.run_shape)
+        return flat.as_strided(shape, self.strides, flat.storage_offset() + self.start)
+
+    def tail(self, flat: Tensor) -> Tensor:
+        """Return the rows of the run that is not full."""
+        start = self.start + self.full * self.stride
+        return flat[start : start + self.padded].view(self.left, *self.run_shape[1:])
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """Return the whole tensor, where its runs follow one another."""
+        return flat[self.start : self.start + self.spec.numel].view(self.spec.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRows:
+    """The packed gradients of some parameters: ``[degree, width]``, or one row of whole ones.
+
+    A reduce-scatter leaves each rank one row, or of a single row its share; there the rank's part
+    of parameter ``i`` is at ``held[i]``, ``(start, shape)``. From column ``flags`` of the reduced
+    row on it has one flag per parameter, nonzero where a rank used it: summed like gradients, they
+    tell every rank which parameters no rank used. The flags are columns of the rows too, or, if
+    ``flags_apart``, a second tensor that is reduced together with them. ``gaps`` are the columns
+    of no parameter: ``(i, start, end)`` lies before parameter ``i``.
+    """
+
+    degree: int
+    width: int
+    extents: tuple[Extent, ...]
+    gaps: tuple[tuple[int, int, int], ...]
+    held: tuple[tuple[int, tuple[int, ...]], ...]
+    flags: int
+    flags_apart: bool = False
+
+    @staticmethod
+    def of(
+        specs: Sequence[ShardSpec],
+        starts: Sequence[int],
+        degree: int,
+        width: int,
+        held: Sequence[tuple[int, tuple[int, ...]]],
+        flags: int,
+        flags_apart: bool = False,
+    ) -> "GradientRows":
+        """Return the rows of parameters that begin at the columns ``starts``, in that order."""
+        extents = tuple(
+            Extent.of(spec, start, width) for spec, start in zip(specs, starts, strict=True)
+        )
+        between = zip((0, *(e.end for e in extents)), (*starts, width), strict=True)
+        return GradientRows(
+            degree=degree,
+            width=width,
+            extents=extents,
+            gaps=tuple((i, end, start) for i, (end, start) in enumerate(between) if start > end),
+            held=tuple(held),
+            flags=flags,
+            flags_apart=flags_apart,
+        )
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of all rows."""
+        return self.degree * self.width
+
+    @property
+    def reduced_numel(self) -> int:
+        """Return the elements that a rank has after the reduction, flags included."""
+        return self.flags + len(self.extents) if self.flags_apart else self.width
+
+    def views(self, reduced: Tensor) -> list[Tensor]:
+        """Return this rank's part of each parameter, as views of its reduced row."""
+        return [reduced[start : start + math.prod(shape)].view(shape) for start, shape in self.held]
+
+
+def rows_by_rank(specs: Sequence[ShardSpec], index: int, itemsize: int) -> GradientRows:
+    """Return gradients packed densely and in order, one row for each rank, then the flags.
+
+    The rows end in up to 15 bytes of padding, so that each starts at a multiple of 16 bytes.
+    """
+    ends = list(itertools.accumulate((spec.shard_numel for spec in specs), initial=0))
+    width = round_up(ends[-1] + len(specs), elements_of(ALIGNMENT, itemsize))
+    held = [(start, spec.local_shape(index)) for start, spec in zip(ends[:-1], specs, strict=True)]
+    return GradientRows.of(specs, ends[:-1], specs[0].degree, width, held, ends[-1])
+
+
+def is_large(numel: int, itemsize: int, direct_bytes: float | None = None) -> bool:
+    """Return whether a shard has at least ``direct_bytes`` (64 KiB)."""
+    return numel * itemsize >= (DIRECT_BYTES if direct_bytes is None else direct_bytes)
+
+
+def elements_of(size: int, itemsize: int) -> int:
+    """Return how many elements have ``size`` bytes, at least one."""
+    return max(1, size // itemsize)
+
+
+def round_up(number: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` from ``number`` on."""
+    return -(-number // unit) * unit

@@ -1,0 +1,459 @@
+"""Reductions: from the packed gradients of one group to the gradients of its sharded parameters."""
+
+from collections.abc import Sequence
+from operator import is_
+from sys import getrefcount
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import Axis, Collectives, Work
+
+from ._buffers import Buffers, ResizeBuffer
+from ._errors import StateError
+from ._mesh import DataAxes
+from ._offsets import GradientRows
+from ._options import Options
+from ._param import ShardedParameter
+from ._torch import (
+    hooks_after_gradient,
+    named_range,
+    pack_rank_major,
+    storage_references,
+    tensor_references,
+)
+
+
+class PartialSum:
+    """What reductions left that were scattered and not yet summed over the replicas."""
+
+    def __init__(self) -> None:
+        self._flat: Tensor | None = None
+        self._names: tuple[str, ...] = ()
+        self._used: list[bool] = []
+
+    @property
+    def waits(self) -> bool:
+        """Return whether something is kept."""
+        return self._flat is not None
+
+    def add(
+        self, flat: Tensor, names: tuple[str, ...], used: list[bool]
+    ) -> tuple[Tensor, list[bool]]:
+        """Keep the sum of ``flat`` and what is kept; return it, and what this rank used in it."""
+        if self._flat is not None:
+            if names != self._names:
+                raise StateError(
+                    f"gradients of {list(self._names)} wait for an all-reduce, and now come those "
+                    f"of {list(names)}; freeze parameters only after a reduction over all axes"
+                )
+            flat = flat.add_(self._flat)
+            used = [now or before for now, before in zip(used, self._used, strict=True)]
+        self._flat, self._names, self._used = flat, names, used
+        return flat, used
+
+    def drop(self) -> None:
+        """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
+        if self._flat is not None:
+            self._flat.zero_()
+            self._used = [False] * len(self._used)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._flat, self._names, self._used = None, (), []
+
+
+# Up to so many elements one more copy costs less than a second tensor to reduce.
+COPIED_NUMEL = 2**16
+# From there on memory counts more than the time to get it again.
+RELEASED_BYTES = 2**18
+
+
+class ReducedGradients:
+    """A flat reduced gradient, and over it the gradients that sharded parameters are given.
+
+    Made once, because views and DTensors cost more than the reduction of small parameters, and
+    used again in each step in which nobody else refers to it any more. Where it is large, its
+    memory is given back as long as no parameter has a gradient.
+    """
+
+    def __init__(
+        self, rows: GradientRows, parameters: Sequence[ShardedParameter], like: Tensor
+    ) -> None:
+        """Make room for gradients and flags, of the dtype and on the device of ``like``."""
+        self._buffer = ResizeBuffer(rows.reduced_numel, like.dtype, like.device)
+        self.flat = flat = self._buffer.tensor
+        self.values = flat[: rows.flags]
+        self.gradients = [
+            parameter.wrap(view)
+            for parameter, view in zip(parameters, rows.views(flat), strict=True)
+        ]
+        self.locals_ = [
+            parameter.part(gradient)
+            for parameter, gradient in zip(parameters, self.gradients, strict=True)
+        ]
+        self.in_flight = True  # a reduction that is not finished writes it
+        self._released = False
+        self._runs: dict[tuple[int, int], Tensor] = {}
+        self._storage = flat.untyped_storage()
+        self._references = self._counted()
+
+    def _counted(self) -> list[int]:
+        tensors = [*self.gradients, *self.locals_]
+        references = tensor_references(tensors)
+        return [*map(getrefcount, tensors), *references, storage_references(self._storage)]
+
+    @property
+    def held(self) -> bool:
+        """Return whether something else refers to the memory: a parameter's ``grad``, a user."""
+        return self.in_flight or self._counted() != self._references
+
+    def use(self) -> None:
+        """Get memory again, for a reduction that writes it."""
+        self.in_flight = True
+        if self._released:
+            self._buffer.allocate()
+            self._released = False
+
+    def release(self) -> None:
+        """Give the memory back, if nothing refers to it, and if it is worth the while."""
+        if not self._released and self.flat.nbytes >= RELEASED_BYTES and not self.held:
+            self._buffer.free()
+            self._released = True
+
+    def run(self, start: int, length: int) -> Tensor:
+        """Return neighbouring gradients as one flat view: ``length`` elements from ``start`` on."""
+        found = self._runs.get((start, length))
+        if found is None:
+            found = self._runs[start, length] = self.flat[start : start + length]
+            self._references[-1] += 1  # of the memory
+        return found
+
+
+class ReductionPlan:
+    """What the reductions of some parameters of a group have in common: for many steps.
+
+    ``path`` is that of the module, for a profile; ``shard`` the flat shard, for dtype and device.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        parameters: Sequence[ShardedParameter],
+        rows: GradientRows,
+        dtype: torch.dtype,
+        shard: Tensor,
+        partial: PartialSum,
+        buffers: Buffers,
+    ) -> None:
+        self.path = path
+        self.parameters = list(parameters)
+        self.sharded = [parameter.sharded for parameter in parameters]
+        self.rows = rows
+        self.dtype = dtype
+        self.shard = shard
+        self.partial = partial
+        self.buffers = buffers
+        self.rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
+        self.has_empty = any(not extent.spec.numel for extent in rows.extents)
+        self.outputs: list[ReducedGradients] = []
+        self._all_used: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._nothing = [None] * len(self.parameters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the parameters."""
+        return tuple(parameter.name for parameter in self.parameters)
+
+    def flags(
+        self, used: Sequence[bool], shape: tuple[int, int], first: int, like: Tensor
+    ) -> Tensor:
+        """Return columns of zeros with the flags of the parameters from column ``first`` on.
+
+        Each is 1 where this rank ``used`` the parameter. What all steps that use everything need is
+        made once.
+        """
+        whole = self._all_used.get((like.dtype, first))
+        if whole is None:
+            whole = self._all_used[like.dtype, first] = like.new_zeros(shape)
+            whole[:, first : first + len(used)] = 1
+        if all(used):
+            return whole
+        some = whole.clone()
+        for i, is_used in enumerate(used):
+            if not is_used:
+                some[:, first + i].zero_()
+        return some
+
+    @property
+    def without_gradients(self) -> bool:
+        """Return whether no sharded parameter has a gradient."""
+        return all(map(is_, [parameter.grad for parameter in self.sharded], self._nothing))
+
+    def release(self) -> None:
+        """Give back the memory of gradients that no parameter has."""
+        if self.outputs and self.without_gradients:
+            for known in self.outputs:
+                known.release()
+
+    def output(self) -> ReducedGradients | None:
+        """Return gradients that nobody refers to; None where they would be added to others.
+
+        Two are kept at most: a user may hold those of the step before.
+        """
+        if not self.without_gradients:
+            return None
+        for known in self.outputs:
+            if not known.held:
+                known.use()
+                return known
+        made = ReducedGradients(self.rows, self.parameters, self.shard)
+        self.outputs = [*self.outputs[-1:], made]
+        return made
+
+
+class Reduction:
+    """One reduction under way: a reduce-scatter, then for HSDP an all-reduce of its result.
+
+    Of contiguous ``gradients``, or of ``rows`` where they are packed already; these are given back.
+    ``used`` says of which parameters this rank has gradients; the others, zeros here, get one only
+    if another rank has.
+    Of ``options`` counts what they are now: the factor, the hook, whether replicas are summed.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        gradients: list[Tensor],
+        rows: Tensor | None,
+        used: list[bool],
+        axes: DataAxes,
+        collectives: Collectives,
+        options: Options,
+    ) -> None:
+        self._plan = plan
+        self._axes = axes
+        self._collectives = collectives
+        self._options = options
+        self._before, self._after = _divisors(options, axes.size, plan.dtype)
+        self._op: Literal["sum", "avg"] = "sum" if self._after else "avg"
+        self._sums = [axis for axis in axes.replicate if axis.size > 1]
+        self._ready = True
+        # Hooks that run once gradients are reduced.
+        self.hooked = any([hooks_after_gradient(sharded) for sharded in plan.sharded])
+        self._scattering: Work | None = None
+        self._summing: Work | None = None
+        self._gradients = gradients  # released when they are packed
+        self._used = used
+        self._output: ReducedGradients | None = None
+        self._flat: Tensor | None = None  # this rank's reduced row, flags included
+        self._rows: Tensor | None = None
+        self._copies = rows is None  # not those that were written in place
+        if axes.shard.size > 1:
+            self._rows = self._pack(rows)
+            self._flat = self._target(self._rows)
+            with named_range("reduce_scatter", plan.path, axes.shard.name):
+                self._scattering = self._scatter(axes.shard, self._rows, self._flat)
+        elif self._sums or options.hook is not None:
+            self._begin_sum(self._pack(rows))
+
+    def _pack(self, rows: Tensor | None) -> Tensor:
+        with named_range("pack_gradients", self._plan.path):
+            flat = self._packed() if rows is None else rows
+        if self._before:
+            where = self._plan.rows
+            if where.flags_apart:
+                flat.div_(self._before)
+            else:  # a flag could become zero
+                flat.view(where.degree, -1)[:, : where.flags].div_(self._before)
+        return flat
+
+    def _packed(self) -> Tensor:
+        plan, pieces = self._plan, self._gradients
+        rows = plan.rows
+        flat = plan.buffers.take(rows.numel, plan.dtype, pieces[0].device)
+        for i, spec in plan.rearranged:
+            pieces[i] = spec.by_rank(pieces[i]).contiguous()
+        if len({piece.dtype for piece in pieces}) > 1:
+            pieces = [piece.to(plan.dtype) for piece in pieces]
+        for i, start, end in reversed(rows.gaps):
+            shape = (rows.degree, end - start)
+            if not rows.flags_apart and start <= rows.flags < end:
+                gap = plan.flags(self._used, shape, rows.flags - start, pieces[0])
+            else:
+                gap = pieces[0].new_zeros(shape)
+            pieces.insert(i, gap)
+        if plan.has_empty:
+            pieces = [piece for piece in pieces if piece.numel()]
+        self._gradients = []
+        if pieces:
+            pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
+        return flat
+
+    def _target(self, rows: Tensor) -> Tensor:
+        """Return memory for the reduced row: that of the gradients, if nothing comes between."""
+        plan = self._plan
+        # Where hooks step an optimizer in backward, gradients are not to outlive it.
+        if not self.hooked and (self._options.all_reduce or not self._sums):
+            self._output = plan.output()
+        if self._output is not None and _is_alike(self._output.flat, rows):
+            return self._output.flat
+        return rows.new_empty(plan.rows.reduced_numel)
+
+    def _scatter(self, axis: Axis, rows: Tensor, flat: Tensor) -> Work:
+        where, count = self._plan.rows, len(self._used)
+        if not where.flags_apart:
+            return self._collectives.reduce_scatter(axis, [rows], [flat], op=self._op)
+        flags = self._plan.flags(self._used, (axis.size, count), 0, rows)
+        if self._copies and where.numel <= COPIED_NUMEL:
+            sent = rows.new_empty(axis.size, where.flags + count)
+            sent[:, : where.flags].copy_(rows.view(axis.size, where.flags))
+            sent[:, where.flags :].copy_(flags)
+            return self._collectives.reduce_scatter(axis, [sent.flatten()], [flat], op=self._op)
+        outputs = [flat[: where.flags], flat[where.flags :]]
+        inputs = [rows, flags.flatten()]
+        return self._collectives.reduce_scatter(axis, inputs, outputs, op=self._op)
+
+    def _begin_sum(self, flat: Tensor) -> None:
+        self._flat = flat
+        if not self._sums:
+            return
+        plan = self._plan
+        self._flat, self._used = plan.partial.add(flat, plan.names, self._used)
+        self._ready = self._options.all_reduce
+        if self._ready:
+            plan.partial.clear()
+            self._summing = self._sum(self._sums.pop(0))
+
+    def _sum(self, axis: Axis) -> Work:
+        flat = self._flat
+        with named_range("all_reduce", self._plan.path, axis.name):
+            return self._collectives.all_reduce(axis, [] if flat is None else [flat], op=self._op)
+
+    @property
+    def scattering(self) -> bool:
+        """Return whether the reduce-scatter, and with it the packed gradients, is still alive."""
+        return self._scattering is not None
+
+    def finish_scatter(self) -> None:
+        """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
+        if self._scattering is not None:
+            try:
+                with named_range("wait_reduce_scatter", self._plan.path):
+                    self._scattering.wait()
+            except Exception:  # it has ended, with this error; an interrupt says nothing of it
+                self._scattering, self._ready = None, False
+                raise
+            self._scattering = None
+            self._give_back()
+            self._begin_sum(cast(Tensor, self._flat))
+
+    def _give_back(self) -> None:
+        if self._rows is not None:
+            self._plan.buffers.give(self._rows)
+            self._rows = None
+
+    def wait(self) -> None:
+        """Wait for everything; afterwards nothing of this reduction is in flight."""
+        self.finish_scatter()
+        while self._summing is not None:
+            try:
+                with named_range("wait_all_reduce", self._plan.path):
+                    self._summing.wait()
+            except Exception:
+                self._summing = None
+                raise
+            self._summing = self._sum(self._sums.pop(0)) if self._sums else None
+
+    def drop(self) -> None:
+        """Wait for what is under way and start nothing more: the result is not wanted."""
+        if self._summing is not None:
+            self._summing.wait()
+            self._summing = None
+        if self._scattering is not None:
+            self._scattering.wait()
+            self._scattering = None
+            self._give_back()
+        self._release_output()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait, divide, and put the results on the parameters' ``grad``."""
+        self.wait()
+        if self._ready:
+            self._put_gradients()
+        self._release_output()
+
+    def _release_output(self) -> None:
+        if self._output is not None:
+            self._output.in_flight = False
+
+    def _put_gradients(self) -> None:
+        plan, used = self._plan, self._used_by_any()
+        output = self._results()
+        if self._output is None or self.hooked:
+            for parameter, local, is_used in zip(plan.parameters, output, used, strict=True):
+                if is_used:
+                    parameter.add_gradient(local)
+        elif all(used) and plan.without_gradients:
+            for sharded, gradient in zip(plan.sharded, self._output.gradients, strict=True):
+                sharded.grad = gradient
+        else:
+            ours = zip(plan.parameters, self._output.gradients, output, used, strict=True)
+            for parameter, gradient, local, is_used in ours:
+                if is_used and parameter.sharded.grad is None:
+                    parameter.sharded.grad = gradient
+                elif is_used:
+                    parameter.add_gradient(local)
+
+    def _used_by_any(self) -> list[bool]:
+        """Return which parameters any rank used; reads flags only where this rank did not."""
+        if self._flat is None or all(self._used):
+            return self._used
+        first = self._plan.rows.flags
+        return self._flat[first : first + len(self._used)].ne(0).tolist()
+
+    def _results(self) -> list[Tensor]:
+        """Return this rank's part of each gradient, in the dtype and on the device of shards."""
+        plan, flat = self._plan, self._flat
+        if flat is None:
+            return [self._divided(gradient).to(plan.shard) for gradient in self._gradients]
+        output = self._output
+        ours = output is not None and flat is output.flat
+        values = output.values if ours and output is not None else flat[: plan.rows.flags]
+        if self._options.hook is not None:
+            self._options.hook(values)
+        values = self._divided(values)
+        if output is None:
+            return plan.rows.views(values.to(plan.shard))
+        if not ours:
+            output.values.copy_(values)
+        return output.locals_
+
+    def _divided(self, reduced: Tensor) -> Tensor:
+        return reduced.div_(self._after) if self._after and self._after != 1.0 else reduced
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
+
+
+def _divisors(options: Options, size: int, dtype: torch.dtype) -> tuple[float | None, float | None]:
+    """Return what to divide gradients by before and after a sum; None, None for a mean.
+
+    float16 overflows in large sums: about half the factor, in powers of two, comes before.
+    """
+    mean = options.divide is None and options.reduction == "mean"
+    factor = None if mean else options.divisor(size)
+    small = dtype == torch.float16 and size > 1
+    if factor is None:
+        if not (options.force_sum or small):
+            return None, None
+        factor = float(size)
+    if not small:
+        return None, factor
+    before = 1.0
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, factor / before

@@ -1,1 +1,0 @@
-"""How the parameters of one group lie in flat memory; each layout is one module."""

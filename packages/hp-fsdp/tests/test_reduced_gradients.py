@@ -1,0 +1,104 @@
+"""The gradients of sharded parameters, made once and used in many steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+
+from hp_fsdp import fully_shard
+
+from .models import Net, gradients, loss_of, make, mesh_of, reference, shard, tokens, worst
+
+Ranks = Callable[[int], RankPool]
+# What a user keeps of a gradient over the next step, and how to read it again.
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda gradient: None,
+    "the gradient": lambda gradient: gradient,
+    "its local tensor": lambda gradient: gradient.to_local(),
+    "a view of it": lambda gradient: gradient.to_local()[:1],
+    "another wrapper": lambda gradient: gradient.detach(),
+}
+
+
+def steps(rank: int, layout: str, holder: str) -> tuple[list[bool], list[bool], list[float]]:
+    """Return which gradients were the objects of the step before, whether what was held stayed."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
+    same, kept, errors = [], [], []
+    before: dict[str, int] = {}
+    held: dict[str, Any] = {}
+    for step in range(4):
+        loss_of(model, tokens(rank, step)).backward()
+        found = {name: id(p.grad) for name, p in model.named_parameters()}
+        same.append(found == before)
+        before = found
+        errors.append(worst(gradients(model), reference(2, steps=(step,))))
+        with torch.no_grad():
+            kept += [torch.equal(local(tensor), copy) for tensor, copy in held.values()]
+            keep = {n: HOLDERS[holder](p.grad) for n, p in model.named_parameters()}
+            held = {n: (t, local(t).clone()) for n, t in keep.items() if t is not None}
+        del keep
+        model.zero_grad()
+    return same, kept, errors
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("holder", list(HOLDERS))
+def test_gradients_are_used_again_unless_something_of_them_is_held(
+    ranks: Ranks, layout: str, holder: str
+) -> None:
+    for same, kept, errors in ranks(2).run(steps, layout, holder):
+        assert same[1:] == [holder == "nothing"] * 3
+        assert all(kept)
+        assert max(errors) < 1e-12
+
+
+def resting(rank: int, width: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of the gradients' memory after backwards, and in forwards after them."""
+    model: Any = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    storages: set[Any] = set()
+    inside: list[int] = []
+    model.register_forward_pre_hook(
+        lambda *_: inside.append(sum(storage.nbytes() for storage in storages))
+    )
+    after = []
+    for _ in range(3):
+        model(torch.ones(2, width)).sum().backward()
+        storages = {p.grad.to_local().untyped_storage() for p in model.parameters()}
+        after.append(min(storage.nbytes() for storage in storages))
+        model.zero_grad()
+    return after, inside[1:]
+
+
+def test_large_gradients_leave_no_memory_behind_while_a_forward_runs(ranks: Ranks) -> None:
+    for after, inside in ranks(2).run(resting, 512):
+        assert all(after)
+        assert inside == [0, 0]
+    for after, inside in ranks(2).run(resting, 8):  # not worth the time
+        assert all(after)
+        assert all(inside)
+
+
+def twice_in_one_backward(rank: int) -> float:
+    """Reduce a unit twice before the first of its reductions is finished."""
+    model: Any = make(Net)
+    for block in model.blocks:
+        fully_shard(block, mesh_of((2,), ("fsdp",)))
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    model.set_reduce_scatter_max_input_buffers(4)
+    for _ in range(2):
+        model.zero_grad()
+        (loss_of(model, tokens(rank)) + loss_of(model, tokens(rank))).backward()
+    doubled = {name: 2 * gradient for name, gradient in reference(2).items()}
+    return worst(gradients(model), doubled)
+
+
+def test_reductions_under_way_at_once_have_memory_of_their_own(ranks: Ranks) -> None:
+    assert max(ranks(2).run(twice_in_one_backward)) < 1e-12
