@@ -20,7 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_fsdp import Ring
 
-MOVING = ("copy_", "clone", "cat.", "_chunk_cat", "split_with_sizes_copy", "_to_copy")
+MOVING = (
+    "copy_",
+    "clone",
+    "cat.",
+    "_chunk_cat",
+    "split_with_sizes_copy",
+    "_to_copy",
+    "index_select",
+)
 
 
 class Moved(TorchDispatchMode):

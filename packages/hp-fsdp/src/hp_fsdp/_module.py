@@ -25,7 +25,7 @@ from ._group import ParameterGroup
 from ._hooks import post_forward, pre_forward, run_forward
 from ._mesh import DataAxes, new_axis
 from ._options import ReductionHook
-from ._schedule import drop_gradients
+from ._schedule import drop_gradients, release_gradients
 from ._torch import TorchState, note_state, noted_state, uncompiled_itself
 from ._unit import Unit, unit_of
 
@@ -395,6 +395,7 @@ class FSDPModule(Setters):
             for group in unit.groups:
                 for parameter in group.parameters if group.unsharded else ():
                     parameter.clear_gradient(set_to_none)
+        release_gradients(units)
 
     def reset(self) -> None:
         """Drop the step under way, from any state, so that the next one starts clean.

@@ -15,7 +15,7 @@ from ._buffers import in_own_storage
 from ._errors import ModuleError, ShardingError, StateError
 from ._group import ParameterGroup
 from ._param import ShardedParameter
-from ._schedule import drop_gradients
+from ._schedule import drop_gradients, release_gradients
 from ._unit import Unit, unit_of
 
 
@@ -261,6 +261,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Clear all gradients, and what backwards left that is not reduced yet."""
         drop_gradients(self._units)
         super().zero_grad(set_to_none)
+        release_gradients(self._units)
 
     def _split(self, key: Callable[[Piece], object]) -> None:
         """Step neighbours of different ``key`` as tensors of their own from now on.

@@ -154,8 +154,7 @@ class Schedule:
                 unit.forget_forward()
             if unit.in_pass or unit.stale:
                 unit.reshard()
-            for group in unit.groups:
-                group.release_gradients()
+        release_gradients(self.units)
 
     def _warn_of_divisors(self) -> None:
         """Warn where units divide their gradients by different numbers."""
@@ -455,6 +454,13 @@ def drop_gradients(units: Sequence[Unit]) -> None:
         if unit.schedule is not None:
             unit.schedule.finish_early()
         unit.drop_gradients()
+
+
+def release_gradients(units: Sequence[Unit]) -> None:
+    """Give back the memory of reduced gradients that no parameter has any more."""
+    for unit in units:
+        for group in unit.groups:
+            group.release_gradients()
 
 
 def _last_place(order: list[Unit], unit: Unit, end: int) -> int | None:
