@@ -193,9 +193,8 @@ class _FusedEmbedding(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
         ids = ctx.saved_tensors[0].flatten()
         rows = gradients[0].reshape(-1, ctx.weight_shape[1])
-        if ctx.padding_idx is not None:
-            kept = ids != ctx.padding_idx
-            ids, rows = ids[kept], rows[kept]
+        if ctx.padding_idx is not None:  # a mask of rows to keep would wait for the device
+            rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
         if accumulates(ctx, 1):
             ctx.add_rows(ids, rows)
             return None, None, None, None

@@ -1,4 +1,4 @@
-"""All parameters of a group in one buffer, cut in equal shares: one all-gather and no copies."""
+"""All parameters of a group in one buffer, split in equal shares: one all-gather, no copies."""
 
 import itertools
 import math

@@ -78,7 +78,7 @@ def new_axis(axis: Axis, ranks: tuple[int, ...], name: str) -> Axis:
     return Axis(name, group, ranks)
 
 
-Own: TypeAlias = tuple[DeviceMesh, tuple[Placement, ...]]  # how a DTensor lies before sharding
+Own: TypeAlias = tuple[DeviceMesh, tuple[Placement, ...]]  # a DTensor's before sharding
 
 
 class DataAxisNames(Protocol):
@@ -142,28 +142,28 @@ class MeshInfo:
 
     @staticmethod
     def on(mesh: DeviceMesh) -> "MeshInfo":
-        """Return the place of parameters sharded over the last axis of a mesh of one or two."""
+        """Return the mesh info of parameters sharded over the last axis of one or two."""
         replicate = (Axis.of(mesh, 0),) if mesh.ndim == 2 else ()
         return MeshInfo(mesh, DataAxes(Axis.of(mesh, mesh.ndim - 1), replicate))
 
     def layout(
         self, own: Own | None, name: str, dim: int | None
     ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return where a sharded parameter lies: data axes first, the last of them sharded over.
+        """Return a sharded parameter's mesh and placements: data axes first, the last shards.
 
-        ``own`` is the layout that it has already, if any; ``dim`` is then cut by its axes first.
+        ``own`` is the layout that it has already, if any; its axes then shard ``dim`` first.
         """
-        cut: Placement = Replicate() if dim is None else Shard(dim)
+        placement: Placement = Replicate() if dim is None else Shard(dim)
         placements: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
         if own is None:
-            return self.mesh, (*placements, cut)
+            return self.mesh, (*placements, placement)
         mesh, own_placements = own
         if self.axes_within(own):
             shard = (self.mesh.mesh_dim_names or ())[-1:] if dim is not None else ()
-            return _cut_within(own, self.axes_within(own), shard, dim, name)
+            return _sharded_within(own, self.axes_within(own), shard, dim, name)
         return joint_mesh(self.mesh, mesh, name), (
             *placements,
-            _after_cuts(cut, dim, mesh, own_placements, 0),
+            _placement_after(placement, dim, mesh, own_placements, 0),
             *own_placements,
         )
 
@@ -190,7 +190,7 @@ class WholeMeshInfo(MeshInfo):
 
     @staticmethod
     def within(mesh: DeviceMesh, dims: DataAxisNames) -> "WholeMeshInfo":
-        """Return the place of parameters on ``mesh``; raises `MeshError` for names it lacks.
+        """Return the mesh info of parameters on ``mesh``; raises `MeshError` for names it lacks.
 
         Folding several axes makes a process group for their ranks.
         """
@@ -220,7 +220,7 @@ class WholeMeshInfo(MeshInfo):
         if own[0] != mesh:
             raise MeshError(f"{name} is a DTensor on {own[0]}; with dp_mesh_dims it is on {mesh}")
         shard = self.dims.shard_names if dim is not None else ()
-        return _cut_within(own, self.axes_within(own), shard, dim, name)
+        return _sharded_within(own, self.axes_within(own), shard, dim, name)
 
     def axes_within(self, own: Own | None) -> tuple[int, ...]:
         """Return the axes of data."""
@@ -229,10 +229,10 @@ class WholeMeshInfo(MeshInfo):
         return tuple(axis for axis, name in enumerate(names) if name in data)
 
 
-def _cut_within(
+def _sharded_within(
     own: Own, data: Sequence[int], shard: tuple[str, ...], dim: int | None, name: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return how a parameter lies on its own mesh, also cut along the axes ``shard``.
+    """Return the placements of a parameter on its own mesh, sharded over ``shard`` too.
 
     Several of them are folded into one. Raises `MeshError` unless it is replicated over ``data``.
     """
@@ -253,7 +253,7 @@ def _cut_within(
             placements.append(before[axis])
         elif axis_name == shard[0]:
             meshes.append(_fold(mesh, shard))
-            placements.append(_after_cuts(Shard(dim or 0), dim, mesh, before, axis + 1))
+            placements.append(_placement_after(Shard(dim or 0), dim, mesh, before, axis + 1))
     if len(placements) == mesh.ndim:
         return mesh, tuple(placements)
     return concatenate_meshes(meshes), tuple(placements)
@@ -263,18 +263,18 @@ def _fold(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else flatten_axes(mesh, names)
 
 
-def _after_cuts(
-    cut: Placement, dim: int | None, mesh: DeviceMesh, own: Sequence[Placement], first: int
+def _placement_after(
+    placement: Placement, dim: int | None, mesh: DeviceMesh, own: Sequence[Placement], first: int
 ) -> Placement:
-    """Return the placement of a cut of ``dim`` that axes from ``first`` on have made before."""
+    """Return the placement over an axis, where axes from ``first`` on shard ``dim`` before it."""
     splits = 1
-    for size, placement in list(zip(mesh.shape, own, strict=True))[first:]:
-        splits *= size if dim is not None and placement.is_shard(dim) else 1
-    return cut if dim is None or splits == 1 else strided_shard(dim, splits)
+    for size, earlier in list(zip(mesh.shape, own, strict=True))[first:]:
+        splits *= size if dim is not None and earlier.is_shard(dim) else 1
+    return placement if dim is None or splits == 1 else strided_shard(dim, splits)
 
 
 def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the mesh of a sharded parameter that lies on ``own`` already: data axes first."""
+    """Return the mesh of a sharded parameter that is on ``own`` already: data axes first."""
     data_names, own_names = data.mesh_dim_names, own.mesh_dim_names
     if not data_names or not own_names:
         raise MeshError(

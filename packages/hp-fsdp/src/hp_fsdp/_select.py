@@ -79,7 +79,7 @@ Granularity = int | Callable[[nn.Parameter], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSelection:
-    """What a user says of single parameters: which to leave alone, how to cut the others."""
+    """What a user says of single parameters: which to leave alone, how to shard the others."""
 
     ignored: frozenset[int] = frozenset()
     placement: ShardPlacement | None = None
@@ -131,7 +131,7 @@ class ParameterSelection:
         return found
 
     def dim(self, parameter: nn.Parameter, name: str, degree: int) -> int | None:
-        """Return the dimension to cut a parameter along; None keeps it whole on every rank."""
+        """Return the dimension to shard a parameter along; None keeps it whole on every rank."""
         local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
         if local.numel() < self.least_numel:
             return None

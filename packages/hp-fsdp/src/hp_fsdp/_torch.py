@@ -24,7 +24,7 @@ from ._errors import UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A shard of a dimension that later axes of the mesh have cut already. No public name; without it
+# A shard of a dimension that later axes of the mesh shard already. No public name; without it
 # the order of cuts cannot be said in placements.
 
 
@@ -38,7 +38,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return the placement of a cut that comes after ``split_factor`` cuts by later axes."""
+    """Return the placement of a shard that later axes have split in ``split_factor`` before."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -82,7 +82,7 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 
 def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> None:
-    """Cut each gradient in ``degree`` row blocks, zero-padded, and write block r to ``out[r]``.
+    """Split each gradient in ``degree`` row blocks, zero-padded, and write block r to ``out[r]``.
 
     ``torch._chunk_cat``; public would be ``pad``, ``view`` and ``cat``, with one more copy for
     gradients whose rows do not divide.
