@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.fsdp as theirs
@@ -98,6 +98,13 @@ def ours(base: Net, mesh: DeviceMesh, ring: Ring | None = None, **options: Any) 
         fully_shard(block, mesh, buffers=ring, **options)
     fully_shard(model, mesh, **options)
     return model
+
+
+def two_buffers(base: Net, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard with two packed gradients alive at once; torch has one, as `ours` by default."""
+    model: Any = ours(base, mesh, **options)
+    model.set_reduce_scatter_max_input_buffers(2)
+    return cast(nn.Module, model)
 
 
 def torchs(base: Net, mesh: DeviceMesh, tuned: bool) -> nn.Module:

@@ -14,14 +14,14 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from arms import Block, Net, Row, ours, torchs
+from arms import Block, Net, Row, ours, torchs, two_buffers
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_fsdp import Ring
@@ -64,13 +64,6 @@ def sizes_of(report: profile) -> list[int]:
     events: Any = report.kineto_results
     found = sorted(events.events(), key=lambda event: event.start_ns())
     return [event.nbytes() for event in found if event.name() == "[memory]"]
-
-
-def two_buffers(base: Net, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Shard with two packed gradients alive at once; torch has one, as the others here."""
-    model: Any = ours(base, mesh, **options)
-    model.set_reduce_scatter_max_input_buffers(2)
-    return cast(nn.Module, model)
 
 
 def main() -> None:

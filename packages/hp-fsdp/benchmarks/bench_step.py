@@ -13,7 +13,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arms import Block, Net, Row, Small, ours, rows_of, run_all, show, timed, torchs, training
+from arms import (
+    Block,
+    Net,
+    Row,
+    Small,
+    ours,
+    rows_of,
+    run_all,
+    show,
+    timed,
+    torchs,
+    training,
+    two_buffers,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_fsdp import Ring
@@ -29,6 +42,7 @@ def case(
     batch = torch.randn(tokens, width)
     sides = {
         "hp-fsdp": training(ours(base, mesh), batch),
+        "two buffers": training(two_buffers(base, mesh), batch),
         "sharded_optimizer": training(ours(base, mesh), batch, flat=True),
         "fused, Ring(2)": training(ours(base, mesh, Ring(2), grads="fused"), batch, flat=True),
         "ragged": training(ours(base, mesh, layout="ragged"), batch, flat=True),

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rank_pool import RankPool
 from torch import nn
 
+from hp_dtensor import TorchCollectives
 from hp_fsdp import fully_shard
 
 from .models import Net, gradients, loss_of, make, mesh_of, reference, shard, tokens, worst
@@ -84,6 +86,66 @@ def test_large_gradients_leave_no_memory_behind_while_a_forward_runs(ranks: Rank
     for after, inside in ranks(2).run(resting, 8):  # not worth the time
         assert all(after)
         assert all(inside)
+
+
+class Failing(TorchCollectives):
+    """Reduces, and once reports a failure when it is waited for."""
+
+    def __init__(self, after: str) -> None:
+        self.armed = False
+        self.after = after
+        self.written: list[Any] = []  # what a failed collective may still write to
+
+    def _maybe(self, name: str, work: Any, written: Any) -> Any:
+        if not self.armed or name != self.after:
+            return work
+        self.armed = False
+        self.written += written
+        work.wait()
+        return mock.Mock(spec=["wait"], wait=mock.Mock(side_effect=RuntimeError("it failed")))
+
+    def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, op: Any = "sum") -> Any:
+        """Pass on."""
+        work = super().reduce_scatter(axis, inputs, outputs, op)
+        return self._maybe("reduce_scatter", work, outputs)
+
+    def all_reduce(self, axis: Any, tensors: Any, op: Any = "sum") -> Any:
+        """Pass on."""
+        return self._maybe("all_reduce", super().all_reduce(axis, tensors, op), tensors)
+
+
+def failed(rank: int, shape: tuple[int, ...], after: str) -> tuple[bool, float]:
+    """Fail once; return whether the memory of that was used again, and the next step's error."""
+    carrier = Failing(after)
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    model: Any = shard(make(Net), mesh, collectives=carrier)
+    loss_of(model, tokens(rank)).backward()
+    model.zero_grad()
+    carrier.armed = True
+    with pytest.raises(RuntimeError, match="it failed"):
+        loss_of(model, tokens(rank)).backward()
+    model.reset()
+    model.zero_grad()
+    lost = {tensor.untyped_storage().data_ptr() for tensor in carrier.written}
+    again = False
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, tokens(rank)).backward()
+        found = {p.grad.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+        again |= bool(found & lost)
+    return again, worst(gradients(model), reference(torch.Size(shape).numel()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "after"),
+    [((2,), "reduce_scatter"), ((2, 2), "reduce_scatter"), ((2, 2), "all_reduce")],
+)
+def test_memory_that_a_failed_reduction_may_write_to_is_not_used_again(
+    ranks: Ranks, shape: tuple[int, ...], after: str
+) -> None:
+    for again, error in ranks(torch.Size(shape).numel()).run(failed, shape, after):
+        assert not again
+        assert error < 1e-12
 
 
 def twice_in_one_backward(rank: int) -> float:

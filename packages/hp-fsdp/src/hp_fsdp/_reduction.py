@@ -344,6 +344,7 @@ class Reduction:
                     self._scattering.wait()
             except Exception:  # it has ended, with this error; an interrupt says nothing of it
                 self._scattering, self._ready = None, False
+                self._lose_output()
                 raise
             self._scattering = None
             self._give_back()
@@ -363,8 +364,15 @@ class Reduction:
                     self._summing.wait()
             except Exception:
                 self._summing = None
+                self._lose_output()
                 raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
+
+    def _lose_output(self) -> None:
+        """Leave the memory of the result to a collective that failed, and may still write to it."""
+        plan = self._plan
+        plan.outputs = [output for output in plan.outputs if output is not self._output]
+        self._output = None
 
     def drop(self) -> None:
         """Wait for what is under way and start nothing more: the result is not wanted."""
