@@ -32,7 +32,7 @@ from ._torch import is_extended, preserved_versions, writes_to
 
 
 class ExtendedLayout:
-    """The shards of one group, tensors on their own, and what is gathered; see `ExactLayout`.
+    """The shards of one group, tensors on their own, and what is gathered; a `Layout`.
 
     The inputs are set anew before every gather; all of them travel as bytes, in one all-gather.
     There are no full views before the first: `received` has what arrived. ``shard`` is empty: it
@@ -134,7 +134,7 @@ class ExtendedLayout:
             self._inner.append((storage, storage.nbytes()))
 
     def save_block(self, size: int) -> None:
-        """Copy what ``size`` neighbours hold together of what arrived; see `ExactLayout`."""
+        """Copy what ``size`` neighbours hold together of what arrived; a `Layout`."""
         self._block = [
             output.tensor.view(torch.uint8).view(size, -1)[self._index % size].clone()
             for output in self._outputs

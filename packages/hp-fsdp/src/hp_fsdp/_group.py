@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import is_
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -29,11 +29,103 @@ from ._states import Event, ParameterState, advance
 from ._torch import are_parts, inside_backward, local_of, named_range, uncompiled, writes_to
 
 
+class Plan(Protocol):
+    """What a report asks of a layout's plan."""
+
+    @property
+    def shard_numel(self) -> int:
+        """Return the elements per rank."""
+        ...
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Return the bytes of the parameters themselves."""
+        ...
+
+    @property
+    def padding_bytes(self) -> int:
+        """Return the bytes of every gather that no parameter needs."""
+        ...
+
+    @property
+    def direct(self) -> tuple[bool, ...]:
+        """Return which parameters are gathered into place."""
+        ...
+
+    def rows_per_rank(self, position: int) -> int:
+        """Return how many rows of a parameter a rank holds at most."""
+        ...
+
+
+class Layout(Protocol):
+    """One group's flat shard and what it is gathered into.
+
+    ``shards`` and ``fulls`` are views per parameter, ``spans`` the parameters' elements
+    ``[start, end)`` of the flat ``shard``. Shards are always readable, full views between
+    `finish_gather` and `free`. What a gather reads and writes is lent to it from before its start
+    until `wait` returned. `free` is legal at any time: memory that is still lent then, because a
+    start or a wait raised, is left to the collective, and the next gather goes to new memory and
+    new ``fulls``.
+    """
+
+    shard: Tensor
+    shards: list[Tensor]
+    fulls: list[Tensor]
+    spans: list[tuple[int, int]]
+
+    @property
+    def plan(self) -> Plan:
+        """Return where everything lies."""
+        ...
+
+    @property
+    def specs(self) -> tuple[ShardSpec, ...]:
+        """Return how each parameter is sharded."""
+        ...
+
+    @property
+    def available(self) -> bool:
+        """Return whether there is memory to gather into."""
+        ...
+
+    def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
+        """Return where the packed gradients of the parameters at ``chosen`` lie."""
+        ...
+
+    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start the one all-gather over ``axis``; None where there is nothing to send."""
+        ...
+
+    def wait(self, work: Work) -> None:
+        """Wait for the all-gather; from then on its memory is used by nobody else."""
+        ...
+
+    def finish_gather(self, work: Work | None) -> None:
+        """Bring what arrived to its place, after `wait`."""
+        ...
+
+    def save_block(self, size: int) -> None:
+        """Copy, of what was gathered, this rank's part among ``size`` neighbours."""
+        ...
+
+    def gather_block(self, axis: Axis, collectives: Collectives) -> Work | None:
+        """Start an all-gather over a smaller axis of what `save_block` copied."""
+        ...
+
+    def drop_block(self) -> None:
+        """Release what `save_block` copied."""
+        ...
+
+    def free(self) -> None:
+        """Give back the memory of the gather."""
+        ...
+
+
 class ParameterGroup:
     """Parameters whose shards are one flat buffer, and the state of their gather."""
 
     flat = True  # a group of shards that are no views of one buffer says otherwise
-    layout: Any
+    layout: Layout
 
     def __init__(
         self,
@@ -88,7 +180,7 @@ class ParameterGroup:
         spans = self.layout.spans
         self.order = sorted(range(len(spans)), key=lambda i: spans[i][0])
 
-    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Any:
+    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
         config = self.config
         return ExactLayout(
             locals_,
@@ -134,8 +226,7 @@ class ParameterGroup:
             )
 
     def _rows_of(self, chosen: Sequence[int]) -> GradientRows:
-        rows: GradientRows = self.layout.gradient_rows(chosen, self.dtypes.reduce.itemsize)
-        return rows
+        return self.layout.gradient_rows(chosen, self.dtypes.reduce.itemsize)
 
     def _take_memory(self, numel: int) -> Tensor:
         return self.config.buffers.take(numel, self.dtypes.reduce, self.config.device)
@@ -206,7 +297,7 @@ class ParameterGroup:
     @property
     def available(self) -> bool:
         """Return whether a gather can start: it needs none, or there is memory for it."""
-        return not self.resting or bool(self.layout.available)
+        return not self.resting or self.layout.available
 
     @property
     def unsharded(self) -> bool:

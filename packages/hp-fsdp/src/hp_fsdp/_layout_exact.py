@@ -130,18 +130,10 @@ def plan_group(
 
 
 class ExactLayout:
-    """The flat shard of one group and the flat output that it is gathered into.
+    """The flat shard of one group and the flat output that it is gathered into: a `Layout`.
 
-    The rest of the package relies on: `shards` and `fulls`, views per parameter; `gather`, `wait`,
-    `finish_gather` and `free`, the life of the output; `save_block`, `gather_block` and
-    `drop_block`, that of a larger part of it between forward and backward. Shards are always
-    readable, full views between `finish_gather` and `free`; the output begins allocated, so that
-    unsharded parameters can be built over it, and is then freed. Where shards are stored as they
-    are gathered, one rank's output is its shard.
-
-    What a gather reads and writes is lent to it from before its start until `wait` returned. `free`
-    is legal at any time: memory that is still lent then, because a start or a wait raised, is left
-    to the collective, and the next gather goes to new memory and new ``fulls``.
+    The output begins allocated, so that unsharded parameters can be built over it, and is then
+    freed. Where shards are stored as they are gathered, one rank's output is its shard.
     """
 
     def __init__(
@@ -252,7 +244,7 @@ class ExactLayout:
         return output
 
     def save_block(self, size: int) -> None:
-        """Copy what ``size`` neighbours hold together, of the gathered output, to gather it from.
+        """Copy what this rank is to hold between forward and backward among ``size`` neighbours.
 
         The neighbours are those of this rank on an axis that is split into blocks of ``size``.
         """

@@ -160,7 +160,7 @@ def _place(
 
 
 class RaggedLayout:
-    """The share of one group and the buffer that it is gathered into; see `ExactLayout`.
+    """The share of one group and the buffer that it is gathered into; a `Layout`.
 
     Each parameter is one run of the buffer, so that nothing is moved after the all-gather.
     """
