@@ -3,12 +3,14 @@
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hp_fsdp._layout_exact import GroupPlan, _packed_order, plan_group
+from hp_fsdp import _layout_exact
+from hp_fsdp._layout_exact import GroupPlan, plan_group
 from hp_fsdp._offsets import ALIGNMENT, ShardSpec
 
 from .strategies import degrees, itemsizes, shapes, thresholds
@@ -91,9 +93,9 @@ def test_simulated_gather_reassembles_every_parameter(
 
 
 @relaxed
-@given(shapes, degrees, st.randoms(use_true_random=False))
-def test_one_indexed_copy_puts_packed_parameters_in_their_places(
-    shapes: Shapes, degree: int, random: Any
+@given(shapes, degrees, st.randoms(use_true_random=False), st.booleans())
+def test_packed_parameters_are_copied_to_their_places_at_once_or_one_by_one(
+    shapes: Shapes, degree: int, random: Any, at_once: bool
 ) -> None:
     specs = []
     for shape in shapes:
@@ -111,9 +113,10 @@ def test_one_indexed_copy_puts_packed_parameters_in_their_places(
             start = plan.starts[i] - plan.packed_start
             ranks[rank, start : start + len(part)] = part
     full = torch.full((plan.full_numel,), torch.nan)
-    first = plan.full[plan.packed[0]].start
-    order = _packed_order(plan, first, torch.device("cpu"))
-    torch.index_select(ranks.flatten(), 0, order, out=full[first:])
+    start, end = degree * plan.packed_start, degree * (plan.packed_start + plan.packed_numel)
+    full[start:end] = ranks.flatten()
+    with mock.patch.object(_layout_exact, "PERMUTED_NUMEL", 2**30 if at_once else 0):
+        _layout_exact._CopyOut(plan, full).run()
     for i in plan.packed:
         assert torch.equal(plan.full[i].whole(full), wholes[i])
 

@@ -61,6 +61,23 @@ def test_gradients_are_used_again_unless_something_of_them_is_held(
         assert max(errors) < 1e-12
 
 
+def kept_by_a_hook(rank: int, width: int) -> list[bool]:
+    """Keep what an all-reduce hook is given over the next steps."""
+    model: Any = nn.Linear(width, width)
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    model.set_all_reduce_hook(lambda reduced: kept.append((reduced, reduced.clone())))
+    for step in range(3):
+        model(torch.full((2, width), step + 1.0)).sum().backward()
+        model.zero_grad()
+    return [torch.equal(*pair) for pair in kept]
+
+
+@pytest.mark.parametrize("width", [8, 512])
+def test_what_a_hook_keeps_of_the_reduced_gradient_stays(ranks: Ranks, width: int) -> None:
+    assert ranks(2).run(kept_by_a_hook, width) == [[True] * 3] * 2
+
+
 def resting(rank: int, width: int) -> tuple[list[int], list[int]]:
     """Return the bytes of the gradients' memory after backwards, and in forwards after them."""
     model: Any = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))

@@ -312,7 +312,7 @@ class _CopyOut:
         self._widths = [plan.specs[i].shard_numel for i in plain]
         self._arrived = rows[:, : sum(self._widths)]
         self._places = [plan.full[i].runs(memory) for i in plain]
-        for i in packed[len(plain) :]:
+        for i in (i for i in packed if plan.specs[i].dim):
             spec, start = plan.specs[i], plan.starts[i] - plan.packed_start
             place = spec.by_rank(plan.full[i].whole(memory))
             part = rows[:, start : start + spec.shard_numel]

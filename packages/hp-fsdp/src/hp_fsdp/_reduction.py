@@ -431,7 +431,7 @@ class Reduction:
         ours = output is not None and flat is output.flat
         values = output.values if ours and output is not None else flat[: plan.rows.flags]
         if self._options.hook is not None:
-            self._options.hook(values)
+            self._options.hook(values[:])  # a view of its own, so that it counts if it is kept
         values = self._divided(values)
         if output is None:
             return plan.rows.views(values.to(plan.shard))
