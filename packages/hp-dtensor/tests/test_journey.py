@@ -14,7 +14,7 @@ from hp_dtensor import Layout, Replicate, Shard, redistribute
 
 Ranks = Callable[[int], RankPool]
 PACKAGE = Layout.__module__.rpartition("._")[0]
-DOWN = ["_redistribute", "_prepare", "_groups", "_execute", "_local_view", "collectives._torch"]
+DOWN = ["_redistribute", "_prepare", "_groups", "_execute", "_local_view", "collectives._c10d"]
 # Values that are compared, the interface, and torch's private names.
 NO_ROOMS = {"_placements", "_layout", "collectives._interface", "_torch"}
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ._norms import clip_grad_norm_ as clip_grad_norm_
     from ._redistribute import redistribute as redistribute
     from .collectives._autograd import AutogradCollectives as AutogradCollectives
+    from .collectives._c10d import TorchCollectives as TorchCollectives
     from .collectives._checked import CheckedCollectives as CheckedCollectives
     from .collectives._interface import Axis as Axis
     from .collectives._interface import AxisMesh as AxisMesh
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from .collectives._interface import RankMismatchError as RankMismatchError
     from .collectives._interface import Work as Work
     from .collectives._recording import RecordingCollectives as RecordingCollectives
-    from .collectives._torch import TorchCollectives as TorchCollectives
     from .ragged._tensor import RaggedTensor as RaggedTensor
 
 _NEED_TORCH = {
@@ -49,7 +49,7 @@ _NEED_TORCH = {
     "RaggedTensor": ".ragged._tensor",
     "RankMismatchError": ".collectives._interface",
     "RecordingCollectives": ".collectives._recording",
-    "TorchCollectives": ".collectives._torch",
+    "TorchCollectives": ".collectives._c10d",
     "Work": ".collectives._interface",
     "clip_grad_norm_": "._norms",
     "concatenate_meshes": "._modules",

@@ -12,8 +12,8 @@ from ._errors import MeshError
 from ._layout import Layout
 from ._planner import Plan
 from ._shard_order import replicated
+from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, RankMismatchError
-from .collectives._torch import TorchCollectives
 
 
 class _Fingerprint(NamedTuple):

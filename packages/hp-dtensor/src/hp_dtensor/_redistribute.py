@@ -31,9 +31,9 @@ from ._prepare import (
     prepare,
 )
 from ._torch_partial import torch_step
+from .collectives._c10d import TorchCollectives
 from .collectives._checked import checking
 from .collectives._interface import Collectives
-from .collectives._torch import TorchCollectives
 
 Result = TypeVar("Result", bound=Distributed)
 

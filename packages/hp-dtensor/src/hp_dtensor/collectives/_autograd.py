@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._c10d import TorchCollectives
 from ._interface import Axis, Collectives
-from ._torch import TorchCollectives
 
 
 class AutogradCollectives:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ._c10d import TorchCollectives, default_store, is_store_timeout
 from ._interface import Axis, Collectives, Parts, RankMismatchError, ReduceOp, Work, as_tensors
 from ._recording import RecordingCollectives
-from ._torch import TorchCollectives, default_store, is_store_timeout
 
 _ROOT = "hp_dtensor/checked"
 _MEMBERS = f"{_ROOT}/ranks"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ._c10d import TorchCollectives
 from ._interface import Axis, Collectives, Parts, ReduceOp, Work, as_tensors
-from ._torch import TorchCollectives
 
 
 class CommunicationStats(NamedTuple):

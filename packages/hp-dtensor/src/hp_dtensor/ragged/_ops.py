@@ -18,8 +18,8 @@ from .._groups import axes_over
 from .._placements import Replicate
 from .._torch import argument_place, operator_name, written_arguments
 from ..collectives._autograd import AutogradCollectives
+from ..collectives._c10d import TorchCollectives
 from ..collectives._interface import Axis
-from ..collectives._torch import TorchCollectives
 from ._spec import RaggedSpec
 
 if TYPE_CHECKING:
