@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import (  # the option structs of the coalesced 
 )
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ._interface import Axis, Parts, ReduceOp, Work, as_tensors, check_divisible
+from ._interface import Axis, Group, Parts, ReduceOp, Work, as_tensors, check_divisible
 
 
 def _first(owner: Any, *names: str) -> Any:
@@ -399,6 +399,15 @@ def _reduction(
             output.div_(axis.size)
 
     return _OPS["sum"], divide
+
+
+def group_name(group: Group) -> str:
+    """Return the name of a process group, the same on all of its ranks; empty for a simulated one.
+
+    Its ranks find each other under it in the store of the default process group, and torch finds
+    the group by it in a process.
+    """
+    return str(getattr(group, "group_name", ""))
 
 
 def default_store() -> Any:
