@@ -3,19 +3,20 @@
 from collections.abc import Iterator, Sequence
 
 from ._cost import CostModel, Kind, Step
-from ._layout import Layout
-from ._placements import Partial, Replicate, Shard, StridedShard
-from ._shard_order import (
+from ._layout import (
+    Layout,
     axis_splits,
     common,
     is_local,
     moving_axes,
+    reduced_layout,
     same_runs,
     with_placement,
     with_split,
     without,
     without_last_split,
 )
+from ._placements import Partial, Replicate, Shard, StridedShard
 
 
 def direct_step(src: Layout, dst: Layout, ndim: int) -> Step:
@@ -180,10 +181,7 @@ def candidates_between(
 
     What the target replicates may arrive in parts, one for each replica, that these then gather.
     """
-    whole = src
-    for axis, placement in enumerate(src.placements):
-        if isinstance(placement, Partial):
-            whole = with_placement(whole, axis, Replicate())
+    whole = reduced_layout(src)
     arrivals = [dst]
     if (spread := _spread(dst, shape)) != dst:
         arrivals.append(spread)

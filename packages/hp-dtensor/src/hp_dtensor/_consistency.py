@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ._errors import MeshError
-from ._layout import Layout
+from ._layout import Layout, replicated
 from ._planner import Plan
-from ._shard_order import replicated
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, RankMismatchError
 

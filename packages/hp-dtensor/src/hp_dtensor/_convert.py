@@ -8,7 +8,7 @@ from torch.distributed.tensor import placement_types as theirs
 
 from . import _placements as ours
 from ._errors import LayoutError
-from ._layout import Layout, ShardOrder, checked_order
+from ._layout import Layout, ShardOrder, check_count, checked_order
 from ._torch import split_factor, strided_shard
 
 AnyPlacement: TypeAlias = ours.Placement | theirs.Placement
@@ -44,11 +44,7 @@ def to_layout(
     Negative dims count from the end. torch's strided shards become a shard order where one explains
     them, as in `StridedShard`; where ``shard_order`` is given it says all.
     """
-    if len(placements) != len(mesh_shape):
-        raise LayoutError(
-            f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; give "
-            f"{len(mesh_shape)}, one for each axis"
-        )
+    check_count(placements, mesh_shape)
     ordered = {dim for dim, _ in checked_order(shard_order)}
     converted: list[ours.Placement] = []
     for axis, given in enumerate(placements):
@@ -126,6 +122,5 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
 
 
 def _dim(dim: int, ndim: int) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise LayoutError(f"Shard takes the number of a tensor dim, got {dim!r}")
+    ours.check_dim(dim)
     return dim + ndim if -ndim <= dim < 0 else dim

@@ -10,6 +10,7 @@ from torch import Tensor
 from ._boxes import Box, chunk, extent, ravel, unravel, volume
 from ._cost import Step
 from ._groups import AxisGroup
+from ._layout import replicated
 from ._local_view import (
     Change,
     LocalView,
@@ -23,7 +24,6 @@ from ._local_view import (
 )
 from ._placements import Partial, Shard
 from ._planner import Plan
-from ._shard_order import replicated
 from ._transfer import plan_transfer
 from .collectives._interface import Collectives, ReduceOp
 

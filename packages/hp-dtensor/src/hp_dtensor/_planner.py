@@ -31,9 +31,8 @@ from ._cost import (
     step_seconds,
 )
 from ._errors import NoPlanError
-from ._layout import Layout
+from ._layout import Layout, is_local, replicated, unchanged_axes
 from ._placements import Partial, Replicate
-from ._shard_order import is_local, replicated, unchanged_axes
 from ._transfer import check_pair, same_mesh
 
 # A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.

@@ -26,11 +26,10 @@ from ._groups import (
     spanned_axes,
     transfer_group,
 )
-from ._layout import Layout, ShardOrder, checked_order
+from ._layout import Layout, ShardOrder, checked_order, reduced_layout, with_placement
 from ._non_member import NonMember
 from ._placements import Partial, Replicate, in_tuple
 from ._planner import Plan, Spanned, make_plan
-from ._shard_order import with_placement
 from ._torch import (
     as_dtensor,
     flattened_count,
@@ -247,14 +246,6 @@ def own_mesh(x: Any) -> DeviceMesh | None:
     return None if isinstance(x, NonMember) else cast(DeviceMesh, x._spec.mesh)
 
 
-def gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of a gradient: that of the tensor, with partial values replicated."""
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial):
-            layout = with_placement(layout, axis, Replicate())
-    return layout
-
-
 def _checked_options(options: Options) -> Options:
     check_cost(options.cost)
     limit: object = options.max_bytes
@@ -351,7 +342,7 @@ def _plans(
     def plan(src: Layout, dst: Layout) -> Plan:
         return make_plan(src, dst, shape, rank, itemsize, options.cost, groups, options.max_bytes)
 
-    return plan(src, dst), lambda: plan(gradient_layout(dst), gradient_layout(src))
+    return plan(src, dst), lambda: plan(reduced_layout(dst), reduced_layout(src))
 
 
 def step_groups(plan: Plan, find: Callable[[Step], AxisGroup]) -> dict[Step, AxisGroup]:

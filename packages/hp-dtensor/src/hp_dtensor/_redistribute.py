@@ -16,7 +16,7 @@ from ._cost import CostModel
 from ._errors import LayoutError
 from ._execute import start
 from ._groups import group_names
-from ._layout import Layout
+from ._layout import Layout, reduced_layout
 from ._non_member import NonMember
 from ._prepare import (
     NO_OPTIONS,
@@ -25,7 +25,6 @@ from ._prepare import (
     Order,
     Prepared,
     Target,
-    gradient_layout,
     local_of,
     own_mesh,
     prepare,
@@ -425,7 +424,7 @@ class _Redistribute(torch.autograd.Function):
         back: Any = None
         if call.prepared.crosses:
             # A gradient goes back to this mesh, or to this layout of other ranks.
-            back = own_mesh(x) if call.absent is None else gradient_layout(call.prepared.source)
+            back = own_mesh(x) if call.absent is None else reduced_layout(call.prepared.source)
         was_here = call.absent is None
         ctx.saved = (call._replace(absent=None), back, was_here, isinstance(result, NonMember))
         return torch.zeros(0) if isinstance(result, NonMember) else result
@@ -448,8 +447,8 @@ class _Redistribute(torch.autograd.Function):
             grad = NonMember(plan.target, plan.shape, prepared.dtype, requires_grad=recorded)
         elif prepared.check is not None:
             # Ranks without a gradient take it to have the layout of the result.
-            grad = take(grad, gradient_layout(plan.target), None)
-        back = take(grad, gradient_layout(prepared.source), there)
+            grad = take(grad, reduced_layout(plan.target), None)
+        back = take(grad, reduced_layout(prepared.source), there)
         if not was_here:
             return torch.zeros(0), None, None
         return None if isinstance(back, NonMember) else back, None, None

@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor
 from . import _placements as ours
 from ._convert import AnyPlacement, is_torch_partial
 from ._errors import LayoutError
+from ._layout import check_count
 from ._placements import in_tuple
 from ._prepare import TensorSpec, dense_spec
+from ._transfer import check_kept
 
 
 class TorchStep(NamedTuple):
@@ -51,21 +53,14 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     wanted: tuple[AnyPlacement, ...] = (ours.Replicate(),) * ndim
     if placements is not None:
         wanted = in_tuple(placements)
-    if not other_mesh and len(wanted) != ndim:
-        raise LayoutError(
-            f"{len(wanted)} placements for a mesh of shape {tuple(mesh.shape)}; give {ndim}, one "
-            "for each axis"
-        )
+    if not other_mesh:
+        check_count(wanted, tuple(mesh.shape))
     kept = []
     for axis, placement in enumerate(wanted):
         if not is_torch_partial(placement):
             continue
         old = "another mesh" if other_mesh else held[axis]
-        if other_mesh or old != placement:
-            raise LayoutError(
-                f"axis {axis} goes from {old} to {placement}; a target can keep partial values but "
-                "not make them: use Replicate() or Shard(dim)"
-            )
+        check_kept(axis, old, placement)
         if hasattr(old, "mask_buffer") and any(p != q for p, q in zip(held, wanted, strict=True)):
             raise LayoutError(
                 f"{old} stays on axis {axis} while others go from {held} to {wanted}; its mask is "
