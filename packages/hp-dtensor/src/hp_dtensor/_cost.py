@@ -8,7 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 from ._boxes import Interval, chunk, intersect, unravel, volume
 from ._caches import remembered
 from ._errors import LayoutError
-from ._layout import Layout
+from ._layout import Layout, is_local, moving_axes, with_placement, with_split, without_last_split
 from ._placements import Partial, Replicate
 from ._transfer import plan_transfer
 
@@ -129,6 +129,46 @@ class Step:
         return needed - sum(
             volume(intersect(a, b)) for a in held for b in self.target.boxes_at(shape, there)
         )
+
+
+def direct_step(src: Layout, dst: Layout, ndim: int) -> Step:
+    """Return the one step that moves every missing element straight to where it is needed."""
+    if is_local(src, dst, ndim):
+        return Step(kind="slice", axes=(), source=src, target=dst)
+    return Step(kind="direct", axes=moving_axes(src, dst, ndim), source=src, target=dst)
+
+
+def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
+    """Return the step that reduces partial axes, onto shards of ``dim`` or onto every rank."""
+    target = src
+    for axis in axes:
+        target = with_placement(target, axis, Replicate())
+    if dim is None:
+        return Step(kind="all_reduce", axes=axes, source=src, target=target)
+    for axis in axes:
+        target = with_split(target, dim, (axis, 1))
+    return Step(kind="reduce_scatter", axes=axes, source=src, target=target)
+
+
+def slice_step(src: Layout, dim: int, axis: int) -> Step:
+    """Return the step that keeps this coordinate's chunk of ``dim`` on a replicated axis."""
+    return Step(kind="slice", axes=(), source=src, target=with_split(src, dim, (axis, 1)))
+
+
+def gather_step(src: Layout, dim: int, shape: Sequence[int]) -> Step:
+    """Return the step that gathers the last split of ``dim``."""
+    kind: Kind = "all_gather" if src.is_even(shape) else "direct"
+    return Step(
+        kind=kind, axes=(src.shard_axes(dim)[-1],), source=src, target=without_last_split(src, dim)
+    )
+
+
+def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int = 1) -> Step:
+    """Return the step that takes the last split of dim ``old`` to the end of dim ``new``."""
+    axis = src.shard_axes(old)[-1]
+    target = with_split(without_last_split(src, old), new, (axis, factor))
+    even = src.is_even(shape) and target.is_even(shape)
+    return Step(kind="all_to_all" if even else "direct", axes=(axis,), source=src, target=target)
 
 
 def most_held(layout: Layout, shape: Sequence[int]) -> int:
