@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ._boxes import ravel
 from ._caches import BoundedDict
 from ._consistency import ConsistencyCheck
-from ._convert import AnyPlacement, to_layout, to_torch
+from ._convert import AnyPlacement, TensorSpec, dense_spec, to_layout, to_torch
 from ._cost import CostModel, Step, check_cost
 from ._errors import LayoutError, MeshError, NoPlanError
 from ._execute import BoundStep, bind
@@ -34,7 +34,6 @@ from ._torch import (
     as_dtensor,
     flattened_count,
     local_part,
-    order_of,
     shard_order_of,
     spec_elsewhere,
     spec_for,
@@ -63,19 +62,6 @@ class Options(NamedTuple):
 
 
 NO_OPTIONS = Options()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """The layout of a tensor: by position in ``mesh``, by rank where this rank has no mesh.
-
-    ``mesh`` is None for a `NonMember`.
-    """
-
-    layout: Layout
-    mesh: DeviceMesh | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,13 +206,6 @@ def tensor_spec(x: object) -> TensorSpec:
         return TensorSpec(layout=held.layout, mesh=held.mesh, shape=held.shape, dtype=x.dtype)
     spec = spec_of(x)
     return dense_spec(spec.mesh, spec.placements, spec.tensor_meta, shard_order_of(spec))
-
-
-def dense_spec(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> TensorSpec:
-    """Return the layout of a DTensor whose own spec has these parts."""
-    shape = tuple(meta.shape)
-    layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
-    return TensorSpec(layout=layout, mesh=mesh, shape=shape, dtype=meta.dtype)
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

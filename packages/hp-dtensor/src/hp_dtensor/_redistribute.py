@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._convert import AnyPlacement, DensePlacement, TorchPartial
+from ._convert import AnyPlacement, DensePlacement, TorchPartial, torch_step
 from ._cost import CostModel
 from ._errors import LayoutError
 from ._execute import start
@@ -29,7 +29,6 @@ from ._prepare import (
     own_mesh,
     prepare,
 )
-from ._torch_partial import torch_step
 from .collectives._c10d import TorchCollectives
 from .collectives._checked import checking
 from .collectives._interface import Collectives
