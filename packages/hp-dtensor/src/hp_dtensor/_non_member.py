@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from ._layout import Box, Layout, check_sizes
-from .ragged._checkpoint import checkpointed
+from .ragged._tensor import checkpointed
 
 
 class _NoTensor(TypeError, AttributeError):
