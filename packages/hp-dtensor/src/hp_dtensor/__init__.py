@@ -21,11 +21,11 @@ from ._placements import StridedShard as StridedShard
 from ._transfer import plan_transfer as plan_transfer
 
 if TYPE_CHECKING:
+    from ._between_meshes import NonMember as NonMember
     from ._modules import concatenate_meshes as concatenate_meshes
     from ._modules import distribute_module as distribute_module
     from ._modules import distribute_tensor as distribute_tensor
     from ._modules import reduce_partial as reduce_partial
-    from ._non_member import NonMember as NonMember
     from ._norms import clip_grad_norm_ as clip_grad_norm_
     from ._redistribute import redistribute as redistribute
     from .collectives._autograd import AutogradCollectives as AutogradCollectives
@@ -45,7 +45,7 @@ _NEED_TORCH = {
     "AxisMesh": ".collectives._interface",
     "CheckedCollectives": ".collectives._checked",
     "Collectives": ".collectives._interface",
-    "NonMember": "._non_member",
+    "NonMember": "._between_meshes",
     "RaggedTensor": ".ragged._tensor",
     "RankMismatchError": ".collectives._interface",
     "RecordingCollectives": ".collectives._recording",

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._between_meshes import ConsistencyCheck, NonMember
 from ._boxes import ravel
 from ._caches import BoundedDict
-from ._consistency import ConsistencyCheck
 from ._convert import AnyPlacement, TensorSpec, dense_spec, to_layout, to_torch
 from ._cost import CostModel, Step, check_cost
 from ._errors import LayoutError, MeshError, NoPlanError
@@ -27,7 +27,6 @@ from ._groups import (
     transfer_group,
 )
 from ._layout import Layout, ShardOrder, checked_order, reduced_layout, with_placement
-from ._non_member import NonMember
 from ._placements import Partial, Replicate, in_tuple
 from ._planner import Plan, Spanned, make_plan
 from ._torch import (

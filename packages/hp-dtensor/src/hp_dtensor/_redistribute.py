@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._between_meshes import NonMember
 from ._convert import AnyPlacement, DensePlacement, TorchPartial, torch_step
 from ._cost import CostModel
 from ._errors import LayoutError
 from ._execute import start
 from ._groups import group_names
 from ._layout import Layout, reduced_layout
-from ._non_member import NonMember
 from ._prepare import (
     NO_OPTIONS,
     Distributed,
