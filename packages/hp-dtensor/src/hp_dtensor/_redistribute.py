@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -64,18 +64,24 @@ class Pending(Generic[Result]):
         return self._result
 
 
+class _Keywords(TypedDict, total=False):
+    """What every form of the call takes besides; see `redistribute`."""
+
+    shard_order: Order
+    max_bytes: int | None
+    cost: CostModel | None
+    collectives: Collectives | None
+    groups: Sequence[ProcessGroup | DeviceMesh] | None
+
+
 @overload
 def redistribute(
     x: DTensor,
     placements: Sequence[DensePlacement] | None = None,
     *,
     mesh: None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[False] = False,
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> DTensor: ...
 
 
@@ -85,12 +91,8 @@ def redistribute(
     placements: Sequence[DensePlacement] | None = None,
     *,
     mesh: None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[True],
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Pending[DTensor]: ...
 
 
@@ -100,12 +102,8 @@ def redistribute(
     placements: Sequence[AnyPlacement] | None = None,
     *,
     mesh: DeviceMesh | None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[False] = False,
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Distributed: ...
 
 
@@ -115,12 +113,8 @@ def redistribute(
     placements: Sequence[AnyPlacement] | None = None,
     *,
     mesh: DeviceMesh | None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[True],
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Pending[Distributed]: ...
 
 
@@ -131,12 +125,8 @@ def redistribute(
     /,
     placements: Sequence[AnyPlacement] | None = None,
     *,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[False] = False,
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Distributed: ...
 
 
@@ -147,12 +137,8 @@ def redistribute(
     /,
     placements: Sequence[AnyPlacement] | None = None,
     *,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[True],
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Pending[Distributed]: ...
 
 

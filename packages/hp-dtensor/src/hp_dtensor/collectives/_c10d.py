@@ -282,8 +282,8 @@ def _split_to_pack(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
 
     Packed are small ones of one dtype, that of the first: together they would take another.
     """
-    dtype = next((tensor.dtype for _, tensor in pairs if _bytes(tensor) < _ALONE), None)
-    packs = [_bytes(tensor) < _ALONE and tensor.dtype == dtype for _, tensor in pairs]
+    dtype = next((tensor.dtype for _, tensor in pairs if bytes_of(tensor) < _ALONE), None)
+    packs = [bytes_of(tensor) < _ALONE and tensor.dtype == dtype for _, tensor in pairs]
     alone = [pair for pair, is_packed in zip(pairs, packs, strict=True) if not is_packed]
     return alone, [pair for pair, is_packed in zip(pairs, packs, strict=True) if is_packed]
 
@@ -307,7 +307,7 @@ def _packed(pairs: list[_Pair], size: int) -> tuple[_Pair, Callable[[list[Tensor
 
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
     """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
-    small = sum(map(_bytes, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
+    small = sum(map(bytes_of, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
     return small and _backend(group, inputs[0]) == "gloo"
 
 
@@ -348,7 +348,8 @@ def _both(
     return finish
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """Return how many bytes the elements of a tensor have."""
     return tensor.numel() * tensor.element_size()
 
 
