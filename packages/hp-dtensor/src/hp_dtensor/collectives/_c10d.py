@@ -36,29 +36,12 @@ _c10d_scatter = _first(
 )
 
 
-def _all_gather_coalesced(group: ProcessGroup, outputs: list[Any], inputs: list[Any]) -> Any:
-    """Start one all-gather of several tensors and return c10d's work."""
-    options = AllgatherOptions()
+def _coalesced(start: Callable[..., Any], options: Any, *args: Any, op: Any = None) -> Any:
+    """Start one collective of several tensors and return c10d's work."""
     options.asyncOp = True
-    return _c10d_gather(group, outputs, inputs, options)
-
-
-def _reduce_scatter_coalesced(
-    group: ProcessGroup, outputs: list[Any], inputs: list[Any], op: dist.ReduceOp
-) -> Any:
-    """Start one reduce-scatter of several tensors and return c10d's work."""
-    options = ReduceScatterOptions()
-    options.asyncOp = True
-    options.reduceOp = op
-    return _c10d_scatter(group, outputs, inputs, options)
-
-
-def _all_reduce_coalesced(group: ProcessGroup, tensors: list[Any], op: dist.ReduceOp) -> Any:
-    """Start one all-reduce of several tensors and return c10d's work."""
-    options = AllreduceCoalescedOptions()
-    options.asyncOp = True
-    options.reduceOp = op
-    return group.allreduce_coalesced(tensors, options)
+    if op is not None:
+        options.reduceOp = op
+    return start(*args, options)
 
 
 _OPS: dict[ReduceOp, Any] = {
@@ -147,7 +130,8 @@ class TorchCollectives:
             work = _all_gather_single(*pairs[0], group=group, async_op=True)
             return _Pending([work], outs, inputs)
         if pairs and _backend(group, inputs[0]) != "gloo":
-            return _Pending([_all_gather_coalesced(group, outs, inputs)], outs, inputs)
+            work = _coalesced(_c10d_gather, AllgatherOptions(), group, outs, inputs)
+            return _Pending([work], outs, inputs)
         alone, together = _split_to_pack(pairs)
         finish = None
         if together:
@@ -179,7 +163,8 @@ class TorchCollectives:
         elif len(inputs) == 1:
             work = _reduce_scatter_single(outs[0], inputs[0], op=reduce, group=group, async_op=True)
         else:
-            work = _reduce_scatter_coalesced(group, outs, list(inputs), reduce)
+            options = ReduceScatterOptions()
+            work = _coalesced(_c10d_scatter, options, group, outs, inputs, op=reduce)
         return _Pending([work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -195,9 +180,12 @@ class TorchCollectives:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in outs:
             alike.setdefault(tensor.dtype, []).append(tensor)
-        works, error = _started(
-            [partial(_all_reduce_coalesced, group, same, reduce) for same in alike.values()]
-        )
+        start = group.allreduce_coalesced
+        starts = [
+            partial(_coalesced, start, AllreduceCoalescedOptions(), same, op=reduce)
+            for same in alike.values()
+        ]
+        works, error = _started(starts)
         return _Pending(works, outs, (), finish, error)
 
     def all_to_all(
