@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from ._boxes import Interval, chunk, intersect, unravel, volume
+from ._boxes import chunk, intersect, unravel, volume
 from ._caches import remembered
 from ._errors import LayoutError
 from ._layout import Layout, is_local, moving_axes, with_placement, with_split, without_last_split
@@ -42,12 +42,12 @@ class Step:
             return self._lacking(shape, rank) * itemsize
         if not self.source.holds(rank):
             return 0
-        held = self._held(shape, rank) * itemsize
+        held = _elements(self.source, shape, rank) * itemsize
         others = self.ranks - 1
         if self.kind == "all_gather":
             return others * held
         if self.kind == "reduce_scatter":
-            return others * self._result(shape, rank) * itemsize
+            return others * _elements(self.target, shape, rank) * itemsize
         if self.kind == "all_reduce":
             return 2 * held * others // self.ranks
         return held * others // self.ranks
@@ -59,7 +59,9 @@ class Step:
 
     def peak(self, shape: Sequence[int], rank: int) -> int:
         """Return how many elements are alive at once: input, output and buffers between them."""
-        return self._alive(self._held(shape, rank), self._result(shape, rank), shape)
+        return self._alive(
+            _elements(self.source, shape, rank), _elements(self.target, shape, rank), shape
+        )
 
     def most(self, shape: Sequence[int]) -> int:
         """Return a bound on `peak` over all ranks, the same on each of them."""
@@ -103,15 +105,9 @@ class Step:
             if isinstance(new, Replicate) and not isinstance(old, Replicate | Partial)
         )
 
-    def _held(self, shape: Sequence[int], rank: int) -> int:
-        return _elements(self.source, shape, rank)
-
-    def _result(self, shape: Sequence[int], rank: int) -> int:
-        return _elements(self.target, shape, rank)
-
     def _lacking(self, shape: Sequence[int], rank: int) -> int:
         """Return how many elements ``rank`` needs and does not hold; a transfer moves no others."""
-        needed = self._result(shape, rank)
+        needed = _elements(self.target, shape, rank)
         if not needed or not self.source.holds(rank):
             return needed
         here, there = self.source.coordinate(rank), self.target.coordinate(rank)
@@ -339,15 +335,11 @@ def lacking(
         for (length, old, old_degrees, new, new_degrees), found in zip(dims, known, strict=True):
             key = tuple([place[axis] for axis in (*old, *new)])
             if key not in found:
-                held = chunk(length, old_degrees, key[: len(old)])
-                wanted = chunk(length, new_degrees, key[len(old) :])
-                found[key] = wanted[1] - wanted[0], _overlap(held, wanted)
+                lo, hi = chunk(length, old_degrees, key[: len(old)])
+                start, stop = chunk(length, new_degrees, key[len(old) :])
+                found[key] = stop - start, max(0, min(hi, stop) - max(lo, start))
             lengths = found[key]
             needed *= lengths[0]
             common *= lengths[1]
         total += needed - common
     return total
-
-
-def _overlap(a: Interval, b: Interval) -> int:
-    return max(0, min(a[1], b[1]) - max(a[0], b[0]))

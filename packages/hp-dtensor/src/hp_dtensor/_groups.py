@@ -69,11 +69,6 @@ def number_of(mesh: DeviceMesh) -> int:
     return number
 
 
-def mesh_of(number: int) -> DeviceMesh:
-    """Return the mesh of a number that `number_of` gave."""
-    return _meshes[number]
-
-
 def group_names(groups: object) -> tuple[str, ...]:
     """Return the names of groups that were given, of which this rank is a member.
 
@@ -299,7 +294,7 @@ def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]
 def _ranks_along(
     number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    mesh = mesh_of(number)
+    mesh = _meshes[number]
     degrees = tuple(mesh.shape)
     flat = mesh.mesh.flatten()
     ranks = []
