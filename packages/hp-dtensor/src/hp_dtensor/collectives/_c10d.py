@@ -135,7 +135,7 @@ class TorchCollectives:
         alone, together = _split_to_pack(pairs)
         finish = None
         if together:
-            packed, finish = _packed(together, axis.size)
+            packed, finish = _packed(together, 1, axis.size)
             inputs, alone = [*inputs, *packed], [*alone, packed]
         starts = [partial(_all_gather_single, *pair, group=group, async_op=True) for pair in alone]
         works, error = _started(starts)
@@ -157,7 +157,8 @@ class TorchCollectives:
         group = _group(axis)
         reduce, finish = _reduction(op, axis, inputs)
         if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
-            (output, packed), copy_out = _packed_rows(outs, inputs, axis.size)
+            pairs = list(zip(outs, inputs, strict=True))
+            (output, packed), copy_out = _packed(pairs, axis.size, 1)
             finish, inputs = _both(copy_out, finish), [*inputs, packed]
             work = _reduce_scatter_single(output, packed, op=reduce, group=group, async_op=True)
         elif len(inputs) == 1:
@@ -277,52 +278,35 @@ def _split_to_pack(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
 
 
 @torch.no_grad()
-def _packed(pairs: list[_Pair], size: int) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
+def _packed(
+    pairs: Sequence[_Pair], rows_in: int, rows_out: int
+) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
     """Return one output and one input for all ``pairs``, and what then copies the parts out.
 
-    Gloo's own coalesced all-gather corrupts the heap where two of one group are under way: its two
-    threads note the name of what each has done in one string, without a lock
+    A tensor is columns of all rows: a reduce-scatter cuts rows of the input, an all-gather joins
+    rows of the output. Gloo's own coalesced all-gather corrupts the heap where two of one group are
+    under way: its two threads note the name of what each has done in one string, without a lock
     (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13). Names of up to 15 letters need no memory,
     and ``ALLGATHER_COALESCED`` is the only longer one of those used here.
     """
     outputs, inputs = zip(*pairs, strict=True)
-    flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
-    gathered = flat.new_empty(size * flat.numel())
-    widths = [tensor.numel() for tensor in inputs]
+    widths = [tensor.numel() for tensor in (inputs if rows_in == 1 else outputs)]
+    rows = [tensor.reshape(rows_in, width) for tensor, width in zip(inputs, widths, strict=True)]
+    flat = torch.cat(rows, dim=1).view(-1)
+    whole = flat.new_empty(rows_out * sum(widths))
 
-    return (gathered, flat), _unpack(gathered, size, widths, outputs)
+    def copy_out(_: list[Tensor]) -> None:
+        parts = [x.view(rows_out, width) for x, width in zip(outputs, widths, strict=True)]
+        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
+            torch.split_with_sizes_copy(whole.view(rows_out, -1), widths, dim=1, out=parts)
+
+    return (whole, flat), copy_out
 
 
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
     """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
     small = sum(map(bytes_of, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
     return small and _backend(group, inputs[0]) == "gloo"
-
-
-@torch.no_grad()
-def _packed_rows(
-    outputs: list[Tensor], inputs: list[Tensor], size: int
-) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
-    """Return one output and one input of a reduce-scatter, and what then copies the parts out."""
-    widths = [output.numel() for output in outputs]
-    rows = [tensor.reshape(size, width) for tensor, width in zip(inputs, widths, strict=True)]
-    flat = torch.cat(rows, dim=1).view(-1)
-    reduced = flat.new_empty(sum(widths))
-
-    return (reduced, flat), _unpack(reduced, 1, widths, outputs)
-
-
-def _unpack(
-    flat: Tensor, count: int, widths: list[int], outputs: Sequence[Tensor]
-) -> Callable[[list[Tensor]], None]:
-    """Return what copies the columns of ``count`` rows, ``widths`` of them each, to ``outputs``."""
-
-    def copy_out(_: list[Tensor]) -> None:
-        parts = [output.view(count, width) for output, width in zip(outputs, widths, strict=True)]
-        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
-            torch.split_with_sizes_copy(flat.view(count, -1), widths, dim=1, out=parts)
-
-    return copy_out
 
 
 def _both(
