@@ -133,7 +133,7 @@ class AutogradCollectives:
 
 
 def _apply(x: Tensor, change: Change, adjoint: Change) -> Tensor:
-    """Return what a linear change makes of ``x``; its backward is the adjoint, and the reverse."""
+    """Return ``change(x)``, linear in ``x``; the two are each other's backward."""
     result: Tensor = _Linear.apply(x, change, adjoint)  # type: ignore[no-untyped-call]
     return result
 
