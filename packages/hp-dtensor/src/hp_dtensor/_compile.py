@@ -27,8 +27,8 @@ from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from ._planner import Plan
 from ._prepare import Options, Order, Prepared, Target, prepare, step_groups, tensor_spec
 from ._redistribute import Pending, run
-from ._torch import no_modes, opaque_op, resolve_group
-from .collectives._c10d import TorchCollectives, group_name
+from ._torch import group_name, no_modes, opaque_op, resolve_group
+from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, Collectives
 
 

@@ -18,13 +18,13 @@ from ._planner import Plan
 from ._torch import (
     alias_groups,
     flattened_meshes,
+    group_name,
     make_group,
     makes_groups_alone,
     registered_group,
     resolve_group,
 )
 from ._transfer import same_mesh
-from .collectives._c10d import group_name
 from .collectives._interface import Axis
 
 

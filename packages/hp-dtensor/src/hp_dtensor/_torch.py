@@ -231,6 +231,11 @@ def wrap_full_states(gather: Wrap, scatter: Wrap) -> None:
         names[name] = wrap(names[name])
 
 
+def group_name(group: Any) -> str:
+    """Return the name under which torch finds a group; see `resolve_group`."""
+    return str(group.group_name)
+
+
 _resolve: Callable[[str], ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
 
 

@@ -374,13 +374,18 @@ def _reduction(
     return _OPS["sum"], divide
 
 
-def group_name(group: Group) -> str:
-    """Return the name of a process group, the same on all of its ranks; empty for a simulated one.
+def group_number(group: Group) -> int:
+    """Return the place of a group among this process's groups of the same ranks; 0 if unknown.
 
-    Its ranks find each other under it in the store of the default process group, and torch finds
-    the group by it in a process.
+    They are in the order in which they were made, which all of their ranks share. torch's names of
+    groups may differ between ranks: ``split_group`` makes them of how many groups a rank is in.
+    ``distributed_c10d._world.pg_group_ranks`` (2.11 to 2.13); there is no public list of groups.
     """
-    return str(getattr(group, "group_name", ""))
+    known: dict[Any, dict[int, int]] = distributed_c10d._world.pg_group_ranks
+    if group not in known:
+        return 0
+    ranks = known[group].keys()
+    return [other for other in known if known[other].keys() == ranks].index(group) + 1
 
 
 def default_store() -> Any:
