@@ -1,5 +1,6 @@
 """Ranks that make different calls raise one error on all of them instead of hanging."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from hp_dtensor import (
     Replicate,
     redistribute,
 )
-from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
+from hp_dtensor.testing import SimulatedCollectives, SimulatedGroup, SimulatedWorld
 
 Ranks = Callable[[int], RankPool]
 DEADLINE = 1.5
@@ -299,3 +300,84 @@ def test_a_shared_store_checks_a_simulated_world() -> None:
 def test_a_deadline_is_a_time(deadline: Any) -> None:
     with pytest.raises(ValueError, match="seconds above 0"):
         CheckedCollectives(deadline=deadline)
+
+
+def groups_in_turn(rank: int, crossed: bool) -> str:
+    """Call over two groups of the same ranks, in one order, or crosswise on rank 1."""
+    axes = [Axis("tp", dist.new_group([0, 1]), (0, 1)) for _ in range(2)]
+    checked = CheckedCollectives(deadline=60)
+    try:
+        for axis in axes[:: -1 if crossed and rank == 1 else 1]:
+            checked.all_reduce(axis, [torch.ones(4)]).wait()
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_calls_over_two_groups_of_the_same_ranks_are_told_apart(ranks: Ranks) -> None:
+    assert ranks(2).run(groups_in_turn, False) == ["", ""]
+    first, other = ranks(2).run(groups_in_turn, True)
+    assert first == other
+    assert "ranks make different calls" in first
+    numbers = re.findall(r"in process group (\d+) of these ranks", first)
+    assert int(numbers[1]) == int(numbers[0]) + 1
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_to_all", "send_recv"])
+def test_tensors_on_different_devices_are_told(operation: str) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def live(rank: int, collectives: SimulatedCollectives) -> str:
+        checked = CheckedCollectives(collectives, store=store, deadline=20)
+        axis, x = collectives.axis(), torch.ones(2, device="meta" if rank else "cpu")
+        try:
+            if operation == "all_reduce":
+                checked.all_reduce(axis, [torch.ones(1), x])
+            elif operation == "all_to_all":
+                checked.all_to_all(axis, x)
+            else:
+                checked.send_recv(axis, {} if rank else {1: x}, {0: x} if rank else {})
+        except RankMismatchError as error:
+            return str(error)
+        return ""
+
+    first, other = SimulatedWorld(2).run(live)
+    assert first == other
+    assert "rank 0 " in first
+    assert "on cpu" in first
+    assert "meta" in first
+
+
+class Sizes:
+    """A store that notes the length of the longest value."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def set(self, key: str, value: str) -> None:
+        """Note the length, then pass on."""
+        self.longest = max(self.longest, len(value))
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        tuple(range(512)),
+        tuple(range(0, 4096, 8)),
+        tuple(64 * i + j for i in range(64) for j in range(8)),
+        (5, 0, 9, 2, 7),
+    ],
+)
+def test_fingerprints_of_many_ranks_are_short_and_tell_all_of_them(many: tuple[int, ...]) -> None:
+    store = Sizes()
+    axis = Axis("dp", SimulatedGroup(many, many[0]), many)
+    checked = CheckedCollectives(store=store, deadline=0.05)
+    with pytest.raises(RankMismatchError) as caught:
+        checked.all_reduce(axis, [torch.ones(4)])
+    assert f"over axis 'dp', ranks {list(many)}, call 1" in str(caught.value)
+    assert store.longest < 1200

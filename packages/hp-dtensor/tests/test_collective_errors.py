@@ -66,7 +66,7 @@ def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dic
     said = []
     if kind == "all_gather":
         outputs = [torch.zeros(LARGE * axis.size) for _ in inputs]
-        where: Any = collectives._torch
+        where: Any = collectives._c10d
         name, expected = (
             "_all_gather_single",
             [

@@ -33,7 +33,7 @@ from hp_dtensor import (
 from .test_between_meshes import cut, laid, mesh_of, spelled, whole
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_consistency: Any = import_module(f"{_package}._consistency")
+_consistency: Any = import_module(f"{_package}._between_meshes")
 _plan: Any = import_module(f"{_package}._planner")
 _groups: Any = import_module(f"{_package}._groups")
 

@@ -15,7 +15,7 @@ from hp_dtensor import plan_transfer
 Box = tuple[tuple[int, int], ...]
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_pieces = import_module(f"{_package}._local_view")
+_pieces = import_module(f"{_package}._execute")
 
 frames = st.lists(
     st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))),

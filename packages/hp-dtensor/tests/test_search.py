@@ -16,7 +16,7 @@ from hp_dtensor import AlphaBeta, Layout, NoPlanError, Partial, Replicate, Shard
 from .strategies import layouts
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_links: Any = import_module(f"{_package}._shard_order")
+_links: Any = import_module(f"{_package}._layout")
 _plan: Any = import_module(f"{_package}._planner")
 _pricing: Any = import_module(f"{_package}._cost")
 _search: Any = import_module(f"{_package}._planner")

@@ -21,14 +21,15 @@ from ._placements import StridedShard as StridedShard
 from ._transfer import plan_transfer as plan_transfer
 
 if TYPE_CHECKING:
+    from ._between_meshes import NonMember as NonMember
     from ._modules import concatenate_meshes as concatenate_meshes
     from ._modules import distribute_module as distribute_module
     from ._modules import distribute_tensor as distribute_tensor
     from ._modules import reduce_partial as reduce_partial
-    from ._non_member import NonMember as NonMember
     from ._norms import clip_grad_norm_ as clip_grad_norm_
     from ._redistribute import redistribute as redistribute
     from .collectives._autograd import AutogradCollectives as AutogradCollectives
+    from .collectives._c10d import TorchCollectives as TorchCollectives
     from .collectives._checked import CheckedCollectives as CheckedCollectives
     from .collectives._interface import Axis as Axis
     from .collectives._interface import AxisMesh as AxisMesh
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from .collectives._interface import RankMismatchError as RankMismatchError
     from .collectives._interface import Work as Work
     from .collectives._recording import RecordingCollectives as RecordingCollectives
-    from .collectives._torch import TorchCollectives as TorchCollectives
     from .ragged._tensor import RaggedTensor as RaggedTensor
 
 _NEED_TORCH = {
@@ -45,11 +45,11 @@ _NEED_TORCH = {
     "AxisMesh": ".collectives._interface",
     "CheckedCollectives": ".collectives._checked",
     "Collectives": ".collectives._interface",
-    "NonMember": "._non_member",
+    "NonMember": "._between_meshes",
     "RaggedTensor": ".ragged._tensor",
     "RankMismatchError": ".collectives._interface",
     "RecordingCollectives": ".collectives._recording",
-    "TorchCollectives": ".collectives._torch",
+    "TorchCollectives": ".collectives._c10d",
     "Work": ".collectives._interface",
     "clip_grad_norm_": "._norms",
     "concatenate_meshes": "._modules",

@@ -28,8 +28,8 @@ from ._planner import Plan
 from ._prepare import Options, Order, Prepared, Target, prepare, step_groups, tensor_spec
 from ._redistribute import Pending, run
 from ._torch import group_name, no_modes, opaque_op, resolve_group
+from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, Collectives
-from .collectives._torch import TorchCollectives
 
 
 def trace(

@@ -1,15 +1,20 @@
-"""Layouts from and to torch's placements."""
+"""Layouts from and to torch's placements, and partial values that only torch reduces."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as theirs
 
 from . import _placements as ours
 from ._errors import LayoutError
-from ._layout import Layout, ShardOrder, checked_order
-from ._torch import split_factor, strided_shard
+from ._layout import Layout, ShardOrder, check_count, checked_order
+from ._torch import order_of, spec_of, split_factor, strided_shard
+from ._transfer import check_kept
 
 AnyPlacement: TypeAlias = ours.Placement | theirs.Placement
 # What a DTensor can have.
@@ -22,6 +27,19 @@ _OPS: dict[str, ours.PartialOp] = {"product": "prod"}
 
 class TorchPartial(LayoutError):
     """Partial values that only torch knows how to reduce."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """The layout of a tensor: by position in ``mesh``, by rank where this rank has no mesh.
+
+    ``mesh`` is None for a `NonMember`.
+    """
+
+    layout: Layout
+    mesh: DeviceMesh | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def is_torch_partial(placement: object) -> bool:
@@ -44,11 +62,7 @@ def to_layout(
     Negative dims count from the end. torch's strided shards become a shard order where one explains
     them, as in `StridedShard`; where ``shard_order`` is given it says all.
     """
-    if len(placements) != len(mesh_shape):
-        raise LayoutError(
-            f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; give "
-            f"{len(mesh_shape)}, one for each axis"
-        )
+    check_count(placements, mesh_shape)
     ordered = {dim for dim, _ in checked_order(shard_order)}
     converted: list[ours.Placement] = []
     for axis, given in enumerate(placements):
@@ -97,6 +111,13 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
     return tuple(result)
 
 
+def dense_spec(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> TensorSpec:
+    """Return the layout of a DTensor whose own spec has these parts."""
+    shape = tuple(meta.shape)
+    layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
+    return TensorSpec(layout=layout, mesh=mesh, shape=shape, dtype=meta.dtype)
+
+
 def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
     if isinstance(placement, ours.Replicate | ours.Partial | ours.RaggedShard):
         return placement
@@ -126,6 +147,99 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
 
 
 def _dim(dim: int, ndim: int) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise LayoutError(f"Shard takes the number of a tensor dim, got {dim!r}")
+    ours.check_dim(dim)
     return dim + ndim if -ndim <= dim < 0 else dim
+
+
+class TorchStep(NamedTuple):
+    """What torch does first: to these placements; ``then`` is what is left, on ``spec``.
+
+    Where a target keeps such values nothing is left to plan, and torch goes all the way.
+    """
+
+    placements: tuple[theirs.Placement, ...]
+    spec: TensorSpec
+    then: tuple[AnyPlacement, ...]
+    axes: tuple[int, ...]
+    whole: bool
+
+    @property
+    def note(self) -> str:
+        """Return what to say of it in a plan."""
+        end = ", which takes all steps" if self.whole else " before these steps"
+        return f"the mesh axes {self.axes} are reduced by torch's own redistribution{end}"
+
+    def run(self, x: DTensor) -> DTensor:
+        """Return the tensor after torch's part, recorded by autograd as torch does."""
+        return x.redistribute(placements=list(self.placements))
+
+
+def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bool) -> TorchStep:
+    """Return torch's part of a redistribution; communicates nothing.
+
+    Values go straight to the shards of the target where no other axis shards the same dim, and
+    become replicated otherwise. Raises `LayoutError` for a target that asks for such values where
+    ``x`` has none.
+    """
+    mesh = x.device_mesh
+    held = tuple(x.placements)
+    axes = tuple(axis for axis, p in enumerate(held) if is_torch_partial(p))
+    ndim = len(held)
+    wanted: tuple[AnyPlacement, ...] = (ours.Replicate(),) * ndim
+    if placements is not None:
+        wanted = ours.in_tuple(placements)
+    if not other_mesh:
+        check_count(wanted, tuple(mesh.shape))
+    kept = []
+    for axis, placement in enumerate(wanted):
+        if not is_torch_partial(placement):
+            continue
+        old = "another mesh" if other_mesh else held[axis]
+        check_kept(axis, old, placement)
+        if hasattr(old, "mask_buffer") and any(p != q for p, q in zip(held, wanted, strict=True)):
+            raise LayoutError(
+                f"{old} stays on axis {axis} while others go from {held} to {wanted}; its mask is "
+                "that of the parts as they are: reduce it, with Replicate() or Shard(dim)"
+            )
+        kept.append(axis)
+    whole = bool(kept)
+    steps = [
+        _onto(held, wanted, axis, x.ndim) if axis in axes and not other_mesh else p
+        for axis, p in enumerate(held)
+    ]
+    if other_mesh:
+        steps = [theirs.Replicate() if axis in axes else p for axis, p in enumerate(held)]
+    # What is planned, and checked, has those values reduced on both sides.
+    plain = [theirs.Replicate() if axis in kept else p for axis, p in enumerate(steps)]
+    then = tuple(ours.Replicate() if axis in kept else p for axis, p in enumerate(wanted))
+    spec = dense_spec(mesh, tuple(plain), spec_of(x).tensor_meta, None)
+    if whole:
+        steps = [_spelled(p, x.ndim) for p in wanted]
+    return TorchStep(tuple(steps), replace(spec, dtype=x.dtype), then, axes, whole)
+
+
+def _onto(
+    held: Sequence[theirs.Placement], wanted: Sequence[AnyPlacement], axis: int, ndim: int
+) -> theirs.Placement:
+    """Return what torch makes of one axis: the target's shard, if that can be its place at once."""
+    new = wanted[axis]
+    if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:
+        return theirs.Replicate()
+    dim = new.dim % ndim
+    others = [p for side in (held, wanted) for at, p in enumerate(side) if at != axis]
+    taken = any(isinstance(p, ours.RaggedShard) for p in others)
+    taken |= any(getattr(p, "dim", dim - ndim) % ndim == dim for p in others if hasattr(p, "dim"))
+    return theirs.Replicate() if taken else theirs.Shard(dim)
+
+
+def _spelled(placement: AnyPlacement, ndim: int) -> theirs.Placement:
+    if isinstance(placement, theirs.Placement):
+        return placement
+    if isinstance(placement, ours.Shard):
+        return theirs.Shard(placement.dim % ndim)
+    if isinstance(placement, ours.Replicate):
+        return theirs.Replicate()
+    raise LayoutError(
+        f"{placement} beside partial values that stay and that only torch reduces; reduce these "
+        "first, with Replicate() or Shard(dim) on their axes"
+    )

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from ._boxes import Interval, chunk, intersect, unravel, volume
+from ._boxes import chunk, intersect, unravel, volume
 from ._caches import remembered
 from ._errors import LayoutError
-from ._layout import Layout
+from ._layout import Layout, is_local, moving_axes, with_placement, with_split, without_last_split
 from ._placements import Partial, Replicate
 from ._transfer import plan_transfer
 
@@ -42,12 +42,12 @@ class Step:
             return self._lacking(shape, rank) * itemsize
         if not self.source.holds(rank):
             return 0
-        held = self._held(shape, rank) * itemsize
+        held = _elements(self.source, shape, rank) * itemsize
         others = self.ranks - 1
         if self.kind == "all_gather":
             return others * held
         if self.kind == "reduce_scatter":
-            return others * self._result(shape, rank) * itemsize
+            return others * _elements(self.target, shape, rank) * itemsize
         if self.kind == "all_reduce":
             return 2 * held * others // self.ranks
         return held * others // self.ranks
@@ -59,7 +59,9 @@ class Step:
 
     def peak(self, shape: Sequence[int], rank: int) -> int:
         """Return how many elements are alive at once: input, output and buffers between them."""
-        return self._alive(self._held(shape, rank), self._result(shape, rank), shape)
+        return self._alive(
+            _elements(self.source, shape, rank), _elements(self.target, shape, rank), shape
+        )
 
     def most(self, shape: Sequence[int]) -> int:
         """Return a bound on `peak` over all ranks, the same on each of them."""
@@ -103,15 +105,9 @@ class Step:
             if isinstance(new, Replicate) and not isinstance(old, Replicate | Partial)
         )
 
-    def _held(self, shape: Sequence[int], rank: int) -> int:
-        return _elements(self.source, shape, rank)
-
-    def _result(self, shape: Sequence[int], rank: int) -> int:
-        return _elements(self.target, shape, rank)
-
     def _lacking(self, shape: Sequence[int], rank: int) -> int:
         """Return how many elements ``rank`` needs and does not hold; a transfer moves no others."""
-        needed = self._result(shape, rank)
+        needed = _elements(self.target, shape, rank)
         if not needed or not self.source.holds(rank):
             return needed
         here, there = self.source.coordinate(rank), self.target.coordinate(rank)
@@ -129,6 +125,46 @@ class Step:
         return needed - sum(
             volume(intersect(a, b)) for a in held for b in self.target.boxes_at(shape, there)
         )
+
+
+def direct_step(src: Layout, dst: Layout, ndim: int) -> Step:
+    """Return the one step that moves every missing element straight to where it is needed."""
+    if is_local(src, dst, ndim):
+        return Step(kind="slice", axes=(), source=src, target=dst)
+    return Step(kind="direct", axes=moving_axes(src, dst, ndim), source=src, target=dst)
+
+
+def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
+    """Return the step that reduces partial axes, onto shards of ``dim`` or onto every rank."""
+    target = src
+    for axis in axes:
+        target = with_placement(target, axis, Replicate())
+    if dim is None:
+        return Step(kind="all_reduce", axes=axes, source=src, target=target)
+    for axis in axes:
+        target = with_split(target, dim, (axis, 1))
+    return Step(kind="reduce_scatter", axes=axes, source=src, target=target)
+
+
+def slice_step(src: Layout, dim: int, axis: int) -> Step:
+    """Return the step that keeps this coordinate's chunk of ``dim`` on a replicated axis."""
+    return Step(kind="slice", axes=(), source=src, target=with_split(src, dim, (axis, 1)))
+
+
+def gather_step(src: Layout, dim: int, shape: Sequence[int]) -> Step:
+    """Return the step that gathers the last split of ``dim``."""
+    kind: Kind = "all_gather" if src.is_even(shape) else "direct"
+    return Step(
+        kind=kind, axes=(src.shard_axes(dim)[-1],), source=src, target=without_last_split(src, dim)
+    )
+
+
+def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int = 1) -> Step:
+    """Return the step that takes the last split of dim ``old`` to the end of dim ``new``."""
+    axis = src.shard_axes(old)[-1]
+    target = with_split(without_last_split(src, old), new, (axis, factor))
+    even = src.is_even(shape) and target.is_even(shape)
+    return Step(kind="all_to_all" if even else "direct", axes=(axis,), source=src, target=target)
 
 
 def most_held(layout: Layout, shape: Sequence[int]) -> int:
@@ -299,15 +335,11 @@ def lacking(
         for (length, old, old_degrees, new, new_degrees), found in zip(dims, known, strict=True):
             key = tuple([place[axis] for axis in (*old, *new)])
             if key not in found:
-                held = chunk(length, old_degrees, key[: len(old)])
-                wanted = chunk(length, new_degrees, key[len(old) :])
-                found[key] = wanted[1] - wanted[0], _overlap(held, wanted)
+                lo, hi = chunk(length, old_degrees, key[: len(old)])
+                start, stop = chunk(length, new_degrees, key[len(old) :])
+                found[key] = stop - start, max(0, min(hi, stop) - max(lo, start))
             lengths = found[key]
             needed *= lengths[0]
             common *= lengths[1]
         total += needed - common
     return total
-
-
-def _overlap(a: Interval, b: Interval) -> int:
-    return max(0, min(a[1], b[1]) - max(a[0], b[0]))

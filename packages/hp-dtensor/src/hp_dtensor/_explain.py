@@ -113,9 +113,8 @@ def _on_own_mesh(x: "Distributed", wanted: Layout) -> tuple[Any, Any]:
 
 def _plan_of(x: Any, target: Any, options: Any) -> Plan:
     """Return what `redistribute` would do; raises `MeshError` on a rank that has no part."""
-    from ._convert import TorchPartial
+    from ._convert import TorchPartial, torch_step
     from ._prepare import own_mesh, prepare, ranks_of, tensor_spec
-    from ._torch_partial import torch_step
 
     try:
         prepared = prepare(x, target, options)

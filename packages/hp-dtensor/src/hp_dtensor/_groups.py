@@ -69,11 +69,6 @@ def number_of(mesh: DeviceMesh) -> int:
     return number
 
 
-def mesh_of(number: int) -> DeviceMesh:
-    """Return the mesh of a number that `number_of` gave."""
-    return _meshes[number]
-
-
 def group_names(groups: object) -> tuple[str, ...]:
     """Return the names of groups that were given, of which this rank is a member.
 
@@ -173,7 +168,7 @@ def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
     decides, so that all choose alike. Raises `MeshError` at its first use where only the whole
     world can make groups.
     """
-    ranks = tuple(sorted({*plan.source.all_ranks(), *plan.target.all_ranks()}))
+    ranks = ranks_of_both(plan)
     world = dist.get_world_size() == len(ranks)
     for name, members in [*_by_name(given), *([_named(dist.group.WORLD)] if world else [])]:
         if set(members) == set(ranks):
@@ -201,7 +196,7 @@ def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
 
     Raises `MeshError`.
     """
-    ranks = tuple(sorted({*plan.source.all_ranks(), *plan.target.all_ranks()}))
+    ranks = ranks_of_both(plan)
     known = len(ranks) == dist.get_world_size() or registered_group(_own_name(ranks)) is not None
     if known:
         return transfer_group(plan)
@@ -214,6 +209,11 @@ def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
         )
     members = found.find().ranks
     return AxisGroup(found.find, {rank: i for i, rank in enumerate(members)}, len(members))
+
+
+def ranks_of_both(plan: Plan) -> tuple[int, ...]:
+    """Return the ranks of the meshes of source and target, ascending."""
+    return tuple(sorted({*plan.source.all_ranks(), *plan.target.all_ranks()}))
 
 
 def _own_name(ranks: tuple[int, ...]) -> str:
@@ -294,7 +294,7 @@ def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]
 def _ranks_along(
     number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    mesh = mesh_of(number)
+    mesh = _meshes[number]
     degrees = tuple(mesh.shape)
     flat = mesh.mesh.flatten()
     ranks = []

@@ -1,17 +1,28 @@
-"""One spelling for each layout: placements, order of axes and ranks, checked."""
+"""Layouts, each in one spelling, and the splits of each dim, axis after axis."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeAlias
 
 from ._boxes import Box as Box
 from ._boxes import Interval, Split, chunk, pieces, ravel, run_boxes, unravel
 from ._errors import LayoutError, MeshError
-from ._placements import Partial, Placement, RaggedShard, Shard, StridedShard, in_tuple
+from ._placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    in_tuple,
+    split_dims,
+)
 
 ShardOrder: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+AxisSplit: TypeAlias = tuple[int, int]  # (axis, split factor)
+AxisSplits: TypeAlias = dict[int, tuple[AxisSplit, ...]]
 
 
 def checked_shape(mesh_shape: object) -> tuple[int, ...]:
@@ -31,11 +42,7 @@ def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[P
     result = in_tuple(placements)
     if any(degree < 1 for degree in mesh_shape):
         raise MeshError(f"a mesh of shape {tuple(mesh_shape)} has no ranks")
-    if len(result) != len(mesh_shape):
-        raise LayoutError(
-            f"{len(result)} placements for a mesh of shape {tuple(mesh_shape)}; give "
-            f"{len(mesh_shape)}, one for each axis"
-        )
+    check_count(result, mesh_shape)
     for placement in result:
         if not isinstance(placement, Placement):
             raise LayoutError(
@@ -62,6 +69,15 @@ def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[P
             f"the mesh axes {ragged} all hold ragged runs, which begin at dim 0; only one axis can"
         )
     return result
+
+
+def check_count(placements: Sequence[object], mesh_shape: Sequence[int]) -> None:
+    """Raise `LayoutError` unless there is a placement for each mesh axis."""
+    if len(placements) != len(mesh_shape):
+        raise LayoutError(
+            f"{len(placements)} placements for a mesh of shape {tuple(mesh_shape)}; give "
+            f"{len(mesh_shape)}, one for each axis"
+        )
 
 
 def ordered(
@@ -422,3 +438,153 @@ def _pairs(layout: Layout) -> ShardOrder:
 
 def _set(layout: Layout, name: str, value: object) -> None:
     object.__setattr__(layout, name, value)
+
+
+def axis_splits(layout: Layout, dim: int) -> tuple[AxisSplit, ...]:
+    """Return the axes that split ``dim`` in turn, each with its factor."""
+    return tuple(
+        (axis, factor)
+        for axis, (_, factor) in zip(layout.shard_axes(dim), layout.splits(dim), strict=True)
+    )
+
+
+def all_axis_splits(layout: Layout) -> AxisSplits:
+    """Return `axis_splits` of each dim that is split."""
+    dims = {p.dim for p in layout.placements if isinstance(p, Shard | StridedShard)}
+    return {dim: axis_splits(layout, dim) for dim in sorted(dims)}
+
+
+def with_axis_splits(layout: Layout, splits: Mapping[int, Sequence[AxisSplit]]) -> Layout:
+    """Return the layout with dims split as ``splits`` say; axes in none become replicated.
+
+    Partial and ragged axes that are in none keep what they have.
+    """
+    placements: list[Placement] = [
+        Replicate() if isinstance(p, Shard | StridedShard) else p for p in layout.placements
+    ]
+    for dim, of_dim in splits.items():
+        for axis, factor in of_dim:
+            placements[axis] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
+    order = tuple((dim, tuple(a for a, _ in of_dim)) for dim, of_dim in splits.items() if of_dim)
+    return replace(layout, placements=tuple(placements), shard_order=order)
+
+
+def with_split(layout: Layout, dim: int, split: AxisSplit) -> Layout:
+    """Return the layout with one more split of ``dim``, after the others."""
+    splits = all_axis_splits(layout)
+    splits[dim] = (*splits.get(dim, ()), split)
+    return with_axis_splits(layout, splits)
+
+
+def without_last_split(layout: Layout, dim: int) -> Layout:
+    """Return the layout without the last split of ``dim``."""
+    splits = all_axis_splits(layout)
+    splits[dim] = splits[dim][:-1]
+    return with_axis_splits(layout, splits)
+
+
+def without(layout: Layout, dim: int, place: int) -> Layout:
+    """Return the layout without one split of ``dim``, each rank keeping all that it holds.
+
+    Later splits then cut every block that the split had made; for lengths that divide evenly.
+    """
+    splits = all_axis_splits(layout)
+    of_dim = splits[dim]
+    degree = layout.mesh_shape[of_dim[place][0]]
+    later = tuple((axis, factor * degree) for axis, factor in of_dim[place + 1 :])
+    splits[dim] = (*of_dim[:place], *later)
+    return with_axis_splits(layout, splits)
+
+
+def with_placement(layout: Layout, axis: int, placement: Placement) -> Layout:
+    """Return the layout with another placement, that splits no dim in turn, on one axis."""
+    placements = list(layout.placements)
+    placements[axis] = placement
+    return replace(layout, placements=tuple(placements))
+
+
+def reduced_layout(layout: Layout) -> Layout:
+    """Return the layout with partial values replicated: that of a gradient, too."""
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            layout = with_placement(layout, axis, Replicate())
+    return layout
+
+
+def common(a: Sequence[AxisSplit], b: Sequence[AxisSplit]) -> int:
+    """Return how many splits both begin with."""
+    length = 0
+    while length < min(len(a), len(b)) and a[length] == b[length]:
+        length += 1
+    return length
+
+
+def same_runs(a: Layout, b: Layout) -> bool:
+    """Return whether both hold the same ragged runs, of parts split alike."""
+    if a.ragged is None or a.ragged != b.ragged:
+        return False
+    return all(axis_splits(a, dim) == axis_splits(b, dim) for dim in a.ragged[1].dims)
+
+
+def replicated(layout: Layout) -> Layout:
+    """Return the layout with axes of degree one, which mean nothing, replicated."""
+    if 1 not in layout.mesh_shape:
+        return layout
+    splits = {
+        dim: [split for split in of_dim if layout.mesh_shape[split[0]] > 1]
+        for dim, of_dim in all_axis_splits(layout).items()
+    }
+    placements = tuple(
+        Replicate() if degree == 1 and isinstance(p, Partial | RaggedShard) else p
+        for degree, p in zip(layout.mesh_shape, layout.placements, strict=True)
+    )
+    return with_axis_splits(replace(layout, placements=placements), splits)
+
+
+def is_local(src: Layout, dst: Layout, ndim: int) -> bool:
+    """Return whether every rank holds all that it needs, whatever the shape."""
+    if src.ragged is not None and not same_runs(src, dst):
+        return False
+    return all(
+        common(axis_splits(src, dim), axis_splits(dst, dim)) == len(src.shard_axes(dim))
+        for dim in range(ndim)
+    )
+
+
+def moving_axes(src: Layout, dst: Layout, ndim: int) -> tuple[int, ...]:
+    """Return the axes on which senders and receivers of `plan_transfer` can differ."""
+    divided = {dim for dim in range(ndim) if src.shard_axes(dim)}
+    if src.ragged is not None:
+        divided.update(src.ragged[1].dims)
+    still = _splitting_alike(src, dst, ndim)
+    for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True)):
+        alone = src.mesh_shape[axis] == 1 or isinstance(old, Partial)
+        cut_here = isinstance(old, Replicate) and not divided.intersection(split_dims(new))
+        if alone or cut_here:
+            still.add(axis)
+    return tuple(axis for axis in range(len(src.mesh_shape)) if axis not in still)
+
+
+def unchanged_axes(src: Layout, dst: Layout, ndim: int) -> frozenset[int]:
+    """Return the axes along which every rank keeps its part: no step may involve their ranks.
+
+    Both layouts replicate them or hold the same partial values there, or they split a dim first and
+    alike in both.
+    """
+    kept = {
+        axis
+        for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))
+        if src.mesh_shape[axis] == 1 or (old == new and isinstance(old, Replicate | Partial))
+    }
+    return frozenset(kept | _splitting_alike(src, dst, ndim))
+
+
+def _splitting_alike(src: Layout, dst: Layout, ndim: int) -> set[int]:
+    """Return the axes that split a dim first, and alike in both layouts, or hold the same runs."""
+    found: set[int] = set()
+    for dim in range(ndim):
+        of_dim = axis_splits(src, dim)
+        found.update(axis for axis, _ in of_dim[: common(of_dim, axis_splits(dst, dim))])
+    if src.ragged is not None and same_runs(src, dst):
+        found.add(src.ragged[0])
+    return found

@@ -14,8 +14,8 @@ from ._errors import LayoutError, MeshError
 from ._groups import AxisGroup, find_group
 from ._placements import Replicate, in_tuple
 from ._redistribute import redistribute
+from .collectives._c10d import TorchCollectives
 from .collectives._interface import Collectives
-from .collectives._torch import TorchCollectives
 from .ragged._spec import find_spec
 from .ragged._tensor import RaggedTensor
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ._errors import LayoutError, MeshError
 from ._groups import axes_over, ranks_along
 from ._torch import foreach_norms, foreach_scale, group_name, local_part
+from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, AxisMesh, Collectives
-from .collectives._torch import TorchCollectives
 from .ragged._tensor import RaggedTensor
 
 

@@ -45,7 +45,7 @@ class Shard:
     dim: int
 
     def __post_init__(self) -> None:
-        _check_dim(self.dim)
+        check_dim(self.dim)
 
     def __eq__(self, other: object) -> bool:
         if other.__class__ is Shard:
@@ -72,7 +72,7 @@ class StridedShard:
     split_factor: int
 
     def __post_init__(self) -> None:
-        _check_dim(self.dim)
+        check_dim(self.dim)
         factor: object = self.split_factor
         if isinstance(factor, bool) or not isinstance(factor, int) or factor < 1:
             raise LayoutError(
@@ -185,7 +185,15 @@ def in_tuple(placements: object) -> tuple[Any, ...]:
         ) from None
 
 
-def _check_dim(dim: object) -> None:
+def split_dims(placement: Placement) -> tuple[int, ...]:
+    """Return the tensor dims that an axis with this placement splits."""
+    if isinstance(placement, RaggedShard):
+        return placement.dims
+    return (placement.dim,) if isinstance(placement, Shard | StridedShard) else ()
+
+
+def check_dim(dim: object) -> None:
+    """Raise `LayoutError` for what is no number of a dim."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise LayoutError(f"Shard takes the number of a tensor dim, got {dim!r}")
 

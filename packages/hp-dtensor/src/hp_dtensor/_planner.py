@@ -8,32 +8,38 @@ from dataclasses import dataclass
 from itertools import combinations, count
 
 from ._caches import remembered
-from ._candidates import (
-    Steps,
-    candidates,
-    candidates_between,
-    direct_step,
-    gather_step,
-    merged,
-    move_step,
-    reduce_step,
-    slice_step,
-)
 from ._cost import (
     AlphaBeta,
     CostModel,
+    Kind,
     Step,
     check_length,
+    direct_step,
+    gather_step,
     lacking,
     most_held,
+    move_step,
+    reduce_step,
     sampled,
     seconds,
+    slice_step,
     step_seconds,
 )
 from ._errors import NoPlanError
-from ._layout import Layout
-from ._placements import Partial, Replicate
-from ._shard_order import is_local, replicated, unchanged_axes
+from ._layout import (
+    Layout,
+    axis_splits,
+    common,
+    is_local,
+    reduced_layout,
+    replicated,
+    same_runs,
+    unchanged_axes,
+    with_placement,
+    with_split,
+    without,
+)
+from ._placements import Partial, Replicate, Shard, StridedShard
 from ._transfer import check_pair, same_mesh
 
 # A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.
@@ -41,82 +47,7 @@ _MOST_LAYOUTS = 4000
 # Prices that are told from a few of many ranks may be lower than all ranks pay together.
 _CERTAIN = 0.97
 
-
-def search(
-    src: Layout,
-    dst: Layout,
-    shape: tuple[int, ...],
-    price: Callable[[Step], float],
-    allowed: Callable[[Step], bool],
-    least: Callable[[Layout], float] = lambda here: 0.0,
-    bound: float = math.inf,
-    join: Callable[[float, float], float] = operator.add,
-) -> tuple[tuple[Step, ...] | None, bool]:
-    """Return the cheapest allowed steps that cost less than ``bound``, None if none were found.
-
-    And whether the search came to its end; it gives up at a bound on its work.
-    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
-    ``least`` is a bound from below on what is left from a layout to ``dst``. Each step changes one
-    axis, reduces several, or goes straight to ``dst``: all that torch's planners choose from is
-    among these. A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Ties go to native
-    collectives, to fewer steps, and to what was found first, so that every rank finds the same.
-    Both layouts are plain.
-    """
-    serial = count()
-    best = {src: (0.0, 0)}  # what was spent, and on how many steps that are no native collectives
-    queue: list[tuple[float, int, int, int, float, Layout, tuple[Step, ...]]] = [
-        (least(src), 0, 0, 0, 0.0, src, ())
-    ]
-    visits = 0
-    while queue and visits < _MOST_LAYOUTS:
-        _, direct, _, _, spent, here, steps = heapq.heappop(queue)
-        if here == dst:
-            return steps, True
-        if (spent, direct) > best[here]:
-            continue
-        visits += 1
-        for step in _next_steps(here, dst, shape):
-            if not allowed(step):
-                continue
-            total = join(spent, price(step)), direct + (step.kind == "direct")
-            if total >= best.get(step.target, (bound, 0)):
-                continue
-            whole = join(total[0], least(step.target))
-            if whole < bound:
-                best[step.target] = total
-                order = whole, total[1], len(steps) + 1, next(serial)
-                heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
-    return None, not queue
-
-
-def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Step]:
-    dims = range(len(shape))
-    partial = [
-        axis
-        for axis, (old, new) in enumerate(zip(here.placements, dst.placements, strict=True))
-        if isinstance(old, Partial) and old != new
-    ]
-    if not partial:
-        yield direct_step(here, dst, len(shape))
-        if is_local(here, dst, len(shape)):
-            return
-    for axis, placement in enumerate(here.placements):
-        if isinstance(placement, Replicate) and here.mesh_shape[axis] > 1:
-            for dim in dims:
-                yield slice_step(here, dim, axis)
-    for dim in dims:
-        if here.shard_axes(dim):
-            yield gather_step(here, dim, shape)
-            for new in dims:
-                if new != dim:
-                    yield move_step(here, dim, new, shape)
-    for size in range(1, len(partial) + 1):
-        for axes in combinations(partial, size):
-            yield reduce_step(here, axes, None)
-            for dim in dims:
-                yield reduce_step(here, axes, dim)
-
-
+Steps = tuple[Step, ...]
 Spanned = frozenset[tuple[int, ...]] | None
 
 
@@ -375,3 +306,290 @@ def _is_least(
     return len(calls) == 1 and seconds(best, shape, itemsize, cost) <= step_seconds(
         straight, shape, itemsize, cost
     )
+
+
+def candidates(
+    src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel
+) -> Iterator[Steps]:
+    """Yield steps on one mesh: reductions first, then direct, axis by axis, or slow axes first."""
+    for reductions in reductions_to(src, dst, shape):
+        here = reductions[-1].target if reductions else src
+        yield merged((*reductions, *single_axis_steps(here, dst, shape)))
+        yield merged((*reductions, direct_step(here, dst, len(shape))))
+        turn = sorted(
+            range(len(src.mesh_shape)),
+            key=lambda axis: (-cost.seconds((axis,), src.mesh_shape[axis], 1e9), axis),
+        )
+        gathers = gathers_in_turn(here, dst, shape, turn)
+        if gathers is not None:
+            yield merged((*reductions, *gathers))
+
+
+def candidates_between(
+    src: Layout, dst: Layout, shape: tuple[int, ...], cost: CostModel
+) -> Iterator[Steps]:
+    """Yield steps from one mesh to another: reductions there, one transfer, gathers here.
+
+    What the target replicates may arrive in parts, one for each replica, that these then gather.
+    """
+    whole = reduced_layout(src)
+    arrivals = [dst]
+    if (spread := _spread(dst, shape)) != dst:
+        arrivals.append(spread)
+    for reductions in reductions_to(src, whole, shape):
+        here = reductions[-1].target if reductions else src
+        for there in arrivals:
+            move = Step(kind="transfer", axes=(), source=here, target=there)
+            if there == dst:
+                yield (*reductions, move)
+                continue
+            for rest in candidates(there, dst, shape, cost):
+                yield (*reductions, move, *rest)
+
+
+def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Steps]:
+    """Return the steps that may reduce what ``dst`` does not keep partial, in several orders."""
+    partial = _reduced_axes(src, dst)
+    if not partial:
+        return [()]
+
+    def turn(axis: int) -> tuple[bool, int]:
+        # Scattering first leaves less to reduce; in shard order it leaves the least to move.
+        new = dst.placements[axis]
+        if isinstance(new, Shard):
+            return False, dst.shard_axes(new.dim).index(axis)
+        return True, axis
+
+    found = []
+    for slice_first in (True, False):
+        start: list[Step] = []
+        here = src
+        if slice_first:
+            for dim in range(len(shape)):
+                for axis in dst.shard_axes(dim):
+                    if isinstance(here.placements[axis], Replicate) and _may_split(here, dim):
+                        start.append(slice_step(here, dim, axis))
+                        here = start[-1].target
+        for scatter_targets, scatter_rest in ((True, False), (True, True), (False, False)):
+            steps = list(start)
+            after = here
+            for axis in sorted(partial, key=turn):
+                new = dst.placements[axis]
+                onto: int | None = None
+                if isinstance(new, Shard) and scatter_targets and _may_split(after, new.dim):
+                    onto = new.dim
+                elif not isinstance(new, Shard) and scatter_rest:
+                    onto = _scatter_dim(after, shape, src.mesh_shape[axis])
+                steps.append(reduce_step(after, (axis,), onto))
+                after = steps[-1].target
+            if tuple(steps) not in found:
+                found.append(tuple(steps))
+    return found
+
+
+def _may_split(layout: Layout, dim: int) -> bool:
+    """Return whether a dim can be split further; ragged runs must fit what others leave."""
+    return layout.ragged is None or dim not in layout.ragged[1].dims
+
+
+def _scatter_dim(layout: Layout, shape: Sequence[int], degree: int) -> int | None:
+    """Return the first dim that still divides, else the longest; None for a scalar."""
+    dims = [dim for dim in range(len(shape)) if _may_split(layout, dim)]
+    if not dims:
+        return None
+    first = layout.intervals_at(shape, (0,) * len(layout.mesh_shape))
+    parts = {dim: sum(hi - lo for lo, hi in first[dim]) for dim in dims}
+    for dim, length in parts.items():
+        if length % degree == 0 and layout.is_even(shape):
+            return dim
+    return max(dims, key=lambda dim: parts[dim])
+
+
+def _spread(dst: Layout, shape: tuple[int, ...]) -> Layout:
+    """Return the target with its replicas holding different parts, where they divide evenly."""
+    here = dst
+    if not dst.is_even(shape):
+        return dst
+    for axis, placement in enumerate(dst.placements):
+        if isinstance(placement, Replicate) and dst.mesh_shape[axis] > 1:
+            for dim in range(len(shape)):
+                wider = with_split(here, dim, (axis, 1))
+                if wider.is_even(shape):
+                    here = wider
+                    break
+    return here
+
+
+def _reduced_axes(src: Layout, dst: Layout) -> list[int]:
+    """Return the axes whose partial values ``dst`` does not keep."""
+    return [
+        axis
+        for axis, (old, new) in enumerate(zip(src.placements, dst.placements, strict=True))
+        if isinstance(old, Partial) and old != new
+    ]
+
+
+def single_axis_steps(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Step]:
+    """Return steps over one axis each that end in ``dst``.
+
+    Slice as soon as possible, move an axis to its place where it is next in turn, gather it
+    otherwise; ragged runs are gathered first and cut last. Partial axes stay as they are.
+    """
+    steps: list[Step] = []
+    here = src
+    if src.ragged is not None and not same_runs(src, dst):
+        target = with_placement(src, src.ragged[0], Replicate())
+        steps.append(direct_step(src, target, len(shape)))
+        here = target
+    while True:
+        step = _slice(here, dst, shape) or _move(here, dst, shape) or _gather(here, dst, shape)
+        if step is None:
+            break
+        steps.append(step)
+        here = step.target
+    if dst.ragged is not None and here.ragged is None:
+        axis, placement = dst.ragged
+        target = with_placement(here, axis, placement)
+        steps.append(Step(kind="slice", axes=(), source=here, target=target))
+    return steps
+
+
+def gathers_in_turn(
+    src: Layout, dst: Layout, shape: Sequence[int], turn: Sequence[int]
+) -> list[Step] | None:
+    """Return one gather for each axis that ``dst`` replicates instead, in the order of ``turn``.
+
+    Whichever splits first: what remains is then cut into blocks. None unless ``dst`` is ``src``
+    with some axes gathered, and where lengths do not divide evenly.
+    """
+    if not src.is_even(shape):
+        return None
+    steps = []
+    here = src
+    for axis in turn:
+        old = here.placements[axis]
+        if isinstance(old, Shard | StridedShard) and isinstance(dst.placements[axis], Replicate):
+            place = here.shard_axes(old.dim).index(axis)
+            target = without(here, old.dim, place)
+            last = place + 1 == len(here.shard_axes(old.dim)) and here.is_plain
+            kind: Kind = "all_gather" if last else "direct"
+            steps.append(Step(kind=kind, axes=(axis,), source=here, target=target))
+            here = target
+    return steps if here == dst else None
+
+
+def merged(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return the steps with each run of slices made one."""
+    result: list[Step] = []
+    for step in steps:
+        if result and step.kind == "slice" == result[-1].kind:
+            step = Step(kind="slice", axes=(), source=result.pop().source, target=step.target)
+        result.append(step)
+    return tuple(result)
+
+
+def _slice(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
+    for dim in range(len(shape)):
+        have, want = axis_splits(here, dim), axis_splits(dst, dim)
+        if want[: len(have)] == have and len(want) > len(have):
+            link = want[len(have)]
+            if isinstance(here.placements[link[0]], Replicate):
+                target = with_split(here, dim, link)
+                return Step(kind="slice", axes=(), source=here, target=target)
+    return None
+
+
+def _move(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
+    for dim in range(len(shape)):
+        have = axis_splits(here, dim)
+        if common(have, axis_splits(dst, dim)) == len(have):
+            continue
+        axis = have[-1][0]
+        new = dst.placements[axis]
+        if not isinstance(new, Shard | StridedShard) or new.dim == dim:
+            continue
+        want, there = axis_splits(dst, new.dim), axis_splits(here, new.dim)
+        if want[: len(there)] == there and want[len(there) : len(there) + 1]:
+            link = want[len(there)]
+            if link[0] == axis:
+                return move_step(here, dim, new.dim, shape, link[1])
+    return None
+
+
+def _gather(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
+    for dim in range(len(shape)):
+        have = axis_splits(here, dim)
+        if common(have, axis_splits(dst, dim)) < len(have):
+            return gather_step(here, dim, shape)
+    return None
+
+
+def search(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    price: Callable[[Step], float],
+    allowed: Callable[[Step], bool],
+    least: Callable[[Layout], float] = lambda here: 0.0,
+    bound: float = math.inf,
+    join: Callable[[float, float], float] = operator.add,
+) -> tuple[tuple[Step, ...] | None, bool]:
+    """Return the cheapest allowed steps that cost less than ``bound``, None if none were found.
+
+    And whether the search came to its end; it gives up at a bound on its work.
+    Prices of steps add up, or are joined otherwise (with ``max``: the least of the dearest);
+    ``least`` is a bound from below on what is left from a layout to ``dst``. Each step changes one
+    axis, reduces several, or goes straight to ``dst``: all that torch's planners choose from is
+    among these. A* search (Hart, Nilsson and Raphael, IEEE Trans. SSC 4, 1968). Ties go to native
+    collectives, to fewer steps, and to what was found first, so that every rank finds the same.
+    Both layouts are plain.
+    """
+    serial = count()
+    best = {src: (0.0, 0)}  # what was spent, and on how many steps that are no native collectives
+    queue: list[tuple[float, int, int, int, float, Layout, tuple[Step, ...]]] = [
+        (least(src), 0, 0, 0, 0.0, src, ())
+    ]
+    visits = 0
+    while queue and visits < _MOST_LAYOUTS:
+        _, direct, _, _, spent, here, steps = heapq.heappop(queue)
+        if here == dst:
+            return steps, True
+        if (spent, direct) > best[here]:
+            continue
+        visits += 1
+        for step in _next_steps(here, dst, shape):
+            if not allowed(step):
+                continue
+            total = join(spent, price(step)), direct + (step.kind == "direct")
+            if total >= best.get(step.target, (bound, 0)):
+                continue
+            whole = join(total[0], least(step.target))
+            if whole < bound:
+                best[step.target] = total
+                order = whole, total[1], len(steps) + 1, next(serial)
+                heapq.heappush(queue, (*order, total[0], step.target, (*steps, step)))
+    return None, not queue
+
+
+def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Step]:
+    dims = range(len(shape))
+    partial = _reduced_axes(here, dst)
+    if not partial:
+        yield direct_step(here, dst, len(shape))
+        if is_local(here, dst, len(shape)):
+            return
+    for axis, placement in enumerate(here.placements):
+        if isinstance(placement, Replicate) and here.mesh_shape[axis] > 1:
+            for dim in dims:
+                yield slice_step(here, dim, axis)
+    for dim in dims:
+        if here.shard_axes(dim):
+            yield gather_step(here, dim, shape)
+            for new in dims:
+                if new != dim:
+                    yield move_step(here, dim, new, shape)
+    for size in range(1, len(partial) + 1):
+        for axes in combinations(partial, size):
+            yield reduce_step(here, axes, None)
+            for dim in dims:
+                yield reduce_step(here, axes, dim)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._between_meshes import ConsistencyCheck, NonMember
 from ._boxes import ravel
 from ._caches import BoundedDict
-from ._consistency import ConsistencyCheck
-from ._convert import AnyPlacement, to_layout, to_torch
+from ._convert import AnyPlacement, TensorSpec, dense_spec, to_layout, to_torch
 from ._cost import CostModel, Step, check_cost
 from ._errors import LayoutError, MeshError, NoPlanError
 from ._execute import BoundStep, bind
@@ -26,16 +26,13 @@ from ._groups import (
     spanned_axes,
     transfer_group,
 )
-from ._layout import Layout, ShardOrder, checked_order
-from ._non_member import NonMember
+from ._layout import Layout, ShardOrder, checked_order, reduced_layout, with_placement
 from ._placements import Partial, Replicate, in_tuple
 from ._planner import Plan, Spanned, make_plan
-from ._shard_order import with_placement
 from ._torch import (
     as_dtensor,
     flattened_count,
     local_part,
-    order_of,
     shard_order_of,
     spec_elsewhere,
     spec_for,
@@ -64,19 +61,6 @@ class Options(NamedTuple):
 
 
 NO_OPTIONS = Options()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """The layout of a tensor: by position in ``mesh``, by rank where this rank has no mesh.
-
-    ``mesh`` is None for a `NonMember`.
-    """
-
-    layout: Layout
-    mesh: DeviceMesh | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,13 +207,6 @@ def tensor_spec(x: object) -> TensorSpec:
     return dense_spec(spec.mesh, spec.placements, spec.tensor_meta, shard_order_of(spec))
 
 
-def dense_spec(mesh: DeviceMesh, placements: Any, meta: Any, order: Any) -> TensorSpec:
-    """Return the layout of a DTensor whose own spec has these parts."""
-    shape = tuple(meta.shape)
-    layout = to_layout(placements, tuple(mesh.shape), len(shape), order_of(order))
-    return TensorSpec(layout=layout, mesh=mesh, shape=shape, dtype=meta.dtype)
-
-
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the global ranks of a mesh, row-major."""
     return tuple(mesh.mesh.flatten().tolist())
@@ -245,14 +222,6 @@ def local_of(x: Any) -> Tensor | None:
 def own_mesh(x: Any) -> DeviceMesh | None:
     """Return the mesh of a tensor, None for a `NonMember`."""
     return None if isinstance(x, NonMember) else cast(DeviceMesh, x._spec.mesh)
-
-
-def gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of a gradient: that of the tensor, with partial values replicated."""
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial):
-            layout = with_placement(layout, axis, Replicate())
-    return layout
 
 
 def _checked_options(options: Options) -> Options:
@@ -351,7 +320,7 @@ def _plans(
     def plan(src: Layout, dst: Layout) -> Plan:
         return make_plan(src, dst, shape, rank, itemsize, options.cost, groups, options.max_bytes)
 
-    return plan(src, dst), lambda: plan(gradient_layout(dst), gradient_layout(src))
+    return plan(src, dst), lambda: plan(reduced_layout(dst), reduced_layout(src))
 
 
 def step_groups(plan: Plan, find: Callable[[Step], AxisGroup]) -> dict[Step, AxisGroup]:

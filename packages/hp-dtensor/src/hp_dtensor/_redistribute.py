@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._convert import AnyPlacement, DensePlacement, TorchPartial
+from ._between_meshes import NonMember
+from ._convert import AnyPlacement, DensePlacement, TorchPartial, torch_step
 from ._cost import CostModel
 from ._errors import LayoutError
 from ._execute import start
 from ._groups import group_names
-from ._layout import Layout
-from ._non_member import NonMember
+from ._layout import Layout, reduced_layout
 from ._prepare import (
     NO_OPTIONS,
     Distributed,
@@ -25,15 +25,13 @@ from ._prepare import (
     Order,
     Prepared,
     Target,
-    gradient_layout,
     local_of,
     own_mesh,
     prepare,
 )
-from ._torch_partial import torch_step
+from .collectives._c10d import TorchCollectives
 from .collectives._checked import checking
 from .collectives._interface import Collectives
-from .collectives._torch import TorchCollectives
 
 Result = TypeVar("Result", bound=Distributed)
 
@@ -66,18 +64,24 @@ class Pending(Generic[Result]):
         return self._result
 
 
+class _Keywords(TypedDict, total=False):
+    """What every form of the call takes besides; see `redistribute`."""
+
+    shard_order: Order
+    max_bytes: int | None
+    cost: CostModel | None
+    collectives: Collectives | None
+    groups: Sequence[ProcessGroup | DeviceMesh] | None
+
+
 @overload
 def redistribute(
     x: DTensor,
     placements: Sequence[DensePlacement] | None = None,
     *,
     mesh: None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[False] = False,
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> DTensor: ...
 
 
@@ -87,12 +91,8 @@ def redistribute(
     placements: Sequence[DensePlacement] | None = None,
     *,
     mesh: None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[True],
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Pending[DTensor]: ...
 
 
@@ -102,12 +102,8 @@ def redistribute(
     placements: Sequence[AnyPlacement] | None = None,
     *,
     mesh: DeviceMesh | None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[False] = False,
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Distributed: ...
 
 
@@ -117,12 +113,8 @@ def redistribute(
     placements: Sequence[AnyPlacement] | None = None,
     *,
     mesh: DeviceMesh | None = None,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[True],
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Pending[Distributed]: ...
 
 
@@ -133,12 +125,8 @@ def redistribute(
     /,
     placements: Sequence[AnyPlacement] | None = None,
     *,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[False] = False,
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Distributed: ...
 
 
@@ -149,12 +137,8 @@ def redistribute(
     /,
     placements: Sequence[AnyPlacement] | None = None,
     *,
-    shard_order: Order = None,
-    max_bytes: int | None = None,
-    cost: CostModel | None = None,
     async_op: Literal[True],
-    collectives: Collectives | None = None,
-    groups: Sequence[ProcessGroup | DeviceMesh] | None = None,
+    **options: Unpack[_Keywords],
 ) -> Pending[Distributed]: ...
 
 
@@ -425,7 +409,7 @@ class _Redistribute(torch.autograd.Function):
         back: Any = None
         if call.prepared.crosses:
             # A gradient goes back to this mesh, or to this layout of other ranks.
-            back = own_mesh(x) if call.absent is None else gradient_layout(call.prepared.source)
+            back = own_mesh(x) if call.absent is None else reduced_layout(call.prepared.source)
         was_here = call.absent is None
         ctx.saved = (call._replace(absent=None), back, was_here, isinstance(result, NonMember))
         return torch.zeros(0) if isinstance(result, NonMember) else result
@@ -448,8 +432,8 @@ class _Redistribute(torch.autograd.Function):
             grad = NonMember(plan.target, plan.shape, prepared.dtype, requires_grad=recorded)
         elif prepared.check is not None:
             # Ranks without a gradient take it to have the layout of the result.
-            grad = take(grad, gradient_layout(plan.target), None)
-        back = take(grad, gradient_layout(prepared.source), there)
+            grad = take(grad, reduced_layout(plan.target), None)
+        back = take(grad, reduced_layout(prepared.source), there)
         if not was_here:
             return torch.zeros(0), None, None
         return None if isinstance(back, NonMember) else back, None, None

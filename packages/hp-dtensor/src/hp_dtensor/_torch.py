@@ -1,6 +1,6 @@
 """Names of torch that differ between versions or are not public, resolved once.
 
-Those that carry collectives are in ``collectives/_torch``. ``DTensorSpec``, ``TensorMeta`` and
+Those that carry collectives are in ``collectives/_c10d``. ``DTensorSpec``, ``TensorMeta`` and
 ``_StridedShard`` describe a DTensor from inside; what they are used for, and the public way, stands
 at each function. ``AsyncCollectiveTensor`` is what torch's functional collectives return before
 they are waited for.

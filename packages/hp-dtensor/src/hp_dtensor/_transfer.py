@@ -22,7 +22,7 @@ from ._boxes import (
 )
 from ._errors import LayoutError, MeshError
 from ._layout import Layout
-from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from ._placements import Partial, RaggedShard, Replicate, Shard, StridedShard, split_dims
 
 Assignment: TypeAlias = tuple[tuple[int, int], ...]  # (axis, coordinate) of the axes that shard
 
@@ -246,12 +246,7 @@ class Pairing:
         """Return the axes of replicas over which receivers are dealt out on one mesh."""
         found = []
         for axis in self.held.free:
-            new = self.dst.placements[axis]
-            dims: tuple[int, ...] = ()
-            if isinstance(new, RaggedShard):
-                dims = new.dims
-            elif isinstance(new, Shard | StridedShard):
-                dims = (new.dim,)
+            dims = split_dims(self.dst.placements[axis])
             if any(self.held.divided(dim) for dim in dims):
                 found.append(axis)
         return tuple(found)
@@ -400,9 +395,13 @@ def check_pair(src: Layout, dst: Layout, shape: Sequence[int]) -> None:
     for axis, new in enumerate(dst.placements):
         if not isinstance(new, Partial) or dst.mesh_shape[axis] == 1:
             continue
-        old = src.placements[axis] if same else "another mesh"
-        if new != old:
-            raise LayoutError(
-                f"axis {axis} goes from {old} to {new}; a target can keep partial values but not "
-                "make them: use Replicate() or Shard(dim)"
-            )
+        check_kept(axis, src.placements[axis] if same else "another mesh", new)
+
+
+def check_kept(axis: int, old: object, new: object) -> None:
+    """Raise `LayoutError` unless a target's partial values are those that the source has."""
+    if new != old:
+        raise LayoutError(
+            f"axis {axis} goes from {old} to {new}; a target can keep partial values but not "
+            "make them: use Replicate() or Shard(dim)"
+        )

@@ -1,13 +1,15 @@
 """Collectives with gradients."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ._c10d import TorchCollectives
 from ._interface import Axis, Collectives
-from ._torch import TorchCollectives
+
+Change: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class AutogradCollectives:
@@ -42,7 +44,8 @@ class AutogradCollectives:
         Raises:
             ValueError: ``sizes`` do not fit the axis or this rank's part.
         """
-        return _apply(_AllGather, x, axis, dim, _lengths(x, axis, dim, sizes), self._inner)
+        how = axis, dim, _lengths(x, axis, dim, sizes), self._inner
+        return _apply(x, lambda y: _gather(y, *how), lambda y: _scatter(y, *how))
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
@@ -74,7 +77,8 @@ class AutogradCollectives:
                 f"sizes {tuple(sizes)} over {axis.name} must be {axis.size} lengths that sum to "
                 f"{x.shape[dim]}, the length of dim {dim}"
             )
-        return _apply(_ReduceScatter, x, axis, dim, tuple(sizes), self._inner)
+        how = axis, dim, tuple(sizes), self._inner
+        return _apply(x, lambda y: _scatter(y, *how), lambda y: _gather(y, *how))
 
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the sum of every rank's ``x``; one all-reduce over ``axis``.
@@ -82,7 +86,7 @@ class AutogradCollectives:
         Backward passes the gradient through: the result is replicated, and every rank's gradient of
         it is already the whole one (Megatron-LM's g, arXiv 1909.08053, section 3).
         """
-        return _apply(_AllReduce, x, axis, self._inner)
+        return _apply(x, lambda y: _sum(y, axis, self._inner), _same)
 
     def replicate(self, x: Tensor, axis: Axis) -> Tensor:
         """Return ``x`` itself, which every rank of ``axis`` holds; communicates nothing.
@@ -90,7 +94,7 @@ class AutogradCollectives:
         Backward sums the ranks' gradients, each of which stands for a part of the work done with
         ``x``: one all-reduce (Megatron-LM's f, arXiv 1909.08053, section 3).
         """
-        return _apply(_Replicate, x, axis, self._inner)
+        return _apply(x, _same, lambda y: _sum(y, axis, self._inner))
 
     def all_to_all(
         self,
@@ -121,12 +125,28 @@ class AutogradCollectives:
             )
         send = None if send_splits is None else tuple(send_splits)
         receive = None if receive_splits is None else tuple(receive_splits)
-        return _apply(_AllToAll, x, axis, send, receive, self._inner)
+        return _apply(
+            x,
+            lambda y: _exchange(y, axis, send, receive, self._inner),
+            lambda y: _exchange(y, axis, receive, send, self._inner),
+        )
 
 
-def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
-    result: Tensor = function.apply(*args)
+def _apply(x: Tensor, change: Change, adjoint: Change) -> Tensor:
+    """Return ``change(x)``, linear in ``x``; the two are each other's backward."""
+    result: Tensor = _Linear.apply(x, change, adjoint)  # type: ignore[no-untyped-call]
     return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Change, adjoint: Change) -> Tensor:
+        ctx.back = adjoint, change
+        return change(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _apply(grads[0], *ctx.back), None, None
 
 
 def _lengths(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
@@ -170,81 +190,24 @@ def _scatter(
     return part.movedim(0, dim)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], collectives: Collectives
-    ) -> Tensor:
-        ctx.saved = (axis, dim, sizes, collectives)
-        return _gather(x, axis, dim, sizes, collectives)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis, dim, sizes, collectives = ctx.saved
-        return (
-            _apply(_ReduceScatter, grads[0], axis, dim, sizes, collectives),
-            None,
-            None,
-            None,
-            None,
-        )
+def _sum(x: Tensor, axis: Axis, collectives: Collectives) -> Tensor:
+    own = x.clone(memory_format=torch.contiguous_format)
+    (total,) = collectives.all_reduce(axis, [own]).wait()
+    return total
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...], collectives: Collectives
-    ) -> Tensor:
-        ctx.saved = (axis, dim, sizes, collectives)
-        return _scatter(x, axis, dim, sizes, collectives)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        axis, dim, sizes, collectives = ctx.saved
-        return _apply(_AllGather, grads[0], axis, dim, sizes, collectives), None, None, None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, collectives: Collectives) -> Tensor:
-        ctx.saved = (axis, collectives)
-        (total,) = collectives.all_reduce(
-            axis, [x.clone(memory_format=torch.contiguous_format)]
-        ).wait()
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_Replicate, grads[0], *ctx.saved), None, None
-
-
-class _Replicate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, collectives: Collectives) -> Tensor:
-        ctx.saved = (axis, collectives)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_AllReduce, grads[0], *ctx.saved), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        send: tuple[int, ...] | None,
-        receive: tuple[int, ...] | None,
-        collectives: Collectives,
-    ) -> Tensor:
-        ctx.saved = (axis, receive, send, collectives)
-        if axis.size == 1:
-            return x.clone()
-        (received,) = collectives.all_to_all(axis, x.contiguous(), send, receive).wait()
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _apply(_AllToAll, grads[0], *ctx.saved), None, None, None, None
+def _exchange(
+    x: Tensor,
+    axis: Axis,
+    send: tuple[int, ...] | None,
+    receive: tuple[int, ...] | None,
+    collectives: Collectives,
+) -> Tensor:
+    if axis.size == 1:
+        return x.clone()
+    (received,) = collectives.all_to_all(axis, x.contiguous(), send, receive).wait()
+    return received

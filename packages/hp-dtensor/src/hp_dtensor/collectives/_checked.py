@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ._c10d import TorchCollectives, default_store, group_number, is_store_timeout
 from ._interface import Axis, Collectives, Parts, RankMismatchError, ReduceOp, Work, as_tensors
 from ._recording import RecordingCollectives
-from ._torch import TorchCollectives, default_store, is_store_timeout
 
 _ROOT = "hp_dtensor/checked"
 _MEMBERS = f"{_ROOT}/ranks"
@@ -24,8 +24,9 @@ _numbers = count(1)
 class _Call(NamedTuple):
     """The fingerprint of one call on one rank.
 
-    ``must_match`` is equal on all ranks of a legal call, ``details`` says the rest for a reader.
-    ``instance`` is the number of the rank's `CheckedCollectives`, 0 for one with its own store.
+    ``must_match``, ``group`` and ``devices`` are equal on all ranks of a legal call, ``details``
+    says the rest for a reader. ``instance`` is the number of the rank's `CheckedCollectives`, 0 for
+    one with its own store.
     """
 
     rank: int
@@ -39,6 +40,25 @@ class _Call(NamedTuple):
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
     instance: int = 0
+    group: int = 0
+    devices: str = ""
+
+    @staticmethod
+    def read(text: Any) -> "_Call":
+        """Return what `written` was made of."""
+        call = _Call(*json.loads(text))
+        runs: Any = call.ranks
+        return call._replace(ranks=[rank for run in runs for rank in range(*run)])
+
+    def written(self) -> str:
+        """Return the fingerprint as text, with the ranks as few evenly spaced runs."""
+        runs: Any = _runs(self.ranks)
+        return json.dumps(self._replace(ranks=runs))
+
+    def in_full(self) -> str:
+        """Return the text with what else must match."""
+        group = f" in process group {self.group} of these ranks" if self.group else ""
+        return f"{self}{group} on {self.devices or 'no device'}"
 
     def __str__(self) -> str:
         text = " ".join(filter(None, (self.operation, self.must_match, self.details)))
@@ -51,11 +71,12 @@ class CheckedCollectives:
     """`Collectives` that raise one error on all ranks where some make another call.
 
     Wraps any `Collectives`, to find out which rank, axis and operation a hang or a wrong result
-    comes from. Before each call a rank puts a fingerprint (operation, axis, shapes, dtypes, splits)
-    into a store, under its rank and the number of the call on these ranks, and waits for those of
-    its peers. Where they differ, all of these ranks raise the same `RankMismatchError`. Where a
-    peer does not come before the ``deadline``, the waiting ranks read the last fingerprint of every
-    rank and raise an error that lists them.
+    comes from. Before each call a rank puts a fingerprint (operation, axis, process group, shapes,
+    dtypes, devices, splits) into a store, under its rank and the number of the call on these ranks,
+    and waits for those of its peers. Where they differ, all of these ranks raise the same
+    `RankMismatchError`. Where a peer does not come before the ``deadline``, the waiting ranks read
+    the last fingerprint of every rank and raise an error that lists them. Calls over several groups
+    of the same ranks are made in one order on all of them.
 
     A call costs some round trips to the store, and the ranks of an axis wait for each other on the
     host in each call, so that nothing overlaps: for debugging, not for speed. After an error
@@ -107,13 +128,13 @@ class CheckedCollectives:
         Example:
             >>> CheckedCollectives().check(Axis.of(mesh, "ep"), "place experts", repr(placement))
         """
-        self._compare(axis, operation, details, fault=fault)
+        self._compare(axis, operation, (), details, fault=fault)
 
     def all_gather(
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
         """Compare, then pass on; see `Collectives.all_gather`."""
-        self._compare(axis, "all_gather", _described(inputs))
+        self._compare(axis, "all_gather", inputs)
         return self._inner.all_gather(axis, inputs, outputs)
 
     def reduce_scatter(
@@ -124,12 +145,12 @@ class CheckedCollectives:
         op: ReduceOp = "sum",
     ) -> Work:
         """Compare, then pass on; see `Collectives.reduce_scatter`."""
-        self._compare(axis, f"reduce_scatter {op}", _described(inputs))
+        self._compare(axis, f"reduce_scatter {op}", inputs)
         return self._inner.reduce_scatter(axis, inputs, outputs, op)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
         """Compare, then pass on; see `Collectives.all_reduce`."""
-        self._compare(axis, f"all_reduce {op}", _described(tensors))
+        self._compare(axis, f"all_reduce {op}", tensors)
         return self._inner.all_reduce(axis, tensors, op)
 
     def all_to_all(
@@ -149,7 +170,7 @@ class CheckedCollectives:
         fault = ""
         if len(sent) != axis.size or len(received) != axis.size:
             fault = f"splits must have {axis.size} lengths, one for each rank of the axis"
-        self._compare(axis, "all_to_all", row, details, fault, sent, received)
+        self._compare(axis, "all_to_all", [input], row, details, fault, sent, received)
         return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
 
     def send_recv(
@@ -161,14 +182,15 @@ class CheckedCollectives:
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Compare, then pass on; see `Collectives.broadcast`."""
-        self._compare(axis, f"broadcast from {source}", _described(tensors))
+        self._compare(axis, f"broadcast from {source}", tensors)
         return self._inner.broadcast(axis, tensors, source)
 
     def _compare(
         self,
         axis: Axis,
         operation: str,
-        must_match: str,
+        tensors: Sequence[Tensor],
+        must_match: str | None = None,
         details: str = "",
         fault: str = "",
         sent: Sequence[int] = (),
@@ -186,12 +208,14 @@ class CheckedCollectives:
             list(axis.ranks),
             number,
             operation,
-            must_match,
+            _described(tensors) if must_match is None else must_match,
             details,
             fault,
             list(sent),
             list(received),
             self._number,
+            group_number(axis.group),
+            _devices(tensors),
         )
         keys = [f"{prefix}/{number}/{rank}" for rank in axis.ranks]
         calls = self._met(mine, f"{prefix}/{number}", keys[axis.index], keys)
@@ -216,20 +240,23 @@ class CheckedCollectives:
                 ends = (me, peer) if kind == "send" else (peer, me)
                 pair = f"{prefix}/{ends[0]}to{ends[1]}"
                 number = self._next(f"{pair}/{kind}")
+                tensors = as_tensors(parts)
                 call = _Call(
                     axis.ranks[me],
                     axis.name,
                     list(axis.ranks),
                     number,
                     f"send from rank {axis.ranks[ends[0]]} to rank {axis.ranks[ends[1]]} of",
-                    _described(as_tensors(parts)),
+                    _described(tensors),
                     f"({kind})",
                     instance=self._number,
+                    group=group_number(axis.group),
+                    devices=_devices(tensors),
                 )
                 posted.append((f"{pair}/{number}/{kind}", call))
                 awaited.append((f"{pair}/{number}", f"{pair}/{number}/{other}"))
         for key, call in posted:
-            self._store.set(key, json.dumps(call))
+            self._store.set(key, call.written())
         for (_, call), (outcome, key) in zip(posted, awaited, strict=True):
             met = sorted([*self._met(call, outcome, None, [key]), call])
             self._store.delete_key(key)
@@ -239,7 +266,7 @@ class CheckedCollectives:
 
     def _met(self, mine: _Call, outcome: str, key: str | None, keys: list[str]) -> list[_Call]:
         """Return what all ranks put under ``keys``; raise where some do not before the deadline."""
-        written = json.dumps(mine)
+        written = mine.written()
         self._store.set(f"{_ROOT}/last/{mine.rank}", written)
         if key is not None:
             self._store.set(key, written)
@@ -250,7 +277,7 @@ class CheckedCollectives:
                 raise
             # Where a peer has gone on all the same, all have come meanwhile.
             self._conclude(outcome, self._late(mine))
-        return [_Call(*json.loads(text)) for text in self._store.multi_get(keys)]
+        return [_Call.read(text) for text in self._store.multi_get(keys)]
 
     def _late(self, mine: _Call) -> str:
         """Say what each rank of this store did last."""
@@ -259,9 +286,7 @@ class CheckedCollectives:
         ranks = [rank for rank in sorted(known) if self._store.check([f"{_ROOT}/last/{rank}"])]
         told |= dict.fromkeys(known.difference(ranks), "no call")
         last = self._store.multi_get([f"{_ROOT}/last/{rank}" for rank in ranks])
-        told |= {
-            rank: str(_Call(*json.loads(text))) for rank, text in zip(ranks, last, strict=True)
-        }
+        told |= {rank: str(_Call.read(text)) for rank, text in zip(ranks, last, strict=True)}
         alike: dict[str, list[int]] = {}
         for rank in sorted(told):
             alike.setdefault(told[rank], []).append(rank)
@@ -313,10 +338,12 @@ def _difference(calls: Sequence[_Call]) -> str:
     first = calls[0]
     for call in calls[1:]:
         mine, its = ((c.axis, c.operation, c.must_match) for c in (first, call))
-        if mine != its:
+        apart = (first.group, first.devices) != (call.group, call.devices)
+        if mine != its or apart:
+            one, other = (c.in_full() if apart else str(c) for c in (first, call))
             return (
-                f"ranks make different calls: rank {first.rank} calls {first}, rank {call.rank} "
-                f"calls {call}; all ranks of an axis must make the same calls over it, in the "
+                f"ranks make different calls: rank {first.rank} calls {one}, rank {call.rank} "
+                f"calls {other}; all ranks of an axis must make the same calls over it, in the "
                 "same order, with the same shapes and dtypes"
             )
     for source, call in enumerate(calls):
@@ -331,6 +358,26 @@ def _difference(calls: Sequence[_Call]) -> str:
 
 def _described(tensors: Sequence[Tensor]) -> str:
     return ", ".join(f"{_dtype(tensor)} {list(tensor.shape)}" for tensor in tensors)
+
+
+def _devices(tensors: Sequence[Tensor]) -> str:
+    kinds = [tensor.device.type for tensor in tensors]
+    return ", ".join(kinds if len(set(kinds)) > 1 else kinds[:1])
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return evenly spaced ranks as few arguments of ``range``."""
+    found: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, stop, step = found[-1] if found else (rank, rank, 1)
+        count = len(range(first, stop, step))
+        if count == 1 and rank != first:
+            step = rank - first
+        if found and count and rank == first + count * step:
+            found[-1] = (first, rank + (1 if step > 0 else -1), step)
+        else:
+            found.append((rank, rank + 1, 1))
+    return found
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -95,7 +95,7 @@ class Axis:
             if position < mesh_dim:
                 ranks = ranks[mesh.get_local_rank(position)]
             elif position > mesh_dim:
-                ranks = [_at(row, mesh.get_local_rank(position)) for row in ranks]
+                ranks = [row[mesh.get_local_rank(position)] for row in ranks]
         group = mesh.get_group(mesh_dim)
         in_group = get_process_group_ranks(group) if isinstance(group, ProcessGroup) else ranks
         if ranks != in_group:
@@ -104,10 +104,6 @@ class Axis:
                 f"{in_group}; build the mesh with ascending ranks"
             )
         return Axis(names[mesh_dim], group, tuple(ranks))
-
-
-def _at(row: list[Any], index: int) -> Any:
-    return row[index]
 
 
 def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ._c10d import TorchCollectives, bytes_of
 from ._interface import Axis, Collectives, Parts, ReduceOp, Work, as_tensors
-from ._torch import TorchCollectives
 
 
 class CommunicationStats(NamedTuple):
@@ -60,7 +60,7 @@ class RecordingCollectives:
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
         """Count and pass on; see `Collectives.all_gather`."""
-        self._count(axis, "all_gather", (axis.size - 1) * sum(map(_bytes, inputs)))
+        self._count(axis, "all_gather", (axis.size - 1) * sum(map(bytes_of, inputs)))
         return self._inner.all_gather(axis, inputs, outputs)
 
     def reduce_scatter(
@@ -71,13 +71,13 @@ class RecordingCollectives:
         op: ReduceOp = "sum",
     ) -> Work:
         """Count and pass on; see `Collectives.reduce_scatter`."""
-        received = sum(_bytes(x) for x in inputs) * (axis.size - 1) // axis.size
+        received = sum(bytes_of(x) for x in inputs) * (axis.size - 1) // axis.size
         self._count(axis, "reduce_scatter", received)
         return self._inner.reduce_scatter(axis, inputs, outputs, op)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
         """Count and pass on; see `Collectives.all_reduce`."""
-        received = 2 * sum(_bytes(x) for x in tensors) * (axis.size - 1) // axis.size
+        received = 2 * sum(bytes_of(x) for x in tensors) * (axis.size - 1) // axis.size
         self._count(axis, "all_reduce", received)
         return self._inner.all_reduce(axis, tensors, op)
 
@@ -91,7 +91,7 @@ class RecordingCollectives:
     ) -> Work:
         """Count and pass on; see `Collectives.all_to_all`."""
         if receive_splits is None:
-            received = _bytes(input) * (axis.size - 1) // axis.size
+            received = bytes_of(input) * (axis.size - 1) // axis.size
         else:
             others = sum(receive_splits) - receive_splits[axis.index]
             received = others * math.prod(input.shape[1:]) * input.element_size()
@@ -103,20 +103,16 @@ class RecordingCollectives:
     ) -> Work:
         """Count and pass on; see `Collectives.send_recv`."""
         others = (parts for peer, parts in receives.items() if peer != axis.index)
-        received = sum(_bytes(x) for parts in others for x in as_tensors(parts))
+        received = sum(bytes_of(x) for parts in others for x in as_tensors(parts))
         self._count(axis, "send_recv", received)
         return self._inner.send_recv(axis, sends, receives)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Count and pass on; see `Collectives.broadcast`."""
-        received = 0 if axis.index == source else sum(map(_bytes, tensors))
+        received = 0 if axis.index == source else sum(map(bytes_of, tensors))
         self._count(axis, "broadcast", received)
         return self._inner.broadcast(axis, tensors, source)
 
 
 def _sum(one: CommunicationStats | None, other: CommunicationStats) -> CommunicationStats:
     return other if one is None else CommunicationStats(one[0] + other[0], one[1] + other[1])
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

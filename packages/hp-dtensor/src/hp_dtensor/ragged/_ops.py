@@ -18,8 +18,8 @@ from .._groups import axes_over
 from .._placements import Replicate
 from .._torch import argument_place, operator_name, written_arguments
 from ..collectives._autograd import AutogradCollectives
+from ..collectives._c10d import TorchCollectives
 from ..collectives._interface import Axis
-from ..collectives._torch import TorchCollectives
 from ._spec import RaggedSpec
 
 if TYPE_CHECKING:
@@ -365,9 +365,7 @@ def _generator(
 
 def total(x: "RaggedTensor", local: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the sum of all elements; all-reduces a number over the ranks that divide them."""
-    whole = local.sum(dtype=_wide(dtype or x.dtype) or dtype)
-    for axis in _dividing(x._spec):
-        whole = AutogradCollectives().all_reduce(whole, axis)
+    whole = _summed(local.sum(dtype=_wide(dtype or x.dtype) or dtype), _dividing(x._spec))
     return whole.to(dtype or x.dtype) if _wide(dtype or x.dtype) else whole
 
 
@@ -397,9 +395,7 @@ def norm(x: "RaggedTensor", local: Tensor, order: object, dtype: torch.dtype | N
     # A power below 1 has an infinite derivative at 0, where torch gives 0.
     filled = sizes != 0
     powers = torch.where(filled, sizes, 1) ** order
-    whole = torch.where(filled, powers, 0).sum()
-    for axis in axes:
-        whole = AutogradCollectives().all_reduce(whole, axis)
+    whole = _summed(torch.where(filled, powers, 0).sum(), axes)
     # The norm of nothing but zeros has gradient 0, as torch's.
     empty = whole == 0
     result = torch.where(empty, whole, torch.where(empty, 1.0, whole) ** (1.0 / order))
@@ -485,10 +481,13 @@ def _largest(sizes: Tensor, axes: Sequence[Axis]) -> Tensor:
         for axis in axes:
             TorchCollectives().all_reduce(axis, [count]).wait()
     # All that are as large share the gradient, as in torch.
-    whole = (sizes * mine).sum() / count
+    return _summed((sizes * mine).sum() / count, axes)
+
+
+def _summed(part: Tensor, axes: Sequence[Axis]) -> Tensor:
     for axis in axes:
-        whole = AutogradCollectives().all_reduce(whole, axis)
-    return whole
+        part = AutogradCollectives().all_reduce(part, axis)
+    return part
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:

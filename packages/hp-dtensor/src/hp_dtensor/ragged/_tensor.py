@@ -1,10 +1,18 @@
-"""Tensors whose ranks hold contiguous runs of unequal lengths."""
+"""Tensors whose ranks hold contiguous runs of unequal lengths, also in distributed checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -12,13 +20,13 @@ from .._boxes import Box
 from .._convert import AnyPlacement
 from .._errors import LayoutError
 from .._placements import RaggedShard
-from .._torch import disabled_torch_function, wrap_full_states, wrapper_tensor
+from .._torch import CHECKPOINT_HOOKS, disabled_torch_function, wrap_full_states, wrapper_tensor
 from ..collectives._interface import Collectives
-from ._checkpoint import checkpointed, gathering, scattering
 from ._ops import BINARY, check_all, described, mean, norm, run, total
 from ._spec import RaggedSpec, find_spec
 
-C = TypeVar("C", bound="type[RaggedTensor]")
+C = TypeVar("C", bound=type)
+R = TypeVar("R", bound="type[RaggedTensor]")
 # What works on a tensor's memory, of which a ragged tensor has none besides its part: torch would
 # read and write at address 0, or name its own reasons.
 _ON_MEMORY = (
@@ -27,7 +35,7 @@ _ON_MEMORY = (
 )
 
 
-def refuse_by_name(cls: C) -> C:
+def refuse_by_name(cls: R) -> R:
     """Let a tensor class without memory of its own tell what is wrong; return the class.
 
     torch takes a TypeError in an infix operator for an operand that is not its own, and Python then
@@ -67,6 +75,49 @@ def _refusing(kind: "type[RaggedTensor]", name: str) -> Callable[..., NoReturn]:
 
     refuse.__name__ = name
     return refuse
+
+
+def checkpointed(
+    boxes: Callable[[Any], Sequence[Box]], view: Callable[[Any, Sequence[int]], Tensor]
+) -> Callable[[C], C]:
+    """Return a class decorator that lets a distributed checkpoint save and load objects in pieces.
+
+    ``boxes(x)`` are the boxes that this rank holds of ``x``, of which none is empty unless all of
+    ``x`` is; ``view(x, start)`` is the data of the box that starts there, which a load overwrites.
+    Objects have a global ``shape`` and a ``dtype``. A checkpoint keeps boxes and no layout, so that
+    what was saved in one layout loads into any other. Communicates nothing.
+    """
+
+    def chunks(x: Any) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size([lo for lo, _ in box]),
+                sizes=torch.Size([hi - lo for lo, hi in box]),
+            )
+            for box in boxes(x)
+        ]
+
+    def items(x: Any, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=x.dtype)
+        size = torch.Size(x.shape)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in chunks(x)
+        ]
+
+    def data(x: Any, index: MetadataIndex) -> Tensor:
+        return view(x, index.offset or ())
+
+    def decorate(cls: C) -> C:
+        for name, hook in zip(CHECKPOINT_HOOKS, (items, chunks, data), strict=True):
+            setattr(cls, name, hook)
+        return cls
+
+    return decorate
 
 
 def _boxes(x: "RaggedTensor") -> tuple[Box, ...]:
@@ -281,9 +332,6 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-wrap_full_states(gathering(RaggedTensor), scattering(RaggedTensor))
-
-
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: RaggedSpec) -> RaggedTensor:
@@ -305,3 +353,83 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> RaggedTensor:
         grad: RaggedTensor = _FromLocal.apply(grads[0].contiguous(), ctx.spec)  # type: ignore[no-untyped-call]
         return grad
+
+
+def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's gathering of a state dict that takes ragged tensors too, one at a time.
+
+    Every rank that it is called on gathers every tensor, and keeps it where torch keeps what it
+    gathers: on all ranks, or on those in ``ranks_only``.
+    """
+
+    def walk(state: Any, options: dict[str, Any]) -> Any:
+        if isinstance(state, RaggedTensor):
+            # Made whole, so that torch moves it, or leaves it out, as it would a DTensor.
+            with torch.no_grad():
+                full = state.full_tensor()
+            return gather({"whole": full}, **options).get("whole")
+        if not _has_ragged(state):
+            return gather({"rest": state}, **options).get("rest")
+        if isinstance(state, dict):
+            found: Any = {key: walk(value, options) for key, value in state.items()}
+        else:
+            found = type(state)(walk(value, options) for value in state)
+        only = options.get("ranks_only", ())
+        if only and dist.get_rank(options.get("pg")) not in only:
+            return {} if isinstance(found, dict) else None
+        return found
+
+    @wraps(gather)
+    def whole(state_dict: Any, **options: Any) -> Any:
+        if not _has_ragged(state_dict):
+            return gather(state_dict, **options)
+        return walk(state_dict, options)
+
+    return whole
+
+
+def _scattering(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's loading of a full state dict that cuts whole tensors into ragged ones too.
+
+    Communicates nothing besides what torch does, whose broadcasts are complete only at its end.
+    Until then each rank holds the whole tensors that it received.
+    """
+
+    @wraps(scatter)
+    def cut(full: Any, local: dict[str, Any], *args: Any, **options: Any) -> Any:
+        ragged = {name: held for name, held in local.items() if isinstance(held, RaggedTensor)}
+        result = scatter(full, local, *args, **options)
+        for name, held in ragged.items():
+            found = local.get(name)
+            if isinstance(found, Tensor) and not isinstance(found, RaggedTensor):
+                local[name] = _cut(name, found, held)
+        return result
+
+    return cut
+
+
+def _cut(name: str, full: Tensor, like: RaggedTensor) -> RaggedTensor:
+    """Return this rank's part of a whole tensor, in memory of its own, laid as ``like``."""
+    if full.shape != like.shape:
+        raise LayoutError(
+            f"the full state dict has {name} of shape {list(full.shape)}, which loads into a "
+            f"ragged tensor of shape {list(like.shape)}; load a tensor of that shape"
+        )
+    spec = like._spec
+    with torch.no_grad():
+        part = full.new_empty(like._local.shape)
+        for box in spec.boxes():
+            view = spec.view(part, [lo for lo, _ in box])
+            view.copy_(full[tuple(slice(lo, hi) for lo, hi in box)])
+    return type(like)(part, spec)
+
+
+def _has_ragged(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(map(_has_ragged, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(_has_ragged, state))
+    return isinstance(state, RaggedTensor)
+
+
+wrap_full_states(_gathering, _scattering)

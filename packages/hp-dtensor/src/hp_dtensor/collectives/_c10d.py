@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import (  # the option structs of the coalesced 
 )
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ._interface import Axis, Parts, ReduceOp, Work, as_tensors, check_divisible
+from ._interface import Axis, Group, Parts, ReduceOp, Work, as_tensors, check_divisible
 
 
 def _first(owner: Any, *names: str) -> Any:
@@ -35,49 +35,25 @@ _c10d_scatter = _first(
 )
 
 
-def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Any:
-    """Start one all-gather and return c10d's work.
+def _direct(start: Callable[..., Any], options: Any, *args: Any, op: Any = None) -> Any:
+    """Start a collective by the group's own method and return c10d's work.
 
-    torch's public function takes a third longer on the host, which counts where tensors are small.
+    torch's public functions take a third longer on the host, and have none of several tensors.
     """
+    options.asyncOp = True
+    if op is not None:
+        options.reduceOp = op
+    return start(*args, options)
+
+
+def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Any:
     if input.is_complex():
         return _gather_function(output, input, group=group, async_op=True)
-    options = AllgatherOptions()
-    options.asyncOp = True
-    return _c10d_gather_single(group, output, input, options)
+    return _direct(_c10d_gather_single, AllgatherOptions(), group, output, input)
 
 
 def _reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: ProcessGroup) -> Any:
-    """Start one reduce-scatter and return c10d's work; see `_all_gather_single`."""
-    options = ReduceScatterOptions()
-    options.asyncOp = True
-    options.reduceOp = op
-    return _c10d_scatter_single(group, output, input, options)
-
-
-def _all_gather_coalesced(group: ProcessGroup, outputs: list[Any], inputs: list[Any]) -> Any:
-    """Start one all-gather of several tensors and return c10d's work."""
-    options = AllgatherOptions()
-    options.asyncOp = True
-    return _c10d_gather(group, outputs, inputs, options)
-
-
-def _reduce_scatter_coalesced(
-    group: ProcessGroup, outputs: list[Any], inputs: list[Any], op: dist.ReduceOp
-) -> Any:
-    """Start one reduce-scatter of several tensors and return c10d's work."""
-    options = ReduceScatterOptions()
-    options.asyncOp = True
-    options.reduceOp = op
-    return _c10d_scatter(group, outputs, inputs, options)
-
-
-def _all_reduce_coalesced(group: ProcessGroup, tensors: list[Any], op: dist.ReduceOp) -> Any:
-    """Start one all-reduce of several tensors and return c10d's work."""
-    options = AllreduceCoalescedOptions()
-    options.asyncOp = True
-    options.reduceOp = op
-    return group.allreduce_coalesced(tensors, options)
+    return _direct(_c10d_scatter_single, ReduceScatterOptions(), group, output, input, op=op)
 
 
 _OPS: dict[ReduceOp, Any] = {
@@ -166,11 +142,12 @@ class TorchCollectives:
             work = _all_gather_single(*pairs[0], group)
             return _Pending([work], outs, inputs)
         if pairs and _backend(group, inputs[0]) != "gloo":
-            return _Pending([_all_gather_coalesced(group, outs, inputs)], outs, inputs)
+            work = _direct(_c10d_gather, AllgatherOptions(), group, outs, inputs)
+            return _Pending([work], outs, inputs)
         alone, together = _split_to_pack(pairs)
         finish = None
         if together:
-            packed, finish = _packed(together, axis.size)
+            packed, finish = _packed(together, 1, axis.size)
             inputs, alone = [*inputs, *packed], [*alone, packed]
         starts = [partial(_all_gather_single, *pair, group) for pair in alone]
         works, error = _started(starts)
@@ -192,13 +169,15 @@ class TorchCollectives:
         group = _group(axis)
         reduce, finish = _reduction(op, axis, inputs)
         if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
-            (output, packed), copy_out = _packed_rows(outs, inputs, axis.size)
+            pairs = list(zip(outs, inputs, strict=True))
+            (output, packed), copy_out = _packed(pairs, axis.size, 1)
             finish, inputs = _both(copy_out, finish), [*inputs, packed]
             work = _reduce_scatter_single(output, packed, reduce, group)
         elif len(inputs) == 1:
             work = _reduce_scatter_single(outs[0], inputs[0], reduce, group)
         else:
-            work = _reduce_scatter_coalesced(group, outs, list(inputs), reduce)
+            options = ReduceScatterOptions()
+            work = _direct(_c10d_scatter, options, group, outs, inputs, op=reduce)
         return _Pending([work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -214,9 +193,12 @@ class TorchCollectives:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in outs:
             alike.setdefault(tensor.dtype, []).append(tensor)
-        works, error = _started(
-            [partial(_all_reduce_coalesced, group, same, reduce) for same in alike.values()]
-        )
+        start = group.allreduce_coalesced
+        starts = [
+            partial(_direct, start, AllreduceCoalescedOptions(), same, op=reduce)
+            for same in alike.values()
+        ]
+        works, error = _started(starts)
         return _Pending(works, outs, (), finish, error)
 
     def all_to_all(
@@ -301,59 +283,42 @@ def _split_to_pack(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
 
     Packed are small ones of one dtype, that of the first: together they would take another.
     """
-    dtype = next((tensor.dtype for _, tensor in pairs if _bytes(tensor) < _ALONE), None)
-    packs = [_bytes(tensor) < _ALONE and tensor.dtype == dtype for _, tensor in pairs]
+    dtype = next((tensor.dtype for _, tensor in pairs if bytes_of(tensor) < _ALONE), None)
+    packs = [bytes_of(tensor) < _ALONE and tensor.dtype == dtype for _, tensor in pairs]
     alone = [pair for pair, is_packed in zip(pairs, packs, strict=True) if not is_packed]
     return alone, [pair for pair, is_packed in zip(pairs, packs, strict=True) if is_packed]
 
 
 @torch.no_grad()
-def _packed(pairs: list[_Pair], size: int) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
+def _packed(
+    pairs: Sequence[_Pair], rows_in: int, rows_out: int
+) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
     """Return one output and one input for all ``pairs``, and what then copies the parts out.
 
-    Gloo's own coalesced all-gather corrupts the heap where two of one group are under way: its two
-    threads note the name of what each has done in one string, without a lock
+    A tensor is columns of all rows: a reduce-scatter cuts rows of the input, an all-gather joins
+    rows of the output. Gloo's own coalesced all-gather corrupts the heap where two of one group are
+    under way: its two threads note the name of what each has done in one string, without a lock
     (``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13). Names of up to 15 letters need no memory,
     and ``ALLGATHER_COALESCED`` is the only longer one of those used here.
     """
     outputs, inputs = zip(*pairs, strict=True)
-    flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
-    gathered = flat.new_empty(size * flat.numel())
-    widths = [tensor.numel() for tensor in inputs]
+    widths = [tensor.numel() for tensor in (inputs if rows_in == 1 else outputs)]
+    rows = [tensor.reshape(rows_in, width) for tensor, width in zip(inputs, widths, strict=True)]
+    flat = torch.cat(rows, dim=1).view(-1)
+    whole = flat.new_empty(rows_out * sum(widths))
 
-    return (gathered, flat), _unpack(gathered, size, widths, outputs)
+    def copy_out(_: list[Tensor]) -> None:
+        parts = [x.view(rows_out, width) for x, width in zip(outputs, widths, strict=True)]
+        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
+            torch.split_with_sizes_copy(whole.view(rows_out, -1), widths, dim=1, out=parts)
+
+    return (whole, flat), copy_out
 
 
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
     """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
-    small = sum(map(_bytes, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
+    small = sum(map(bytes_of, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
     return small and _backend(group, inputs[0]) == "gloo"
-
-
-@torch.no_grad()
-def _packed_rows(
-    outputs: list[Tensor], inputs: list[Tensor], size: int
-) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
-    """Return one output and one input of a reduce-scatter, and what then copies the parts out."""
-    widths = [output.numel() for output in outputs]
-    rows = [tensor.reshape(size, width) for tensor, width in zip(inputs, widths, strict=True)]
-    flat = torch.cat(rows, dim=1).view(-1)
-    reduced = flat.new_empty(sum(widths))
-
-    return (reduced, flat), _unpack(reduced, 1, widths, outputs)
-
-
-def _unpack(
-    flat: Tensor, count: int, widths: list[int], outputs: Sequence[Tensor]
-) -> Callable[[list[Tensor]], None]:
-    """Return what copies the columns of ``count`` rows, ``widths`` of them each, to ``outputs``."""
-
-    def copy_out(_: list[Tensor]) -> None:
-        parts = [output.view(count, width) for output, width in zip(outputs, widths, strict=True)]
-        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
-            torch.split_with_sizes_copy(flat.view(count, -1), widths, dim=1, out=parts)
-
-    return copy_out
 
 
 def _both(
@@ -367,7 +332,8 @@ def _both(
     return finish
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """Return how many bytes the elements of a tensor have."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -418,6 +384,20 @@ def _reduction(
             output.div_(axis.size)
 
     return _OPS["sum"], divide
+
+
+def group_number(group: Group) -> int:
+    """Return the place of a group among this process's groups of the same ranks; 0 if unknown.
+
+    They are in the order in which they were made, which all of their ranks share. torch's names of
+    groups may differ between ranks: ``split_group`` makes them of how many groups a rank is in.
+    ``distributed_c10d._world.pg_group_ranks`` (2.11 to 2.13); there is no public list of groups.
+    """
+    known: dict[Any, dict[int, int]] = distributed_c10d._world.pg_group_ranks
+    if group not in known:
+        return 0
+    ranks = known[group].keys()
+    return [other for other in known if known[other].keys() == ranks].index(group) + 1
 
 
 def default_store() -> Any:
