@@ -153,3 +153,28 @@ def never_alone(rank: int) -> Gradients:
 def test_a_unit_that_is_gathered_already_may_run_on_one_rank(ranks: Ranks) -> None:
     for found in ranks(2).run(never_alone):
         assert worst(found, reference(2)) < 1e-12
+
+
+OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "granularity": lambda rank: {"layout": "ragged", "granularity": 1 + 2 * rank},
+    "layout": lambda rank: {"layout": ("exact", "ragged")[rank]},
+    "reduction": lambda rank: {"gradient_reduction": ("mean", "sum")[rank]},
+}
+
+
+def differently(rank: int, option: str) -> str:
+    """Shard with another option on each rank, of layers whose shards have the same size."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    fully_shard(model, mesh_of((2,), ("fsdp",)), **OPTIONS[option](rank))
+    with pytest.raises(DisagreementError) as caught:
+        model(torch.ones(2, 4)).sum().backward()
+    model.reset()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_options_that_differ_between_ranks_are_found(ranks: Ranks, option: str) -> None:
+    said = ranks(2).run(differently, option)
+    assert said[0] == said[1]
+    assert "its parameters there differ" in said[0]

@@ -188,6 +188,26 @@ def test_thawing_while_gradients_wait_is_refused_and_reset_is_clean(ranks: Ranks
         assert worst(found, reference(2)) < 1e-12
 
 
+def thawed_alone(rank: int) -> str:
+    """Unfreeze while gradients wait that only rank 0 has: its loss alone passes the block."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), grads="accumulate")
+    model.blocks[1].up.weight.requires_grad_(False)
+    with model.no_sync():
+        loss = loss_of(model, tokens(rank))
+        (loss if rank == 0 else 0 * loss + model.embedding(tokens(rank)).sum()).backward()
+    model.blocks[1].up.weight.requires_grad_(True)
+    with pytest.raises(StateError) as caught:
+        loss_of(model, tokens(rank)).backward()
+    model.reset()
+    return str(caught.value)
+
+
+def test_thawing_is_refused_on_all_ranks_whichever_has_gradients(ranks: Ranks) -> None:
+    said = ranks(2).run(thawed_alone)
+    assert said[0] == said[1]
+    assert "['up.weight'] were frozen when gradients of others began to add up" in said[0]
+
+
 def layers() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(4)))
 

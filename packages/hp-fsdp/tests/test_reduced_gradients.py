@@ -1,5 +1,6 @@
 """The gradients of sharded parameters, made once and used in many steps."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "its local tensor": lambda gradient: gradient.to_local(),
     "a view of it": lambda gradient: gradient.to_local()[:1],
     "another wrapper": lambda gradient: gradient.detach(),
+    "its storage": lambda gradient: gradient.to_local().untyped_storage(),
 }
 
 
@@ -46,8 +48,10 @@ def steps(rank: int, layout: str, holder: str) -> tuple[list[bool], list[bool], 
     return same, kept, errors
 
 
-def local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def local(held: Any) -> Any:
+    if isinstance(held, torch.UntypedStorage):
+        return torch.empty(0, dtype=torch.uint8).set_(held)
+    return held.to_local() if hasattr(held, "to_local") else held
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
@@ -78,20 +82,69 @@ def test_what_a_hook_keeps_of_the_reduced_gradient_stays(ranks: Ranks, width: in
     assert ranks(2).run(kept_by_a_hook, width) == [[True] * 3] * 2
 
 
+def after_inference_mode(rank: int) -> float:
+    """Reduce under inference_mode, then train."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    with model.no_sync():
+        loss_of(model, tokens(rank)).backward()
+    with torch.inference_mode():
+        model.reduce_gradients()
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, tokens(rank)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return worst(gradients(model), reference(2))
+
+
+def test_gradients_that_were_made_under_inference_mode_train_later_steps(ranks: Ranks) -> None:
+    assert max(ranks(2).run(after_inference_mode)) < 1e-12
+
+
+class Direct(nn.Linear):
+    """Runs its forward without the hooks of a module."""
+
+    def __call__(self, x: Any) -> Any:
+        """Run forward."""
+        return self.forward(x)
+
+
+def direct(rank: int) -> bool:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), Direct(4, 4))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain.load_state_dict(model.state_dict())
+    for module in (*model, model):
+        fully_shard(module, mesh_of((2,), ("fsdp",)))
+    x = torch.arange(8.0).view(2, 4) + rank
+    for _ in range(2):
+        model.zero_grad()
+        model(x).pow(2).sum().backward()
+    for other in range(2):
+        (plain(torch.arange(8.0).view(2, 4) + other).pow(2).sum() / 2).backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    return all(e is not None and torch.allclose(found[n], e) for n, e in expected.items())
+
+
+def test_a_class_that_calls_its_forward_without_hooks_trains(ranks: Ranks) -> None:
+    assert ranks(2).run(direct) == [True] * 2
+
+
 def resting(rank: int, width: int) -> tuple[list[int], list[int]]:
     """Return the bytes of the gradients' memory after backwards, and in forwards after them."""
     model: Any = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     fully_shard(model, mesh_of((2,), ("fsdp",)))
-    storages: set[Any] = set()
+    locals_: list[Any] = []  # weakly: what a user holds stays
     inside: list[int] = []
     model.register_forward_pre_hook(
-        lambda *_: inside.append(sum(storage.nbytes() for storage in storages))
+        lambda *_: inside.append(sum(each().untyped_storage().nbytes() for each in locals_))
     )
     after = []
     for _ in range(3):
         model(torch.ones(2, width)).sum().backward()
-        storages = {p.grad.to_local().untyped_storage() for p in model.parameters()}
-        after.append(min(storage.nbytes() for storage in storages))
+        with torch.no_grad():
+            locals_ = [weakref.ref(p.grad.to_local()) for p in model.parameters()]
+        after.append(min(each().untyped_storage().nbytes() for each in locals_))
         model.zero_grad()
     return after, inside[1:]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class Buffer(Protocol):
         ...
 
 
+@runtime_checkable
 class Buffers(Protocol):
     """Who gives memory to gathered parameters and packed gradients."""
 

@@ -50,6 +50,7 @@ def _also(error: type[E], builtin: type[Exception]) -> type[E]:
 
 ArgumentTypeError = _also(ShardingError, TypeError)
 MeshTypeError = _also(MeshError, TypeError)
+ParameterTypeError = _also(ParameterError, TypeError)
 ModuleTypeError = _also(ModuleError, TypeError)
 # A module is sharded where it must not be, or is not where it must be.
 ModuleStateError = _also(ModuleError, AssertionError)

@@ -85,6 +85,9 @@ def config_of(
         raise ArgumentTypeError(
             f"offload_policy is {shown(offload)}; legal are OffloadPolicy() and CPUOffloadPolicy()"
         )
+    size: object = direct_bytes
+    if not isinstance(size, int | float | None):
+        raise ArgumentTypeError(f"direct_bytes is {shown(size)}; legal are numbers from 0 on")
     if direct_bytes is not None and not direct_bytes >= 0:
         raise ShardingError(f"direct_bytes is {shown(direct_bytes)}; legal are numbers from 0 on")
     to_cpu = isinstance(offload, CPUOffloadPolicy)
@@ -132,6 +135,15 @@ def replicated_below(modules: Sequence[nn.Module]) -> frozenset[int]:
         if "replicate" in composed_by(inner)
         for parameter in inner.parameters()
     )
+
+
+def check_buffers(buffers: Buffers | None) -> Buffers:
+    """Return who gives memory; raises `ShardingError` for what does not."""
+    given: object = Resize() if buffers is None else buffers
+    if isinstance(given, type) or not isinstance(given, Buffers):
+        what = given.__name__ if isinstance(given, type) else shown(given)
+        raise ArgumentTypeError(f"buffers is {what}; legal are Resize() and Ring(slots)")
+    return given
 
 
 def check_gradient_mode(mode: GradientMode) -> GradientMode:
@@ -245,7 +257,7 @@ def fully_shard(
     part, with one reduce-scatter, then one all-reduce over the first of two axes. After backward
     ``parameter.grad`` is laid out like the parameter and is the mean over all ranks of ``mesh``,
     the sum, or what `FSDPModule.set_gradient_divide_factor` says. This function communicates
-    nothing.
+    nothing, but it makes process groups where axes are folded or nobody made the default one.
 
     Args:
         module: a module with a ``forward``, or a list of such modules. Parameters on the meta
@@ -316,7 +328,7 @@ def fully_shard(
     )
     device = device_of(mesh)
     config = config_of(mp_policy, offload_policy, device, direct_bytes)
-    config = replace(config, buffers=buffers or Resize(), grads=check_gradient_mode(grads))
+    config = replace(config, buffers=check_buffers(buffers), grads=check_gradient_mode(grads))
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
     groups = _groups_of(
         select_parameters(modules, mesh_info, selection),

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 
 from hp_dtensor import Axis, Collectives, RaggedTensor, Work
 
+from ._errors import StateError
 from ._gradients import BucketHooks
 from ._layout_exact import ExactLayout
 from ._layout_ragged import RaggedLayout, plan_ragged
@@ -239,12 +240,14 @@ class ParameterGroup:
     def _install_unsharded(self) -> None:
         """Register the unsharded parameters, which train if the sharded ones do.
 
-        In backward they stay as they were in forward: what was frozen since is not reduced.
+        In backward none stops to train: what was frozen since its forward is not reduced.
         """
-        if not inside_backward():
-            trains = [sharded.requires_grad for sharded in self._sharded]
-            if trains != [unsharded.requires_grad for unsharded in self._unsharded]:
-                for unsharded, train in zip(self._unsharded, trains, strict=True):
+        trains = [sharded.requires_grad for sharded in self._sharded]
+        trained = [unsharded.requires_grad for unsharded in self._unsharded]
+        if trains != trained:
+            backward = inside_backward()
+            for unsharded, train in zip(self._unsharded, trains, strict=True):
+                if train or not backward:
                     unsharded.requires_grad_(train)
         for (registry, name), tensor in zip(self._registered_at, self._unsharded_at, strict=True):
             registry[name] = tensor
@@ -436,6 +439,21 @@ class ParameterGroup:
             return self.order
         waiting = self._waiting
         return [i for i, train in zip(self.order, trains, strict=True) if train or i in waiting]
+
+    def check_unfrozen(self) -> None:
+        """Raise `StateError` where parameters train that did not when gradients began to wait.
+
+        The rows that these are packed in have no room for others. All ranks raise, whichever
+        parameters each of them used.
+        """
+        if self.bucket_hooks is None or not self._waiting:
+            return
+        unfrozen = [self.parameters[i].name for i in self.reduced() if i not in self._waiting]
+        if unfrozen:
+            raise StateError(
+                f"{unfrozen} were frozen when gradients of others began to add up; unfreeze "
+                "parameters only after a reduction"
+            )
 
     def _drop_frozen(self, chosen: Sequence[int]) -> None:
         """Forget what came for parameters, not of ``chosen``, that were frozen since a forward."""

@@ -30,14 +30,16 @@ Kwargs = dict[str, Any]
 def run_forward(
     unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Call ``forward`` on gathered parameters; it, or a hook in it, calls `post_forward`.
+    """Call ``forward`` on gathered parameters; a hook in it calls `post_forward`, or else this.
 
     A hook of the module's own ends a forward, so that hooks which a user registers later see the
     parameters resharded, as under torch's ``fully_shard``.
     """
     try:
         args, kwargs = pre_forward(unit, module, args, kwargs)
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
+        # A class may call its forward without the hooks of a module.
+        return post_forward(unit, module, output) if module in unit.running else output
     except BaseException:
         _forward_failed(unit, module)
         raise

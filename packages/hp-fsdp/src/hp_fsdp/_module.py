@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from ._errors import (
+    ArgumentTypeError,
     ModuleError,
     ModuleStateError,
+    ModuleTypeError,
     ShardingError,
     StateError,
     UnsupportedError,
@@ -186,6 +188,9 @@ class Setters:
         the mesh, or the sum. Without ``recurse`` units below keep theirs. Raises `ShardingError`
         for anything but a positive finite number or None.
         """
+        given: object = factor
+        if isinstance(given, bool) or not isinstance(given, int | float | None):
+            raise ArgumentTypeError(f"factor is {shown(given)}; legal are numbers above 0 and None")
         self._edit(recurse, divide=None if factor is None else float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -206,6 +211,8 @@ class Setters:
         `ShardingError` for a stream where this package reduces over replicas itself.
         """
         unit = self._unit()
+        if not callable(hook):
+            raise ArgumentTypeError(f"hook is {shown(hook)}; legal is a function of a tensor")
         if stream is not None and any(group.axes.replicate for group in unit.groups):
             raise ShardingError("a stream for the hook is legal only on a mesh of one axis")
         self._edit(False, hook=ReductionHook(function=hook, stream=stream))
@@ -318,6 +325,9 @@ def _unsupported(name: str, instead: str) -> NoReturn:
 
 def _units_of(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
     units = []
+    listed: object = modules
+    if isinstance(listed, nn.Module) or not isinstance(listed, Iterable):
+        raise ModuleTypeError(f"modules is {shown(listed)}; legal is a list of sharded modules")
     for module in modules:
         given: object = module
         unit = unit_of(given) if isinstance(given, nn.Module) else None
@@ -358,7 +368,11 @@ class FSDPModule(Setters):
 
     @uncompiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, its hooks and its forward on gathered parameters."""
+        """Run the module on gathered parameters.
+
+        Forward hooks that were registered after `fully_shard` run after the unit's own, and see the
+        sharded parameters, as under torch's.
+        """
         return run_forward(
             self._unit(), cast(nn.Module, self), cast(Any, super()).__call__, args, kwargs
         )

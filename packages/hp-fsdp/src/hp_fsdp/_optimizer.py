@@ -12,7 +12,14 @@ from torch.distributed.tensor import DTensor
 from hp_dtensor import RaggedTensor
 
 from ._buffers import in_own_storage
-from ._errors import ModuleError, ShardingError, StateError
+from ._errors import (
+    ArgumentTypeError,
+    ModuleError,
+    ModuleTypeError,
+    ShardingError,
+    StateError,
+    shown,
+)
 from ._group import ParameterGroup
 from ._param import ShardedParameter
 from ._schedule import drop_gradients, release_gradients
@@ -125,7 +132,7 @@ class Segment:
 def segments_of(group: ParameterGroup) -> list[Segment]:
     """Return the segments of a group: cut where a frozen parameter or alignment comes between.
 
-    None where shards do not lie in one buffer.
+    Empty where shards do not lie in one buffer.
     """
     if not group.flat:
         return []
@@ -169,6 +176,12 @@ def sharded_optimizer(
     Raises `ModuleError` for a module that has nothing sharded to train, `ShardingError` for an
     optimizer of another kind.
     """
+    given: object = module
+    if not isinstance(given, nn.Module):
+        raise ModuleTypeError(f"module is {shown(given)}; legal is a sharded module, whole")
+    made: object = cls
+    if isinstance(made, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"cls is an {type(made).__name__}; give the class and its options")
     if cls not in ELEMENTWISE:
         raise ShardingError(
             f"{getattr(cls, '__name__', cls)} is not known to update every element alone; legal "

@@ -102,7 +102,9 @@ class ReducedGradients:
     def _counted(self) -> list[int]:
         tensors = [*self.gradients, *self.locals_]
         references = tensor_references(tensors)
-        return [*map(getrefcount, tensors), *references, storage_references(self._storage)]
+        trained = [gradient.requires_grad for gradient in self.gradients]  # a user's mark
+        holders = getrefcount(self._storage), storage_references(self._storage)
+        return [*map(getrefcount, tensors), *references, *trained, *holders]
 
     @property
     def held(self) -> bool:
@@ -176,8 +178,10 @@ class ReductionPlan:
         """
         whole = self._all_used.get((like.dtype, first))
         if whole is None:
-            whole = self._all_used[like.dtype, first] = like.new_zeros(shape)
-            whole[:, first : first + len(used)] = 1
+            with torch.inference_mode(False), torch.no_grad():
+                whole = torch.zeros(shape, dtype=like.dtype, device=like.device)
+                whole[:, first : first + len(used)] = 1
+            self._all_used[like.dtype, first] = whole
         if all(used):
             return whole
         some = whole.clone()
@@ -208,7 +212,8 @@ class ReductionPlan:
             if not known.held:
                 known.use()
                 return known
-        made = ReducedGradients(self.rows, self.parameters, self.shard)
+        with torch.inference_mode(False), torch.no_grad():  # for steps of all kinds
+            made = ReducedGradients(self.rows, self.parameters, self.shard)
         self.outputs = [*self.outputs[-1:], made]
         return made
 

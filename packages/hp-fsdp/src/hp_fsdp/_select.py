@@ -17,6 +17,7 @@ from ._errors import (
     InvalidParameterError,
     MeshError,
     ParameterError,
+    ParameterTypeError,
     UnsupportedParameterError,
     shown,
 )
@@ -107,6 +108,10 @@ class ParameterSelection:
             raise ParameterError(f"min_shard_numel is {shown(least)}; legal are 0, 1, ...")
         if layout not in ("exact", "ragged"):
             raise ParameterError(f"layout is {shown(layout)}; legal are 'exact' and 'ragged'")
+        if placement is not None and not callable(placement):
+            raise ParameterTypeError(
+                f"shard_placement_fn is {shown(placement)}; legal is a function of a parameter"
+            )
         ragged = layout == "ragged"
         if ragged and placement is not None:
             raise ParameterError("shard_placement_fn has no meaning in the ragged layout")

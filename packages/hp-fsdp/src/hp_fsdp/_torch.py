@@ -16,6 +16,9 @@ from torch.distributed import fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+
+# A shard of a dimension that later axes of the mesh shard already. No public name; without it the
+# order of shards cannot be said in placements.
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.profiler import record_function
 from torch.utils import _pytree
@@ -23,9 +26,6 @@ from torch.utils import _pytree
 from ._errors import UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# A shard of a dimension that later axes of the mesh shard already. No public name; without it
-# the order of cuts cannot be said in placements.
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -114,6 +114,8 @@ class Unit:
             self.reshard()
         backward = inside_backward()
         if self.sharded:
+            for group in self.groups if not backward else ():
+                group.check_unfrozen()
             self.compare(Act.BACKWARD if backward else Act.FORWARD)
             self.in_pass |= in_pass
         stays = not in_pass or not (backward or torch.is_grad_enabled())
@@ -305,16 +307,18 @@ class Unit:
         self._compared.add(act)
 
     def _fingerprint(self, act: Act) -> int:
-        facts = [
+        facts: list[object] = [
             (p.name, tuple(p.shape), p.dim, act is not Act.REDUCTION or i in reduced)
             for group in self.groups
             for reduced in [set(group.reduced())]
             for i, p in enumerate(group.parameters)
         ]
         layouts = [
-            (len(group.layout.shard), str(group.dtypes), str(group.layout.shard.dtype))
+            (str(group.layout.plan), str(group.dtypes), str(group.layout.shard.dtype))
             for group in self.groups
         ]
+        if act is Act.REDUCTION:
+            facts += [self.options.divisor(group.reduce_axes.size) for group in self.groups]
         found = hashlib.blake2b(repr((facts, layouts)).encode(), digest_size=8)
         return int.from_bytes(found.digest(), "big", signed=True)
 
@@ -345,7 +349,10 @@ def _difference(found: Iterable[_Fingerprint], paths: Sequence[str]) -> str:
     ]
     what = "all ranks must run the same units in the same order"
     if len({(act, unit) for act, unit, _ in alike}) == 1:
-        what = "its parameters there differ in names, shapes, dtypes or in what trains"
+        what = (
+            "its parameters there differ in names, shapes, dtypes, in how they are laid out, in "
+            "what trains or in how gradients are divided"
+        )
     return f"{', '.join(lines)}; {what}"
 
 
