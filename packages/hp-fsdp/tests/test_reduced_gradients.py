@@ -159,11 +159,12 @@ def test_large_gradients_leave_no_memory_behind_while_a_forward_runs(ranks: Rank
 
 
 class Failing(TorchCollectives):
-    """Reduces, and once reports a failure when it is waited for."""
+    """Reduces, and once reports a failure when it is waited for, or at once."""
 
-    def __init__(self, after: str) -> None:
+    def __init__(self, after: str, at_once: bool) -> None:
         self.armed = False
         self.after = after
+        self.at_once = at_once
         self.written: list[Any] = []  # what a failed collective may still write to
 
     def _maybe(self, name: str, work: Any, written: Any) -> Any:
@@ -172,6 +173,8 @@ class Failing(TorchCollectives):
         self.armed = False
         self.written += written
         work.wait()
+        if self.at_once:
+            raise RuntimeError("it failed")
         return mock.Mock(spec=["wait"], wait=mock.Mock(side_effect=RuntimeError("it failed")))
 
     def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, op: Any = "sum") -> Any:
@@ -184,9 +187,9 @@ class Failing(TorchCollectives):
         return self._maybe("all_reduce", super().all_reduce(axis, tensors, op), tensors)
 
 
-def failed(rank: int, shape: tuple[int, ...], after: str) -> tuple[bool, float]:
+def failed(rank: int, shape: tuple[int, ...], after: str, at_once: bool) -> tuple[bool, float]:
     """Fail once; return whether the memory of that was used again, and the next step's error."""
-    carrier = Failing(after)
+    carrier = Failing(after, at_once)
     mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
     model: Any = shard(make(Net), mesh, collectives=carrier)
     loss_of(model, tokens(rank)).backward()
@@ -210,10 +213,11 @@ def failed(rank: int, shape: tuple[int, ...], after: str) -> tuple[bool, float]:
     ("shape", "after"),
     [((2,), "reduce_scatter"), ((2, 2), "reduce_scatter"), ((2, 2), "all_reduce")],
 )
+@pytest.mark.parametrize("at_once", [False, True])
 def test_memory_that_a_failed_reduction_may_write_to_is_not_used_again(
-    ranks: Ranks, shape: tuple[int, ...], after: str
+    ranks: Ranks, shape: tuple[int, ...], after: str, at_once: bool
 ) -> None:
-    for again, error in ranks(torch.Size(shape).numel()).run(failed, shape, after):
+    for again, error in ranks(torch.Size(shape).numel()).run(failed, shape, after, at_once):
         assert not again
         assert error < 1e-12
 

@@ -332,9 +332,13 @@ class Reduction:
             self._summing = self._sum(self._sums.pop(0))
 
     def _sum(self, axis: Axis) -> Work:
-        flat = self._flat
-        with named_range("all_reduce", self._plan.path, axis.name):
-            return self._collectives.all_reduce(axis, [] if flat is None else [flat], op=self._op)
+        flats = [] if self._flat is None else [self._flat]
+        try:
+            with named_range("all_reduce", self._plan.path, axis.name):
+                return self._collectives.all_reduce(axis, flats, op=self._op)
+        except BaseException:  # it may have been started all the same
+            self._lose_output()
+            raise
 
     @property
     def scattering(self) -> bool:
