@@ -304,8 +304,7 @@ class _CopyOut:
         self._rearranged: list[tuple[Tensor, Tensor]] = []
         if plan.full_numel - first <= PERMUTED_NUMEL:
             self._arrived, self._target = as_bytes(arrived), as_bytes(memory[first:])
-            if not memory.is_meta:
-                self._order = _packed_order(plan, first, memory.device)
+            self._order = _packed_order(plan, first, memory.device)
             return
         rows = arrived.view(degree, numel)
         plain = [i for i in packed if not plan.specs[i].dim]

@@ -1,4 +1,4 @@
-"""Runs of parameters that lie side by side in a flat shard, to be stepped as one tensor."""
+"""`sharded_optimizer`: neighbours in a flat shard are stepped as one tensor."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Find and replace the tensors in what a module takes and returns."""
+"""Dtypes of a group, and casts of the tensors in what a module takes and returns."""
 
 import copy
 import dataclasses

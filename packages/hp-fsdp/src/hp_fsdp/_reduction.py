@@ -161,7 +161,7 @@ class ReductionPlan:
         self.has_empty = any(not extent.spec.numel for extent in rows.extents)
         self.outputs: list[ReducedGradients] = []
         self._all_used: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._nothing = [None] * len(self.parameters)
+        self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ class ReductionPlan:
     @property
     def without_gradients(self) -> bool:
         """Return whether no sharded parameter has a gradient."""
-        return all(map(is_, [parameter.grad for parameter in self.sharded], self._nothing))
+        return all(map(is_, [parameter.grad for parameter in self.sharded], self.nothing))
 
     def release(self) -> None:
         """Give back the memory of gradients that no parameter has."""
@@ -409,20 +409,15 @@ class Reduction:
     def _put_gradients(self) -> None:
         plan, used = self._plan, self._used_by_any()
         output = self._results()
-        if self._output is None or self.hooked:
-            for parameter, local, is_used in zip(plan.parameters, output, used, strict=True):
-                if is_used:
-                    parameter.add_gradient(local)
-        elif all(used) and plan.without_gradients:
-            for sharded, gradient in zip(plan.sharded, self._output.gradients, strict=True):
+        made = plan.nothing if self._output is None else self._output.gradients
+        if self._output is not None and all(used) and plan.without_gradients:
+            for sharded, gradient in zip(plan.sharded, made, strict=True):
                 sharded.grad = gradient
-        else:
-            ours = zip(plan.parameters, self._output.gradients, output, used, strict=True)
-            for parameter, gradient, local, is_used in ours:
-                if is_used and parameter.sharded.grad is None:
-                    parameter.sharded.grad = gradient
-                elif is_used:
-                    parameter.add_gradient(local)
+            return
+        parts = zip(plan.parameters, output, made, used, strict=True)
+        for parameter, local, gradient, is_used in parts:
+            if is_used:
+                parameter.add_gradient(local, gradient)
 
     def _used_by_any(self) -> list[bool]:
         """Return which parameters any rank used; reads flags only where this rank did not."""
