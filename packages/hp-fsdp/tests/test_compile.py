@@ -58,8 +58,18 @@ def train(rank: int, options: str, how: str, when: str) -> tuple[list[Gradients]
     return seen, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("options", list(OPTIONS))
-@pytest.mark.parametrize("how", ["in place", "in a wrapper"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        *(("in place", options) for options in OPTIONS),
+        ("in a wrapper", "copy"),
+        *(
+            pytest.param("in a wrapper", options, marks=pytest.mark.long)
+            for options in OPTIONS
+            if options != "copy"
+        ),
+    ],
+)
 def test_blocks_compiled_before_train_in_one_graph(ranks: Ranks, options: str, how: str) -> None:
     expected, _ = ranks(2).run(train, options, how, "never")[0]
     # Three blocks have one graph, and the steps after the first another at most: no hook breaks it.

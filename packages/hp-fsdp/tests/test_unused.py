@@ -138,6 +138,8 @@ def sharded(shape: tuple[int, ...], name: str, **more: Any) -> Any:
 
 HOWS = ["once", "added sharded", "not synchronised", "summed over replicas once", "not last"]
 
+OFTEN = ("copy", "fused", "ragged")  # on four ranks, the others on two, and by `nox -s long`
+
 
 def in_every_way(rank: int, shape: tuple[int, ...], name: str) -> dict[str, Gradients]:
     """Return the gradients of one step, and of two microbatches in several ways."""
@@ -163,7 +165,13 @@ def in_every_way(rank: int, shape: tuple[int, ...], name: str) -> dict[str, Grad
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        *(((4,), name) for name in OPTIONS),
+        *(((4,), name) for name in OFTEN),
+        *(((2,), name) for name in OPTIONS if name not in OFTEN),
+        *(
+            pytest.param((4,), name, marks=pytest.mark.long)
+            for name in OPTIONS
+            if name not in OFTEN
+        ),
         *(((2, 2), name) for name in ("copy", "fused", "ragged fused", "small ones whole")),
         *((shape, name) for shape in [(1,), (2, 1)] for name in ("copy", "fused", "ragged")),
     ],
