@@ -218,19 +218,22 @@ class TorchState:
         )
 
 
+# Torch's own, also where a program has put this package's in its place.
+_fully_shard: Any = fsdp.fully_shard
+
+
 class _ForeignState(UnsupportedError, AttributeError):
     """An UnsupportedError; an AttributeError too, so that ``hasattr`` answers False."""
 
 
 def note_state(module: nn.Module, state: TorchState) -> None:
     """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``."""
-    key = cast(Any, fsdp.fully_shard).__wrapped__
-    module.__dict__.setdefault(STATE_KEY, {})[key] = state
+    module.__dict__.setdefault(STATE_KEY, {})[_fully_shard.__wrapped__] = state
 
 
 def noted_state(module: nn.Module) -> Any:
     """Return what torch's ``fully_shard.state`` returns."""
-    return cast(Any, fsdp.fully_shard).state(module)
+    return _fully_shard.state(module)
 
 
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
