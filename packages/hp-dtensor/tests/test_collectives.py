@@ -612,6 +612,7 @@ class Named:
         self._name = name
 
     def name(self) -> str:
+        """Return it."""
         return self._name
 
 
