@@ -317,7 +317,7 @@ class ExtendedGroup(ParameterGroup):
         self._unsharded_new = False
         return ExtendedLayout(locals_, self._specs, self.axes.shard, dtype=compute)
 
-    def _hook_gradients(self, fused: bool) -> None:
+    def _hook_gradients(self) -> None:
         """Leave gradients to be packed at the end: unsharded parameters come late."""
 
     def gather(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 from hp_dtensor import Axis, Collectives, RaggedTensor, Work
 
 from ._errors import StateError
-from ._gradients import BucketHooks
+from ._gradients import BucketHooks, why_not_fused
 from ._layout_exact import ExactLayout
 from ._layout_ragged import RaggedLayout, plan_ragged
 from ._mesh import DataAxes
@@ -156,8 +156,9 @@ class ParameterGroup:
             whole = cast(Tensor, parameter.original()).detach()
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
         self._lay_out(self._own_parts(wholes))
+        self.unfused = [self._why_not_fused(i) for i in range(len(self.parameters))]
         if config.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
-            self._hook_gradients(fused=config.grads == "fused")
+            self._hook_gradients()
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
             parameter.build_sharded(local)
         self._build_unsharded()
@@ -216,15 +217,40 @@ class ParameterGroup:
         self._plain = all(each.is_plain for each in self.parameters)
         self._plan = None
 
-    def _hook_gradients(self, fused: bool) -> None:
+    def _hook_gradients(self) -> None:
         """Pack large gradients as they come; others cost less when they are packed together."""
-        itemsize, least = self.dtypes.reduce.itemsize, self.config.direct_bytes
-        specs = self.layout.specs
-        large = [i for i, s in enumerate(specs) if is_large(s.shard_numel, itemsize, least)]
+        large = [i for i in range(len(self.parameters)) if self._is_large(i)]
+        fused = {i for i, reason in enumerate(self.unfused) if not reason}
         if large:
             self.bucket_hooks = BucketHooks(
                 self.parameters, large, self.reduced, self._rows_of, self._take_memory, fused
             )
+
+    def _is_large(self, position: int) -> bool:
+        numel, itemsize = self.layout.specs[position].shard_numel, self.dtypes.reduce.itemsize
+        return is_large(numel, itemsize, self.config.direct_bytes)
+
+    def _why_not_fused(self, position: int) -> str:
+        """Return why a gradient is not written by fused products; "" where it is."""
+        parameter, grads = self.parameters[position], self.config.grads
+        if grads != "fused":
+            return f"grads={grads!r}"
+        if self.axes.size == 1:
+            return "one rank, so nothing is packed"
+        if not self.flat:
+            return "of a tensor class with all-gather hooks"
+        if not parameter.is_plain:
+            return "a DTensor before fully_shard"
+        if not self._is_large(position):
+            return "fewer than direct_bytes per rank"
+        spec = self._rows_of([position]).extents[0].spec
+        computed, reduced = self.dtypes.compute, self.dtypes.reduce
+        device_type = self.config.device.type
+        reasons = [
+            why_not_fused(owner.module, owner.name, spec, computed, reduced, device_type)
+            for owner in parameter.owners
+        ]
+        return "" if "" in reasons else reasons[0]
 
     def _rows_of(self, chosen: Sequence[int]) -> GradientRows:
         return self.layout.gradient_rows(chosen, self.dtypes.reduce.itemsize)

@@ -34,12 +34,21 @@ from ._unit import Unit, unit_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterReport:
-    """One parameter: its name, unsharded local shape, and how it is gathered."""
+    """One parameter: its name, unsharded local shape, and how it is gathered and reduced.
+
+    ``unfused`` says in words why its gradient is not written by fused products; "" where it is.
+    """
 
     name: str
     shape: tuple[int, ...]
     rows_per_rank: int
     direct: bool
+    unfused: str
+
+    @property
+    def fused(self) -> bool:
+        """Return whether the gradient is written into the packed ones by the product itself."""
+        return not self.unfused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +85,8 @@ class PlanReport:
             )
             lines += [
                 f"  {p.name} {list(p.shape)}: {p.rows_per_rank} rows per rank, "
-                f"{'direct' if p.direct else 'packed'}"
+                f"{'direct' if p.direct else 'packed'}, "
+                f"gradient {'fused' if p.fused else f'not fused: {p.unfused}'}"
                 for p in group.parameters
             ]
         return "\n".join(lines)
@@ -105,6 +115,7 @@ def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
                 shape=group.layout.specs[i].shape,
                 rows_per_rank=plan.rows_per_rank(i),
                 direct=plan.direct[i],
+                unfused=group.unfused[i],
             )
             for i, parameter in enumerate(group.parameters)
         ),
