@@ -82,8 +82,12 @@ class Resize:
 class ResizeBuffer:
     """A flat buffer whose memory is allocated and freed in place."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._make: Callable[[], Tensor] = partial(torch.empty, numel, dtype=dtype, device=device)
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
+    ) -> None:
+        self._make: Callable[[], Tensor] = partial(
+            torch.empty, numel, dtype=dtype, device=device, pin_memory=pinned
+        )
         self.tensor: Tensor = self._make()
         self.writable: Tensor = self.tensor.data
         self._storage = self.tensor.untyped_storage()

@@ -25,8 +25,15 @@ from ._offsets import GradientRows, ShardSpec, is_large
 from ._options import GroupConfig, Options
 from ._param import RaggedParameter, ShardedParameter, mixture, no_memory
 from ._precision import choose_dtypes
-from ._reduction import PartialSum, ReducedGradients, Reduction, ReductionPlan
+from ._reduction import (
+    PartialSum,
+    ReducedGradients,
+    Reduction,
+    ReductionPlan,
+    StreamedReduction,
+)
 from ._states import Event, ParameterState, advance
+from ._streams import Streams
 from ._torch import are_parts, inside_backward, local_of, named_range, uncompiled, writes_to
 
 
@@ -93,8 +100,13 @@ class Layout(Protocol):
         """Return where the packed gradients of the parameters at ``chosen`` lie."""
         ...
 
-    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
-        """Start the one all-gather over ``axis``; None where there is nothing to send."""
+    def gather(
+        self, axis: Axis, collectives: Collectives, streams: Streams | None = None
+    ) -> Work | None:
+        """Start the one all-gather over ``axis``; None where there is nothing to send.
+
+        What is sent is copied beside the computation where there are ``streams``.
+        """
         ...
 
     def wait(self, work: Work) -> None:
@@ -142,6 +154,7 @@ class ParameterGroup:
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
         self.path = ""  # from the root of the step to the unit, once there is one
+        self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
         self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
@@ -303,7 +316,7 @@ class ParameterGroup:
             else:
                 axis = self.axes.shard
                 with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather(axis, self._collectives)
+                    self._work = self.layout.gather(axis, self._collectives, self.streams)
                 self._noted = None
             self.state = advance(before, Event.GATHER)
         except BaseException:
@@ -432,6 +445,13 @@ class ParameterGroup:
         self._waiting.clear()
         self._stop_gather()
 
+    def finish_copies(self) -> None:
+        """Wait, on the host, for copies from the CPU, whose memory the host may write to next."""
+        if self.config.pinned and self.streams is not None:
+            self.streams.gather.synchronize()
+        elif self.config.pinned:
+            torch.accelerator.current_stream(self.config.device).synchronize()
+
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet, of this rank alone if need be.
 
@@ -523,7 +543,10 @@ class ParameterGroup:
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
         self._waiting = set(chosen) if adds_up else set()
-        return Reduction(plan, gradients, rows, used, axes, self._collectives, options)
+        given = (plan, gradients, rows, used, axes, self._collectives, options)
+        if self.streams is not None:
+            return StreamedReduction(*given, self.streams)
+        return Reduction(*given)
 
     def _take_gradients(self, chosen: Sequence[int]) -> list[Tensor | None]:
         if not self._plain or self._put_aside:
@@ -543,6 +566,7 @@ class ParameterGroup:
             shard=self.layout.shard,
             partial=self.partial,
             buffers=self.config.buffers,
+            offloaded=self.config.rest != self.config.device,
         )
 
     def release_gradients(self) -> None:

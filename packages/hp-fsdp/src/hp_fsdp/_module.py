@@ -404,7 +404,9 @@ class FSDPModule(Setters):
 
     def reshard(self) -> None:
         """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
-        self._unit().reshard()
+        unit = self._unit()
+        unit.reshard()
+        unit.finish_copies()  # what follows may write to the shards
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
@@ -490,6 +492,7 @@ class FSDPModule(Setters):
         units = self._units(True)
         for unit in units:
             unit.reshard()
+            unit.finish_copies()
         module = cast(Any, super())._apply(fn, recurse)
         for unit in units:
             unit.reset_sharded(
