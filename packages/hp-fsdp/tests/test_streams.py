@@ -183,3 +183,43 @@ def test_each_guard_is_needed(ranks: Ranks, guard: str) -> None:
     broken, mode, partial = BREAKS[guard]
     for _, races, _ in ranks(4).run(compared, (2, 2), MODES[mode], partial, broken):
         assert races
+
+
+def ranges(rank: int) -> set[str]:
+    """Return the names in a profile of a step with offloaded shards."""
+    model = built((2, 2), MODES["offload"])
+    device = Device()
+    with watched(device, model, offloaded=True), torch.profiler.profile() as profiler:
+        loss_of(model, tokens(rank)).backward()
+    return {e.key for e in profiler.key_averages() if e.key.startswith("hp_fsdp.")}
+
+
+def test_a_profile_names_copies_and_sums_with_their_modules(ranks: Ranks) -> None:
+    expected = {
+        f"hp_fsdp.{what} {module}{over}"
+        for module in ("blocks.0", "blocks.1", "blocks.2", "(root)")
+        for what, over in (
+            *(("copy_shard", ""), ("all_gather", " over fsdp"), ("copy_gradients", "")),
+            *(("reduce_scatter", " over fsdp"), ("all_reduce", " over dp_replicate")),
+            *(("wait_all_gather", ""), ("wait_reduce_scatter", ""), ("wait_reduction", "")),
+            *(("show_unsharded", ""), ("pack_gradients", "")),
+        )
+    }
+    for found in ranks(4).run(ranges):
+        assert found == expected
+
+
+def dropped(rank: int) -> list[str]:
+    """Drop sums that wait for an all-reduce while a backward goes on."""
+    model = built((2, 2), {})
+    device = Device()
+    with watched(device, model):
+        model.set_requires_all_reduce(False)
+        loss_of(model, tokens(rank)).backward()
+        model.blocks[0].register_full_backward_hook(lambda *_: model.zero_grad())
+        loss_of(model, tokens(rank)).backward()
+    return device.races
+
+
+def test_sums_that_are_dropped_in_backward_are_waited_for(ranks: Ranks) -> None:
+    assert ranks(4).run(dropped) == [[]] * 4

@@ -369,6 +369,9 @@ class ParameterGroup:
     def unshard(self) -> None:
         """Wait for the all-gather, started here if need be, and register unsharded parameters.
 
+        From here on the current stream is past all that the gather read of the shards, which an
+        optimizer may write to; `reshard` awaits a gather that nobody used for the same reason.
+
         Where the all-gather failed, the group is sharded again. Where what comes after it raised,
         the next call goes on from there.
         """
@@ -462,6 +465,8 @@ class ParameterGroup:
         self._put_aside = False
         if self.bucket_hooks is not None:
             self.bucket_hooks.drop()
+        if self.streams is not None and self.partial.waits:
+            self.streams.all_reduce.join()  # which added to it, maybe in the backward under way
         self.partial.drop()
 
     def hold_gradients(self) -> None:

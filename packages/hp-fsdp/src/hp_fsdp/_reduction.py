@@ -120,6 +120,7 @@ class ReducedGradients:
 
     def use(self) -> None:
         """Get memory again, for a reduction that writes it."""
+        # After what an optimizer read of it on the current stream: a reduction begins after that.
         self.in_flight = True
         if self._released:
             self._buffer.allocate()
@@ -127,6 +128,7 @@ class ReducedGradients:
 
     def release(self) -> None:
         """Give the memory back, if nothing refers to it, and if it is worth the while."""
+        # No stream writes it: while one may, it is `in_flight`, until the current one waited.
         if not self._released and self.flat.nbytes >= RELEASED_BYTES and not self.held:
             self._buffer.free()
             self._released = True

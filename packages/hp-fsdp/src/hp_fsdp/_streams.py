@@ -62,6 +62,10 @@ class SideStream:
         """Return what waits for all that this stream was given until now, and for ``work``."""
         return Begun(self._stream.record_event(), self._current, work)
 
+    def join(self) -> None:
+        """Let the current stream wait for all that this one was given."""
+        self._current().wait_stream(self._stream)
+
     def uses(self, tensor: Tensor) -> None:
         """Note that this stream uses memory that will be given up before it has been waited for."""
         tensor.record_stream(self._stream)
