@@ -73,10 +73,6 @@ class Stream:
         """Note what was given until now."""
         return Event(self.device, dict(self.device.clocks[self.name]))
 
-    def synchronize(self) -> None:
-        """Let the host wait for all that was given."""
-        self.record_event().synchronize()
-
     def __enter__(self) -> "Stream":
         """Be the current stream."""
         self.device.stack.append(self)

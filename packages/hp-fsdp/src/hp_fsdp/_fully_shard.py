@@ -285,7 +285,8 @@ def fully_shard(
         mp_policy: the dtypes to compute, to reduce and to return outputs in; gradients that add up
             without communication do so in the dtype of the reduction.
         offload_policy: with torch's ``CPUOffloadPolicy`` shards, their gradients and so optimizer
-            states rest on the CPU.
+            states rest on the CPU. With its ``pin_memory`` they are copied to and from an
+            accelerator beside the computation; the end of backward waits for the gradients.
         ignored_params: parameters that stay as they are, where they are; nothing reduces their
             gradients.
         dp_mesh_dims: the axes of ``mesh`` that carry data, where all parameters are DTensors on the

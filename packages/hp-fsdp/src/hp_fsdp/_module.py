@@ -218,7 +218,8 @@ class Setters:
         """Call ``hook`` once per group and reduction with the flat reduced gradient.
 
         That is the result of the reduce-scatter, or of the all-reduce where there are replicas;
-        what the hook writes to it ends in the gradients. With ``stream`` it runs there. Raises
+        what the hook writes to it ends in the gradients. With ``stream`` it runs there, otherwise
+        on an accelerator on the stream of the reduction, while backward goes on. Raises
         `ShardingError` for a stream where this package reduces over replicas itself.
         """
         unit = self._unit()

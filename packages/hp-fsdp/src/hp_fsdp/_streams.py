@@ -72,7 +72,7 @@ class SideStream:
 
     def synchronize(self) -> None:
         """Wait, on the host, for all that this stream was given."""
-        self._stream.synchronize()
+        self._stream.record_event().synchronize()
 
 
 class Begun:
