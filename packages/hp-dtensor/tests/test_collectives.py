@@ -620,7 +620,7 @@ class Served(dist.ProcessGroup):
     """A group of two whose backend is ``by`` for CPUs; other devices have none."""
 
     def __init__(self, by: str) -> None:
-        super().__init__(0, 2)
+        super().__init__(0, 2)  # type: ignore[call-arg]
         self._by = by
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -649,7 +649,8 @@ def by_a_registered_name(rank: int) -> tuple[str, list[Tensor]]:
             return dist.ProcessGroupGloo(store, index, size, timeout)
 
         dist.Backend.register_backend("mine", create, devices=["cpu"])
-        return dist.new_group(backend="mine")
+        made: dist.ProcessGroup = dist.new_group(backend="mine")
+        return made
 
     group = cached("a group by a registered name", make)
     axis = Axis("data", group, (0, 1))

@@ -87,7 +87,7 @@ class Device(TorchDispatchMode):
     """The accelerator: notes what every operator reads and writes, and on which stream."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         names = ("compute", "gather", "reduce", "all_reduce", "offload", "nccl", HOST)
         self.clocks: dict[str, Clock] = {name: dict.fromkeys(names, 0) for name in names}
         self.stack = [Stream(self, "compute")]
@@ -120,7 +120,8 @@ class Device(TorchDispatchMode):
         if views or name in ("set_", "resize_", "record_stream"):
             return out
         given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
-        reads, writes = [], []
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
         for argument in schema.arguments:
             found = _tensors(given.get(argument.name))
             is_write = argument.alias_info is not None and argument.alias_info.is_write
@@ -227,7 +228,7 @@ class Nccl(TorchCollectives):
         with _disable_current_modes():
             start(axis, *given, *more).wait()
         nccl = Stream(device, "nccl")
-        nccl.wait_stream(device.stack[-1])  # type: ignore[arg-type]
+        nccl.wait_stream(device.stack[-1])
         with nccl:
             device.access(what, inputs, inputs if outputs is None else outputs)
         device.log[-1] = (device.stack[-1].name, what)  # the one that it was started on
