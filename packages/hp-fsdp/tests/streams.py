@@ -321,9 +321,7 @@ def _patches(device: Device, offloaded: bool) -> list[Any]:
 
 
 @torch.no_grad()
-def descend(model: Any, rate: float = 0.1) -> None:
-    """Step as an optimizer does, on what this rank has of each parameter and gradient."""
-    for p in model.parameters():
-        if p.grad is not None:
-            part = local_of if hasattr(p, "_local_tensor") else type(p).to_local
-            part(p).sub_(part(p.grad), alpha=rate)
+def descend(p: Any, rate: float = 0.1) -> None:
+    """Step as an optimizer does, on what this rank has of a parameter and its gradient."""
+    part = local_of if hasattr(p, "_local_tensor") else type(p).to_local
+    part(p).sub_(part(p.grad), alpha=rate)

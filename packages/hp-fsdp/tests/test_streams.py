@@ -15,7 +15,7 @@ from hp_fsdp._group import ParameterGroup
 from hp_fsdp._reduction import Reduction, StreamedReduction
 from hp_fsdp._streams import Begun, SideStream
 
-from .models import Net, loss_of, make, mesh_of, parameters, shard, tokens, worst
+from .models import WIDTH, Net, gradients, loss_of, make, mesh_of, parameters, shard, tokens, worst
 from .streams import Device, descend, watched
 
 Ranks = Callable[[int], RankPool]
@@ -44,14 +44,14 @@ SHAPES = [(1,), (2,), (2, 2), (2, 1)]
 Break = Callable[[], Any]
 
 
-def built(shape: tuple[int, ...], options: dict[str, Any]) -> Any:
+def built(shape: tuple[int, ...], options: dict[str, Any], kind: type[Net] = Net) -> Any:
     options = dict(options)
     options.pop("offload", None)
     if "ring" in options:
         options |= {"buffers": Ring(options.pop("ring")), "reshard_after_forward": True}
     hook, in_flight = options.pop("hook", False), options.pop("in_flight", 1)
     axes = ("dp_replicate", "fsdp")[-len(shape) :]
-    model: Any = shard(make(Net), mesh_of(shape, axes), **options)
+    model: Any = shard(make(kind), mesh_of(shape, axes), **options)
     model.set_reduce_scatter_max_input_buffers(in_flight)
     if hook:
         for block in model.blocks:
@@ -69,7 +69,9 @@ def train(model: Any, rank: int, partial: bool) -> None:
             loss_of(model, tokens(rank, 3 * step + part)).backward()
         with torch.no_grad():
             loss_of(model, tokens(rank))
-        descend(model)
+        for p in model.parameters():
+            if p.grad is not None:
+                descend(p)
         if step:
             model.zero_grad()
 
@@ -183,6 +185,63 @@ def test_each_guard_is_needed(ranks: Ranks, guard: str) -> None:
     broken, mode, partial = BREAKS[guard]
     for _, races, _ in ranks(4).run(compared, (2, 2), MODES[mode], partial, broken):
         assert races
+
+
+def stepped_in_backward(rank: int, options: dict[str, Any]) -> tuple[float, list[str]]:
+    """Step each parameter in backward, by a hook that frees its gradient."""
+
+    def step(p: torch.Tensor) -> None:
+        descend(p)
+        p.grad = None
+
+    plain, beside = built((2, 2), options), built((2, 2), options)
+    for p in (*plain.parameters(), *beside.parameters()):
+        p.register_post_accumulate_grad_hook(step)
+    train(plain, rank, False)
+    device = Device()
+    with watched(device, beside, offloaded="offload" in options):
+        train(beside, rank, False)
+    return worst(parameters(beside), parameters(plain)), device.races
+
+
+@pytest.mark.parametrize("mode", ["copy", "ragged", "offload"])
+def test_an_optimizer_in_backward_waits_for_its_gradients(ranks: Ranks, mode: str) -> None:
+    assert ranks(4).run(stepped_in_backward, MODES[mode]) == [(0.0, [])] * 4
+
+
+class TwoHeads(Net):
+    """A net with two heads, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens: torch.Tensor, both: bool = True) -> torch.Tensor:
+        """Return the logits of the first head, or the sum of both."""
+        x = self.blocks[0](self.embedding(tokens))
+        return self.head(x) + self.other(x) if both else self.head(x)  # type: ignore[no-any-return]
+
+
+def left_out(rank: int, options: dict[str, Any], everywhere: bool) -> tuple[bool, list[str]]:
+    """Leave a head out on rank 0, or on all ranks; compare with the same without streams."""
+    model, found = built((2,), options, TwoHeads), []
+    device = Device()
+    for context in (nullcontext(), watched(device, model, offloaded="offload" in options)):
+        with context:
+            model(tokens(rank), rank > 0 and not everywhere).pow(2).mean().backward()
+        if everywhere and model.other.weight.grad is not None:
+            raise AssertionError("a gradient that no rank has")
+        found.append(gradients(model))
+        model.zero_grad()
+    return worst(*found) == 0, device.races
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("mode", ["copy", "fused", "ragged", "offload"])
+def test_what_a_rank_left_out_is_found_behind_the_reduction(
+    ranks: Ranks, mode: str, everywhere: bool
+) -> None:
+    assert ranks(2).run(left_out, MODES[mode], everywhere) == [(True, [])] * 2
 
 
 def ranges(rank: int) -> set[str]:

@@ -443,6 +443,8 @@ class Schedule:
                 self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()
         self._backward = False
+        if self._pinned:
+            self._finish_copies()
 
     def _drop_unused_gathers(self) -> None:
         for unit in self.units:
