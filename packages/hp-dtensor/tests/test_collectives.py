@@ -20,6 +20,7 @@ from hp_dtensor import (
     RecordingCollectives,
     TorchCollectives,
 )
+from hp_dtensor.collectives._c10d import _backend, _reduction
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 Program = Callable[[Collectives, Axis], list[Tensor]]
@@ -602,3 +603,68 @@ def test_a_simulated_world_keeps_nothing_of_calls_that_are_over() -> None:
 
     assert world.run(reduced) == [24.0] * 3
     assert len(world._meetings) <= 1
+
+
+class Named:
+    """A backend that only tells its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self) -> str:
+        """Return it."""
+        return self._name
+
+
+class Served(dist.ProcessGroup):
+    """A group of two whose backend is ``by`` for CPUs; other devices have none."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(0, 2)  # type: ignore[call-arg]
+        self._by = by
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type != "cpu":
+            raise RuntimeError(f"no backend for device type {device.type}")
+        return Named(self._by)
+
+
+@pytest.mark.parametrize(
+    ("by", "op", "divides"), [("nccl", dist.ReduceOp.AVG, False), ("gloo", dist.ReduceOp.SUM, True)]
+)
+def test_a_mean_is_left_to_the_backend_that_has_it_whatever_the_group_is_called(
+    by: str, op: Any, divides: bool
+) -> None:
+    axis = Axis("data", Served(by), (0, 1))
+    found, finish = _reduction("avg", axis, [torch.ones(2)])
+    assert found == op
+    assert (finish is not None) == divides
+
+
+def by_a_registered_name(rank: int) -> tuple[str, list[Tensor]]:
+    """Make a group by a name of one's own for gloo; the default names of torch know nothing."""
+
+    def make() -> dist.ProcessGroup:
+        def create(store: Any, index: int, size: int, timeout: Any) -> Any:
+            return dist.ProcessGroupGloo(store, index, size, timeout)
+
+        dist.Backend.register_backend("mine", create, devices=["cpu"])
+        made: dist.ProcessGroup = dist.new_group(backend="mine")
+        return made
+
+    group = cached("a group by a registered name", make)
+    axis = Axis("data", group, (0, 1))
+    small = [numbers(axis.index, 2), numbers(axis.index + 9, 4)]  # what gloo gathers packed
+    gathered = TorchCollectives().all_gather(axis, small).wait()
+    mean = TorchCollectives().all_reduce(axis, [numbers(axis.index, 3)], "avg").wait()
+    return _backend(group, torch.device("cpu")), [*gathered, *mean]
+
+
+def test_a_group_by_a_registered_name_is_served_as_its_backend_is(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    for name, found in ranks(2).run(by_a_registered_name):
+        assert name == "gloo"
+        assert torch.equal(found[0], torch.cat([numbers(0, 2), numbers(1, 2)]))
+        assert torch.equal(found[1], torch.cat([numbers(9, 4), numbers(10, 4)]))
+        assert torch.equal(found[2], (numbers(0, 3) + numbers(1, 3)) / 2)

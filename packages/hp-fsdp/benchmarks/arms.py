@@ -107,14 +107,14 @@ def two_buffers(base: Net, mesh: DeviceMesh, **options: Any) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def torchs(base: Net, mesh: DeviceMesh, tuned: bool) -> nn.Module:
+def torchs(base: Net, mesh: DeviceMesh, tuned: bool, **options: Any) -> nn.Module:
     """Shard with torch, as it comes or tuned."""
     model = copy.deepcopy(base)
     last = len(model.blocks) - 1
     for position, block in enumerate(model.blocks):
         keep = tuned and position == last
-        theirs.fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
-    theirs.fully_shard(model, mesh=mesh)
+        theirs.fully_shard(block, mesh=mesh, reshard_after_forward=not keep, **options)
+    theirs.fully_shard(model, mesh=mesh, **options)
     if tuned:
         model._set_unshard_async_op(True)  # type: ignore[operator]
         sharded: list[Any] = list(model.blocks)

@@ -13,11 +13,12 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arms import Row, run_all
+from arms import Row, Step, run_all
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -27,12 +28,64 @@ PARTS = 16
 KILOBYTES = (1, 4, 16, 32, 64, 128, 256, 512)
 
 
-def timed_ms(axis: Axis, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """Return the milliseconds of one gather, all ranks starting together."""
+def timed_ms(act: Step, sync: Step) -> float:
+    """Return the milliseconds of one act to its end, all ranks starting together."""
     dist.barrier()
+    sync()
     start = time.perf_counter()
-    TorchCollectives().all_gather(axis, inputs, outputs).wait()
+    act()
+    sync()
     return 1e3 * (time.perf_counter() - start)
+
+
+def nothing() -> None:
+    """Wait for nothing: a CPU is done when a call returns."""
+
+
+def sweep(
+    axis: Axis,
+    kilobytes: Sequence[int] = KILOBYTES,
+    rounds: int = 40,
+    device: str = "cpu",
+    sync: Step = nothing,
+) -> list[Row]:
+    """Time both ways over the axis, a row for each size per rank; ``sync`` waits for the device."""
+    world, rows, gather = axis.size, [], TorchCollectives().all_gather
+    for size in kilobytes:
+        numel = size * 256
+        source = torch.ones(PARTS * numel, device=device)
+        target = torch.empty(world * PARTS * numel, device=device)
+        inputs, outputs = list(source.split(numel)), list(target.split(world * numel))
+        packed = target.view(world, PARTS * numel)
+        places = [torch.empty(world, numel, device=device) for _ in range(PARTS)]
+
+        def flat(i: Tensor = source, o: Tensor = target) -> None:
+            gather(axis, [i], [o]).wait()
+
+        def copy_out(i: Tensor = packed, n: int = numel, o: list[Tensor] = places) -> None:
+            torch.split_with_sizes_copy(i, [n] * PARTS, dim=1, out=o)
+
+        def coalesced(i: list[Tensor] = inputs, o: list[Tensor] = outputs) -> None:
+            gather(axis, i, o).wait()
+
+        acts: dict[str, Step] = {"flat": flat, "copy": copy_out, "coalesced": coalesced}
+        times: dict[str, list[float]] = {name: [] for name in acts}
+        for _ in range(rounds):
+            for name, act in acts.items():
+                times[name].append(timed_ms(act, sync))
+        part_us = {name: 1e3 * statistics.median(each) / PARTS for name, each in times.items()}
+        packed_us = part_us["flat"] + part_us["copy"]
+        rows.append(
+            {
+                "case": f"{world} ranks, {PARTS} parts",
+                "kilobytes_per_rank": size,
+                "flat_us": part_us["flat"],
+                "packed_us": packed_us,
+                "direct_us": part_us["coalesced"],
+                "direct_to_packed": part_us["coalesced"] / packed_us,
+            }
+        )
+    return rows
 
 
 def rank_main(rank: int, world: int, store: str, out: str, quick: bool) -> None:
@@ -41,33 +94,7 @@ def rank_main(rank: int, world: int, store: str, out: str, quick: bool) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     axis = Axis.of(init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",)))
-    rows: list[Row] = []
-    for kilobytes in KILOBYTES[:2] if quick else KILOBYTES:
-        numel = kilobytes * 256
-        source, target = torch.ones(PARTS * numel), torch.empty(world * PARTS * numel)
-        inputs = list(source.split(numel))
-        outputs = list(target.split(world * numel))
-        packed = target.view(world, PARTS * numel)
-        places = [torch.empty(world, numel) for _ in range(PARTS)]
-        times: dict[str, list[float]] = {"flat": [], "coalesced": [], "copy": []}
-        for _ in range(3 if quick else 40):
-            times["flat"].append(timed_ms(axis, [source], [target]))
-            start = time.perf_counter()
-            torch.split_with_sizes_copy(packed, [numel] * PARTS, dim=1, out=places)
-            times["copy"].append(1e3 * (time.perf_counter() - start))
-            times["coalesced"].append(timed_ms(axis, inputs, outputs))
-        part_us = {name: 1e3 * statistics.median(each) / PARTS for name, each in times.items()}
-        packed_us = part_us["flat"] + part_us["copy"]
-        rows.append(
-            {
-                "case": f"{world} ranks, {PARTS} parts",
-                "kilobytes_per_rank": kilobytes,
-                "flat_us": part_us["flat"],
-                "packed_us": packed_us,
-                "direct_us": part_us["coalesced"],
-                "direct_to_packed": part_us["coalesced"] / packed_us,
-            }
-        )
+    rows = sweep(axis, KILOBYTES[:2], 3) if quick else sweep(axis)
     dist.barrier()
     if rank == 0:
         Path(out).write_text(json.dumps(rows))

@@ -1,5 +1,6 @@
 """Gradients packed at the end, as they come, or by the matrix product itself."""
 
+import re
 from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
@@ -340,3 +341,30 @@ def test_a_ring_lends_what_it_got_back() -> None:
     ring.give(first)
     assert ring.take(4, torch.float64, device).data_ptr() == place
     assert ring.take(4, torch.float64, device).data_ptr() != place
+
+
+def reported(rank: int, layout: str, grads: str, ranks: int) -> dict[str, str]:
+    """Return what the plan says of the root's and one block's gradients."""
+    model: Any = shard(make(Net), mesh_of((ranks,), ("fsdp",)), layout=layout, grads=grads)
+    groups = model.plan_report().groups
+    return {f"{g.unit}.{p.name}": p.unfused for g in groups[:2] for p in g.parameters} | {
+        "fused": ", ".join(p.name for p in groups[1].parameters if p.fused),
+        "text": str(model.plan_report()),
+    }
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_the_plan_says_which_gradients_are_fused_and_why_others_are_not(
+    ranks: Ranks, layout: str
+) -> None:
+    for found in ranks(2).run(reported, layout, "fused", 2):
+        assert found["fused"] == "up.weight, down.weight"
+        assert found["blocks.0.norm.weight"] == "fewer than direct_bytes per rank"
+        assert found["(root).embedding.weight"] == ""
+        line = r"up\.weight \[36, 8\]: \d+ rows per rank, direct, gradient fused\n"
+        assert re.search(line, found["text"])
+        assert "gradient not fused: fewer than direct_bytes per rank" in found["text"]
+    for found in ranks(2).run(reported, layout, "copy", 2):
+        assert found["blocks.0.up.weight"] == "grads='copy'"
+    (found,) = ranks(1).run(reported, layout, "fused", 1)
+    assert found["blocks.0.up.weight"] == "one rank, so nothing is packed"

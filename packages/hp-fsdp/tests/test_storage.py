@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.fsdp
 from rank_pool import RankPool
+from torch import nn
 
 from hp_dtensor import Axis, TorchCollectives
-from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingError, fully_shard
+from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingError, _offsets, fully_shard
 from hp_fsdp._layout_exact import ExactLayout
 from hp_fsdp._offsets import ShardSpec
 
@@ -110,6 +112,27 @@ def test_the_threshold_decides_who_travels_packed(ranks: Ranks, direct_bytes: fl
         assert worst(found, reference(2)) < 1e-12
         for size, direct in parts:
             assert direct == (size % 16 == 0 and size >= direct_bytes)
+
+
+def by_backend(rank: int) -> dict[str, tuple[bool, ...]]:
+    """Return what is gathered into place of weights of 64 and 128 KiB on each of two ranks."""
+
+    def direct(**options: Any) -> tuple[bool, ...]:
+        model = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Linear(64, 1024, bias=False))
+        sharded = fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
+        return tuple(p.direct for p in sharded.plan_report().groups[0].parameters)
+
+    found = {"as measured": direct()}
+    with mock.patch.dict(_offsets.DIRECT_BYTES_OF, {"gloo": 2**17, "nccl": 0}):
+        found |= {"by the table": direct(), "by the caller": direct(direct_bytes=math.inf)}
+    return found
+
+
+def test_the_threshold_is_that_of_the_backend_unless_it_is_given(ranks: Ranks) -> None:
+    for found in ranks(2).run(by_backend):
+        assert found["as measured"] == (True, True)
+        assert found["by the table"] == (False, True)
+        assert found["by the caller"] == (False, False)
 
 
 def refused(rank: int) -> list[str]:

@@ -82,8 +82,12 @@ class Resize:
 class ResizeBuffer:
     """A flat buffer whose memory is allocated and freed in place."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._make: Callable[[], Tensor] = partial(torch.empty, numel, dtype=dtype, device=device)
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool = False
+    ) -> None:
+        self._make: Callable[[], Tensor] = partial(
+            torch.empty, numel, dtype=dtype, device=device, pin_memory=pinned
+        )
         self.tensor: Tensor = self._make()
         self.writable: Tensor = self.tensor.data
         self._storage = self.tensor.untyped_storage()
@@ -118,6 +122,8 @@ class ResizeBuffer:
 
     def free(self) -> None:
         """Give the memory back, unless it is lent; views become unreadable."""
+        # It goes to the pool of the current stream, which waited for what filled it, and whose own
+        # reads of it come before anything that the pool lends it to.
         if not self.lent:
             self._storage.resize_(0)
 
@@ -159,13 +165,18 @@ class Ring:
 
     def give(self, flat: Tensor) -> None:
         """Keep the memory for the next reduction."""
+        # The current stream waited for the reduce-scatter that read it, and packs the next one.
         storage = flat.untyped_storage()
         empty = torch.empty(0, dtype=torch.uint8, device=flat.device)
         self._free.append(empty.set_(storage, 0, (storage.nbytes(),), (1,)))
 
 
 class _Slot:
-    """Memory that several groups use, one at a time."""
+    """Memory that several groups use, one at a time.
+
+    On an accelerator the next group's gather begins after all that the current stream was given,
+    the last reads of the group before included, so that a slot passes on at once on the host.
+    """
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)

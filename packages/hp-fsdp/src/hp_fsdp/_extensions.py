@@ -28,6 +28,7 @@ from ._mesh import MeshInfo
 from ._offsets import GradientRows, ShardSpec, rows_by_rank
 from ._param import Owner, ShardedParameter
 from ._states import ParameterState
+from ._streams import Streams
 from ._torch import is_extended, preserved_versions, writes_to
 
 
@@ -88,7 +89,9 @@ class ExtendedLayout:
                 ResizeBuffer(self._degree * flat.numel(), flat.dtype, flat.device) for flat in flats
             ]
 
-    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
+    def gather(
+        self, axis: Axis, collectives: Collectives, streams: Streams | None = None
+    ) -> Work | None:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
         if not self._inputs:
             return None
@@ -317,7 +320,7 @@ class ExtendedGroup(ParameterGroup):
         self._unsharded_new = False
         return ExtendedLayout(locals_, self._specs, self.axes.shard, dtype=compute)
 
-    def _hook_gradients(self, fused: bool) -> None:
+    def _hook_gradients(self) -> None:
         """Leave gradients to be packed at the end: unsharded parameters come late."""
 
     def gather(self) -> None:

@@ -28,6 +28,7 @@ from ._group import ParameterGroup, RaggedGroup
 from ._hooks import register_post_forward
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
 from ._module import FSDPModule, sharded_class, show_to_torch
+from ._offsets import direct_bytes_of
 from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
 from ._param import RaggedParameter, ShardedParameter
 from ._select import (
@@ -37,7 +38,7 @@ from ._select import (
     note_managed,
     select_parameters,
 )
-from ._torch import composed_by, note_composed, noted_state
+from ._torch import backend_of, composed_by, note_composed, noted_state
 from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
 
 LayoutName = Literal["exact", "ragged"]
@@ -79,8 +80,12 @@ def config_of(
     offload: object,
     device: torch.device,
     direct_bytes: float | None,
+    backend: str,
 ) -> GroupConfig:
-    """Return where shards rest; raises `ShardingError` for what is no policy or no size."""
+    """Return where shards rest; raises `ShardingError` for what is no policy or no size.
+
+    ``backend`` carries the gathers; it says what ``direct_bytes`` is where nobody else does.
+    """
     if not isinstance(offload, OffloadPolicy):
         raise ArgumentTypeError(
             f"offload_policy is {shown(offload)}; legal are OffloadPolicy() and CPUOffloadPolicy()"
@@ -99,7 +104,7 @@ def config_of(
         rest=torch.device("cpu") if to_cpu else device,
         buffers=Resize(),
         pinned=pinned,
-        direct_bytes=direct_bytes,
+        direct_bytes=direct_bytes_of(backend) if direct_bytes is None else direct_bytes,
     )
 
 
@@ -280,7 +285,8 @@ def fully_shard(
         mp_policy: the dtypes to compute, to reduce and to return outputs in; gradients that add up
             without communication do so in the dtype of the reduction.
         offload_policy: with torch's ``CPUOffloadPolicy`` shards, their gradients and so optimizer
-            states rest on the CPU.
+            states rest on the CPU. With its ``pin_memory`` they are copied to and from an
+            accelerator beside the computation; the end of backward waits for the gradients.
         ignored_params: parameters that stay as they are, where they are; nothing reduces their
             gradients.
         dp_mesh_dims: the axes of ``mesh`` that carry data, where all parameters are DTensors on the
@@ -288,14 +294,17 @@ def fully_shard(
         min_shard_numel: parameters of fewer elements stay whole on every rank; their gradients are
             all-reduced.
         direct_bytes: from how many bytes per rank on a parameter is gathered straight into place;
-            smaller ones travel packed and are copied. By default a number for the backend;
-            ``math.inf`` packs all.
+            smaller ones travel packed and are copied. By default a number for the backend that
+            serves the device: 64 KiB on gloo, 256 KiB on NCCL; ``math.inf`` packs all.
         buffers: who gives memory for gathered parameters and packed gradients: by default
             ``Resize()``, or a `Ring`, the same for units that run one after another.
         grads: how gradients are packed for the reduction: ``"copy"``, by one copy at the end of a
             unit's backward; ``"accumulate"``, each as it comes, later microbatches added in place;
             ``"fused"``, like that, and weights of ``nn.Linear`` by the matrix product itself, of
-            ``nn.Embedding`` row by row. Parameters of fewer than ``direct_bytes`` come last.
+            ``nn.Embedding`` row by row. Parameters of fewer than ``direct_bytes`` come last. A
+            product is fused where gradients are reduced in the dtype that they are computed in, and
+            on accelerators from 128 rows per rank on, or in the ragged layout: smaller ones are no
+            faster there. ``plan_report()`` says of each parameter whether it is, or why not.
         gradient_reduction: ``"mean"`` over all ranks of ``mesh``, as torch's, or ``"sum"``: for a
             loss that each rank divides by what the whole batch counts, tokens for example. Give all
             units the same; the first forward of the root warns where they divide by different
@@ -327,7 +336,8 @@ def fully_shard(
         reduction=gradient_reduction,
     )
     device = device_of(mesh)
-    config = config_of(mp_policy, offload_policy, device, direct_bytes)
+    backend = backend_of(mesh_info.axes.shard.group, device)
+    config = config_of(mp_policy, offload_policy, device, direct_bytes, backend)
     config = replace(config, buffers=check_buffers(buffers), grads=check_gradient_mode(grads))
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
     groups = _groups_of(

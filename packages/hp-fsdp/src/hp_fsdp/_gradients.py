@@ -13,7 +13,7 @@ from torch.nn import functional
 from hp_dtensor import Collectives
 
 from ._errors import StateError
-from ._offsets import GradientRows
+from ._offsets import GradientRows, ShardSpec
 from ._param import ShardedParameter
 from ._torch import accumulates, inside_transform
 
@@ -235,10 +235,45 @@ def fuse_embedding(
     vars(embedding)["forward"] = MethodType(forward, embedding)
 
 
+# A product per rank of fewer rows than a tile of an accelerator's matrix unit has computes rows
+# that nobody asked for, and so takes longer than one product and a copy.
+LEAST_ROWS = 128
+
+
+def why_not_fused(
+    module: nn.Module,
+    name: str,
+    spec: ShardSpec,
+    computed: torch.dtype,
+    reduced: torch.dtype,
+    device_type: str,
+) -> str:
+    """Return why the gradient of a module's parameter is not written by fused products; "" if so.
+
+    The product of a linear layer is batched, one for each rank that has a row of the packed
+    gradients (``spec.degree``, 1 in the ragged layout). On accelerators each needs `LEAST_ROWS`
+    rows to be as fast as one; a CPU has no such tiles, and there the smallest ones gain too.
+    """
+    linear = can_fuse(module, name)
+    if not linear and not can_fuse_embedding(module, name):
+        return "not the weight of a plain nn.Linear or nn.Embedding"
+    if spec.dim:
+        return f"cut along dim {spec.dim}"
+    if linear and computed != reduced:
+        return f"computed in {_short(computed)}, reduced in {_short(reduced)}"
+    if linear and device_type != "cpu" and spec.degree > 1 and spec.rows < LEAST_ROWS:
+        return f"{spec.rows} rows per rank, fewer than {LEAST_ROWS}"
+    return ""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class BucketHooks:
     """Writes each large gradient of a group to its bucket when autograd has it, and adds others.
 
-    With ``fused`` the weight gradients of linear layers and of embeddings are written there by the
+    Of ``fused`` parameters, linear layers' and embeddings', the gradients are written there by the
     matrix product, or row by row, itself. The small ones come last, as do those of DTensors, which
     may have to be redistributed: a hook for each would cost more host time than it saves.
     """
@@ -250,10 +285,11 @@ class BucketHooks:
         reduced: Callable[[], list[int]],
         rows_of: Callable[[Sequence[int]], GradientRows],
         take: Callable[[int], Tensor],
-        fused: bool,
+        fused: Collection[int],
     ) -> None:
         """Hook nothing before `register`; ``large`` says which of ``parameters`` will be.
 
+        ``fused`` are those of them for which `why_not_fused` has no reason.
         ``reduced`` says which parameters the next reduction is of, in the order to pack them in.
         """
         self._parameters = parameters
@@ -267,7 +303,7 @@ class BucketHooks:
         self.on_gradient: Callable[[], None] | None = None  # called where autograd sees none
         for i in self._large:
             is_own = parameters[i].is_unsharded
-            for owner in parameters[i].owners if fused else ():
+            for owner in parameters[i].owners if i in fused else ():
                 if can_fuse(owner.module, owner.name):
                     fuse(owner.module, is_own, partial(self._add_product, i))
                 elif can_fuse_embedding(owner.module, owner.name):

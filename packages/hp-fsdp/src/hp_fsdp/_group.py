@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 from hp_dtensor import Axis, Collectives, RaggedTensor, Work
 
 from ._errors import StateError
-from ._gradients import BucketHooks
+from ._gradients import BucketHooks, why_not_fused
 from ._layout_exact import ExactLayout
 from ._layout_ragged import RaggedLayout, plan_ragged
 from ._mesh import DataAxes
@@ -25,8 +25,15 @@ from ._offsets import GradientRows, ShardSpec, is_large
 from ._options import GroupConfig, Options
 from ._param import RaggedParameter, ShardedParameter, mixture, no_memory
 from ._precision import choose_dtypes
-from ._reduction import PartialSum, ReducedGradients, Reduction, ReductionPlan
+from ._reduction import (
+    PartialSum,
+    ReducedGradients,
+    Reduction,
+    ReductionPlan,
+    StreamedReduction,
+)
 from ._states import Event, ParameterState, advance
+from ._streams import Streams
 from ._torch import are_parts, inside_backward, local_of, named_range, uncompiled, writes_to
 
 
@@ -93,8 +100,13 @@ class Layout(Protocol):
         """Return where the packed gradients of the parameters at ``chosen`` lie."""
         ...
 
-    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
-        """Start the one all-gather over ``axis``; None where there is nothing to send."""
+    def gather(
+        self, axis: Axis, collectives: Collectives, streams: Streams | None = None
+    ) -> Work | None:
+        """Start the one all-gather over ``axis``; None where there is nothing to send.
+
+        What is sent is copied beside the computation where there are ``streams``.
+        """
         ...
 
     def wait(self, work: Work) -> None:
@@ -142,6 +154,7 @@ class ParameterGroup:
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
         self.path = ""  # from the root of the step to the unit, once there is one
+        self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
         self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
@@ -156,8 +169,9 @@ class ParameterGroup:
             whole = cast(Tensor, parameter.original()).detach()
             wholes.append(local_of(whole) if isinstance(whole, DTensor) else whole)
         self._lay_out(self._own_parts(wholes))
+        self.unfused = [self._why_not_fused(i) for i in range(len(self.parameters))]
         if config.grads != "copy" and axes.size > 1:  # alone, gradients are not packed at all
-            self._hook_gradients(fused=config.grads == "fused")
+            self._hook_gradients()
         for parameter, local in zip(self.parameters, self.layout.shards, strict=True):
             parameter.build_sharded(local)
         self._build_unsharded()
@@ -216,15 +230,40 @@ class ParameterGroup:
         self._plain = all(each.is_plain for each in self.parameters)
         self._plan = None
 
-    def _hook_gradients(self, fused: bool) -> None:
+    def _hook_gradients(self) -> None:
         """Pack large gradients as they come; others cost less when they are packed together."""
-        itemsize, least = self.dtypes.reduce.itemsize, self.config.direct_bytes
-        specs = self.layout.specs
-        large = [i for i, s in enumerate(specs) if is_large(s.shard_numel, itemsize, least)]
+        large = [i for i in range(len(self.parameters)) if self._is_large(i)]
+        fused = {i for i, reason in enumerate(self.unfused) if not reason}
         if large:
             self.bucket_hooks = BucketHooks(
                 self.parameters, large, self.reduced, self._rows_of, self._take_memory, fused
             )
+
+    def _is_large(self, position: int) -> bool:
+        numel, itemsize = self.layout.specs[position].shard_numel, self.dtypes.reduce.itemsize
+        return is_large(numel, itemsize, self.config.direct_bytes)
+
+    def _why_not_fused(self, position: int) -> str:
+        """Return why a gradient is not written by fused products; "" where it is."""
+        parameter, grads = self.parameters[position], self.config.grads
+        if grads != "fused":
+            return f"grads={grads!r}"
+        if self.axes.size == 1:
+            return "one rank, so nothing is packed"
+        if not self.flat:
+            return "of a tensor class with all-gather hooks"
+        if not parameter.is_plain:
+            return "a DTensor before fully_shard"
+        if not self._is_large(position):
+            return "fewer than direct_bytes per rank"
+        spec = self._rows_of([position]).extents[0].spec
+        computed, reduced = self.dtypes.compute, self.dtypes.reduce
+        device_type = self.config.device.type
+        reasons = [
+            why_not_fused(owner.module, owner.name, spec, computed, reduced, device_type)
+            for owner in parameter.owners
+        ]
+        return "" if "" in reasons else reasons[0]
 
     def _rows_of(self, chosen: Sequence[int]) -> GradientRows:
         return self.layout.gradient_rows(chosen, self.dtypes.reduce.itemsize)
@@ -277,7 +316,7 @@ class ParameterGroup:
             else:
                 axis = self.axes.shard
                 with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather(axis, self._collectives)
+                    self._work = self.layout.gather(axis, self._collectives, self.streams)
                 self._noted = None
             self.state = advance(before, Event.GATHER)
         except BaseException:
@@ -329,6 +368,9 @@ class ParameterGroup:
 
     def unshard(self) -> None:
         """Wait for the all-gather, started here if need be, and register unsharded parameters.
+
+        From here on the current stream is past all that the gather read of the shards, which an
+        optimizer may write to; `reshard` awaits a gather that nobody used for the same reason.
 
         Where the all-gather failed, the group is sharded again. Where what comes after it raised,
         the next call goes on from there.
@@ -406,6 +448,13 @@ class ParameterGroup:
         self._waiting.clear()
         self._stop_gather()
 
+    def finish_copies(self) -> None:
+        """Wait, on the host, for copies from the CPU, whose memory the host may write to next."""
+        if self.config.pinned and self.streams is not None:
+            self.streams.gather.synchronize()
+        elif self.config.pinned:
+            torch.accelerator.current_stream(self.config.device).synchronize()
+
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet, of this rank alone if need be.
 
@@ -416,6 +465,8 @@ class ParameterGroup:
         self._put_aside = False
         if self.bucket_hooks is not None:
             self.bucket_hooks.drop()
+        if self.streams is not None and self.partial.waits:
+            self.streams.all_reduce.join()  # which added to it, maybe in the backward under way
         self.partial.drop()
 
     def hold_gradients(self) -> None:
@@ -497,7 +548,10 @@ class ParameterGroup:
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
         self._waiting = set(chosen) if adds_up else set()
-        return Reduction(plan, gradients, rows, used, axes, self._collectives, options)
+        given = (plan, gradients, rows, used, axes, self._collectives, options)
+        if self.streams is not None:
+            return StreamedReduction(*given, self.streams)
+        return Reduction(*given)
 
     def _take_gradients(self, chosen: Sequence[int]) -> list[Tensor | None]:
         if not self._plain or self._put_aside:
@@ -517,6 +571,7 @@ class ParameterGroup:
             shard=self.layout.shard,
             partial=self.partial,
             buffers=self.config.buffers,
+            offloaded=self.config.rest != self.config.device,
         )
 
     def release_gradients(self) -> None:

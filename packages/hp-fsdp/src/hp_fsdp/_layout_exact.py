@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ._offsets import (
     round_up,
     rows_by_rank,
 )
+from ._streams import Streams, gather_copy
 
 # Up to so many packed elements one indexed copy costs less than a copy for each parameter.
 PERMUTED_NUMEL = 2**14
@@ -217,12 +219,19 @@ class ExactLayout:
         """Return whether there is memory to gather into."""
         return self._output is None or self._output.available
 
-    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
+    def gather(
+        self, axis: Axis, collectives: Collectives, streams: Streams | None = None
+    ) -> Work | None:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
         if self._output is None or not self._inputs:
             return None
         output = self._allocated(self._output)
         if self.plan.degree == 1:
+            if streams is not None:
+                output.lend()
+                with streams.gather.after_current("copy_shard"):
+                    output.writable.copy_(self.shard, non_blocking=True)
+                return streams.gather.begun()
             output.writable.copy_(self.shard, non_blocking=True)
             return None
         if self._sent is not None:
@@ -230,8 +239,16 @@ class ExactLayout:
             if self._sent.tensor is not self._source:
                 with torch.inference_mode(False):
                     self._send_from(self._sent.tensor)
-            self._sent.writable.copy_(self.shard, non_blocking=True)
             self._sent.lend()
+            if streams is not None:
+                output.lend()
+                return gather_copy(
+                    streams.gather,
+                    self._sent.writable,
+                    self.shard,
+                    partial(collectives.all_gather, axis, self._inputs, self._outputs),
+                )
+            self._sent.writable.copy_(self.shard, non_blocking=True)
         output.lend()
         return collectives.all_gather(axis, self._inputs, self._outputs)
 

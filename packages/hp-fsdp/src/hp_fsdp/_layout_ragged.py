@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from hp_dtensor import Axis, Collectives, Work
 
 from ._buffers import Buffer, Buffers, Resize, as_bytes, in_own_storage
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
+from ._streams import Streams, gather_copy
 
 TRIES = 64  # shares of one step before the next step
 
@@ -218,16 +220,23 @@ class RaggedLayout:
         """Return whether there is memory to gather into."""
         return self._output.available
 
-    def gather(self, axis: Axis, collectives: Collectives) -> Work | None:
+    def gather(
+        self, axis: Axis, collectives: Collectives, streams: Streams | None = None
+    ) -> Work | None:
         """Start the all-gather of the share over ``axis``."""
         self._allocate()
-        source = self.shard
+        source, outputs = self.shard, [as_bytes(self._output.writable)]
         if self._sent is not None:
             self._sent.allocate()
-            source = self._sent.writable.copy_(self.shard, non_blocking=True)
             self._sent.lend()
+            source = self._sent.writable
+            if streams is not None:
+                self._output.lend()
+                start = partial(collectives.all_gather, axis, [as_bytes(source)], outputs)
+                return gather_copy(streams.gather, source, self.shard, start)
+            source.copy_(self.shard, non_blocking=True)
         self._output.lend()
-        return collectives.all_gather(axis, [as_bytes(source)], [as_bytes(self._output.writable)])
+        return collectives.all_gather(axis, [as_bytes(source)], outputs)
 
     def _allocate(self) -> None:
         self._output.allocate()

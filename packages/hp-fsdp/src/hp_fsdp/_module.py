@@ -34,12 +34,21 @@ from ._unit import Unit, unit_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterReport:
-    """One parameter: its name, unsharded local shape, and how it is gathered."""
+    """One parameter: its name, unsharded local shape, and how it is gathered and reduced.
+
+    ``unfused`` says in words why its gradient is not written by fused products; "" where it is.
+    """
 
     name: str
     shape: tuple[int, ...]
     rows_per_rank: int
     direct: bool
+    unfused: str
+
+    @property
+    def fused(self) -> bool:
+        """Return whether the gradient is written into the packed ones by the product itself."""
+        return not self.unfused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +85,8 @@ class PlanReport:
             )
             lines += [
                 f"  {p.name} {list(p.shape)}: {p.rows_per_rank} rows per rank, "
-                f"{'direct' if p.direct else 'packed'}"
+                f"{'direct' if p.direct else 'packed'}, "
+                f"gradient {'fused' if p.fused else f'not fused: {p.unfused}'}"
                 for p in group.parameters
             ]
         return "\n".join(lines)
@@ -105,6 +115,7 @@ def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
                 shape=group.layout.specs[i].shape,
                 rows_per_rank=plan.rows_per_rank(i),
                 direct=plan.direct[i],
+                unfused=group.unfused[i],
             )
             for i, parameter in enumerate(group.parameters)
         ),
@@ -207,7 +218,8 @@ class Setters:
         """Call ``hook`` once per group and reduction with the flat reduced gradient.
 
         That is the result of the reduce-scatter, or of the all-reduce where there are replicas;
-        what the hook writes to it ends in the gradients. With ``stream`` it runs there. Raises
+        what the hook writes to it ends in the gradients. With ``stream`` it runs there, otherwise
+        on an accelerator on the stream of the reduction, while backward goes on. Raises
         `ShardingError` for a stream where this package reduces over replicas itself.
         """
         unit = self._unit()
@@ -393,7 +405,9 @@ class FSDPModule(Setters):
 
     def reshard(self) -> None:
         """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
-        self._unit().reshard()
+        unit = self._unit()
+        unit.reshard()
+        unit.finish_copies()  # what follows may write to the shards
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
@@ -479,6 +493,7 @@ class FSDPModule(Setters):
         units = self._units(True)
         for unit in units:
             unit.reshard()
+            unit.finish_copies()
         module = cast(Any, super())._apply(fn, recurse)
         for unit in units:
             unit.reset_sharded(

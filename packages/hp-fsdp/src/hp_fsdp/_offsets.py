@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes; what vectorised kernels and network transports like a start to be
-DIRECT_BYTES = 64 * 1024  # smaller shards are gathered packed: each collective has a fixed cost
+# Smaller shards are gathered packed, because each part of a gather has a fixed cost: on gloo as
+# measured (benchmarks/bench_gather.py), and where nothing else is known.
+DIRECT_BYTES = 64 * 1024
+# By the name of the backend, where it is another. On NCCL a part of a grouped call is taken to cost
+# about 2 us, in which an accelerator of 2 TB/s copies what 8 ranks have of a parameter of 256 KiB
+# each: worked out, not measured. benchmarks/gpu.py has a row that measures it.
+DIRECT_BYTES_OF = {"nccl": 256 * 1024}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +212,11 @@ def rows_by_rank(specs: Sequence[ShardSpec], index: int, itemsize: int) -> Gradi
 def is_large(numel: int, itemsize: int, direct_bytes: float | None = None) -> bool:
     """Return whether a shard has at least ``direct_bytes`` (64 KiB)."""
     return numel * itemsize >= (DIRECT_BYTES if direct_bytes is None else direct_bytes)
+
+
+def direct_bytes_of(backend: str) -> int:
+    """Return from how many bytes per rank on a backend gathers a parameter into place."""
+    return DIRECT_BYTES_OF.get(backend, DIRECT_BYTES)
 
 
 def elements_of(size: int, itemsize: int) -> int:

@@ -16,6 +16,7 @@ from ._mesh import DataAxes
 from ._offsets import GradientRows
 from ._options import Options
 from ._param import ShardedParameter
+from ._streams import Begun, SideStream, Streams
 from ._torch import (
     hooks_after_gradient,
     named_range,
@@ -53,6 +54,11 @@ class PartialSum:
         self._flat, self._names, self._used = flat, names, used
         return flat, used
 
+    @property
+    def flat(self) -> Tensor | None:
+        """Return what is kept."""
+        return self._flat
+
     def drop(self) -> None:
         """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
         if self._flat is not None:
@@ -82,7 +88,8 @@ class ReducedGradients:
         self, rows: GradientRows, parameters: Sequence[ShardedParameter], like: Tensor
     ) -> None:
         """Make room for gradients and flags, of the dtype and on the device of ``like``."""
-        self._buffer = ResizeBuffer(rows.reduced_numel, like.dtype, like.device)
+        pinned = like.is_pinned()
+        self._buffer = ResizeBuffer(rows.reduced_numel, like.dtype, like.device, pinned)
         self.flat = flat = self._buffer.tensor
         self.values = flat[: rows.flags]
         self.gradients = [
@@ -113,6 +120,7 @@ class ReducedGradients:
 
     def use(self) -> None:
         """Get memory again, for a reduction that writes it."""
+        # After what an optimizer read of it on the current stream: a reduction begins after that.
         self.in_flight = True
         if self._released:
             self._buffer.allocate()
@@ -120,6 +128,7 @@ class ReducedGradients:
 
     def release(self) -> None:
         """Give the memory back, if nothing refers to it, and if it is worth the while."""
+        # No stream writes it: while one may, it is `in_flight`, until the current one waited.
         if not self._released and self.flat.nbytes >= RELEASED_BYTES and not self.held:
             self._buffer.free()
             self._released = True
@@ -136,7 +145,8 @@ class ReducedGradients:
 class ReductionPlan:
     """What the reductions of some parameters of a group have in common: for many steps.
 
-    ``path`` is that of the module, for a profile; ``shard`` the flat shard, for dtype and device.
+    ``path`` is that of the module, for a profile; ``shard`` the flat shard, for dtype and device;
+    ``offloaded``: it rests on the CPU.
     """
 
     def __init__(
@@ -148,8 +158,10 @@ class ReductionPlan:
         shard: Tensor,
         partial: PartialSum,
         buffers: Buffers,
+        offloaded: bool,
     ) -> None:
         self.path = path
+        self.offloaded = offloaded
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]
         self.rows = rows
@@ -257,9 +269,7 @@ class Reduction:
         self._copies = rows is None  # not those that were written in place
         if axes.shard.size > 1:
             self._rows = self._pack(rows)
-            self._flat = self._target(self._rows)
-            with named_range("reduce_scatter", plan.path, axes.shard.name):
-                self._scattering = self._scatter(axes.shard, self._rows, self._flat)
+            self._scattering = self._scatter(axes.shard, self._rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows))
 
@@ -306,10 +316,15 @@ class Reduction:
             return self._output.flat
         return rows.new_empty(plan.rows.reduced_numel)
 
-    def _scatter(self, axis: Axis, rows: Tensor, flat: Tensor) -> Work:
+    def _scatter(self, axis: Axis, rows: Tensor) -> Work:
+        self._flat = flat = self._target(rows)
+        with named_range("reduce_scatter", self._plan.path, axis.name):
+            if not self._plan.rows.flags_apart:
+                return self._collectives.reduce_scatter(axis, [rows], [flat], op=self._op)
+            return self._scatter_with_flags(axis, rows, flat)
+
+    def _scatter_with_flags(self, axis: Axis, rows: Tensor, flat: Tensor) -> Work:
         where, count = self._plan.rows, len(self._used)
-        if not where.flags_apart:
-            return self._collectives.reduce_scatter(axis, [rows], [flat], op=self._op)
         flags = self._plan.flags(self._used, (axis.size, count), 0, rows)
         if self._copies and where.numel <= COPIED_NUMEL:
             sent = rows.new_empty(axis.size, where.flags + count)
@@ -434,17 +449,133 @@ class Reduction:
         output = self._output
         ours = output is not None and flat is output.flat
         values = output.values if ours and output is not None else flat[: plan.rows.flags]
-        if self._options.hook is not None:
-            self._options.hook(values[:])  # a view of its own, so that it counts if it is kept
-        values = self._divided(values)
+        values = self._final(values)
         if output is None:
             return plan.rows.views(values.to(plan.shard))
         if not ours:
             output.values.copy_(values)
         return output.locals_
 
+    def _final(self, values: Tensor) -> Tensor:
+        """Return the reduced values after the user's hook, divided."""
+        if self._options.hook is not None:
+            self._options.hook(values[:])  # a view of its own, so that it counts if it is kept
+        return values.div_(self._after) if self._after and self._after != 1.0 else values
+
     def _divided(self, reduced: Tensor) -> Tensor:
         return reduced.div_(self._after) if self._after and self._after != 1.0 else reduced
+
+
+class StreamedReduction(Reduction):
+    """A reduction on streams of its own, begun to its end at once.
+
+    The sum over replicas, a user's hook, the division and the copy to the CPU follow the
+    reduce-scatter there, while the computation goes on. It waits for the reduce-scatter alone, for
+    the packed gradients' memory (`finish_scatter`), and in `wait` for the end; the host waits only
+    there, and only for what was copied to the CPU.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        gradients: list[Tensor],
+        rows: Tensor | None,
+        used: list[bool],
+        axes: DataAxes,
+        collectives: Collectives,
+        options: Options,
+        streams: Streams,
+    ) -> None:
+        self._streams = streams
+        self._made: list[Tensor] | None = None
+        self._ended: Begun | None = None
+        self._held: list[Tensor] = []  # what a side stream uses, until the end was waited for
+        super().__init__(plan, gradients, rows, used, axes, collectives, options)
+        try:
+            self._go_on()
+        except BaseException:  # of a collective that may still write to the result
+            self._lose_output()
+            raise
+
+    def _scatter(self, axis: Axis, rows: Tensor) -> Work:
+        # The result is memory of this stream; the packed rows, of the current one, are kept.
+        with self._streams.reduce.after_current():
+            work = super()._scatter(axis, rows)
+            work.wait()  # lets this stream wait, and with gloo the host
+        return self._streams.reduce.begun()
+
+    def _begin_sum(self, flat: Tensor) -> None:
+        self._flat = flat  # `_go_on` has begun it, or will
+
+    def _go_on(self) -> None:
+        """Begin all that follows the reduce-scatter; the memory of its result is kept for that."""
+        streams = self._streams
+        if self._flat is None:
+            if self._plan.offloaded:
+                with streams.offload.after_current("copy_gradients"):
+                    self._made = [self._on_cpu(self._divided(each)) for each in self._gradients]
+                # The gradients are kept until `finish_scatter`.
+                self._ended = self._scattering = streams.offload.begun()
+            return
+        side = streams.all_reduce if self._sums else streams.reduce
+        with side.after_current():
+            if self._scattering is not None:
+                self._scattering.wait()
+            # Another stream may be lent the memory of the last sum, or of a result that was cast.
+            self._held = [x for x in (self._flat, self._plan.partial.flat) if x is not None]
+            super()._begin_sum(self._flat)
+            while self._summing is not None:
+                self._summing.wait()
+                self._summing = self._sum(self._sums.pop(0)) if self._sums else None
+            self._ended = side.begun()
+            if self._ready and self._plan.offloaded:
+                self._copy_to_cpu(side)
+            elif self._ready:
+                self._made = super()._results()
+                self._ended = side.begun()
+
+    def _copy_to_cpu(self, side: SideStream) -> None:
+        """Copy the reduced row, flags included, and give its memory up."""
+        flat, output, out = cast(Tensor, self._flat), self._output, self._streams.offload
+        self._final(flat[: self._plan.rows.flags])
+        with out.after_current("copy_gradients"):
+            row = self._on_cpu(flat) if output is None else output.flat
+            if output is not None:
+                row.copy_(flat, non_blocking=True)
+        for used_by in (side, out):
+            used_by.uses(flat)
+        self._flat, self._held = row, []
+        self._made = self._plan.rows.views(row) if output is None else output.locals_
+        self._ended = out.begun()
+
+    def _on_cpu(self, tensor: Tensor) -> Tensor:
+        shard = self._plan.shard
+        pinned = shard.is_pinned()
+        made = torch.empty(tensor.shape, dtype=shard.dtype, device="cpu", pin_memory=pinned)
+        return made.copy_(tensor, non_blocking=True)
+
+    def _give_back(self) -> None:
+        if self._made is not None:
+            self._gradients = []
+        super()._give_back()
+
+    def wait(self) -> None:
+        """Wait for everything, on the host too for what was copied to the CPU."""
+        self.finish_scatter()
+        if self._ended is not None:
+            with named_range("wait_reduction", self._plan.path):
+                self._ended.wait()
+                if self._plan.offloaded:
+                    self._ended.synchronize()
+            self._ended, self._held = None, []
+
+    def drop(self) -> None:
+        """Wait for what is under way: it was begun to its end."""
+        self.wait()
+        self._release_output()
+
+    def _results(self) -> list[Tensor]:
+        return super()._results() if self._made is None else self._made
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

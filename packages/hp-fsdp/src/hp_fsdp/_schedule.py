@@ -17,6 +17,7 @@ from ._options import Options
 from ._reduction import Reduction
 from ._select import added_parameters
 from ._states import Event, GradientState
+from ._streams import Streams
 from ._torch import call_after_backward, is_extended
 from ._unit import Act, Run, Unit, unit_of
 
@@ -52,8 +53,10 @@ class Schedule:
                 unit.schedule = self
                 unit.join(len(self.units), self.paths)
                 self.units.append(unit)
-        self._name_groups()
         self.device = self.units[0].device
+        self._name_groups()
+        # The host writes to memory that copies from the CPU read.
+        self._pinned = any(group.config.pinned for unit in self.units for group in unit.groups)
         self.starts_after: torch.Event | None = None
         self._split_axes()
         self._pass_root: Unit | None = None
@@ -85,9 +88,12 @@ class Schedule:
         return [found.get(unit, "(removed)") for unit in self.units]
 
     def _name_groups(self) -> None:
+        """Tell groups their paths and, on accelerators, the streams that all of them share."""
+        streams = Streams.on(self.device)
         for unit, path in zip(self.units, self.paths(), strict=True):
             for group in unit.groups:
                 group.path = "" if path == "(root)" else path
+                group.streams = None if streams is None else streams.named(group.path)
 
     def _split_axes(self) -> None:
         """Make the process groups of units that reshard to fewer ranks, one per set of ranks."""
@@ -232,6 +238,8 @@ class Schedule:
         self._cursor = len(self._end_order)
         self._pass_root = None
         self._drop_unused_gathers()
+        if self._pinned and not unit.expects_backward:
+            self._finish_copies()
 
     def forward_failed(self, unit: Unit) -> None:
         """Note that a unit's forward raised; the root's closes the pass without an order."""
@@ -391,6 +399,8 @@ class Schedule:
         if last:
             self._finish_reductions()
             self._drop_unused_gathers()
+            if self._pinned:
+                self._finish_copies()
             self._cursor = len(self._end_order)
         self._backward = False
 
@@ -407,6 +417,11 @@ class Schedule:
         while self._reductions:
             self._reductions[0].finish()
             del self._reductions[0]
+
+    def _finish_copies(self) -> None:
+        """Wait, on the host, for copies from the CPU: an optimizer may write there next."""
+        for unit in self.units:
+            unit.finish_copies()
 
     def finish_early(self) -> None:
         """Finish reductions that a backward before the last one left under way.
@@ -428,6 +443,8 @@ class Schedule:
                 self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()
         self._backward = False
+        if self._pinned:
+            self._finish_copies()
 
     def _drop_unused_gathers(self) -> None:
         for unit in self.units:

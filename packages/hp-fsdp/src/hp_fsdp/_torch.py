@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed import fsdp
+from torch.distributed import ProcessGroup, fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -239,6 +239,20 @@ def noted_state(module: nn.Module) -> Any:
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return the 1-D mesh over several axes, ``DeviceMesh._flatten``, which has no public name."""
     return mesh[names]._flatten("_".join(names))
+
+
+def backend_of(group: object, device: torch.device) -> str:
+    """Return the name of the backend that serves a device in a process group; "" without one.
+
+    It may have been made by another name; ``_get_backend`` has no public one.
+    """
+    if not isinstance(group, ProcessGroup):
+        return ""  # this rank alone, or simulated
+    try:
+        found: Any = cast(Any, group)._get_backend(device)
+    except RuntimeError:
+        return ""
+    return str(found.name())
 
 
 def is_extended(tensor: Tensor) -> bool:

@@ -217,6 +217,11 @@ class Unit:
                 group.hold_gradients()
         return True
 
+    def finish_copies(self) -> None:
+        """Wait, on the host, for copies from the CPU of all groups."""
+        for group in self.groups:
+            group.finish_copies()
+
     def drop_gradients(self) -> None:
         """Forget gradients that are not reduced yet."""
         for group in self.groups:
@@ -272,6 +277,7 @@ class Unit:
         """
         self.unhook_gradients()
         self.reshard()
+        self.finish_copies()
         refusals = [refusal for group in self.groups for refusal in group.refusals()]
         if refusals and final:
             for group in self.groups:
@@ -365,6 +371,7 @@ class _Reshard:
     def __call__(self, *_: Any) -> None:
         """Reshard, whatever the hook is told."""
         self._unit.reshard()
+        self._unit.finish_copies()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()  # a copy of the module is in no unit

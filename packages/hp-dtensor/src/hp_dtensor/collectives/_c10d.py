@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,7 @@ _OPS: dict[ReduceOp, Any] = {
 }
 
 _Pair = tuple[Tensor, Tensor]
+_AVERAGING = frozenset({"nccl"})  # the backends that reduce with AVG
 # Over gloo several tensors go through a buffer of all inputs and one of all outputs, each copied:
 # from so many bytes on that takes longer than a call for each.
 _ALONE = 2**20
@@ -141,7 +142,7 @@ class TorchCollectives:
         if len(pairs) == 1:
             work = _all_gather_single(*pairs[0], group)
             return _Pending([work], outs, inputs)
-        if pairs and _backend(group, inputs[0]) != "gloo":
+        if pairs and _backend(group, inputs[0].device) != "gloo":
             work = _direct(_c10d_gather, AllgatherOptions(), group, outs, inputs)
             return _Pending([work], outs, inputs)
         alone, together = _split_to_pack(pairs)
@@ -318,7 +319,7 @@ def _packed(
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
     """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
     small = sum(map(bytes_of, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
-    return small and _backend(group, inputs[0]) == "gloo"
+    return small and _backend(group, inputs[0].device) == "gloo"
 
 
 def _both(
@@ -346,13 +347,18 @@ def _group(axis: Axis) -> dist.ProcessGroup:
     )
 
 
-def _backend(group: dist.ProcessGroup, tensor: Tensor) -> str:
-    """Return the name of the backend that serves the tensor's device: a group may have several."""
-    for pair in dist.get_backend_config(group).split(","):
-        device, _, name = pair.partition(":")
-        if device == tensor.device.type:
-            return name
-    return str(dist.get_backend(group))
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that serves a device, as the backend itself gives it.
+
+    The name that the group was made by may be another one ("cpu:gloo,cuda:nccl", one that was
+    registered, None); ``ProcessGroup._get_backend`` (2.11 to 2.13) has no public name. A group that
+    is written in Python has no backends, only the name.
+    """
+    try:
+        found: Any = cast(Any, group)._get_backend(device)
+    except RuntimeError:
+        return str(dist.get_backend(group))
+    return str(found.name())
 
 
 def _outputs(
@@ -375,8 +381,8 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
 def _reduction(
     op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]
 ) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
-    # Only NCCL averages; elsewhere the sum is divided once it is complete.
-    if op != "avg" or (tensors and _backend(_group(axis), tensors[0]) == "nccl"):
+    # Where the backend has no average the sum is divided once it is complete.
+    if op != "avg" or (tensors and _backend(_group(axis), tensors[0].device) in _AVERAGING):
         return _OPS[op], None
 
     def divide(outputs: list[Tensor]) -> None:
