@@ -35,6 +35,8 @@ def run_forward(
     A hook of the module's own ends a forward, so that hooks which a user registers later see the
     parameters resharded, as under torch's ``fully_shard``.
     """
+    if module in unit.running and not (unit.sharded or unit.stale or inside_backward()):
+        return _run_within(unit, module, forward, args, kwargs)
     try:
         args, kwargs = pre_forward(unit, module, args, kwargs)
         output = forward(*args, **kwargs)
@@ -43,6 +45,23 @@ def run_forward(
     except BaseException:
         _forward_failed(unit, module)
         raise
+
+
+def _run_within(
+    unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> Any:
+    """Call ``forward`` in a run of the same module, which keeps its parameters to its own end.
+
+    So a registered method may call its module, or a module itself. What comes out is hooked all the
+    same: a backward may begin inside.
+    """
+    run, before = unit.run, unit.run.within
+    run.within = (*before, module)
+    try:
+        args, kwargs = _cast_inputs(unit, args, kwargs)
+        return forward(*args, **kwargs)
+    finally:
+        run.within = before
 
 
 def register_post_forward(unit: Unit) -> None:
@@ -62,9 +81,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
     schedule = unit.schedule
     if schedule is None:
         schedule = Schedule(module)
-    policy = unit.options.precision
-    if policy.cast_forward_inputs and policy.param_dtype is not None:
-        args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+    args, kwargs = _cast_inputs(unit, args, kwargs)
     if inside_backward():
         # Activation checkpointing runs the forward again, and may leave it half way: nothing here
         # may wait for what runs after forward.
@@ -95,6 +112,13 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
     return args, kwargs
 
 
+def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    policy = unit.options.precision
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+    return args, kwargs
+
+
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Expect the backward, reshard, and return the output, cast."""
     dtype = unit.options.precision.output_dtype
@@ -106,6 +130,8 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         raise StateError("a forward ended in a unit in which none began")
     if torch.is_grad_enabled():
         _expect_backward(unit, schedule, output)
+    if module in unit.run.within:
+        return output
     unit.waiting.discard(module)
     unit.running.discard(module)
     if not unit.waiting:

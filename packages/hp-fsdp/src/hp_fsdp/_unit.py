@@ -39,7 +39,8 @@ class Run:
 
     ``expected``: backward can be seen to reach it. ``marked``: and to leave it. ``backward``: the
     number of the last one that did. ``order``: the begins (False) and ends (True) of all runs of
-    its pass, in which its own have the positions ``begin`` and ``end``.
+    its pass, in which its own have the positions ``begin`` and ``end``. ``within``: the
+    modules that are called from calls of their own.
     """
 
     unit: "Unit"
@@ -51,6 +52,7 @@ class Run:
     order: "list[tuple[Run, bool]] | None" = None
     begin: int = -1
     end: int = -1
+    within: tuple[nn.Module, ...] = ()
 
 
 class Unit:
