@@ -21,7 +21,7 @@ from hp_cp import (
     context_parallel_attention,
     register_backend,
 )
-from hp_cp._bands import Kernel
+from hp_cp._ranges import Kernel
 from hp_cp.backends._choose import choose_backend
 from hp_cp.backends._flex import FlexBackend, recomputed_gradients
 from hp_cp.backends._fused import SDPA

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ._errors import LayoutError
-from ._intervals import joined
 from ._masks import MaskSpec
+from ._ranges import joined
 from ._torch import largest_output
 from .plans._plan import AttentionPlan
 

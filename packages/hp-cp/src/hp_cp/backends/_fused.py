@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._bands import Kernel
+from .._ranges import Kernel
 from .._torch import (
     Finished,
     Gradients,

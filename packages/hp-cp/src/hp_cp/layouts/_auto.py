@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .._errors import LayoutError
-from .._intervals import Ranges, overlaps, size
-from .._masks import MaskSpec
-from .._work import keys_of, pairs_of
+from .._masks import MaskSpec, keys_of, pairs_of
+from .._ranges import Ranges, overlaps, size
 from ._documents import Greedy, PerDocument, held_per_document
 from ._fixed import Contiguous, Zigzag
 from ._interface import Chunks, Layout, check_given, check_size

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .._errors import LayoutError
-from .._intervals import Ranges, joined
-from .._masks import MaskSpec
-from .._work import pairs_of
+from .._masks import MaskSpec, pairs_of
+from .._ranges import Ranges, joined
 from ._interface import Chunks, Layout, check_given, check_size, cut, gathered
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from .._intervals import joined
 from .._masks import MaskSpec
+from .._ranges import joined
 from ._interface import Chunks, Layout, check_size, cut, even_edges, gathered
 
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 from .._errors import LayoutError, described
-from .._intervals import Ranges, joined
 from .._masks import MaskSpec, check_mask
+from .._ranges import Ranges, joined
 
 Chunks = tuple[Ranges, ...]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from .._bands import Kind, Piece, cut_band
-from .._masks import Band
+from .._ranges import Band, Kind, Piece, cut_band
 from ._stretches import Document, Stretch
 
 _stop = itemgetter(1)

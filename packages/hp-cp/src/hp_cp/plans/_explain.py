@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .._intervals import size
+from .._ranges import size
 from ..layouts._auto import Auto
 from ._blocks import Block
 

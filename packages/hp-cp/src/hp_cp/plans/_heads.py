@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .._intervals import within
+from .._ranges import within
 from ..layouts._interface import cut, even_edges
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .._intervals import Ranges, joined, union
-from .._masks import Band
+from .._ranges import Band, Ranges, joined, union
 from ._blocks import Block, band_within, blocks_of
 from ._stretches import Document
 

@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from .._bands import Kernel
-from .._intervals import Ranges, size, union
-from .._masks import MaskSpec, check_mask
-from .._work import pairs_of
+from .._masks import MaskSpec, check_mask, pairs_of
+from .._ranges import Kernel, Ranges, size, union
 from ..layouts._fixed import Contiguous
 from ..layouts._interface import Chunks, Layout, check_layout, check_size, cut, lengths_of
 from ._blocks import Block

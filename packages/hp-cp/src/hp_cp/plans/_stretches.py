@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .._intervals import Ranges, overlaps
+from .._ranges import Ranges, overlaps
 from ..layouts._interface import Chunks
 
 

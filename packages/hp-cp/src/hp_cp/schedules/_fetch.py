@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hp_dtensor import Work
 
-from .._intervals import Ranges
+from .._ranges import Ranges
 from ..plans._routes import Ring
 from ._calls import Calls
 from ._peers import Pair

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._intervals import Ranks
+from .._ranges import Ranks
 from .._repeats import repeat_heads, sum_heads
 from ..backends._interface import GRID
 from ..plans._blocks import Block

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._intervals import Ranges, size
+from .._ranges import Ranges, size
 from ..backends._interface import AttentionBackend, PackedBackend
 from ..plans._blocks import Block
 from ..plans._plan import AttentionPlan, part_of

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from .._intervals import Ranges, Ranks, size
 from .._merge import accumulator, merge
+from .._ranges import Ranges, Ranks, size
 from ..plans._blocks import Block
 from ._peers import Pair
 
