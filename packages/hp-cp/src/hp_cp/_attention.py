@@ -13,13 +13,13 @@ from ._inputs import (
     plan_inputs,
     to_batch_first,
 )
+from ._layouts import Layout
 from ._masks import MaskSpec
 from ._planned import planned_attention
 from ._seats import seats_of
 from ._torch import keep_eager
 from .backends._choose import choose_backend
 from .backends._interface import AttentionBackend
-from .layouts._interface import Layout
 from .plans._routes import Schedule
 
 

@@ -8,10 +8,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from hp_dtensor import Axis, AxisMesh
 
 from ._errors import InputError
+from ._layouts import Contiguous, lengths_of
 from ._seats import list_ranks
 from ._settings import Settings
-from .layouts._fixed import Contiguous
-from .layouts._interface import lengths_of
 
 
 def take_local_rows(

@@ -20,6 +20,7 @@ from ._inputs import (
     plan_inputs,
     to_batch_first,
 )
+from ._layouts import Contiguous
 from ._masks import MaskSpec
 from ._options import (
     as_sdpa,
@@ -34,7 +35,6 @@ from ._seats import Seats, seats_of
 from ._settings import Settings
 from ._torch import keep_eager
 from .backends._choose import check_device, choose_backend
-from .layouts._fixed import Contiguous
 from .plans._plan import AttentionPlan
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._errors import InputError, described
+from ._layouts import Layout
 from ._lineage import check_lineage
 from ._masks import MaskSpec
-from .layouts._interface import Layout
 from .plans._plan import AttentionPlan, plan_attention
 from .plans._routes import Schedule
 

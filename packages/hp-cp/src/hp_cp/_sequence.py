@@ -9,14 +9,20 @@ from torch.distributed.tensor import DTensor
 from hp_dtensor import AutogradCollectives, AxisMesh, Collectives
 
 from ._errors import InputError
+from ._layouts import (
+    Chunks,
+    Contiguous,
+    Layout,
+    check_layout,
+    checked_chunks,
+    in_global_order,
+    lengths_of,
+)
 from ._lineage import note_anew
 from ._masks import MaskSpec, check_mask
 from ._nested import check_tree, each_tensor, map_tensors, share_structure
 from ._ranges import overlaps
 from ._seats import axes_of, place_of
-from .layouts._fixed import Contiguous
-from .layouts._interface import Chunks, Layout, check_layout, in_global_order, lengths_of
-from .plans._checks import checked_chunks
 
 
 def shard_sequence(

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from hp_dtensor import Collectives
 
+from ._layouts import Layout
 from ._masks import MaskSpec
 from .backends._interface import AttentionBackend
-from .layouts._interface import Layout
 from .plans._routes import Schedule
 
 

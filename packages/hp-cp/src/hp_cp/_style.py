@@ -11,13 +11,12 @@ from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 from ._errors import DegreeError, InputError
 from ._forward import ContextParallelForward
 from ._inputs import check_dims
+from ._layouts import Contiguous, Layout, check_layout, check_size
 from ._masks import MaskSpec, check_mask
 from ._seats import default_degree, device_of, place_of, seats_of
 from ._settings import Settings
 from .backends._choose import check_backend_name
 from .backends._interface import AttentionBackend
-from .layouts._fixed import Contiguous
-from .layouts._interface import Layout, check_layout, check_size
 from .plans._checks import check_balance
 from .plans._routes import Schedule, check_schedule, ring_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._layouts import Chunks, in_global_order, lengths_of
 from ._merge import accumulator
-from .layouts._interface import Chunks, in_global_order, lengths_of
 from .plans._heads import HeadShare
 from .schedules._peers import Peers
 

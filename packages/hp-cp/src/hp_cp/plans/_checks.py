@@ -1,33 +1,7 @@
 """What ranks, heads and lengths allow, checked before anything is communicated."""
 
-from functools import lru_cache
-
 from .._errors import DegreeError, InputError, LayoutError, described
-from .._masks import MaskSpec, check_mask
-from ..layouts._fixed import Contiguous
-from ..layouts._interface import Chunks, Layout, check_layout, check_partition, check_size
-
-
-def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
-    """Return the chunks of a layout, which partition the sequence; the same object every time.
-
-    Raises `LayoutError` for what is no layout or mask, for a number of ranks or a length that is
-    none, for documents of another length, and for chunks that are no partition.
-    """
-    check_layout(layout)
-    check_size(n, seq_len)
-    if mask is not None:
-        check_mask(mask)
-    return _chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]  # check_layout saw a hash
-
-
-@lru_cache(maxsize=32)  # packed data brings another mask with every batch
-def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
-    if mask is not None:
-        mask.documents(seq_len)
-    chunks = layout.chunks(n, seq_len, mask)
-    check_partition(chunks, n, seq_len, layout)
-    return chunks
+from .._layouts import Contiguous, Layout
 
 
 def check_degree(ulysses_degree: int, n: int) -> None:

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from .._layouts import Auto
 from .._ranges import size
-from ..layouts._auto import Auto
 from ._blocks import Block
 
 if TYPE_CHECKING:

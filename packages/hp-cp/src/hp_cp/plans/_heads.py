@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from .._layouts import cut, even_edges
 from .._ranges import within
-from ..layouts._interface import cut, even_edges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,18 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from .._layouts import (
+    Chunks,
+    Contiguous,
+    Layout,
+    check_layout,
+    check_size,
+    checked_chunks,
+    cut,
+    lengths_of,
+)
 from .._masks import MaskSpec, check_mask, pairs_of
 from .._ranges import Kernel, Ranges, size, union
-from ..layouts._fixed import Contiguous
-from ..layouts._interface import Chunks, Layout, check_layout, check_size, cut, lengths_of
 from ._blocks import Block
 from ._checks import (
     check_balance,
@@ -15,7 +23,6 @@ from ._checks import (
     check_heads,
     check_rank,
     check_sizes,
-    checked_chunks,
 )
 from ._heads import HeadShare, split_heads
 from ._parts import Part, make_part

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .._layouts import Chunks
 from .._ranges import Ranges, overlaps
-from ..layouts._interface import Chunks
 
 
 class Stretch(NamedTuple):
