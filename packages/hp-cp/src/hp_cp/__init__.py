@@ -6,6 +6,7 @@ Names that need torch are loaded on first use: masks, layouts and plans work wit
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._blocks import Block as Block
 from ._errors import BackendError as BackendError
 from ._errors import ContextParallelError as ContextParallelError
 from ._errors import DegreeError as DegreeError
@@ -19,10 +20,9 @@ from ._layouts import PerDocument as PerDocument
 from ._layouts import Pinned as Pinned
 from ._layouts import Zigzag as Zigzag
 from ._masks import MaskSpec as MaskSpec
-from .plans._blocks import Block as Block
-from .plans._plan import AttentionPlan as AttentionPlan
-from .plans._plan import plan_attention as plan_attention
-from .plans._routes import DoubleRing as DoubleRing
+from ._plan import AttentionPlan as AttentionPlan
+from ._plan import plan_attention as plan_attention
+from ._routes import DoubleRing as DoubleRing
 
 if TYPE_CHECKING:
     from ._attention import context_parallel_attention as context_parallel_attention

@@ -30,12 +30,12 @@ from ._options import (
     check_others,
     check_replaceable,
 )
+from ._plan import AttentionPlan
 from ._planned import exchange_of, planned_attention
 from ._seats import Seats, seats_of
 from ._settings import Settings
 from ._torch import keep_eager
 from .backends._choose import check_device, choose_backend
-from .plans._plan import AttentionPlan
 
 
 class ContextParallelForward:

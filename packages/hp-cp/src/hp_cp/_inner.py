@@ -8,9 +8,9 @@ from torch import Tensor
 from ._errors import InputError
 from ._inputs import from_batch_first, to_batch_first
 from ._lineage import note_rows
+from ._plan import AttentionPlan
 from ._repeats import repeat_heads
 from ._ulysses import Exchange, heads_to_rows, rows_to_heads
-from .plans._plan import AttentionPlan
 
 Forward = Callable[[Tensor, Tensor, Tensor], Any]
 

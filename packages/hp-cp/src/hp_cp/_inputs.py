@@ -11,8 +11,8 @@ from ._errors import InputError, described
 from ._layouts import Layout
 from ._lineage import check_lineage
 from ._masks import MaskSpec
-from .plans._plan import AttentionPlan, plan_attention
-from .plans._routes import Schedule
+from ._plan import AttentionPlan, plan_attention
+from ._routes import Schedule
 
 
 def check_dims(seq_dim: int, head_dim: int) -> None:

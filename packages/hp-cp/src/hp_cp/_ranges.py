@@ -13,6 +13,8 @@ from typing import Literal
 
 Ranges = tuple[range, ...]
 Band = tuple[int | None, int | None]  # the least and the greatest `j - i`, where there is one
+Kind = Literal["full", "causal", "anticausal"]
+Kernel = Literal["full", "causal"]  # an anticausal square is a causal one, read from its end
 
 _stop = attrgetter("stop")
 
@@ -79,10 +81,6 @@ class Ranks:
         i = bisect_right(self._starts, piece.start) - 1
         start = self._before[i] + piece.start - self._starts[i]
         return range(start, start + len(piece))
-
-
-Kind = Literal["full", "causal", "anticausal"]
-Kernel = Literal["full", "causal"]  # an anticausal square is a causal one, read from its end
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import torch
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from ._errors import DegreeError, InputError, described
-from .plans._checks import check_degree
+from ._plan import check_degree
 from .schedules._peers import Peers
 
 

@@ -6,8 +6,8 @@ from hp_dtensor import Collectives
 
 from ._layouts import Layout
 from ._masks import MaskSpec
+from ._routes import Schedule
 from .backends._interface import AttentionBackend
-from .plans._routes import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._blocks import Block
 from .._lineage import Origin
-from ..plans._blocks import Block
 from ._calls import Calls
 from ._fetch import Arrivals, fetch
 from ._kernels import backward_blocks, forward_blocks

@@ -7,7 +7,7 @@ from torch import Tensor
 from hp_dtensor import Work
 
 from .._ranges import Ranges
-from ..plans._routes import Ring
+from .._routes import Ring
 from ._calls import Calls
 from ._peers import Pair
 from ._run import Held, Run, as_held, packed, room_for, whole

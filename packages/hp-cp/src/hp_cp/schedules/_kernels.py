@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .._blocks import Block
 from .._ranges import Ranks
 from .._repeats import repeat_heads, sum_heads
 from ..backends._interface import GRID
-from ..plans._blocks import Block
 from ._packed import backward_packed, forward_packed
 from ._run import Held, Run
 from ._sums import as_slice

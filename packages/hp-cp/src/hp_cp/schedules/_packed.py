@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .._blocks import Block
 from ..backends._interface import PackedBackend
-from ..plans._blocks import Block
 
 
 def forward_packed(

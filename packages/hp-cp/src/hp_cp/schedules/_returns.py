@@ -7,7 +7,7 @@ from torch import Tensor
 from hp_dtensor import Work
 
 from .._merge import accumulator
-from ..plans._routes import Ring
+from .._routes import Ring
 from ._calls import Calls
 from ._peers import Pair
 from ._run import Run, room_for, whole

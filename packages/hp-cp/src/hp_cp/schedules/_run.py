@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._blocks import Block
+from .._plan import AttentionPlan, part_of
 from .._ranges import Ranges, size
+from .._routes import Ring
 from ..backends._interface import AttentionBackend, PackedBackend
-from ..plans._blocks import Block
-from ..plans._plan import AttentionPlan, part_of
-from ..plans._routes import Ring
 from ._peers import Pair, Peers
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from .._blocks import Block
 from .._merge import accumulator, merge
 from .._ranges import Ranges, Ranks, size
-from ..plans._blocks import Block
 from ._peers import Pair
 
 
