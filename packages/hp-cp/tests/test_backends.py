@@ -22,9 +22,9 @@ from hp_cp import (
     register_backend,
 )
 from hp_cp._ranges import Kernel
-from hp_cp.backends._choose import choose_backend
-from hp_cp.backends._flex import FlexBackend, recomputed_gradients
-from hp_cp.backends._fused import SDPA
+from hp_cp.kernels._choose import choose_backend
+from hp_cp.kernels._flex import FlexBackend, recomputed_gradients
+from hp_cp.kernels._sdpa import SDPA
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from ._sequence import shard_sequence as shard_sequence
     from ._sequence import unshard_sequence as unshard_sequence
     from ._style import ContextParallel as ContextParallel
-    from .backends._choose import register_backend as register_backend
-    from .backends._interface import AttentionBackend as AttentionBackend
+    from .kernels._choose import register_backend as register_backend
+    from .kernels._interface import AttentionBackend as AttentionBackend
 
 _NEED_TORCH = {
-    "AttentionBackend": ".backends._interface",
+    "AttentionBackend": ".kernels._interface",
     "ContextParallel": "._style",
     "context_parallel_attention": "._attention",
     "cp_loss": "._loss",
     "position_ids": "._sequence",
-    "register_backend": ".backends._choose",
+    "register_backend": ".kernels._choose",
     "shard_sequence": "._sequence",
     "shift_labels": "._loss",
     "unshard_sequence": "._sequence",

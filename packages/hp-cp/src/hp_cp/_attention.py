@@ -15,12 +15,12 @@ from ._inputs import (
 )
 from ._layouts import Layout
 from ._masks import MaskSpec
+from ._mesh import seats_of
 from ._planned import planned_attention
 from ._routes import Schedule
-from ._seats import seats_of
 from ._torch import keep_eager
-from .backends._choose import choose_backend
-from .backends._interface import AttentionBackend
+from .kernels._choose import choose_backend
+from .kernels._interface import AttentionBackend
 
 
 @keep_eager  # a plan is no tensor program

@@ -9,7 +9,7 @@ from hp_dtensor import Axis, AxisMesh
 
 from ._errors import InputError
 from ._layouts import Contiguous, lengths_of
-from ._seats import list_ranks
+from ._mesh import list_ranks
 from ._settings import Settings
 
 

@@ -22,6 +22,7 @@ from ._inputs import (
 )
 from ._layouts import Contiguous
 from ._masks import MaskSpec
+from ._mesh import Seats, seats_of
 from ._options import (
     as_sdpa,
     check_bare,
@@ -32,10 +33,9 @@ from ._options import (
 )
 from ._plan import AttentionPlan
 from ._planned import exchange_of, planned_attention
-from ._seats import Seats, seats_of
 from ._settings import Settings
 from ._torch import keep_eager
-from .backends._choose import check_device, choose_backend
+from .kernels._choose import check_device, choose_backend
 
 
 class ContextParallelForward:

@@ -7,7 +7,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 
 from ._errors import InputError, described
 from ._masks import MaskSpec, check_mask
-from ._seats import check_mesh
+from ._mesh import check_mesh
 from ._sequence import check_local, checked_dim
 
 IGNORED = -100  # what torch.nn.functional.cross_entropy leaves out by default

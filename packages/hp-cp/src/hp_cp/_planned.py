@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
+from ._mesh import Seats
 from ._plan import AttentionPlan
-from ._seats import Seats
 from ._swap import swap_halves
 from ._ulysses import Exchange, heads_to_rows, rows_to_heads
-from .backends._interface import AttentionBackend
+from .kernels._interface import AttentionBackend
 from .schedules._attend import attend
 from .schedules._run import run_of
 

@@ -20,9 +20,9 @@ from ._layouts import (
 )
 from ._lineage import note_anew
 from ._masks import MaskSpec, check_mask
+from ._mesh import axes_of, place_of
 from ._nested import check_tree, each_tensor, map_tensors, share_structure
 from ._ranges import overlaps
-from ._seats import axes_of, place_of
 
 
 def shard_sequence(

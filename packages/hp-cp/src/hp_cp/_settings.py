@@ -7,7 +7,7 @@ from hp_dtensor import Collectives
 from ._layouts import Layout
 from ._masks import MaskSpec
 from ._routes import Schedule
-from .backends._interface import AttentionBackend
+from .kernels._interface import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

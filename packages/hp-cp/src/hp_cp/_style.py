@@ -13,12 +13,12 @@ from ._forward import ContextParallelForward
 from ._inputs import check_dims
 from ._layouts import Contiguous, Layout, check_layout, check_size
 from ._masks import MaskSpec, check_mask
+from ._mesh import default_degree, device_of, place_of, seats_of
 from ._plan import check_balance
 from ._routes import Schedule, check_schedule, ring_of
-from ._seats import default_degree, device_of, place_of, seats_of
 from ._settings import Settings
-from .backends._choose import check_backend_name
-from .backends._interface import AttentionBackend
+from .kernels._choose import check_backend_name
+from .kernels._interface import AttentionBackend
 
 
 class ContextParallel(ParallelStyle):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .schedules._peers import Peers
+from ._mesh import Peers
 
 
 def swap_halves(x: Tensor, peers: Peers, *, back: bool = False) -> Tensor:

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from ._layouts import Chunks, in_global_order, lengths_of
 from ._merge import accumulator
+from ._mesh import Peers
 from ._plan import HeadShare
-from .schedules._peers import Peers
 
 HeadRanges = Sequence[Sequence[range]]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hp_dtensor import Work
 
-from ._peers import Pair, Peers
+from .._mesh import Pair, Peers
 
 
 class Calls:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from hp_dtensor import Work
 
+from .._mesh import Pair
 from .._ranges import Ranges
 from .._routes import Ring
 from ._calls import Calls
-from ._peers import Pair
 from ._run import Held, Run, as_held, packed, room_for, whole
 
 Arrivals = Iterator[tuple[int, Held]]

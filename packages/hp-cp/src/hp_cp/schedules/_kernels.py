@@ -8,7 +8,7 @@ from torch import Tensor
 from .._blocks import Block
 from .._ranges import Ranks
 from .._repeats import repeat_heads, sum_heads
-from ..backends._interface import GRID
+from ..kernels._interface import GRID
 from ._packed import backward_packed, forward_packed
 from ._run import Held, Run
 from ._sums import as_slice

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._blocks import Block
-from ..backends._interface import PackedBackend
+from ..kernels._interface import PackedBackend
 
 
 def forward_packed(

@@ -7,9 +7,9 @@ from torch import Tensor
 from hp_dtensor import Work
 
 from .._merge import accumulator
+from .._mesh import Pair
 from .._routes import Ring
 from ._calls import Calls
-from ._peers import Pair
 from ._run import Run, room_for, whole
 from ._sums import KeySum
 

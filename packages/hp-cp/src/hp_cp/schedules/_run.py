@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from .._blocks import Block
+from .._mesh import Pair, Peers
 from .._plan import AttentionPlan, part_of
 from .._ranges import Ranges, size
 from .._routes import Ring
-from ..backends._interface import AttentionBackend, PackedBackend
-from ._peers import Pair, Peers
+from ..kernels._interface import AttentionBackend, PackedBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

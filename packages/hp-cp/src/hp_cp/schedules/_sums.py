@@ -5,8 +5,8 @@ from torch import Tensor
 
 from .._blocks import Block
 from .._merge import accumulator, merge
+from .._mesh import Pair
 from .._ranges import Ranges, Ranks, size
-from ._peers import Pair
 
 
 class RowsOut:

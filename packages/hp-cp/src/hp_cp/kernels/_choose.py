@@ -10,9 +10,8 @@ from hp_dtensor import AxisMesh
 from .._errors import BackendError, described
 from .._ranges import Kernel
 from ._flex import FlexBackend
-from ._fused import CUDNN, EFFICIENT, SDPA
-from ._hardware import hardware_of
 from ._interface import AttentionBackend
+from ._sdpa import CUDNN, EFFICIENT, SDPA, hardware_of
 from ._varlen import VARLEN
 
 _AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FlexBackend())
