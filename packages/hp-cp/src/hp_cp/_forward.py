@@ -32,9 +32,10 @@ from ._options import (
     check_replaceable,
 )
 from ._plan import AttentionPlan
-from ._planned import exchange_of, planned_attention
+from ._planned import planned_attention
 from ._settings import Settings
 from ._torch import keep_eager
+from ._ulysses import exchange_of
 from .kernels._choose import check_device, choose_backend
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ._blockwise import repeat_heads
 from ._errors import InputError
 from ._inputs import from_batch_first, to_batch_first
 from ._lineage import note_rows
 from ._plan import AttentionPlan
-from ._repeats import repeat_heads
 from ._ulysses import Exchange, heads_to_rows, rows_to_heads
 
 Forward = Callable[[Tensor, Tensor, Tensor], Any]

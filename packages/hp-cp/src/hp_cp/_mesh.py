@@ -74,7 +74,7 @@ class Peers:
     def exchange(
         self, sends: Mapping[int, Tensor | Pair], receives: Mapping[int, Tensor | Pair]
     ) -> Work:
-        """Send and receive point to point; see `Collectives.exchange`."""
+        """Send and receive point to point; see `Collectives.send_recv`."""
         return self.collectives.send_recv(self.axis, self._placed(sends), self._placed(receives))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:

@@ -4,11 +4,9 @@ from torch import Tensor
 
 from ._mesh import Seats
 from ._plan import AttentionPlan
-from ._swap import swap_halves
-from ._ulysses import Exchange, heads_to_rows, rows_to_heads
+from ._schedules import attend, run_of
+from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._interface import AttentionBackend
-from .schedules._attend import attend
-from .schedules._run import run_of
 
 
 def planned_attention(
@@ -29,13 +27,3 @@ def planned_attention(
     exchange = exchange_of(plan, seats)
     q, k, v = rows_to_heads(q, k, v, exchange)
     return heads_to_rows(attend(q, k, v, run), exchange)
-
-
-def exchange_of(plan: AttentionPlan, seats: Seats) -> Exchange:
-    """Return the Ulysses exchange of this rank and its neighbours."""
-    first = seats.rank - seats.inside.index
-    return Exchange(
-        peers=seats.inside,
-        chunks=plan.chunks[first : first + plan.ulysses_degree],
-        shares=plan.heads,
-    )
