@@ -26,10 +26,10 @@ from ._routes import DoubleRing as DoubleRing
 
 if TYPE_CHECKING:
     from ._attention import context_parallel_attention as context_parallel_attention
-    from ._loss import cp_loss as cp_loss
-    from ._loss import shift_labels as shift_labels
+    from ._sequence import cp_loss as cp_loss
     from ._sequence import position_ids as position_ids
     from ._sequence import shard_sequence as shard_sequence
+    from ._sequence import shift_labels as shift_labels
     from ._sequence import unshard_sequence as unshard_sequence
     from ._style import ContextParallel as ContextParallel
     from .kernels._choose import register_backend as register_backend
@@ -39,11 +39,11 @@ _NEED_TORCH = {
     "AttentionBackend": ".kernels._interface",
     "ContextParallel": "._style",
     "context_parallel_attention": "._attention",
-    "cp_loss": "._loss",
+    "cp_loss": "._sequence",
     "position_ids": "._sequence",
     "register_backend": ".kernels._choose",
     "shard_sequence": "._sequence",
-    "shift_labels": "._loss",
+    "shift_labels": "._sequence",
     "unshard_sequence": "._sequence",
 }
 

@@ -98,7 +98,7 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         [rows * per_row * count for count in counts],
         [length * per_row * mine for length in lengths],
     ).view(sum(lengths), batch, mine, width)
-    whole = _in_order(received, exchange)
+    whole = sort_rows(received, exchange.chunks, 0)
     sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
     return list(whole.permute(1, 2, 0, 3).unsafe_split_with_sizes(sizes, dim=1))
@@ -161,13 +161,13 @@ def _blocks(
         yield part.view(rows, batch, count, width)
 
 
-def _in_order(received: Tensor, exchange: Exchange) -> Tensor:
+def sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
     """Return rows that came rank by rank in the order of their positions."""
-    order = in_global_order(exchange.chunks)
+    order = in_global_order(chunks)
     if order == sorted(order):
-        return received
-    pieces = received.split([len(chunk) for held in exchange.chunks for chunk in held])
-    return torch.cat([pieces[i] for i in order])
+        return rows
+    parts = rows.split([len(chunk) for held in chunks for chunk in held], dim)
+    return torch.cat([parts[i] for i in order], dim)
 
 
 def swap_halves(x: Tensor, peers: Peers, *, back: bool = False) -> Tensor:
