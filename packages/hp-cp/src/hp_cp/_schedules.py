@@ -8,7 +8,7 @@ last one is computed with.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Run:
 
     plan: AttentionPlan
     part: Part
+    movement: "Movement"
     ring: Ring | None
     peers: Peers
     kernel: BlockKernel
@@ -61,8 +62,14 @@ def run_of(
 ) -> Run:
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
     kernel = BlockKernel.of(backend, plan.heads[place].repeats, scale)
-    part = part_of(plan, peers.index)
-    return Run(plan=plan, part=part, ring=plan.ring, peers=peers, kernel=kernel)
+    return Run(
+        plan=plan,
+        part=part_of(plan, peers.index),
+        movement=MOVEMENTS[name_of(plan.schedule)],
+        ring=plan.ring,
+        peers=peers,
+        kernel=kernel,
+    )
 
 
 def whole(rows: int) -> Ranges:
@@ -332,15 +339,18 @@ def _zeros(pair: Pair) -> Pair:
     return pair[0].zero_(), pair[1].zero_()
 
 
-Fetch = Callable[[Tensor, Tensor, Run, Calls], Arrivals]
-Home = Callable[[Run, KeySum, Tensor, Calls], Returns]  # adds to this rank's sum
+class Movement(NamedTuple):
+    """How keys come, and how gradients go home, where they add to this rank's sum."""
 
-# How keys come, and how gradients go home.
-MOVEMENTS: dict[ScheduleName, tuple[Fetch, Home]] = {
-    "gather": (_gather, _Straight),
-    "direct": (_direct, _Straight),
-    "ring": (_around, _Around),
-    "double_ring": (_around, _Around),
+    fetch: Callable[[Tensor, Tensor, Run, Calls], Arrivals]
+    returns: Callable[[Run, KeySum, Tensor, Calls], Returns]
+
+
+MOVEMENTS: dict[ScheduleName, Movement] = {
+    "gather": Movement(_gather, _Straight),
+    "direct": Movement(_direct, _Straight),
+    "ring": Movement(_around, _Around),
+    "double_ring": Movement(_around, _Around),
 }
 
 
@@ -351,8 +361,7 @@ def fetch(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
     """
     if run.peers.size == 1:
         return iter([(run.rank, Held(k, v, run.own_rows))])
-    arrive, _ = MOVEMENTS[name_of(run.plan.schedule)]
-    return arrive(k, v, run, calls)
+    return run.movement.fetch(k, v, run, calls)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
@@ -391,8 +400,7 @@ class _Attend(torch.autograd.Function):
         own = KeySum(k, run.own_rows)
 
         with Calls(run.peers) as calls:
-            _, returns_of = MOVEMENTS[name_of(run.plan.schedule)]
-            returns = returns_of(run, own, k, calls)
+            returns = run.movement.returns(run, own, k, calls)
             for source, held in _kept_or_fetched(k, v, kept, run, calls):
                 share = own if source == run.rank else KeySum(k, held.rows)
                 blocks = run.part.blocks[source]
