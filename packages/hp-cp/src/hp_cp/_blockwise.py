@@ -16,126 +16,6 @@ from ._ranges import Ranges, Ranks, size
 from .kernels._interface import GRID, AttentionBackend, PackedBackend
 
 
-def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Fold attention over further keys into ``out`` and ``lse``, in place.
-
-    ``out`` is ``[..., rows, head_size]``, ``lse`` the log-sum-exp of the scores ``[..., rows]``.
-    Rows without keys have ``lse = -inf`` and leave the other side as it is. The weight
-    is that of online softmax (Milakov and Gimelshein, arXiv 1805.02867, section 3).
-    """
-    other_lse = other_lse.to(lse.dtype)
-    # A gap after the rows of each head: kernels round the last few elements of a stretch in another
-    # way than the others, so that a row's bits would depend on how many heads lie beside it.
-    apart = lse.new_empty((*lse.shape[:-1], lse.shape[-1] + 1))[..., :-1]
-    weight = torch.sub(other_lse, lse, out=apart).sigmoid_()
-    weight.masked_fill_(other_lse == -torch.inf, 0.0)
-    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, other_lse, out=apart))
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums of ``dtype`` are kept in: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def repeat_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
-    """Return kv heads, dim 1, each ``repeats`` times: once for each query head that reads it.
-
-    None leaves them alone. Made of views and one copy: a device waits for an index from a list.
-    """
-    if repeats is None:
-        return x
-    heads = zip(x.split(1, 1), repeats, strict=True)
-    return torch.cat([head.expand(-1, times, -1, -1) for head, times in heads], 1)
-
-
-def sum_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
-    """Return the gradient of what was repeated."""
-    if repeats is None:
-        return x
-    return torch.cat([part.sum(1, keepdim=True) for part in x.split(list(repeats), 1)], 1)
-
-
-class RowsOut:
-    """The output and log-sum-exp of all rows, over the keys so far."""
-
-    def __init__(self, q: Tensor) -> None:
-        self._q = q
-        self._wide = accumulator(q.dtype)
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
-
-    def merge(self, block: Block, out: Tensor, lse: Tensor) -> None:
-        """Take the attention of a block's rows over its keys."""
-        queries = block.queries
-        if self._out is None or self._lse is None:
-            if len(queries) == self._q.shape[2]:  # kept as it is while no other part comes
-                self._out, self._lse = out, lse
-                return
-            self._out = self._q.new_zeros(self._q.shape, dtype=self._wide)
-            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._wide)
-        rows = as_slice(queries)
-        self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
-        merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return both; without any row both are empty."""
-        if self._out is None or self._lse is None:
-            lse = self._q.new_empty(self._q.shape[:3], dtype=self._wide)
-            return self._q.new_empty(self._q.shape), lse
-        return self._out.to(self._q.dtype), self._lse
-
-
-class RowSum:
-    """A sum of parts of rows, in the accumulator's dtype."""
-
-    def __init__(self, like: Tensor, rows: int | None = None) -> None:
-        self._like = like
-        self._rows = like.shape[2] if rows is None else rows
-        self._total: Tensor | None = None
-
-    def add(self, rows: range, part: Tensor) -> None:
-        """Add a new tensor to some rows."""
-        wide = accumulator(self._like.dtype)
-        if self._total is None and len(rows) == self._rows:
-            self._total = part.to(wide)
-            return
-        self.total[:, :, as_slice(rows)] += part
-
-    @property
-    def total(self) -> Tensor:
-        """Return the sum so far."""
-        if self._total is None:
-            batch, heads, _, width = self._like.shape
-            shape = (batch, heads, self._rows, width)
-            self._total = self._like.new_zeros(shape, dtype=accumulator(self._like.dtype))
-        return self._total
-
-
-class KeySum:
-    """Gradients of the keys and values that were held."""
-
-    def __init__(self, like: Tensor, rows: Ranges) -> None:
-        self._places = Ranks(rows)
-        self._k, self._v = RowSum(like, size(rows)), RowSum(like, size(rows))
-
-    def add(self, keys: range, dk: Tensor, dv: Tensor) -> None:
-        """Add a block's share."""
-        rows = self._places.of(keys)
-        self._k.add(rows, dk)
-        self._v.add(rows, dv)
-
-    @property
-    def pair(self) -> Pair:
-        """Return both sums."""
-        return self._k.total, self._v.total
-
-
-def as_slice(rows: range) -> slice:
-    """Return a range of rows as an index."""
-    return slice(rows.start, rows.stop)
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``."""
@@ -343,3 +223,123 @@ def _turned(x: Tensor, block: Block) -> Tensor:
         return x
     turned: Tensor = x.unflatten(2, (block.tiles, -1)).flip(3).flatten(2, 3)
     return turned
+
+
+class RowsOut:
+    """The output and log-sum-exp of all rows, over the keys so far."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._wide = accumulator(q.dtype)
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def merge(self, block: Block, out: Tensor, lse: Tensor) -> None:
+        """Take the attention of a block's rows over its keys."""
+        queries = block.queries
+        if self._out is None or self._lse is None:
+            if len(queries) == self._q.shape[2]:  # kept as it is while no other part comes
+                self._out, self._lse = out, lse
+                return
+            self._out = self._q.new_zeros(self._q.shape, dtype=self._wide)
+            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._wide)
+        rows = as_slice(queries)
+        self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
+        merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return both; without any row both are empty."""
+        if self._out is None or self._lse is None:
+            lse = self._q.new_empty(self._q.shape[:3], dtype=self._wide)
+            return self._q.new_empty(self._q.shape), lse
+        return self._out.to(self._q.dtype), self._lse
+
+
+class RowSum:
+    """A sum of parts of rows, in the accumulator's dtype."""
+
+    def __init__(self, like: Tensor, rows: int | None = None) -> None:
+        self._like = like
+        self._rows = like.shape[2] if rows is None else rows
+        self._total: Tensor | None = None
+
+    def add(self, rows: range, part: Tensor) -> None:
+        """Add a new tensor to some rows."""
+        wide = accumulator(self._like.dtype)
+        if self._total is None and len(rows) == self._rows:
+            self._total = part.to(wide)
+            return
+        self.total[:, :, as_slice(rows)] += part
+
+    @property
+    def total(self) -> Tensor:
+        """Return the sum so far."""
+        if self._total is None:
+            batch, heads, _, width = self._like.shape
+            shape = (batch, heads, self._rows, width)
+            self._total = self._like.new_zeros(shape, dtype=accumulator(self._like.dtype))
+        return self._total
+
+
+class KeySum:
+    """Gradients of the keys and values that were held."""
+
+    def __init__(self, like: Tensor, rows: Ranges) -> None:
+        self._places = Ranks(rows)
+        self._k, self._v = RowSum(like, size(rows)), RowSum(like, size(rows))
+
+    def add(self, keys: range, dk: Tensor, dv: Tensor) -> None:
+        """Add a block's share."""
+        rows = self._places.of(keys)
+        self._k.add(rows, dk)
+        self._v.add(rows, dv)
+
+    @property
+    def pair(self) -> Pair:
+        """Return both sums."""
+        return self._k.total, self._v.total
+
+
+def as_slice(rows: range) -> slice:
+    """Return a range of rows as an index."""
+    return slice(rows.start, rows.stop)
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Fold attention over further keys into ``out`` and ``lse``, in place.
+
+    ``out`` is ``[..., rows, head_size]``, ``lse`` the log-sum-exp of the scores ``[..., rows]``.
+    Rows without keys have ``lse = -inf`` and leave the other side as it is. The weight
+    is that of online softmax (Milakov and Gimelshein, arXiv 1805.02867, section 3).
+    """
+    other_lse = other_lse.to(lse.dtype)
+    # A gap after the rows of each head: kernels round the last few elements of a stretch in another
+    # way than the others, so that a row's bits would depend on how many heads lie beside it.
+    apart = lse.new_empty((*lse.shape[:-1], lse.shape[-1] + 1))[..., :-1]
+    weight = torch.sub(other_lse, lse, out=apart).sigmoid_()
+    weight.masked_fill_(other_lse == -torch.inf, 0.0)
+    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, other_lse, out=apart))
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums of ``dtype`` are kept in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def repeat_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
+    """Return kv heads, dim 1, each ``repeats`` times: once for each query head that reads it.
+
+    None leaves them alone. Made of views and one copy: a device waits for an index from a list.
+    """
+    if repeats is None:
+        return x
+    heads = zip(x.split(1, 1), repeats, strict=True)
+    return torch.cat([head.expand(-1, times, -1, -1) for head, times in heads], 1)
+
+
+def sum_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
+    """Return the gradient of what was repeated."""
+    if repeats is None:
+        return x
+    return torch.cat([part.sum(1, keepdim=True) for part in x.split(list(repeats), 1)], 1)

@@ -39,109 +39,6 @@ class Layout(Protocol):
         return tuple(tuple(i for chunk in rank for i in chunk) for rank in chunks)
 
 
-def lengths_of(chunks: Chunks) -> tuple[int, ...]:
-    """Return each rank's number of positions."""
-    return tuple(sum(map(len, rank)) for rank in chunks)
-
-
-def in_global_order(chunks: Chunks) -> list[int]:
-    """Return the order that sorts all chunks, listed rank by rank, by their global start."""
-    starts = [chunk.start for rank in chunks for chunk in rank]
-    return sorted(range(len(starts)), key=starts.__getitem__)
-
-
-def cut(edges: Iterable[int]) -> list[range]:
-    """Return the ranges between neighbouring edges; some may be empty."""
-    return [range(*pair) for pair in pairwise(edges)]
-
-
-def even_edges(start: int, stop: int, parts: int) -> list[int]:
-    """Return the edges of ``parts`` ranges, of which the first ones are one longer."""
-    length, longer = divmod(stop - start, parts)
-    return [start + i * length + min(i, longer) for i in range(parts + 1)]
-
-
-def gathered(owners: Iterable[tuple[int, range]], n: int) -> Chunks:
-    """Return the pieces, given with their rank, as chunks."""
-    held: list[list[range]] = [[] for _ in range(n)]
-    for rank, piece in owners:
-        held[rank].append(piece)
-    return tuple(joined(sorted(pieces, key=lambda piece: piece.start)) for pieces in held)
-
-
-def check_layout(layout: object) -> None:
-    """Raise `LayoutError` unless ``layout`` is a `Layout`, no name or class of one, with a hash."""
-    if isinstance(layout, type) or not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout must be a Layout, got {described(layout)}; use Contiguous(), Zigzag() or an "
-            f"object with chunks and indices, and a hash"
-        )
-    try:
-        hash(layout)
-    except TypeError as error:
-        raise LayoutError(
-            f"{layout!r} has no hash, by which plans are kept: {error}; make it a frozen dataclass "
-            f"of hashable fields"
-        ) from error
-
-
-def check_size(n: int, seq_len: int) -> None:
-    """Raise `LayoutError` unless there are ranks and no negative length, both ints."""
-    if type(n) is not int or type(seq_len) is not int or n < 1 or seq_len < 0:
-        raise LayoutError(
-            f"a layout needs ints n >= 1 and seq_len >= 0, got n={n!r}, seq_len={seq_len!r}"
-        )
-
-
-def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> None:
-    """Raise `LayoutError` unless the chunks keep the contract of `Layout.chunks`."""
-    flat = sorted((chunk for rank in chunks for chunk in rank), key=lambda chunk: chunk.start)
-    edges = [0, *(chunk.stop for chunk in flat)]
-    whole = edges[-1] == seq_len and len(chunks) == n
-    touching = all(
-        c.step == 1 and len(c) > 0 and c.start == at for at, c in zip(edges, flat, strict=False)
-    )
-    ascending = all(a.stop <= b.start for rank in chunks for a, b in pairwise(rank))
-    if not (whole and touching and ascending):
-        raise LayoutError(
-            f"{layout!r}.chunks({n}, {seq_len}) must be {n} tuples of ascending, non-empty ranges "
-            f"that partition range({seq_len})"
-        )
-
-
-def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
-    """Return the chunks of a layout, which partition the sequence; the same object every time.
-
-    Raises `LayoutError` for what is no layout or mask, for a number of ranks or a length that is
-    none, for documents of another length, and for chunks that are no partition.
-    """
-    check_layout(layout)
-    check_size(n, seq_len)
-    if mask is not None:
-        check_mask(mask)
-    return _chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]  # check_layout saw a hash
-
-
-@lru_cache(maxsize=32)  # packed data brings another mask with every batch
-def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
-    if mask is not None:
-        mask.documents(seq_len)
-    chunks = layout.chunks(n, seq_len, mask)
-    check_partition(chunks, n, seq_len, layout)
-    return chunks
-
-
-def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
-    """Return the mask that a layout follows, or raise `LayoutError` for none or another object."""
-    if mask is None:
-        raise LayoutError(
-            f"{layout!r} lies as the mask wants; give the mask, mask=MaskSpec(...), or use "
-            f"Contiguous() or Zigzag()"
-        )
-    check_mask(mask)
-    return mask
-
-
 @dataclass(frozen=True, slots=True)
 class Contiguous(Layout):
     """Rank ``r`` holds the ``r``-th stretch, cut as ``torch.chunk`` and ``Shard`` cut.
@@ -190,6 +87,26 @@ class PerDocument(Layout):
         return _per_document(n, check_given(mask, self).documents(seq_len))
 
 
+def held_per_document(n: int, documents: Ranges) -> Iterator[Ranges]:
+    """Yield each rank's chunks under `PerDocument`."""
+    parts = 2 * n
+    for rank in range(n):
+        pieces = []
+        for turn, document in enumerate(documents):
+            start, length = document.start, len(document)
+            i = (rank - turn) % n
+            for place in (i, parts - 1 - i):
+                first, stop = length * place // parts, length * (place + 1) // parts
+                if first < stop:
+                    pieces.append(range(start + first, start + stop))
+        yield joined(pieces)
+
+
+@lru_cache(maxsize=16)
+def _per_document(n: int, documents: Ranges) -> Chunks:
+    return tuple(held_per_document(n, documents))
+
+
 @dataclass(frozen=True, slots=True)
 class Greedy(Layout):
     """Chunks of equal length, each given in turn to the rank with the least work so far.
@@ -214,26 +131,6 @@ class Greedy(Layout):
         return _greedy(n, seq_len, check_given(mask, self), self.chunks_per_rank)
 
 
-def held_per_document(n: int, documents: Ranges) -> Iterator[Ranges]:
-    """Yield each rank's chunks under `PerDocument`."""
-    parts = 2 * n
-    for rank in range(n):
-        pieces = []
-        for turn, document in enumerate(documents):
-            start, length = document.start, len(document)
-            i = (rank - turn) % n
-            for place in (i, parts - 1 - i):
-                first, stop = length * place // parts, length * (place + 1) // parts
-                if first < stop:
-                    pieces.append(range(start + first, start + stop))
-        yield joined(pieces)
-
-
-@lru_cache(maxsize=16)
-def _per_document(n: int, documents: Ranges) -> Chunks:
-    return tuple(held_per_document(n, documents))
-
-
 @lru_cache(maxsize=16)
 def _greedy(n: int, seq_len: int, mask: MaskSpec, chunks_per_rank: int) -> Chunks:
     length = max(1, -(-seq_len // (n * chunks_per_rank)))
@@ -247,11 +144,6 @@ def _greedy(n: int, seq_len: int, mask: MaskSpec, chunks_per_rank: int) -> Chunk
         if room > 1:
             heapq.heappush(ranks, (done + work[i], rank, room - 1))
     return gathered(owners, n)
-
-
-# Plain ones first: fewer chunks make fewer and larger blocks, which the cost does not see.
-_CANDIDATES: tuple[Layout, ...] = (Contiguous(), Zigzag(), Greedy(4), Greedy(8), PerDocument())
-_TIE = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +173,11 @@ class Auto(Layout):
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
         """Return the chunks of the layout that is taken."""
         return self.choice(n, seq_len, mask).chunks(n, seq_len, mask)
+
+
+# Plain ones first: fewer chunks make fewer and larger blocks, which the cost does not see.
+_CANDIDATES: tuple[Layout, ...] = (Contiguous(), Zigzag(), Greedy(4), Greedy(8), PerDocument())
+_TIE = 1.02
 
 
 @lru_cache(maxsize=16)
@@ -333,3 +230,106 @@ class Pinned(Layout):
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
         """Return the chunks of the layout under its own mask."""
         return self.layout.chunks(n, seq_len, self.mask)
+
+
+def check_layout(layout: object) -> None:
+    """Raise `LayoutError` unless ``layout`` is a `Layout`, no name or class of one, with a hash."""
+    if isinstance(layout, type) or not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout must be a Layout, got {described(layout)}; use Contiguous(), Zigzag() or an "
+            f"object with chunks and indices, and a hash"
+        )
+    try:
+        hash(layout)
+    except TypeError as error:
+        raise LayoutError(
+            f"{layout!r} has no hash, by which plans are kept: {error}; make it a frozen dataclass "
+            f"of hashable fields"
+        ) from error
+
+
+def check_size(n: int, seq_len: int) -> None:
+    """Raise `LayoutError` unless there are ranks and no negative length, both ints."""
+    if type(n) is not int or type(seq_len) is not int or n < 1 or seq_len < 0:
+        raise LayoutError(
+            f"a layout needs ints n >= 1 and seq_len >= 0, got n={n!r}, seq_len={seq_len!r}"
+        )
+
+
+def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> None:
+    """Raise `LayoutError` unless the chunks keep the contract of `Layout.chunks`."""
+    flat = sorted((chunk for rank in chunks for chunk in rank), key=lambda chunk: chunk.start)
+    edges = [0, *(chunk.stop for chunk in flat)]
+    whole = edges[-1] == seq_len and len(chunks) == n
+    touching = all(
+        c.step == 1 and len(c) > 0 and c.start == at for at, c in zip(edges, flat, strict=False)
+    )
+    ascending = all(a.stop <= b.start for rank in chunks for a, b in pairwise(rank))
+    if not (whole and touching and ascending):
+        raise LayoutError(
+            f"{layout!r}.chunks({n}, {seq_len}) must be {n} tuples of ascending, non-empty ranges "
+            f"that partition range({seq_len})"
+        )
+
+
+def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
+    """Return the mask that a layout follows, or raise `LayoutError` for none or another object."""
+    if mask is None:
+        raise LayoutError(
+            f"{layout!r} lies as the mask wants; give the mask, mask=MaskSpec(...), or use "
+            f"Contiguous() or Zigzag()"
+        )
+    check_mask(mask)
+    return mask
+
+
+def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
+    """Return the chunks of a layout, which partition the sequence; the same object every time.
+
+    Raises `LayoutError` for what is no layout or mask, for a number of ranks or a length that is
+    none, for documents of another length, and for chunks that are no partition.
+    """
+    check_layout(layout)
+    check_size(n, seq_len)
+    if mask is not None:
+        check_mask(mask)
+    return _chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]  # check_layout saw a hash
+
+
+@lru_cache(maxsize=32)  # packed data brings another mask with every batch
+def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
+    if mask is not None:
+        mask.documents(seq_len)
+    chunks = layout.chunks(n, seq_len, mask)
+    check_partition(chunks, n, seq_len, layout)
+    return chunks
+
+
+def lengths_of(chunks: Chunks) -> tuple[int, ...]:
+    """Return each rank's number of positions."""
+    return tuple(sum(map(len, rank)) for rank in chunks)
+
+
+def in_global_order(chunks: Chunks) -> list[int]:
+    """Return the order that sorts all chunks, listed rank by rank, by their global start."""
+    starts = [chunk.start for rank in chunks for chunk in rank]
+    return sorted(range(len(starts)), key=starts.__getitem__)
+
+
+def cut(edges: Iterable[int]) -> list[range]:
+    """Return the ranges between neighbouring edges; some may be empty."""
+    return [range(*pair) for pair in pairwise(edges)]
+
+
+def even_edges(start: int, stop: int, parts: int) -> list[int]:
+    """Return the edges of ``parts`` ranges, of which the first ones are one longer."""
+    length, longer = divmod(stop - start, parts)
+    return [start + i * length + min(i, longer) for i in range(parts + 1)]
+
+
+def gathered(owners: Iterable[tuple[int, range]], n: int) -> Chunks:
+    """Return the pieces, given with their rank, as chunks."""
+    held: list[list[range]] = [[] for _ in range(n)]
+    for rank, piece in owners:
+        held[rank].append(piece)
+    return tuple(joined(sorted(pieces, key=lambda piece: piece.start)) for pieces in held)
