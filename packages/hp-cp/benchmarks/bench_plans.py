@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_cp import Auto, Greedy, Layout, MaskSpec, PerDocument, Zigzag, plan_attention
-from hp_cp.plans._plan import part_of
+from hp_cp._plan import part_of
 
 Case = tuple[str, Layout, int, int, int, int | None]
 CASES: tuple[Case, ...] = (

@@ -21,10 +21,10 @@ from hp_cp import (
     context_parallel_attention,
     register_backend,
 )
-from hp_cp._bands import Kernel
-from hp_cp.backends._choose import choose_backend
-from hp_cp.backends._flex import FlexBackend, recomputed_gradients
-from hp_cp.backends._fused import SDPA
+from hp_cp._ranges import Kernel
+from hp_cp.kernels._choose import choose_backend
+from hp_cp.kernels._flex import FlexBackend, recomputed_gradients
+from hp_cp.kernels._sdpa import SDPA
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 

@@ -1,7 +1,7 @@
 """Calls: which collectives, and what they receive, by every way of counting."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,13 +13,20 @@ from hp_cp import (
     context_parallel_attention,
     plan_attention,
 )
-from hp_cp.schedules._calls import Calls
+from hp_cp._routes import SCHEDULES, ScheduleName
+from hp_cp._schedules import MOVEMENTS, Calls
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh, inputs, leaves, single, with_gradients
 
 CAUSAL = MaskSpec(causal=True)
+
+
+def test_every_name_of_a_schedule_is_planned_and_carried_out() -> None:
+    names = set(get_args(ScheduleName))
+    assert set(SCHEDULES) == names
+    assert set(MOVEMENTS) == names
 
 
 def counted(

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_cp import _torch
 from hp_cp._torch import Finished
-from hp_cp.backends._fused import CUDNN, EFFICIENT, SDPA, FusedBackend
-from hp_cp.backends._varlen import VARLEN
+from hp_cp.kernels._sdpa import CUDNN, EFFICIENT, SDPA, FusedBackend
+from hp_cp.kernels._varlen import VARLEN
 
 from .strategies import inputs
 

@@ -16,9 +16,9 @@ from hp_cp import (
     MaskSpec,
     PerDocument,
     Zigzag,
+    _blockwise,
     context_parallel_attention,
 )
-from hp_cp.schedules import _sums
 
 from .strategies import UnrealMesh
 from .test_style import Core
@@ -29,7 +29,7 @@ Call = tuple[tuple[int, ...], str, bool]
 @pytest.fixture(autouse=True)
 def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the sums of what was not computed, which are slow without numbers."""
-    monkeypatch.setattr(_sums, "merge", lambda *parts: None)
+    monkeypatch.setattr(_blockwise, "merge", lambda *parts: None)
 
 
 class Done:

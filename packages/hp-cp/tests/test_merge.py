@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp._merge import merge
+from hp_cp._blockwise import merge
 
 from .strategies import MASKS, dense_attention, inputs
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import Contiguous, Layout, MaskSpec, context_parallel_attention, plan_attention
-from hp_cp.backends._interface import PackedBackend
+from hp_cp.kernels._interface import PackedBackend
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import all_layouts, dense_attention, inputs, leaves, masked, single, with_gradients

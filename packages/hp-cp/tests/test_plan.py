@@ -19,7 +19,7 @@ from hp_cp import (
     Zigzag,
     plan_attention,
 )
-from hp_cp.plans._plan import part_of
+from hp_cp._plan import part_of
 
 from .strategies import all_layouts, masked, masks, seq_lens, visible, worlds
 
@@ -257,7 +257,7 @@ def test_no_layout_means_contiguous() -> None:
 
 
 def test_masks_layouts_and_plans_need_no_torch() -> None:
-    root = plan_attention.__module__.rpartition(".plans.")[0]
+    root = plan_attention.__module__.rpartition(".")[0]
     code = (
         "import sys, importlib; p = importlib.import_module(sys.argv[1]); "
         "m = p.MaskSpec(causal=True, cu_seqlens=(0, 3, 8)); "

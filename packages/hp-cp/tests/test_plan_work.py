@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hp_cp import Auto, Contiguous, Greedy, Layout, MaskSpec, PerDocument, Zigzag, plan_attention
-from hp_cp.plans._plan import part_of
+from hp_cp._plan import part_of
 
 
 def lines_run(work: Callable[[], object]) -> int:

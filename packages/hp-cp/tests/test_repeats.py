@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import ContextParallel, MaskSpec, context_parallel_attention
-from hp_cp._repeats import repeat_heads, sum_heads
+from hp_cp._blockwise import repeat_heads, sum_heads
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .operations import Called

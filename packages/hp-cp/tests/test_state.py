@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hp_cp import ContextParallel, MaskSpec, context_parallel_attention
-from hp_cp.backends._fused import SDPA
+from hp_cp.kernels._sdpa import SDPA
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import cp_mesh, dense_attention, inputs, leaves, single, with_gradients

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import Layout, MaskSpec, context_parallel_attention
+from hp_cp._mesh import Peers
+from hp_cp._plan import HeadShare, split_heads
 from hp_cp._ulysses import Exchange, heads_to_rows, rows_to_heads
-from hp_cp.plans._heads import HeadShare, split_heads
-from hp_cp.schedules._peers import Peers
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import LAYOUTS, inputs, layouts, leaves, with_gradients

@@ -6,44 +6,44 @@ Names that need torch are loaded on first use: masks, layouts and plans work wit
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._blocks import Block as Block
 from ._errors import BackendError as BackendError
 from ._errors import ContextParallelError as ContextParallelError
 from ._errors import DegreeError as DegreeError
 from ._errors import InputError as InputError
 from ._errors import LayoutError as LayoutError
+from ._layouts import Auto as Auto
+from ._layouts import Contiguous as Contiguous
+from ._layouts import Greedy as Greedy
+from ._layouts import Layout as Layout
+from ._layouts import PerDocument as PerDocument
+from ._layouts import Pinned as Pinned
+from ._layouts import Zigzag as Zigzag
 from ._masks import MaskSpec as MaskSpec
-from .layouts._auto import Auto as Auto
-from .layouts._documents import Greedy as Greedy
-from .layouts._documents import PerDocument as PerDocument
-from .layouts._fixed import Contiguous as Contiguous
-from .layouts._fixed import Zigzag as Zigzag
-from .layouts._interface import Layout as Layout
-from .layouts._pinned import Pinned as Pinned
-from .plans._blocks import Block as Block
-from .plans._plan import AttentionPlan as AttentionPlan
-from .plans._plan import plan_attention as plan_attention
-from .plans._routes import DoubleRing as DoubleRing
+from ._plan import AttentionPlan as AttentionPlan
+from ._plan import plan_attention as plan_attention
+from ._routes import DoubleRing as DoubleRing
 
 if TYPE_CHECKING:
     from ._attention import context_parallel_attention as context_parallel_attention
-    from ._loss import cp_loss as cp_loss
-    from ._loss import shift_labels as shift_labels
+    from ._sequence import cp_loss as cp_loss
     from ._sequence import position_ids as position_ids
     from ._sequence import shard_sequence as shard_sequence
+    from ._sequence import shift_labels as shift_labels
     from ._sequence import unshard_sequence as unshard_sequence
     from ._style import ContextParallel as ContextParallel
-    from .backends._choose import register_backend as register_backend
-    from .backends._interface import AttentionBackend as AttentionBackend
+    from .kernels._choose import register_backend as register_backend
+    from .kernels._interface import AttentionBackend as AttentionBackend
 
 _NEED_TORCH = {
-    "AttentionBackend": ".backends._interface",
+    "AttentionBackend": ".kernels._interface",
     "ContextParallel": "._style",
     "context_parallel_attention": "._attention",
-    "cp_loss": "._loss",
+    "cp_loss": "._sequence",
     "position_ids": "._sequence",
-    "register_backend": ".backends._choose",
+    "register_backend": ".kernels._choose",
     "shard_sequence": "._sequence",
-    "shift_labels": "._loss",
+    "shift_labels": "._sequence",
     "unshard_sequence": "._sequence",
 }
 

@@ -1,26 +1,51 @@
-"""The entry point: local shards in, local shard of the attention out."""
+"""Attention of local rows: check the tensors, make the plan, choose a kernel, run, exchange back.
 
+Everything up to the plan looks at what this rank was given and communicates nothing.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._inputs import (
-    as_autocast,
-    check_dims,
-    check_scale,
-    check_tensors,
-    from_batch_first,
-    plan_inputs,
-    to_batch_first,
-)
+from ._errors import InputError, described
+from ._layouts import Layout
+from ._lineage import check_lineage
 from ._masks import MaskSpec
-from ._planned import planned_attention
-from ._seats import seats_of
+from ._mesh import Seats, seats_of
+from ._plan import AttentionPlan, plan_attention
+from ._routes import Schedule
+from ._schedules import attend, run_of
 from ._torch import keep_eager
-from .backends._choose import choose_backend
-from .backends._interface import AttentionBackend
-from .layouts._interface import Layout
-from .plans._routes import Schedule
+from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
+from .kernels._choose import choose_backend
+from .kernels._interface import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What is asked of one attention: the arguments of `context_parallel_attention`.
+
+    ``load_balance`` is that of `ContextParallel`.
+    """
+
+    mask: MaskSpec
+    layout: Layout | None
+    ulysses_degree: int
+    schedule: Schedule
+    backend: str | AttentionBackend
+    scale: float | None
+    seq_dim: int
+    head_dim: int
+    seq_len: int | None
+    collectives: Collectives
+    keep_kv: bool | None = None
+    load_balance: bool = False
 
 
 @keep_eager  # a plan is no tensor program
@@ -70,32 +95,163 @@ def context_parallel_attention(
     on every rank together where all give tensors of equal shape and dtype and the same options. A
     local length that the layout does not give is seen on that rank only, while the others wait.
     """
-    door: Collectives = TorchCollectives() if collectives is None else collectives
-    check_dims(seq_dim, head_dim)
-    check_tensors(q, k, v)
-    check_scale(scale)
-    seats = seats_of(mesh, ulysses_degree, door)
-    q, k, v = (as_autocast(x) for x in (q, k, v))
-    plan = plan_inputs(
-        q,
-        k,
-        v,
-        seats.n,
-        seats.rank,
+    options = AttentionOptions(
         mask=mask,
         layout=layout,
         ulysses_degree=ulysses_degree,
         schedule=schedule,
+        backend=backend,
+        scale=scale,
         seq_dim=seq_dim,
         head_dim=head_dim,
         seq_len=seq_len,
         keep_kv=keep_kv,
-        load_balance=False,
+        collectives=TorchCollectives() if collectives is None else collectives,
     )
+    return sharded_attention(q, k, v, mesh, options)
+
+
+def sharded_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: AxisMesh, options: AttentionOptions
+) -> Tensor:
+    """Return this rank's rows of the attention, shaped like ``q``: check, plan, choose, run."""
+    dims = options.seq_dim, options.head_dim
+    check_dims(*dims)
+    check_tensors(q, k, v)
+    check_scale(options.scale)
+    seats = seats_of(mesh, options.ulysses_degree, options.collectives)
+    q, k, v = (as_autocast(x) for x in (q, k, v))
+    plan = plan_inputs(q, k, v, seats, options)
     kernel = choose_backend(
-        backend, plan.kernels, q.device, q.dtype, plan.head_size, regular=plan.regular
+        options.backend, plan.kernels, q.device, q.dtype, plan.head_size, regular=plan.regular
     )
     seats.across.connect(q.device)
-    q, k, v = (to_batch_first(x, seq_dim, head_dim) for x in (q, k, v))
-    out = planned_attention(q, k, v, plan, seats, kernel, scale)
-    return from_batch_first(out, seq_dim, head_dim)
+    q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
+    out = planned_attention(q, k, v, plan, seats, kernel, options.scale)
+    return from_batch_first(out, *dims)
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    seats: Seats,
+    backend: AttentionBackend,
+    scale: float | None,
+) -> Tensor:
+    """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned."""
+    run = run_of(plan, seats.inside.index, seats.across, backend, scale)
+    if plan.load_balance:
+        return swap_halves(attend(swap_halves(q, run.peers), k, v, run), run.peers, back=True)
+    if plan.ulysses_degree == 1:
+        return attend(q, k, v, run)
+    exchange = exchange_of(plan, seats)
+    q, k, v = rows_to_heads(q, k, v, exchange)
+    return heads_to_rows(attend(q, k, v, run), exchange)
+
+
+def check_dims(seq_dim: int, head_dim: int) -> None:
+    """Raise `InputError` unless both are dims of a 4-D tensor before the head size."""
+    if seq_dim == head_dim or not all(type(d) is int and 0 <= d < 3 for d in (seq_dim, head_dim)):
+        raise InputError(
+            f"seq_dim={seq_dim!r} and head_dim={head_dim!r} are no dims of rows and heads in "
+            f"tensors whose last of four dims is the head size; use two different dims of 0, 1, 2"
+        )
+
+
+def check_tensors(q: object, k: object, v: object) -> None:
+    """Raise `InputError` unless all three are tensors of four dims."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a tensor, got {described(x)}")
+        if x.ndim != 4:
+            raise InputError(
+                f"attention takes 4-D tensors whose last dim is the head size, got {name} of "
+                f"shape {tuple(x.shape)}"
+            )
+
+
+def check_scale(scale: Any) -> None:
+    """Raise `InputError` unless scores are scaled by a number, or by default."""
+    if scale is not None and (type(scale) not in (int, float) or not math.isfinite(scale)):
+        raise InputError(
+            f"scale={described(scale)} is no finite number, and no gradient goes to it; pass a "
+            f"float, or None for head_size ** -0.5"
+        )
+
+
+def plan_inputs(
+    q: Tensor, k: Tensor, v: Tensor, seats: Seats, options: AttentionOptions
+) -> AttentionPlan:
+    """Return the plan for these local tensors, or raise for what does not fit.
+
+    Ranks whose tensors have equal shapes raise together; only the check of the local length sees
+    what is this rank's alone.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, DTensor):
+            raise InputError(
+                f"{name} is a DTensor with {x.placements}; pass local rows, {name}.to_local(), or "
+                f"use ContextParallel, which takes DTensors"
+            )
+    if k.shape != v.shape or _without(q, options.head_dim) != _without(k, options.head_dim):
+        raise InputError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree in all dims "
+            f"but the heads of q, dim {options.head_dim}; cross attention and unequal head sizes "
+            f"are not supported"
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise InputError(
+            f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on "
+            f"{q.device}, {k.device}, {v.device}"
+        )
+    rows = q.shape[options.seq_dim]
+    plan = plan_attention(
+        options.mask,
+        options.layout,
+        seats.n,
+        rows * seats.n if options.seq_len is None else options.seq_len,
+        schedule=options.schedule,
+        ulysses_degree=options.ulysses_degree,
+        keep_kv=options.keep_kv,
+        load_balance=options.load_balance,
+        batch=q.shape[3 - options.seq_dim - options.head_dim],
+        q_heads=q.shape[options.head_dim],
+        kv_heads=k.shape[options.head_dim],
+        head_size=q.shape[3],
+        itemsize=q.element_size(),
+    )
+    if rows != plan.lengths[seats.rank]:
+        raise InputError(
+            f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
+            f"S={plan.seq_len}) gives rank {seats.rank} {plan.lengths[seats.rank]}; shard with "
+            f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
+        )
+    check_lineage((q, k, v), plan)
+    return plan
+
+
+def to_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Return a view ``[batch, heads, rows, size]`` with a dense last dim."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.permute(3 - seq_dim - head_dim, head_dim, seq_dim, 3)
+
+
+def from_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Undo `to_batch_first`."""
+    order = [3 - seq_dim - head_dim, head_dim, seq_dim, 3]
+    return x.permute([order.index(dim) for dim in range(4)])
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return ``x`` as autocast hands it to SDPA: any floating dtype but float64 becomes its own."""
+    device = x.device.type
+    known = torch.amp.is_autocast_available(device)
+    if not known or not torch.is_autocast_enabled(device) or not x.is_floating_point():
+        return x
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
+
+
+def _without(x: Tensor, dim: int) -> list[int]:
+    return [size for i, size in enumerate(x.shape) if i != dim]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ._errors import LayoutError
-from ._intervals import joined
 from ._masks import MaskSpec
+from ._plan import AttentionPlan
+from ._ranges import joined
 from ._torch import largest_output
-from .plans._plan import AttentionPlan
 
 _NODES = 10_000  # of the graph that are looked at; the layer before is some tens away
 _ANEW = "hp_cuts_anew"  # in the metadata of a node that returns whole sequences or new rows of them

@@ -1,25 +1,53 @@
-"""The parallel style: a core-attention module whose attention spans the ranks of a mesh."""
+"""The parallel style: a core-attention module whose attention spans the ranks of a mesh.
 
+It binds the arguments of a call and hands them to the attention that users call, or runs the
+module's own forward between two exchanges.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._errors import DegreeError, InputError
-from ._forward import ContextParallelForward
-from ._inputs import check_dims
+from ._arguments import (
+    Call,
+    Settings,
+    as_sdpa,
+    check_bare,
+    check_causal,
+    check_options,
+    check_others,
+    check_replaceable,
+    take_local_rows,
+)
+from ._attention import (
+    AttentionOptions,
+    check_dims,
+    check_tensors,
+    from_batch_first,
+    plan_inputs,
+    sharded_attention,
+    to_batch_first,
+)
+from ._blockwise import repeat_heads
+from ._errors import BackendError, DegreeError, InputError, described
+from ._layouts import Contiguous, Layout, check_layout, check_size
+from ._lineage import note_rows
 from ._masks import MaskSpec, check_mask
-from ._seats import default_degree, device_of, place_of, seats_of
-from ._settings import Settings
-from .backends._choose import check_backend_name
-from .backends._interface import AttentionBackend
-from .layouts._fixed import Contiguous
-from .layouts._interface import Layout, check_layout, check_size
-from .plans._checks import check_balance
-from .plans._routes import Schedule, check_schedule, ring_of
+from ._mesh import default_degree, device_of, place_of, seats_of
+from ._plan import check_balance
+from ._routes import Schedule, check_schedule, ring_of
+from ._torch import keep_eager
+from ._ulysses import exchange_of, heads_to_rows, rows_to_heads
+from .kernels._choose import check_backend_name, check_device
+from .kernels._interface import AttentionBackend
 
 
 class ContextParallel(ParallelStyle):
@@ -159,3 +187,140 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.apply(module, device_mesh)
+
+
+class ContextParallelForward:
+    """A module's forward over the ranks of a mesh; keeps nothing between calls."""
+
+    def __init__(
+        self, module: nn.Module, mesh: AxisMesh, n: int, degree: int, settings: Settings
+    ) -> None:
+        """Stand for the forward of ``module`` on ``n`` ranks.
+
+        Raises `InputError` where that will not run and what it computes cannot be told from its
+        arguments, or needs parameters of the module, and `BackendError` for a backend that is not
+        used or has no kernels for the devices of ``mesh``.
+        """
+        inner = module.forward
+        functools.update_wrapper(self, inner)
+        self._inner = inner
+        self._parameters = tuple(inspect.signature(inner).parameters.values())
+        self._mesh = mesh
+        self._ulysses_degree = degree
+        self._settings = settings
+        in_order = degree == n and isinstance(settings.layout, Contiguous)
+        self._runs_inner = in_order and settings.mask is None
+        if not self._runs_inner:
+            check_bare(module)
+            self._parameters = as_sdpa(self._parameters, settings)
+            check_replaceable(self._parameters, settings)
+            check_device(settings.backend, mesh)
+        elif settings.backend != "auto":
+            raise BackendError(
+                f"backend={described(settings.backend)} would not be used where the module's own "
+                f"forward runs; leave it 'auto', or give the style a mask, a layout or a "
+                f"ulysses_degree under which the forward is replaced"
+            )
+
+    @keep_eager  # a plan is no tensor program
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns, with this rank's rows of the attention."""
+        settings = self._settings
+        call = Call.of(self._parameters, args, kwargs)
+        names = settings.qkv_kwarg_names or (None, None, None)
+        keys = [call.key(i, name) for i, name in zip(settings.qkv_indices, names, strict=True)]
+        q, k, v = (call.values[key] for key in keys)
+        check_tensors(q, k, v)
+        (q, k, v), seq_len = take_local_rows((q, k, v), self._mesh, settings)
+        check_options(call)
+        options = self._options(call, seq_len)
+        if self._runs_inner:
+
+            def inner(*whole: Tensor) -> Any:
+                args, kwargs = call.rebuild(dict(zip(keys, whole, strict=True)))
+                return self._inner(*args, **kwargs)
+
+            return exchange_around(inner, q, k, v, self._mesh, options)
+        check_others(call, keys)
+        check_causal(call, settings)
+        return sharded_attention(q, k, v, self._mesh, options)
+
+    @property
+    def runs_inner(self) -> bool:
+        """Return whether the module's own forward computes the attention."""
+        return self._runs_inner
+
+    def _options(self, call: Call, seq_len: int | None) -> AttentionOptions:
+        settings = self._settings
+        return AttentionOptions(
+            mask=settings.mask or MaskSpec(causal=call.option("is_causal") is True),
+            layout=settings.layout,
+            ulysses_degree=self._ulysses_degree,
+            schedule=settings.schedule,
+            backend=settings.backend,
+            scale=call.option("scale"),
+            seq_dim=settings.seq_dim,
+            head_dim=settings.head_dim,
+            seq_len=seq_len,
+            load_balance=settings.load_balance,
+            collectives=settings.collectives,
+        )
+
+
+def exchange_around(
+    forward: Callable[[Tensor, Tensor, Tensor], Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AxisMesh,
+    options: AttentionOptions,
+) -> Any:
+    """Return what ``forward`` returns for the whole sequence of this rank's heads, as local rows.
+
+    Tensors shaped like the q that it gets come back as this rank's rows of all heads, whether alone
+    or in a tuple or list, which keep their type; other values pass. Communicates as
+    `rows_to_heads` does and as `heads_to_rows` does for each such tensor. Raises `InputError` after
+    the first exchange where there is none.
+    """
+    seats = seats_of(mesh, options.ulysses_degree, options.collectives)
+    plan = plan_inputs(q, k, v, seats, options)
+    exchange = exchange_of(plan, seats)
+    dims = options.seq_dim, options.head_dim
+    q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
+    q, k, v = rows_to_heads(q, k, v, exchange)
+    repeats = exchange.shares[seats.inside.index].repeats  # the module groups heads evenly
+    k, v = (repeat_heads(x, repeats) for x in (k, v))
+    q, k, v = (from_batch_first(x, *dims) for x in (q, k, v))
+    shape = q.shape
+    result = forward(q, k, v)
+
+    def has_rows(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == shape
+
+    if not any(map(has_rows, result if isinstance(result, (tuple, list)) else [result])):
+        raise InputError(
+            f"the module returned {_describe(result)}, and nothing shaped like the q that it got, "
+            f"{tuple(shape)}; return the attention of that shape, alone or in a tuple or list, or "
+            f"use ulysses_degree=1"
+        )
+
+    def back(value: Any) -> Any:
+        if not has_rows(value):
+            return value
+        mine = heads_to_rows(to_batch_first(value, *dims), exchange)
+        return from_batch_first(note_rows(mine, plan), *dims)
+
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*map(back, result))
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(back, result))
+    return back(result)
+
+
+def _describe(result: Any) -> str:
+    """Return the shapes of what a forward returned, and the types of what is no tensor."""
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of [{', '.join(map(_describe, result))}]"
+    return f"a {type(result).__name__}"

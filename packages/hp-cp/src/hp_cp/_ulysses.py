@@ -1,7 +1,8 @@
-"""The Ulysses exchange: from a part of the sequence with all heads to all of it with some heads.
+"""Exchanges around the attention: rows for heads (Ulysses), or halves of queries.
 
-Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3. Rows travel sequence-major, so that
-received rows are already in rank order and only layouts that interleave ranks need another copy.
+Ulysses goes from a part of the sequence with all heads to all of it with some heads: Jacobs et al.,
+DeepSpeed Ulysses, arXiv 2309.14509, section 3. Rows travel sequence-major, so that received rows
+are already in rank order and only layouts that interleave ranks need another copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._merge import accumulator
-from .layouts._interface import Chunks, in_global_order, lengths_of
-from .plans._heads import HeadShare
-from .schedules._peers import Peers
+from ._blockwise import accumulator
+from ._layouts import Chunks, in_global_order, lengths_of
+from ._mesh import Peers, Seats
+from ._plan import AttentionPlan, HeadShare
 
 HeadRanges = Sequence[Sequence[range]]
 
@@ -30,6 +31,16 @@ class Exchange:
 
 
 Move = Callable[[Sequence[Tensor], HeadRanges, Exchange], list[Tensor]]
+
+
+def exchange_of(plan: AttentionPlan, seats: Seats) -> Exchange:
+    """Return the Ulysses exchange of this rank and its neighbours."""
+    first = seats.rank - seats.inside.index
+    return Exchange(
+        peers=seats.inside,
+        chunks=plan.chunks[first : first + plan.ulysses_degree],
+        shares=plan.heads,
+    )
 
 
 def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
@@ -87,7 +98,7 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         [rows * per_row * count for count in counts],
         [length * per_row * mine for length in lengths],
     ).view(sum(lengths), batch, mine, width)
-    whole = _in_order(received, exchange)
+    whole = sort_rows(received, exchange.chunks, 0)
     sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
     return list(whole.permute(1, 2, 0, 3).unsafe_split_with_sizes(sizes, dim=1))
@@ -150,10 +161,46 @@ def _blocks(
         yield part.view(rows, batch, count, width)
 
 
-def _in_order(received: Tensor, exchange: Exchange) -> Tensor:
+def sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
     """Return rows that came rank by rank in the order of their positions."""
-    order = in_global_order(exchange.chunks)
+    order = in_global_order(chunks)
     if order == sorted(order):
-        return received
-    pieces = received.split([len(chunk) for held in exchange.chunks for chunk in held])
-    return torch.cat([pieces[i] for i in order])
+        return rows
+    parts = rows.split([len(chunk) for held in chunks for chunk in held], dim)
+    return torch.cat([parts[i] for i in order], dim)
+
+
+def swap_halves(x: Tensor, peers: Peers, *, back: bool = False) -> Tensor:
+    """Return ``[batch, heads, rows, size]`` with the second half of the rows of rank ``n - 1 - r``.
+
+    Rows stay in global order: on later ranks what comes lies before what stays. ``back`` undoes it.
+    One exchange of half the rows, and one in the backward; the middle rank of an odd number keeps
+    both halves.
+    """
+    out: Tensor = _Swap.apply(x, peers, back)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers, back: bool) -> Tensor:
+        ctx.peers, ctx.back = peers, back
+        return _exchange_halves(x, peers, back)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange_halves(grad, ctx.peers, not ctx.back), None, None
+
+
+def _exchange_halves(x: Tensor, peers: Peers, back: bool) -> Tensor:
+    partner = peers.size - 1 - peers.index
+    if partner == peers.index:
+        peers.exchange({}, {}).wait()  # every rank of an axis makes the same calls
+        return x.clone()
+    comes_first = partner < peers.index
+    halves = x.chunk(2, 2)
+    stays, goes = halves[::-1] if comes_first and back else halves
+    comes = torch.empty_like(goes, memory_format=torch.contiguous_format)
+    peers.exchange({partner: goes.contiguous()}, {partner: comes}).wait()
+    return torch.cat([comes, stays] if comes_first and not back else [stays, comes], 2)

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .._bands import Kernel
+from .._ranges import Kernel
 
 GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
 

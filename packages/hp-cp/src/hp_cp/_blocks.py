@@ -1,16 +1,80 @@
-"""The blocks of one rank's rows against all ranks' keys, in local rows."""
+"""What each rank computes, receives and sends, in local rows: the mask cut into blocks.
+
+The sequence is first cut into stretches of positions that one rank holds, document by document.
+The blocks of a rank's rows come from its row of the attention matrix, and the keys that it gives
+from its column; the others' parts are not needed for them.
+"""
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
-from .._bands import Kind, Piece, cut_band
-from .._masks import Band
-from ._stretches import Document, Stretch
+from ._layouts import Chunks
+from ._ranges import Band, Kind, Piece, Ranges, cut_band, joined, overlaps, union
 
 _stop = itemgetter(1)
+
+
+class Stretch(NamedTuple):
+    """Positions of one document whose keys ``holder`` has and whose rows ``reader`` attends.
+
+    ``key`` and ``row`` are the first of their local rows there. Without swapped queries ``holder``
+    and ``reader`` are one rank.
+    """
+
+    start: int
+    stop: int
+    holder: int
+    key: int
+    reader: int
+    row: int
+
+
+Document = tuple[Stretch, ...]
+
+
+def cut_documents(
+    chunks: Chunks, documents: Ranges, ulysses_degree: int, load_balance: bool
+) -> tuple[Document, ...]:
+    """Return the stretches of each document, ascending; ranks are those of the schedule.
+
+    ``chunks`` partition the sequence. Local rows are in the order of positions, so that what a rank
+    has of one document is one range of them.
+    """
+    pieces: list[range] = []
+    ranks: list[tuple[int, int]] = []
+    for start, stop, *both in sorted(_owned(chunks, ulysses_degree, load_balance)):
+        if ranks and ranks[-1] == (both[0], both[1]):
+            pieces[-1] = range(pieces[-1].start, stop)
+        else:
+            pieces.append(range(start, stop))
+            ranks.append((both[0], both[1]))
+    cut: list[list[Stretch]] = [[] for _ in documents]
+    keys, rows = [0] * len(chunks), [0] * len(chunks)
+    for i, j, part in overlaps(documents, pieces):
+        holder, reader = ranks[j]
+        cut[i].append(Stretch(part.start, part.stop, holder, keys[holder], reader, rows[reader]))
+        keys[holder] += len(part)
+        rows[reader] += len(part)
+    return tuple(map(tuple, cut))
+
+
+def _owned(
+    chunks: Chunks, ulysses_degree: int, load_balance: bool
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the start, the stop, the holder and the reader of every chunk, or of its halves."""
+    for rank, held in enumerate(chunks):
+        group = rank // ulysses_degree
+        for chunk in held:
+            if load_balance:
+                half = chunk.start + len(chunk) // 2
+                yield chunk.start, half, rank, rank
+                yield half, chunk.stop, rank, len(chunks) - 1 - rank
+            else:
+                yield chunk.start, chunk.stop, group, group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,3 +244,69 @@ def _both(a: Block, b: Block) -> Block | None:
 def _grown(a: Block, queries: range, last_keys: range, tiles: int) -> Block:
     keys = range(a.keys.start, last_keys.stop)
     return Block(source=a.source, queries=queries, keys=keys, kind=a.kind, tiles=tiles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank of a schedule does; the others' parts are not needed for it.
+
+    ``blocks`` and ``wanted``, the local key rows that come here, are by source: this rank, if at
+    all, then the others in the order of their use. ``given`` are this rank's key rows that go to
+    each of the others. ``lengths`` are all ranks' key rows.
+    """
+
+    blocks: Mapping[int, tuple[Block, ...]]
+    wanted: Mapping[int, Ranges]
+    given: Mapping[int, Ranges]
+    lengths: tuple[int, ...]
+
+
+def make_part(
+    rank: int,
+    sources: Sequence[int],
+    documents: Sequence[Document],
+    band: Band,
+    lengths: tuple[int, ...],
+    *,
+    all_keys: bool,
+) -> Part:
+    """Return the part of ``rank``, which meets keys in the order of ``sources``, itself first.
+
+    ``all_keys`` says that all keys of all ranks travel, and not only what the mask shows.
+    """
+    found = blocks_of(rank, documents, band)
+    blocks = {source: found.get(source, ()) for source in sources}
+    others = sources[1:]
+    if all_keys:
+        wanted = {source: joined([range(lengths[source])]) for source in others}
+        given = dict.fromkeys(others, joined([range(lengths[rank])]))
+    else:
+        wanted = {source: union(block.keys for block in blocks[source]) for source in others}
+        shown = rows_shown(rank, documents, band)
+        given = {peer: shown.get(peer, ()) for peer in others}
+    return Part(blocks=blocks, wanted=wanted, given=given, lengths=lengths)
+
+
+def rows_shown(rank: int, documents: Iterable[Document], band: Band) -> dict[int, Ranges]:
+    """Return which local key rows of ``rank`` the mask shows to rows of each other rank.
+
+    Looks at each stretch of the documents of which ``rank`` has keys.
+    """
+    shown: dict[int, list[range]] = {}
+    for document in documents:
+        keys = [stretch for stretch in document if stretch.holder == rank]
+        if not keys:
+            continue
+        lowest, highest = band_within(band, document)
+        start, stop = document[0].start, document[-1].stop
+        for rows in document:
+            if rows.reader == rank:
+                continue
+            first = start if lowest is None else rows.start + lowest
+            last = stop if highest is None else rows.stop + highest
+            for mine in keys:
+                a, b = max(first, mine.start), min(last, mine.stop)
+                if a < b:
+                    by = mine.key - mine.start
+                    shown.setdefault(rows.reader, []).append(range(a + by, b + by))
+    return {peer: union(pieces) for peer, pieces in shown.items()}

@@ -1,10 +1,11 @@
-"""In which order a rank meets the other ranks' keys, and on which way they come."""
+"""Schedules by name: in which order a rank meets the other ranks' keys, and how they travel."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from .._errors import DegreeError, LayoutError
+from ._errors import DegreeError, LayoutError
 
 ScheduleName = Literal["gather", "direct", "ring", "double_ring"]
 
@@ -66,22 +67,25 @@ class Ring:
         return ring * self.inner + (place + places) % self.inner
 
 
-def check_schedule(schedule: object) -> None:
-    """Raise `LayoutError` for what is no schedule."""
-    names = list(get_args(ScheduleName))
-    if not isinstance(schedule, DoubleRing) and schedule not in names:
-        raise LayoutError(f"no schedule {schedule!r}; use one of {names}, or a DoubleRing")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """How keys and values travel under the schedules of one name.
 
-
-def ring_of(schedule: Schedule, n: int) -> Ring | None:
-    """Return the way around ``n`` ranks, or None where keys come straight from their owner.
-
-    Raises `DegreeError` for inner rings that do not divide the ranks.
+    ``all_keys``: all keys of all ranks travel, and not only what the mask shows. ``keeps_kv``: by
+    default others' keys and values stay for the backward. ``ring`` makes the way around so many
+    ranks; None where keys come straight from their owner.
     """
-    if schedule in ("gather", "direct"):
-        return None
-    if schedule == "ring":
-        return Ring(n=n, inner=n)
+
+    all_keys: bool
+    keeps_kv: bool = False
+    ring: Callable[[Schedule, int], Ring] | None = None
+
+
+def _single_ring(schedule: Schedule, n: int) -> Ring:
+    return Ring(n=n, inner=n)
+
+
+def _double_ring(schedule: Schedule, n: int) -> Ring:
     inner = schedule.inner if isinstance(schedule, DoubleRing) else None
     divisors = [i for i in range(1, n + 1) if n % i == 0]
     if inner is None:
@@ -92,3 +96,32 @@ def ring_of(schedule: Schedule, n: int) -> Ring | None:
             f"of {divisors}"
         )
     return Ring(n=n, inner=inner)
+
+
+SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
+    "gather": ScheduleSpec(all_keys=True, keeps_kv=True),
+    "direct": ScheduleSpec(all_keys=False),
+    "ring": ScheduleSpec(all_keys=True, ring=_single_ring),
+    "double_ring": ScheduleSpec(all_keys=True, ring=_double_ring),
+}
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise `LayoutError` for what is no schedule."""
+    names = list(SCHEDULES)
+    if not isinstance(schedule, DoubleRing) and schedule not in names:
+        raise LayoutError(f"no schedule {schedule!r}; use one of {names}, or a DoubleRing")
+
+
+def name_of(schedule: Schedule) -> ScheduleName:
+    """Return the name by which tables know a schedule."""
+    return "double_ring" if isinstance(schedule, DoubleRing) else schedule
+
+
+def ring_of(schedule: Schedule, n: int) -> Ring | None:
+    """Return the way around ``n`` ranks, or None where keys come straight from their owner.
+
+    Raises `DegreeError` for inner rings that do not divide the ranks.
+    """
+    make = SCHEDULES[name_of(schedule)].ring
+    return None if make is None else make(schedule, n)

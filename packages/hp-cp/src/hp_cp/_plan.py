@@ -1,31 +1,60 @@
-"""Mask and layout to a plan: who computes which block of the attention matrix, and what moves."""
+"""Mask and layout to a plan: who computes which block of the attention matrix, and what moves.
+
+Pure: a plan is made and checked before anything is communicated.
+"""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from .._bands import Kernel
-from .._intervals import Ranges, size, union
-from .._masks import MaskSpec, check_mask
-from .._work import pairs_of
-from ..layouts._fixed import Contiguous
-from ..layouts._interface import Chunks, Layout, check_layout, check_size, cut, lengths_of
-from ._blocks import Block
-from ._checks import (
-    check_balance,
-    check_degree,
-    check_flags,
-    check_heads,
-    check_rank,
-    check_sizes,
+from ._blocks import Block, Document, Part, cut_documents, make_part
+from ._errors import DegreeError, InputError, LayoutError, described
+from ._layouts import (
+    Auto,
+    Chunks,
+    Contiguous,
+    Layout,
+    check_layout,
+    check_size,
     checked_chunks,
+    cut,
+    even_edges,
+    lengths_of,
 )
-from ._heads import HeadShare, split_heads
-from ._parts import Part, make_part
-from ._routes import Ring, Schedule, check_schedule, ring_of
-from ._stretches import Document, cut_documents
+from ._masks import MaskSpec, check_mask, pairs_of
+from ._ranges import Kernel, Ranges, size, union, within
+from ._routes import SCHEDULES, Ring, Schedule, check_schedule, name_of, ring_of
 
 _LONG = 128  # rows that fill a kernel's tile
 _BATCHES = 16  # plans that are kept: packed data brings another mask with every batch
+_SHOWN = 8  # blocks of a rank that an explanation lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShare:
+    """One rank's query heads, and the kv heads that these read.
+
+    ``repeats`` says of each kv head how many query heads, one behind the other, read it, where
+    these are no equal groups; else it is None.
+    """
+
+    q: range
+    kv: range
+    repeats: tuple[int, ...] | None
+
+
+def split_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
+    """Return each rank's share: consecutive query heads, at most one more on the first ranks.
+
+    A kv head that query heads of several ranks read is in the share of each.
+    """
+    group = q_heads // kv_heads
+    return tuple(_share(q, group) for q in cut(even_edges(0, q_heads, ranks)))
+
+
+def _share(q: range, group: int) -> HeadShare:
+    kv = range(q.start // group, (q.stop - 1) // group + 1)
+    repeats = tuple(len(within(q, range(h * group, (h + 1) * group))) for h in kv)
+    return HeadShare(q=q, kv=kv, repeats=None if len(set(repeats)) == 1 else repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +178,15 @@ class AttentionPlan:
 
     def explain(self) -> str:
         """Return the plan as text: what it is, then each rank's rows, work, bytes and blocks."""
-        from ._explain import explain
-
-        return explain(self)
+        layout = repr(self.layout)
+        if isinstance(self.layout, Auto):
+            layout += f" -> {self.layout.choice(self.n, self.seq_len, self.mask)!r}"
+        title = (
+            f"{layout}, {self.mask!r}, n={self.n}, seq_len={self.seq_len}, "
+            f"schedule={self.schedule!r}, ulysses_degree={self.ulysses_degree}: "
+            f"imbalance {self.imbalance():.3f}"
+        )
+        return "\n".join([title, *(_line(self, rank) for rank in range(self.n))])
 
     def _exchanged_rows(self, rank: int) -> int:
         """Return the rows of single heads that Ulysses brings to ``rank``."""
@@ -190,7 +225,7 @@ def part_of(plan: AttentionPlan, rank: int) -> Part:
         _documents(plan),
         plan.mask.band,
         lengths,
-        all_keys=plan.schedule != "direct",
+        all_keys=SCHEDULES[name_of(plan.schedule)].all_keys,
     )
 
 
@@ -263,7 +298,7 @@ def plan_attention(
         seq_len=seq_len,
         schedule=schedule,
         ulysses_degree=ulysses_degree,
-        keep_kv=schedule == "gather" if keep_kv is None else keep_kv,
+        keep_kv=SCHEDULES[name_of(schedule)].keeps_kv if keep_kv is None else keep_kv,
         load_balance=load_balance,
         batch=batch,
         q_heads=q_heads,
@@ -278,3 +313,99 @@ def plan_attention(
 @lru_cache(maxsize=_BATCHES)
 def _lengths(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> tuple[int, ...]:
     return lengths_of(checked_chunks(layout, n, seq_len, mask))
+
+
+def check_degree(ulysses_degree: int, n: int) -> None:
+    """Raise `DegreeError` unless ``n`` ranks can run at ``ulysses_degree``."""
+    given = ulysses_degree
+    if type(given) is not int or not 1 <= given <= n or n % given:
+        legal = [u for u in range(1, n + 1) if n % u == 0]
+        where = "one context parallel rank" if n == 1 else f"{n} context parallel ranks"
+        raise DegreeError(
+            f"ulysses_degree={ulysses_degree!r} does not divide {where}; use {_listed(legal)}"
+        )
+
+
+def check_heads(q_heads: int, kv_heads: int, ulysses_degree: int) -> None:
+    """Raise `DegreeError` unless the heads group, and every Ulysses rank gets one."""
+    if type(q_heads) is not int or type(kv_heads) is not int:
+        raise DegreeError(
+            f"numbers of heads are ints, got q_heads={q_heads!r} and kv_heads={kv_heads!r}"
+        )
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise DegreeError(
+            f"{q_heads} query heads do not form equal groups over {kv_heads} kv heads; the number "
+            f"of query heads must be a multiple of the number of kv heads"
+        )
+    if q_heads < ulysses_degree:
+        raise DegreeError(
+            f"{q_heads} query heads and {kv_heads} kv heads cannot give each of {ulysses_degree} "
+            f"Ulysses ranks a head; use ulysses_degree <= {q_heads} or combine with ring"
+        )
+
+
+def check_sizes(*, batch: int, head_size: int, itemsize: int) -> None:
+    """Raise `InputError` unless these can be the sizes of a tensor, which may be empty."""
+    least = {"batch": (batch, 0), "head_size": (head_size, 0), "itemsize": (itemsize, 1)}
+    for name, (value, lowest) in least.items():
+        if type(value) is not int or value < lowest:
+            raise InputError(f"{name}={described(value)} is no size; use an int from {lowest} on")
+
+
+def check_flags(*, keep_kv: object, load_balance: object) -> None:
+    """Raise `InputError` for flags that are neither True nor False; ``keep_kv`` may be None."""
+    if keep_kv is not None and type(keep_kv) is not bool:
+        raise InputError(f"keep_kv is {described(keep_kv)}; use True, False or None")
+    if type(load_balance) is not bool:
+        raise InputError(f"load_balance is {described(load_balance)}; use True or False")
+
+
+def check_rank(rank: int, n: int) -> None:
+    """Raise `InputError` unless ``rank`` is one of ``n``."""
+    if type(rank) is not int or not 0 <= rank < n:
+        raise InputError(f"a plan of {n} ranks has no rank {rank!r}; use 0 to {n - 1}")
+
+
+def check_balance(
+    layout: Layout, n: int, seq_len: int, ulysses_degree: int, schedule: object
+) -> None:
+    """Raise unless every rank can swap half of its queries under ``load_balance``."""
+    if ulysses_degree != 1 or schedule != "gather":
+        raise DegreeError(
+            f"load_balance swaps queries around gathered keys, got ulysses_degree="
+            f"{ulysses_degree} and schedule={schedule!r}; use ulysses_degree=1 and "
+            f"schedule='gather', or layout=Zigzag() without load_balance"
+        )
+    if not isinstance(layout, Contiguous):
+        raise LayoutError(
+            f"load_balance is for sequences that lie Contiguous, got {layout!r}; leave it out"
+        )
+    if seq_len % (2 * n):
+        raise LayoutError(
+            f"load_balance halves equal local lengths, but {seq_len} positions on {n} ranks do not "
+            f"give each an even number; pad to a multiple of {2 * n}, or use layout=Zigzag()"
+        )
+
+
+def _listed(values: list[int]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _line(plan: AttentionPlan, rank: int) -> str:
+    blocks = plan.blocks(rank)
+    shown = ", ".join(map(_named, blocks[:_SHOWN]))
+    if len(blocks) > _SHOWN:
+        shown += f" and {len(blocks) - _SHOWN} more"
+    fetched = ", ".join(f"{size(rows)} of {s}" for s, rows in plan.fetches(rank).items())
+    return (
+        f"rank {rank}: {plan.lengths[rank]} rows, {sum(b.pairs for b in blocks)} pairs, "
+        f"{plan.bytes_received(rank)} bytes received, key rows fetched: {fetched or 'none'}; "
+        f"computes {shown or 'nothing'}"
+    )
+
+
+def _named(block: Block) -> str:
+    side = f"{len(block.queries) // block.tiles}x{len(block.keys) // block.tiles}"
+    times = f"{block.tiles} times " if block.tiles > 1 else ""
+    return f"{times}{block.kind} {side} from {block.source}"

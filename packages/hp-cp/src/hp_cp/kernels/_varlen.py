@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .._torch import Finished, varlen_cuda, varlen_cuda_backward
-from ._fused import SDPA, FusedBackend
 from ._interface import GRID
+from ._sdpa import SDPA, FusedBackend
 
 
 class VarlenBackend(FusedBackend):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._bands import Kernel
+from .._ranges import Kernel
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
 

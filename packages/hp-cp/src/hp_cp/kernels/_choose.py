@@ -7,12 +7,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor import AxisMesh
 
-from .._bands import Kernel
 from .._errors import BackendError, described
+from .._ranges import Kernel
 from ._flex import FlexBackend
-from ._fused import CUDNN, EFFICIENT, SDPA
-from ._hardware import hardware_of
 from ._interface import AttentionBackend
+from ._sdpa import CUDNN, EFFICIENT, SDPA, hardware_of
 from ._varlen import VARLEN
 
 _AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FlexBackend())

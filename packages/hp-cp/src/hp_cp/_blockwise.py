@@ -1,0 +1,345 @@
+"""Blocks of the attention matrix through a kernel, and the sums of what they give.
+
+Outputs merge by online softmax; gradients of queries, keys and values add up in the accumulator's
+dtype. Kernels know full rectangles and causal squares, and heads in equal groups.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._blocks import Block
+from ._mesh import Pair
+from ._ranges import Ranges, Ranks, size
+from .kernels._interface import GRID, AttentionBackend, PackedBackend
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``."""
+
+    k: Tensor
+    v: Tensor
+    rows: Ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKernel:
+    """What computes the blocks of one attention, and with which options.
+
+    ``repeats`` is that of `HeadShare`, ``packer`` the backend where it computes many blocks in one
+    call.
+    """
+
+    backend: AttentionBackend
+    packer: PackedBackend | None
+    repeats: tuple[int, ...] | None
+    scale: float | None
+
+    @staticmethod
+    def of(
+        backend: AttentionBackend, repeats: tuple[int, ...] | None, scale: float | None
+    ) -> "BlockKernel":
+        """Return a backend with its options."""
+        packer = backend if isinstance(backend, PackedBackend) else None
+        return BlockKernel(backend=backend, packer=packer, repeats=repeats, scale=scale)
+
+
+def forward_blocks(
+    blocks: Sequence[Block],
+    q: Tensor,
+    held: Held,
+    kernel: BlockKernel,
+    take: Callable[[Block, Tensor, Tensor], None],
+) -> None:
+    """Hand each block to ``take`` with the output and log-sum-exp of its rows, new tensors.
+
+    Nothing of a block is kept here while the next one is computed.
+    """
+    for group in _groups(blocks, kernel):
+        inputs = [_inputs(block, q, held, kernel) for block in group]
+        causal = group[0].kind != "full"
+        if kernel.packer is not None and len(group) > 1:
+            for block, out, lse in forward_packed(
+                group, inputs, kernel.packer, causal, kernel.scale
+            ):
+                take(block, out, lse)
+        else:
+            take(group[0], *_forward_alone(group[0], inputs[0], kernel))
+
+
+def backward_blocks(
+    blocks: Sequence[Block],
+    grad: Tensor,
+    q: Tensor,
+    held: Held,
+    out: Tensor,
+    lse: Tensor,
+    kernel: BlockKernel,
+    take: Callable[[Block, Tensor, Tensor, Tensor], None],
+) -> None:
+    """Hand each block to ``take`` with its share of dq, dk and dv.
+
+    ``out`` and ``lse`` are over all keys. Nothing of a block is kept here while the next one is
+    computed.
+    """
+    for group in _groups(blocks, kernel):
+        inputs = [
+            (_rows(grad, b), *_inputs(b, q, held, kernel), _rows(out, b), _rows(lse, b))
+            for b in group
+        ]
+        causal = group[0].kind != "full"
+        if kernel.packer is not None and len(group) > 1:
+            shares = backward_packed(group, inputs, kernel.packer, causal, kernel.scale)
+            for block, dq, dk, dv in shares:
+                take(block, dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats))
+        else:
+            take(group[0], *_backward_alone(group[0], inputs[0], kernel))
+
+
+def _forward_alone(
+    block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
+) -> tuple[Tensor, Tensor]:
+    def launch(*part: Tensor) -> tuple[Tensor, ...]:
+        return kernel.backend.forward(*part, causal=block.kind != "full", scale=kernel.scale)
+
+    out, lse = _launched(launch, [_tiled(x, block) for x in inputs])
+    return _untiled(out, block), _untiled(lse, block)
+
+
+def _backward_alone(
+    block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
+) -> tuple[Tensor, Tensor, Tensor]:
+    def launch(*part: Tensor) -> tuple[Tensor, ...]:
+        return kernel.backend.backward(*part, causal=block.kind != "full", scale=kernel.scale)
+
+    grads = _launched(launch, [_tiled(x, block) for x in inputs])
+    dq, dk, dv = (_untiled(x, block) for x in grads)
+    return dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats)
+
+
+def _launched(
+    launch: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return what ``launch`` makes of all batch rows, of as many at once as a grid has places."""
+    if inputs[0].shape[0] <= GRID:
+        return launch(*inputs)
+    parts = zip(*(x.split(GRID) for x in inputs), strict=True)
+    done = [launch(*part) for part in parts]
+    return tuple(torch.cat(column) for column in zip(*done, strict=True))
+
+
+def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[list[Block]]:
+    """Return the blocks that are computed together: by kernel where the backend can."""
+    if kernel.packer is None:
+        return [[block] for block in blocks]
+    full = [block for block in blocks if block.kind == "full"]
+    squares = [block for block in blocks if block.kind != "full"]
+    return [group for group in (full, squares) if group]
+
+
+def _inputs(
+    block: Block, q: Tensor, held: Held, kernel: BlockKernel
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = as_slice(Ranks(held.rows).of(block.keys))
+    k, v = (repeat_heads(x[:, :, keys], kernel.repeats) for x in (held.k, held.v))
+    return _rows(q, block), k, v
+
+
+def _rows(x: Tensor, block: Block) -> Tensor:
+    return x[:, :, as_slice(block.queries)]
+
+
+def _tiled(x: Tensor, block: Block) -> Tensor:
+    """Return equal squares as further batch rows, anticausal ones from their end.
+
+    With rows and keys reversed, row ``i`` of an anticausal square sees the keys up to the ``i``-th.
+    """
+    if block.tiles > 1:
+        x = x.unflatten(2, (block.tiles, -1)).transpose(1, 2).flatten(0, 1)
+    return x.flip(2) if block.kind == "anticausal" else x
+
+
+def _untiled(x: Tensor, block: Block) -> Tensor:
+    if block.kind == "anticausal":
+        x = x.flip(2)
+    if block.tiles > 1:
+        x = x.unflatten(0, (-1, block.tiles)).transpose(1, 2).flatten(2, 3)
+    return x
+
+
+def forward_packed(
+    blocks: Sequence[Block],
+    inputs: Sequence[tuple[Tensor, Tensor, Tensor]],
+    backend: PackedBackend,
+    causal: bool,
+    scale: float | None,
+) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Yield each block with its output and log-sum-exp; ``inputs`` are its rows of q, k and v."""
+    q, k, v = _packed(blocks, inputs)
+    out, lse = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, scale=scale)
+    rows = [len(block.queries) for block in blocks]
+    for block, *mine in zip(blocks, out.split(rows, 2), lse.split(rows, 2), strict=True):
+        part, part_lse = (_turned(x, block) for x in mine)
+        yield block, part, part_lse
+
+
+def backward_packed(
+    blocks: Sequence[Block],
+    inputs: Sequence[tuple[Tensor, ...]],
+    backend: PackedBackend,
+    causal: bool,
+    scale: float | None,
+) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
+    """Yield each block with its share of dq, dk and dv; ``inputs`` are grad, q, k, v, out, lse."""
+    grad, q, k, v, out, lse = _packed(blocks, inputs)
+    given = grad, q, k, v, out, lse, *_stretches(blocks)
+    dq, dk, dv = backend.backward_packed(*given, causal=causal, scale=scale)
+    rows = [len(block.queries) for block in blocks]
+    keys = [len(block.keys) for block in blocks]
+    shares = zip(dq.split(rows, 2), dk.split(keys, 2), dv.split(keys, 2), strict=True)
+    for block, share in zip(blocks, shares, strict=True):
+        part_q, part_k, part_v = (_turned(x, block) for x in share)
+        yield block, part_q, part_k, part_v
+
+
+def _stretches(blocks: Sequence[Block]) -> tuple[list[int], list[int]]:
+    """Return the rows and the keys of every square or rectangle."""
+    rows = [len(block.queries) // block.tiles for block in blocks for _ in range(block.tiles)]
+    keys = [len(block.keys) // block.tiles for block in blocks for _ in range(block.tiles)]
+    return rows, keys
+
+
+def _packed(blocks: Sequence[Block], inputs: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    turned = [[_turned(x, b) for x in mine] for b, mine in zip(blocks, inputs, strict=True)]
+    return [torch.cat(column, 2) for column in zip(*turned, strict=True)]
+
+
+def _turned(x: Tensor, block: Block) -> Tensor:
+    """Return anticausal squares from their end, as causal ones, and back."""
+    if block.kind != "anticausal":
+        return x
+    turned: Tensor = x.unflatten(2, (block.tiles, -1)).flip(3).flatten(2, 3)
+    return turned
+
+
+class RowsOut:
+    """The output and log-sum-exp of all rows, over the keys so far."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._wide = accumulator(q.dtype)
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def merge(self, block: Block, out: Tensor, lse: Tensor) -> None:
+        """Take the attention of a block's rows over its keys."""
+        queries = block.queries
+        if self._out is None or self._lse is None:
+            if len(queries) == self._q.shape[2]:  # kept as it is while no other part comes
+                self._out, self._lse = out, lse
+                return
+            self._out = self._q.new_zeros(self._q.shape, dtype=self._wide)
+            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._wide)
+        rows = as_slice(queries)
+        self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
+        merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return both; without any row both are empty."""
+        if self._out is None or self._lse is None:
+            lse = self._q.new_empty(self._q.shape[:3], dtype=self._wide)
+            return self._q.new_empty(self._q.shape), lse
+        return self._out.to(self._q.dtype), self._lse
+
+
+class RowSum:
+    """A sum of parts of rows, in the accumulator's dtype."""
+
+    def __init__(self, like: Tensor, rows: int | None = None) -> None:
+        self._like = like
+        self._rows = like.shape[2] if rows is None else rows
+        self._total: Tensor | None = None
+
+    def add(self, rows: range, part: Tensor) -> None:
+        """Add a new tensor to some rows."""
+        wide = accumulator(self._like.dtype)
+        if self._total is None and len(rows) == self._rows:
+            self._total = part.to(wide)
+            return
+        self.total[:, :, as_slice(rows)] += part
+
+    @property
+    def total(self) -> Tensor:
+        """Return the sum so far."""
+        if self._total is None:
+            batch, heads, _, width = self._like.shape
+            shape = (batch, heads, self._rows, width)
+            self._total = self._like.new_zeros(shape, dtype=accumulator(self._like.dtype))
+        return self._total
+
+
+class KeySum:
+    """Gradients of the keys and values that were held."""
+
+    def __init__(self, like: Tensor, rows: Ranges) -> None:
+        self._places = Ranks(rows)
+        self._k, self._v = RowSum(like, size(rows)), RowSum(like, size(rows))
+
+    def add(self, keys: range, dk: Tensor, dv: Tensor) -> None:
+        """Add a block's share."""
+        rows = self._places.of(keys)
+        self._k.add(rows, dk)
+        self._v.add(rows, dv)
+
+    @property
+    def pair(self) -> Pair:
+        """Return both sums."""
+        return self._k.total, self._v.total
+
+
+def as_slice(rows: range) -> slice:
+    """Return a range of rows as an index."""
+    return slice(rows.start, rows.stop)
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Fold attention over further keys into ``out`` and ``lse``, in place.
+
+    ``out`` is ``[..., rows, head_size]``, ``lse`` the log-sum-exp of the scores ``[..., rows]``.
+    Rows without keys have ``lse = -inf`` and leave the other side as it is. The weight
+    is that of online softmax (Milakov and Gimelshein, arXiv 1805.02867, section 3).
+    """
+    other_lse = other_lse.to(lse.dtype)
+    # A gap after the rows of each head: kernels round the last few elements of a stretch in another
+    # way than the others, so that a row's bits would depend on how many heads lie beside it.
+    apart = lse.new_empty((*lse.shape[:-1], lse.shape[-1] + 1))[..., :-1]
+    weight = torch.sub(other_lse, lse, out=apart).sigmoid_()
+    weight.masked_fill_(other_lse == -torch.inf, 0.0)
+    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, other_lse, out=apart))
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums of ``dtype`` are kept in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def repeat_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
+    """Return kv heads, dim 1, each ``repeats`` times: once for each query head that reads it.
+
+    None leaves them alone. Made of views and one copy: a device waits for an index from a list.
+    """
+    if repeats is None:
+        return x
+    heads = zip(x.split(1, 1), repeats, strict=True)
+    return torch.cat([head.expand(-1, times, -1, -1) for head, times in heads], 1)
+
+
+def sum_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
+    """Return the gradient of what was repeated."""
+    if repeats is None:
+        return x
+    return torch.cat([part.sum(1, keepdim=True) for part in x.split(list(repeats), 1)], 1)

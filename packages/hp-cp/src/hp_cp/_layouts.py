@@ -1,0 +1,335 @@
+"""Layouts: which rank holds which positions of the sequence, as pure functions of integers."""
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+from ._errors import LayoutError, described
+from ._masks import MaskSpec, check_mask, keys_of, pairs_of
+from ._ranges import Ranges, joined, overlaps, size
+
+Chunks = tuple[Ranges, ...]
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """A way to cut a sequence over ranks.
+
+    Subclass it, or provide both methods; equal layouts have equal hashes and cut alike. ``chunks``
+    holds, per rank, non-empty ranges in ascending order which together partition
+    ``range(seq_len)``; `plan_attention` checks it.
+    """
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
+        """Return each rank's global positions as ranges, in the order of its local rows.
+
+        Layouts that follow the mask raise `LayoutError` without one.
+        """
+        ...
+
+    def indices(
+        self, n: int, seq_len: int, mask: MaskSpec | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return each rank's global positions, in the order of its local rows."""
+        chunks = self.chunks(n, seq_len, mask)
+        return tuple(tuple(i for chunk in rank for i in chunk) for rank in chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous(Layout):
+    """Rank ``r`` holds the ``r``-th stretch, cut as ``torch.chunk`` and ``Shard`` cut.
+
+    Every stretch has ``ceil(seq_len / n)`` positions but the last ones, which may be shorter or
+    empty. Under a causal mask the last rank has nearly twice the mean work.
+    """
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
+        """Return one range per rank."""
+        check_size(n, seq_len)
+        length = -(-seq_len // n)
+        pieces = cut(min(rank * length, seq_len) for rank in range(n + 1))
+        return tuple(joined([piece]) for piece in pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Zigzag(Layout):
+    """Of ``2n`` chunks rank ``r`` holds chunks ``r`` and ``2n - 1 - r``: equal causal work.
+
+    Where ``2n`` does not divide ``seq_len`` the first chunks are one longer (``array_split``), and
+    ranks differ by one position at most. The cut is that of Llama 3 (arXiv 2407.21783, 3.3.2).
+    """
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
+        """Return up to two ranges per rank, ascending."""
+        check_size(n, seq_len)
+        pieces = cut(even_edges(0, seq_len, 2 * n))
+        return gathered(
+            ((min(i, 2 * n - 1 - i), piece) for i, piece in enumerate(pieces)),
+            n,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PerDocument(Layout):
+    """Each document lies in zigzag over all ranks: even work, at the price of much traffic.
+
+    Document ``d`` at ``[a, b)`` is cut at ``a + (b - a) i // 2n``, so that no padding is needed.
+    Its first chunk goes to rank ``d % n``, so that short documents do not all fall to one rank.
+    """
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
+        """Return up to two ranges per document and rank."""
+        check_size(n, seq_len)
+        return _per_document(n, check_given(mask, self).documents(seq_len))
+
+
+def held_per_document(n: int, documents: Ranges) -> Iterator[Ranges]:
+    """Yield each rank's chunks under `PerDocument`."""
+    parts = 2 * n
+    for rank in range(n):
+        pieces = []
+        for turn, document in enumerate(documents):
+            start, length = document.start, len(document)
+            i = (rank - turn) % n
+            for place in (i, parts - 1 - i):
+                first, stop = length * place // parts, length * (place + 1) // parts
+                if first < stop:
+                    pieces.append(range(start + first, start + stop))
+        yield joined(pieces)
+
+
+@lru_cache(maxsize=16)
+def _per_document(n: int, documents: Ranges) -> Chunks:
+    return tuple(held_per_document(n, documents))
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy(Layout):
+    """Chunks of equal length, each given in turn to the rank with the least work so far.
+
+    There are ``n * chunks_per_rank`` chunks, cut as ``torch.chunk`` cuts. The chunk with the most
+    visible pairs comes first (longest processing time; Graham 1969, SIAM J. Appl. Math. 17); no
+    rank gets more than ``chunks_per_rank``, and ties go to the lowest rank.
+    """
+
+    chunks_per_rank: int = 8
+
+    def __post_init__(self) -> None:
+        if type(self.chunks_per_rank) is not int or self.chunks_per_rank < 1:
+            raise LayoutError(
+                f"chunks_per_rank={self.chunks_per_rank!r} leaves ranks without rows; use an int "
+                f"of at least 1"
+            )
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
+        """Return up to ``chunks_per_rank`` ranges per rank."""
+        check_size(n, seq_len)
+        return _greedy(n, seq_len, check_given(mask, self), self.chunks_per_rank)
+
+
+@lru_cache(maxsize=16)
+def _greedy(n: int, seq_len: int, mask: MaskSpec, chunks_per_rank: int) -> Chunks:
+    length = max(1, -(-seq_len // (n * chunks_per_rank)))
+    pieces = cut([*range(0, seq_len, length), seq_len])
+    work = [pairs_of([piece], mask, seq_len) for piece in pieces]
+    ranks = [(0, rank, chunks_per_rank) for rank in range(n)]
+    owners = []
+    for i in sorted(range(len(pieces)), key=lambda i: -work[i]):
+        done, rank, room = heapq.heappop(ranks)
+        owners.append((rank, pieces[i]))
+        if room > 1:
+            heapq.heappush(ranks, (done + work[i], rank, room - 1))
+    return gathered(owners, n)
+
+
+@dataclass(frozen=True, slots=True)
+class Auto(Layout):
+    """The plainest layout within 2 % of the least cost: the slowest rank's pairs and fetched rows.
+
+    ``pairs_per_row`` says how many query-key pairs take the time in which one row of keys and
+    values comes from another rank, forward and backward. On accelerators that is about the ratio of
+    arithmetic per second to bytes per second, over twice the number of query heads per kv head.
+    Raises `LayoutError` for what is no finite number of at least 0.
+    """
+
+    pairs_per_row: float = 256.0
+
+    def __post_init__(self) -> None:
+        price = self.pairs_per_row
+        if type(price) not in (int, float) or not 0 <= price < math.inf:
+            raise LayoutError(
+                f"pairs_per_row={price!r} is no price of a row; use a finite number of at least 0"
+            )
+
+    def choice(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Layout:
+        """Return the layout that is taken."""
+        check_size(n, seq_len)
+        return _cheapest(n, seq_len, check_given(mask, self), self.pairs_per_row)
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
+        """Return the chunks of the layout that is taken."""
+        return self.choice(n, seq_len, mask).chunks(n, seq_len, mask)
+
+
+# Plain ones first: fewer chunks make fewer and larger blocks, which the cost does not see.
+_CANDIDATES: tuple[Layout, ...] = (Contiguous(), Zigzag(), Greedy(4), Greedy(8), PerDocument())
+_TIE = 1.02
+
+
+@lru_cache(maxsize=16)
+def _cheapest(n: int, seq_len: int, mask: MaskSpec, pairs_per_row: float) -> Layout:
+    costs: dict[Layout, float] = {}
+    for layout in _CANDIDATES:
+        cost, limit = 0.0, min(costs.values(), default=math.inf)
+        for held in _held(layout, n, seq_len, mask):
+            pairs = pairs_of(held, mask, seq_len)
+            cost = max(cost, pairs + pairs_per_row * rows_fetched(held, mask, seq_len))
+            if cost >= limit:  # a plainer one costs no more: the other ranks do not matter
+                break
+        else:
+            costs[layout] = cost
+    enough = _TIE * min(costs.values())
+    return next(layout for layout, needed in costs.items() if needed <= enough)
+
+
+def _held(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> Iterable[Ranges]:
+    """Return each rank's chunks, one rank at a time where they are many."""
+    if isinstance(layout, PerDocument):
+        return held_per_document(n, mask.documents(seq_len))
+    return layout.chunks(n, seq_len, mask)
+
+
+def rows_fetched(held: tuple[range, ...], mask: MaskSpec, seq_len: int) -> int:
+    """Return how many rows of other ranks the positions ``held`` see."""
+    seen = keys_of(held, mask, seq_len)
+    return size(seen) - sum(len(both) for _, _, both in overlaps(seen, held))
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned(Layout):
+    """``layout`` as ``mask`` cuts it, whatever mask the rows are attended with.
+
+    `Greedy`, `PerDocument` and `Auto` cut by the mask that they are given, so that a model whose
+    layers have several masks, as windows in some and none in others, must cut by one of them and
+    give every layer that same cut. Attention with any layout refuses rows that another layer took
+    for those of another cut, where there are gradients to tell. Raises `LayoutError` for what is no
+    layout or mask.
+    """
+
+    layout: Layout
+    mask: MaskSpec
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout)
+        check_mask(self.mask)
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
+        """Return the chunks of the layout under its own mask."""
+        return self.layout.chunks(n, seq_len, self.mask)
+
+
+def check_layout(layout: object) -> None:
+    """Raise `LayoutError` unless ``layout`` is a `Layout`, no name or class of one, with a hash."""
+    if isinstance(layout, type) or not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout must be a Layout, got {described(layout)}; use Contiguous(), Zigzag() or an "
+            f"object with chunks and indices, and a hash"
+        )
+    try:
+        hash(layout)
+    except TypeError as error:
+        raise LayoutError(
+            f"{layout!r} has no hash, by which plans are kept: {error}; make it a frozen dataclass "
+            f"of hashable fields"
+        ) from error
+
+
+def check_size(n: int, seq_len: int) -> None:
+    """Raise `LayoutError` unless there are ranks and no negative length, both ints."""
+    if type(n) is not int or type(seq_len) is not int or n < 1 or seq_len < 0:
+        raise LayoutError(
+            f"a layout needs ints n >= 1 and seq_len >= 0, got n={n!r}, seq_len={seq_len!r}"
+        )
+
+
+def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> None:
+    """Raise `LayoutError` unless the chunks keep the contract of `Layout.chunks`."""
+    flat = sorted((chunk for rank in chunks for chunk in rank), key=lambda chunk: chunk.start)
+    edges = [0, *(chunk.stop for chunk in flat)]
+    whole = edges[-1] == seq_len and len(chunks) == n
+    touching = all(
+        c.step == 1 and len(c) > 0 and c.start == at for at, c in zip(edges, flat, strict=False)
+    )
+    ascending = all(a.stop <= b.start for rank in chunks for a, b in pairwise(rank))
+    if not (whole and touching and ascending):
+        raise LayoutError(
+            f"{layout!r}.chunks({n}, {seq_len}) must be {n} tuples of ascending, non-empty ranges "
+            f"that partition range({seq_len})"
+        )
+
+
+def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
+    """Return the mask that a layout follows, or raise `LayoutError` for none or another object."""
+    if mask is None:
+        raise LayoutError(
+            f"{layout!r} lies as the mask wants; give the mask, mask=MaskSpec(...), or use "
+            f"Contiguous() or Zigzag()"
+        )
+    check_mask(mask)
+    return mask
+
+
+def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
+    """Return the chunks of a layout, which partition the sequence; the same object every time.
+
+    Raises `LayoutError` for what is no layout or mask, for a number of ranks or a length that is
+    none, for documents of another length, and for chunks that are no partition.
+    """
+    check_layout(layout)
+    check_size(n, seq_len)
+    if mask is not None:
+        check_mask(mask)
+    return _chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]  # check_layout saw a hash
+
+
+@lru_cache(maxsize=32)  # packed data brings another mask with every batch
+def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
+    if mask is not None:
+        mask.documents(seq_len)
+    chunks = layout.chunks(n, seq_len, mask)
+    check_partition(chunks, n, seq_len, layout)
+    return chunks
+
+
+def lengths_of(chunks: Chunks) -> tuple[int, ...]:
+    """Return each rank's number of positions."""
+    return tuple(sum(map(len, rank)) for rank in chunks)
+
+
+def in_global_order(chunks: Chunks) -> list[int]:
+    """Return the order that sorts all chunks, listed rank by rank, by their global start."""
+    starts = [chunk.start for rank in chunks for chunk in rank]
+    return sorted(range(len(starts)), key=starts.__getitem__)
+
+
+def cut(edges: Iterable[int]) -> list[range]:
+    """Return the ranges between neighbouring edges; some may be empty."""
+    return [range(*pair) for pair in pairwise(edges)]
+
+
+def even_edges(start: int, stop: int, parts: int) -> list[int]:
+    """Return the edges of ``parts`` ranges, of which the first ones are one longer."""
+    length, longer = divmod(stop - start, parts)
+    return [start + i * length + min(i, longer) for i in range(parts + 1)]
+
+
+def gathered(owners: Iterable[tuple[int, range]], n: int) -> Chunks:
+    """Return the pieces, given with their rank, as chunks."""
+    held: list[list[range]] = [[] for _ in range(n)]
+    for rank, piece in owners:
+        held[rank].append(piece)
+    return tuple(joined(sorted(pieces, key=lambda piece: piece.start)) for pieces in held)

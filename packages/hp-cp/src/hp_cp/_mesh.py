@@ -1,0 +1,186 @@
+"""Whom a rank communicates with: its Ulysses neighbours, and the ranks of its schedule."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import AutogradCollectives, Axis, AxisMesh, Collectives, Work
+
+from ._errors import DegreeError, InputError, described
+from ._plan import check_degree
+
+# Groups that made their first call. A group itself does not say so; it is not kept alive here.
+_CONNECTED: WeakSet[object] = WeakSet()
+
+Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, which travel together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """Coordinates on an axis in ascending order, counted from 0 as the ranks of a schedule.
+
+    Where they are not the whole axis, every rank of the axis makes the same calls among its own
+    peers, and collectives have splits of zero for the others: no group is created.
+    """
+
+    axis: Axis
+    members: tuple[int, ...]
+    collectives: Collectives
+
+    @staticmethod
+    def on(axis: Axis, collectives: Collectives) -> "Peers":
+        """Return all ranks of an axis."""
+        return Peers(axis=axis, members=tuple(range(axis.size)), collectives=collectives)
+
+    @property
+    def size(self) -> int:
+        """Return how many there are, this rank among them."""
+        return len(self.members)
+
+    @property
+    def index(self) -> int:
+        """Return this rank's place among them."""
+        return self.members.index(self.axis.index)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether they are all ranks of the axis."""
+        return self.size == self.axis.size
+
+    def connect(self, device: torch.device) -> None:
+        """Let all ranks of the axis join its first batch of sends, once for each group.
+
+        NCCL makes a group's communicator in its first call, for which a batch waits until every
+        rank has joined (see ``torch.distributed.batch_isend_irecv``), but a rank with nothing to
+        move joins none. So each sends one element to the next. Every rank calls this where all
+        do, before it calls anything else; a CPU's groups are connected when they are made.
+        """
+        if self.size == 1 or device.type == "cpu" or self.axis.group in _CONNECTED:
+            return
+        here, n = self.axis.index, self.axis.size
+        sends, receives = (torch.zeros(1, device=device) for _ in range(2))
+        self.collectives.send_recv(
+            self.axis, {(here + 1) % n: sends}, {(here - 1) % n: receives}
+        ).wait()
+        _CONNECTED.add(self.axis.group)
+
+    def all_gather(self, pair: Pair, outputs: Pair) -> Work:
+        """Concatenate equal pairs of the whole axis into ``outputs``."""
+        return self.collectives.all_gather(self.axis, list(pair), list(outputs))
+
+    def exchange(
+        self, sends: Mapping[int, Tensor | Pair], receives: Mapping[int, Tensor | Pair]
+    ) -> Work:
+        """Send and receive point to point; see `Collectives.send_recv`."""
+        return self.collectives.send_recv(self.axis, self._placed(sends), self._placed(receives))
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send row block ``i`` of ``x`` to peer ``i``; differentiable, one all-to-all each way."""
+        splits = self._widened(send), self._widened(receive)
+        return AutogradCollectives(self.collectives).all_to_all(x, self.axis, *splits)
+
+    def _placed(self, tensors: Mapping[int, Tensor | Pair]) -> dict[int, Tensor | Pair]:
+        return {self.members[peer]: tensor for peer, tensor in tensors.items()}
+
+    def _widened(self, splits: Sequence[int]) -> list[int]:
+        wide = [0] * self.axis.size
+        for member, rows in zip(self.members, splits, strict=True):
+            wide[member] = rows
+        return wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """Rank ``rank`` of ``n``: ``inside`` exchange heads, ``across`` the schedule runs."""
+
+    n: int
+    rank: int
+    inside: Peers
+    across: Peers
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise `InputError` for what is no mesh."""
+    if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_local_rank")):
+        raise InputError(
+            f"mesh must be a DeviceMesh, got {described(mesh)}; make one with init_device_mesh "
+            f"and pass its axis, as mesh['cp']"
+        )
+
+
+def axes_of(mesh: AxisMesh) -> list[Axis]:
+    """Return the one or two axes of a context parallel mesh, the outer one first.
+
+    Raises `InputError` for what is no mesh, and `DegreeError` for one of more axes.
+    """
+    check_mesh(mesh)
+    if mesh.ndim not in (1, 2):
+        raise DegreeError(
+            f"context parallelism runs over a mesh of one axis, or of two, (outer, ulysses), got "
+            f"axes {list(mesh.mesh_dim_names or range(mesh.ndim))}; pass one axis, as mesh['cp']"
+        )
+    return [Axis.of(mesh, position) for position in range(mesh.ndim)]
+
+
+def place_of(mesh: AxisMesh) -> tuple[int, int]:
+    """Return the number of ranks that a sequence lies over, and this rank's place among them."""
+    n = place = 0
+    for axis in axes_of(mesh):
+        n, place = max(n, 1) * axis.size, place * axis.size + axis.index
+    return n, place
+
+
+def device_of(mesh: AxisMesh) -> torch.device:
+    """Return the kind of device that a mesh is of; a CPU where it does not say."""
+    return torch.device(getattr(mesh, "device_type", "cpu"))
+
+
+def list_ranks(mesh: AxisMesh) -> list[int]:
+    """Return the global ranks that a sequence lies over, in its order."""
+    *outer, inner = axes_of(mesh)
+    rows = mesh.mesh.tolist()
+    return [rank for row in rows for rank in row] if outer else list(inner.ranks)
+
+
+def default_degree(mesh: AxisMesh) -> int:
+    """Return the size of the last axis: all ranks of one, the Ulysses ranks of two."""
+    return axes_of(mesh)[-1].size
+
+
+def seats_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives) -> Seats:
+    """Return this rank's seats.
+
+    Neighbouring ranks exchange heads: on a mesh of two axes those of the last one, on one axis each
+    ``ulysses_degree`` in turn. Raises `DegreeError` for a mesh or a degree that does not fit.
+    """
+    axes = axes_of(mesh)
+    n, rank = place_of(mesh)
+    if len(axes) == 2:
+        outer, inner = axes
+        if ulysses_degree != inner.size:
+            raise DegreeError(
+                f"ulysses_degree={ulysses_degree} on a mesh of {outer.name} ({outer.size} ranks) "
+                f"and {inner.name} ({inner.size}), whose last axis exchanges heads; use "
+                f"ulysses_degree={inner.size}, or a mesh of one axis"
+            )
+        return Seats(
+            n=n,
+            rank=rank,
+            inside=Peers.on(inner, collectives),
+            across=Peers.on(outer, collectives),
+        )
+    check_degree(ulysses_degree, n)
+    (axis,) = axes
+    group, place = divmod(rank, ulysses_degree)
+    first = group * ulysses_degree
+    inside = tuple(range(first, first + ulysses_degree))
+    across = tuple(range(place, n, ulysses_degree))
+    return Seats(
+        n=n,
+        rank=rank,
+        inside=Peers(axis=axis, members=inside, collectives=collectives),
+        across=Peers(axis=axis, members=across, collectives=collectives),
+    )

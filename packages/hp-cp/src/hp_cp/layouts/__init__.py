@@ -1,1 +1,0 @@
-"""Ways to cut a sequence over ranks: pure functions of integers."""
