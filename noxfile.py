@@ -230,10 +230,9 @@ def long(session: nox.Session) -> None:
     Tests with the mark ``long``: the default training run whole (12 of its steps always run),
     combinations of axes of which others have the parts, hp-cp's matrix of modes, masks, layouts and
     heads on four ranks (on two, and every fourth case on four in float64, it always runs), an
-    exception at every third call of
-    hp-fsdp's steps in each mode (at every 29th), parameters that no rank used on four ranks in each
-    mode (on two), blocks compiled in a wrapper in each mode (in place), and ten times the pairs of
-    layouts that are planned by torch's planners too.
+    exception at every third call of hp-fsdp's steps in each mode (at every 29th), parameters that
+    no rank used on four ranks in each mode (on two), blocks compiled in a wrapper in each mode (in
+    place), and ten times the pairs of layouts that are planned by torch's planners too.
     Then all tests of all copies of packages, of which `vendor` runs a fiftieth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
