@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as per_parameter
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -1306,3 +1307,36 @@ def test_offloaded_replicas_train_with_microbatches(
         for (found, after), (wanted, wanted_after) in zip(seen, expected, strict=True):
             assert worst(found, wanted) < 1e-12
             assert worst(after, wanted_after) < 1e-12
+
+
+# What only one of the two takes
+
+
+def taken(rank: int, by: str, case: str) -> str:
+    """Return what becomes of a call that torch refuses."""
+    library = LIBRARIES[by]
+    model: Any = make(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    try:
+        if case == "no names":
+            unnamed = cached("unnamed", lambda: init_device_mesh("cpu", (1, 2)))
+            library.fully_shard(model, mesh=unnamed)
+        elif case == "a list as root":
+            wrap(by, list(model), 2)
+        else:
+            one, other = (init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)) for _ in "12")
+            for layer in model:
+                for name, p in list(layer.named_parameters()):
+                    whole = distribute_tensor(p.detach(), one, [Replicate()])
+                    layer.register_parameter(name, nn.Parameter(whole))
+            dims = library.DataParallelMeshDims(shard="fsdp")
+            library.fully_shard(model, mesh=other, dp_mesh_dims=dims)
+            return "taken"
+        model(input_of(rank)).sum().backward()
+    except (AssertionError, RuntimeError, ValueError):
+        return "refused"
+    return "taken"
+
+
+@pytest.mark.parametrize("case", ["no names", "a list as root", "an equal mesh"])
+def test_torch_alone_refuses(ranks: Ranks, by: str, case: str) -> None:
+    assert ranks(2).run(taken, by, case) == ["taken" if by == "ours" else "refused"] * 2
