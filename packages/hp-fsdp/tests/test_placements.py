@@ -1,6 +1,7 @@
 """Parameters cut along other dimensions, kept whole, or DTensors on one mesh for everything."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -9,10 +10,17 @@ import torch.distributed.fsdp as theirs
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hp_dtensor import RecordingCollectives
-from hp_fsdp import DataParallelMeshDims, MeshError, ParameterError, fully_shard
+from hp_fsdp import (
+    DataParallelMeshDims,
+    MeshError,
+    ParameterError,
+    ShardingError,
+    fully_shard,
+)
 
 from .models import (
     Gradients,
@@ -91,6 +99,40 @@ def test_cuts_that_cannot_be_are_refused(ranks: Ranks) -> None:
         assert "weight has 2 dimensions, so it has no dim -3" in said[2]
         assert "shard_placement_fn gives of type Replicate for weight" in said[3]
         assert "shard_placement_fn gives 1 for weight" in said[4]
+
+
+@dataclass
+class OnMesh:
+    """What torch's versions from 2.12 on have under another name."""
+
+    placement: Shard
+    mesh_info: FSDPMeshInfo
+
+
+def on_other_meshes(rank: int) -> list[str]:
+    """Give a parameter a mesh of its own that cannot be."""
+    mesh = mesh_of((2, 2), ("a", "b"))
+    said = []
+    swapped = HSDPMeshInfo(mesh=mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+    on_one = FSDPMeshInfo(mesh=mesh_of((4, 1), ("a", "b"))["b"], shard_mesh_dim=0)
+    for info, fewer in ((swapped, None), (on_one, 2)):
+        answer: Any = OnMesh(Shard(0), info)
+        linear = nn.Linear(3, 4, bias=False)
+        place = cast(Callable[[nn.Parameter], Shard], lambda _, answer=answer: answer)
+        all_ranks = mesh_of((4,), ("all",))
+        try:
+            fully_shard(linear, all_ranks, shard_placement_fn=place, reshard_after_forward=fewer)
+        except ShardingError as error:
+            said.append(str(error))
+            assert not isinstance(linear.weight, DTensor)
+    return said
+
+
+def test_a_mesh_of_a_parameters_own_that_cannot_be_is_refused(ranks: Ranks) -> None:
+    for said in ranks(4).run(on_other_meshes):
+        assert said[0].startswith("shard_placement_fn gives weight a mesh")
+        assert "to replicate over axis 1 and to shard over axis 0" in said[0]
+        assert "a divisor of the 1 ranks that are sharded over" in said[1]
 
 
 def kept_whole(rank: int, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -1,13 +1,10 @@
 """What torch's own tests of `fully_shard` check, by torch's and by this package's alike.
 
 Each case runs twice with nothing but the import changed, and is compared with one process in
-float64 where it computes. What is not restated: tests of torch's internals, what needs a GPU, and
-``shard_placement_fn`` that returns another mesh (ours refuses it: give those parameters a
-`fully_shard` call of their own).
+float64 where it computes. ``torch_cases.md`` says which of torch's tests each of them restates.
 """
 
 import gc
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hp_fsdp import fully_shard
-
+from .libraries import LIBRARIES, Mlps, input_of, mesh, net, wrap
 from .models import (
     WIDTH,
     Block,
@@ -44,38 +40,11 @@ from .models import (
 )
 
 Ranks = Callable[[int], RankPool]
-# The package by whatever name it is imported: copies live under other roots.
-LIBRARIES: dict[str, Any] = {
-    "torch": theirs,
-    "ours": sys.modules[fully_shard.__module__.rpartition(".")[0]],
-}
-NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
 pytestmark = [
     # That torch's does the same is seen by `nox -s long`.
     pytest.mark.parametrize("by", ["ours", pytest.param("torch", marks=pytest.mark.long)]),
     pytest.mark.filterwarnings("default"),
 ]
-
-
-def mesh(*shape: int) -> Any:
-    return mesh_of(shape, NAMES[len(shape)])
-
-
-def wrap(by: str, module: Any, *shape: int, **options: Any) -> Any:
-    return LIBRARIES[by].fully_shard(module, mesh=mesh(*shape), **options)
-
-
-def net(by: str, *shape: int, kind: Any = Net, **options: Any) -> Any:
-    """Return a model with blocks of which each is a unit, and the root."""
-    model = make(kind)
-    for block in model.blocks:
-        wrap(by, block, *shape, **options)
-    return wrap(by, model, *shape, **options)
-
-
-def input_of(rank: int, step: int = 0, rows: int = 4) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
 
 
 # Module state and classes
@@ -621,24 +590,6 @@ def test_blocks_may_have_torchs_composable_checkpoint(ranks: Ranks, by: str) -> 
 
 
 # Gradient accumulation
-
-
-class Mlps(nn.Module):
-    """A layer of the root's own and three blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the last block gives."""
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def calls(mode: CommDebugMode) -> dict[str, int]:

@@ -281,7 +281,9 @@ def fully_shard(
             next one sees what an optimizer did in between. An int, a divisor of the shard ranks: in
             between they are sharded over that many neighbours, and backward gathers over these.
         shard_placement_fn: called with each parameter, gives ``Shard(dim)`` or None for dim 0. What
-            is cut along another dim is copied once when gathered, once when reduced.
+            is cut along another dim is copied once when gathered, once when reduced. Or gives
+            torch's ``ShardPlacementResult``, whose ``mesh_info`` takes the place of ``mesh`` for
+            this parameter: experts, which other ranks have. Those get a group of their own.
         mp_policy: the dtypes to compute, to reduce and to return outputs in; gradients that add up
             without communication do so in the dtype of the reduction.
         offload_policy: with torch's ``CPUOffloadPolicy`` shards, their gradients and so optimizer
@@ -340,11 +342,12 @@ def fully_shard(
     config = config_of(mp_policy, offload_policy, device, direct_bytes, backend)
     config = replace(config, buffers=check_buffers(buffers), grads=check_gradient_mode(grads))
     classes = [sharded_class(cast(Any, type(each))) for each in modules]  # mypy: unhashable
+    parameters = select_parameters(modules, mesh_info, selection)
+    for parameter in parameters:  # each over its own mesh
+        if (fewer := options.reshard_after_forward) is not None and parameter.dim is not None:
+            check_reshard(fewer, parameter.axes.shard.size)
     groups = _groups_of(
-        select_parameters(modules, mesh_info, selection),
-        mesh_info,
-        TorchCollectives() if collectives is None else collectives,
-        config,
+        parameters, TorchCollectives() if collectives is None else collectives, config
     )
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
@@ -371,22 +374,19 @@ cast(Any, fully_shard).state = noted_state
 
 
 def _groups_of(
-    parameters: Sequence[ShardedParameter],
-    mesh_info: MeshInfo,
-    collectives: Collectives,
-    config: GroupConfig,
+    parameters: Sequence[ShardedParameter], collectives: Collectives, config: GroupConfig
 ) -> list[ParameterGroup]:
-    """Return a group for each dtype and kind, and more for those that every rank keeps whole."""
-    alike: dict[tuple[torch.dtype, bool, type[ParameterGroup]], list[ShardedParameter]] = {}
+    """Return a group for each dtype and kind, and more for those on other ranks or kept whole."""
+    alike: dict[object, list[ShardedParameter]] = {}
     for parameter in parameters:
         original = parameter.original()
         if original is not None:
-            key = (original.dtype, parameter.dim is None, _KINDS[type(parameter)])
+            axes = (parameter.axes.shard, *parameter.axes.replicate)
+            ranks = tuple(axis.ranks for axis in axes)
+            key = (original.dtype, _KINDS[type(parameter)], ranks)
             alike.setdefault(key, []).append(parameter)
-    whole = mesh_info.axes.replicated() if mesh_info.shards else mesh_info.axes
     return [
-        kind(each, whole if is_whole else mesh_info.axes, collectives, config)
-        for (_, is_whole, kind), each in alike.items()
+        _KINDS[type(each[0])](each, each[0].axes, collectives, config) for each in alike.values()
     ]
 
 

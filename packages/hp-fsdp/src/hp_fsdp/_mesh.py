@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,6 +122,40 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
 
+class TorchMeshInfo(Protocol):
+    """What torch says of a data mesh: its ``FSDPMeshInfo`` and ``HSDPMeshInfo`` are such."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh."""
+        ...
+
+    @property
+    def shard_mesh_dim(self) -> int | None:
+        """Return the axis to shard over."""
+        ...
+
+    @property
+    def replicate_mesh_dim(self) -> int | None:
+        """Return the axis to replicate over."""
+        ...
+
+
+@runtime_checkable
+class PlacementOnMesh(Protocol):
+    """Where one parameter is sharded, and over which mesh; torch's ``ShardPlacementResult``."""
+
+    @property
+    def placement(self) -> Shard | None:
+        """Return the dimension to shard along; None is dim 0."""
+        ...
+
+    @property
+    def mesh_info(self) -> TorchMeshInfo:
+        """Return the data mesh."""
+        ...
+
+
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if given is None:
         return ()
@@ -145,6 +179,22 @@ class MeshInfo:
         """Return the mesh info of parameters sharded over the last axis of one or two."""
         replicate = (Axis.of(mesh, 0),) if mesh.ndim == 2 else ()
         return MeshInfo(mesh, DataAxes(Axis.of(mesh, mesh.ndim - 1), replicate))
+
+    @staticmethod
+    def as_torch_says(info: TorchMeshInfo, name: str) -> "MeshInfo":
+        """Return the mesh info of the parameter ``name``, for which torch's was given.
+
+        Raises `MeshError` unless it shards over the last axis and replicates over the other.
+        """
+        mesh = info.mesh
+        said = (info.replicate_mesh_dim, info.shard_mesh_dim)
+        if said != (0 if mesh.ndim == 2 else None, mesh.ndim - 1) or mesh.ndim > 2:
+            raise MeshError(
+                f"shard_placement_fn gives {name} a mesh {mesh} to replicate over axis {said[0]} "
+                f"and to shard over axis {said[1]}; legal are one axis to shard over, and two, "
+                "the first of which replicates"
+            )
+        return MeshInfo.on(mesh)
 
     def layout(
         self, own: Own | None, name: str, dim: int | None

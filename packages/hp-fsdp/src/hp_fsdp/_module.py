@@ -311,6 +311,9 @@ class Setters:
         """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
         _unsupported("set_symm_mem_for_comm", "pass collectives= to fully_shard")
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept both, under torch's name for it: gathers here are always asynchronous."""
+
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
         if unit is None:

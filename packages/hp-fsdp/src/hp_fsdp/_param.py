@@ -61,6 +61,8 @@ class ShardedParameter:
             self._own = (original.device_mesh, tuple(original.placements))
         self._mesh, self._placements = mesh_info.layout(self._own, name, dim)
         self._reduced_here = mesh_info.axes_within(self._own)
+        whole = dim is None and mesh_info.shards
+        self.axes = mesh_info.axes.replicated() if whole else mesh_info.axes
         self._requires_grad = original.requires_grad
         self._held: Tensor | None = None
         self.shape = torch.Size(original.shape)

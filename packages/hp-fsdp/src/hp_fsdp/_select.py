@@ -22,7 +22,7 @@ from ._errors import (
     shown,
 )
 from ._extensions import ExtendedParameter, check_extension
-from ._mesh import MeshInfo
+from ._mesh import MeshInfo, PlacementOnMesh
 from ._param import Owner, RaggedParameter, ShardedParameter, sharded_from
 from ._torch import is_extended, local_of, parameters_of
 from ._unit import unit_of
@@ -74,7 +74,7 @@ def added_parameters(root: nn.Module) -> list[str]:
     ]
 
 
-ShardPlacement = Callable[[nn.Parameter], Shard | None]
+ShardPlacement = Callable[[nn.Parameter], Shard | PlacementOnMesh | None]
 Granularity = int | Callable[[nn.Parameter], int]
 
 
@@ -135,18 +135,33 @@ class ParameterSelection:
             )
         return found
 
-    def dim(self, parameter: nn.Parameter, name: str, degree: int) -> int | None:
-        """Return the dimension to shard a parameter along; None keeps it whole on every rank."""
+    def place(
+        self, parameter: nn.Parameter, name: str, mesh_info: MeshInfo
+    ) -> tuple[int | None, MeshInfo]:
+        """Return the dimension to shard a parameter along, None to keep it whole, and its mesh.
+
+        That is ``mesh_info``, unless another one was asked for.
+        """
+        if not mesh_info.shards:
+            return None, mesh_info
+        placement: object = None if self.placement is None else self.placement(parameter)
+        if isinstance(placement, PlacementOnMesh):
+            mesh_info = MeshInfo.as_torch_says(placement.mesh_info, name)
+            placement = placement.placement
+        return self._dim(parameter, name, placement, mesh_info.axes.shard.size), mesh_info
+
+    def _dim(
+        self, parameter: nn.Parameter, name: str, placement: object, degree: int
+    ) -> int | None:
         local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
         if local.numel() < self.least_numel:
             return None
-        placement: object = None if self.placement is None else self.placement(parameter)
         if placement is None:
             return 0
         if type(placement) is not Shard:
             raise ParameterError(
-                f"shard_placement_fn gives {shown(placement)} for {name}; legal are Shard(dim) and "
-                "None"
+                f"shard_placement_fn gives {shown(placement)} for {name}; legal are Shard(dim), "
+                "None, and torch's ShardPlacementResult of one of them and a mesh"
             )
         dim, ndim = placement.dim, local.ndim
         if not -ndim <= dim < ndim:
@@ -208,13 +223,12 @@ def _made(
     mesh_info: MeshInfo,
     selection: ParameterSelection,
 ) -> ShardedParameter:
-    degree = mesh_info.axes.shard.size
-    dim = selection.dim(original, name, degree) if mesh_info.shards else None
+    dim, mesh_info = selection.place(original, name, mesh_info)
     if is_extended(original):
         check_extension(original, name, dim, selection.ragged)
         return ExtendedParameter(original, owners, name, mesh_info)
     # One rank holds all in one run: exact and ragged are the same then.
-    if selection.ragged and dim is not None and degree > 1:
+    if selection.ragged and dim is not None and mesh_info.axes.shard.size > 1:
         return RaggedParameter(original, owners, name, mesh_info, selection.atom(original, name))
     return ShardedParameter(original, owners, name, mesh_info, dim)
 

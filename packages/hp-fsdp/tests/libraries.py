@@ -1,0 +1,58 @@
+"""Both libraries that the same test runs by, and what it builds with either."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as theirs
+from torch import Tensor, nn
+
+from hp_fsdp import fully_shard
+
+from .models import WIDTH, Net, make, mesh_of
+
+# The package by whatever name it is imported: copies live under other roots.
+LIBRARIES: dict[str, Any] = {
+    "torch": theirs,
+    "ours": sys.modules[fully_shard.__module__.rpartition(".")[0]],
+}
+NAMES = {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}
+
+
+def mesh(*shape: int) -> Any:
+    return mesh_of(shape, NAMES[len(shape)])
+
+
+def wrap(by: str, module: Any, *shape: int, **options: Any) -> Any:
+    return LIBRARIES[by].fully_shard(module, mesh=mesh(*shape), **options)
+
+
+def net(by: str, *shape: int, kind: Any = Net, **options: Any) -> Any:
+    """Return a model with blocks of which each is a unit, and the root."""
+    model = make(kind)
+    for block in model.blocks:
+        wrap(by, block, *shape, **options)
+    return wrap(by, model, *shape, **options)
+
+
+def input_of(rank: int, step: int = 0, rows: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+
+
+class Mlps(nn.Module):
+    """A layer of the root's own and three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the last block gives."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
