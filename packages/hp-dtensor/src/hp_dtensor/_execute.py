@@ -14,6 +14,7 @@ from ._groups import AxisGroup
 from ._layout import Layout, replicated
 from ._placements import Partial, Shard
 from ._planner import Plan
+from ._torch import counts_messages
 from ._transfer import plan_transfer
 from .collectives._interface import Collectives, ReduceOp
 
@@ -305,15 +306,21 @@ def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -
         out = x.new_empty(result)
         for here, there in own:
             there(out).copy_(here(x))
-        if not outgoing and not incoming:
+        axis = find()
+        together = counts_messages(axis.group, x.device)
+        if not outgoing and not incoming and not together:
             return out
         packed = dict(zip(parts, pack(x).split(sizes), strict=True)) if pack and parts else {}
+        messages = {peer: packed[boxes] for peer, boxes in outgoing.items()}
         arriving = x.new_empty(sum(arrive))
-        work = collectives.send_recv(
-            find(),
-            {peer: packed[boxes] for peer, boxes in outgoing.items()},
-            dict(zip(incoming, arriving.split(arrive), strict=True)),
-        )
+        arrivals = dict(zip(incoming, arriving.split(arrive), strict=True))
+        if together:
+            # Ranks send different numbers of messages, but all of them make this one call.
+            row = torch.cat([x.new_empty(0), *messages.values()])
+            splits = _lengths(messages, axis.size), _lengths(arrivals, axis.size)
+            work = collectives.all_to_all(axis, row, *splits, arriving)
+        else:
+            work = collectives.send_recv(axis, messages, arrivals)
 
         def finish() -> Tensor:
             work.wait()
@@ -349,6 +356,10 @@ def _messages(pieces: Pieces) -> dict[int, tuple[Box, ...]]:
         peer: tuple(box for _, box in group)
         for peer, group in groupby(sorted(pieces), key=lambda piece: piece[0])
     }
+
+
+def _lengths(messages: Mapping[int, Tensor], size: int) -> list[int]:
+    return [messages[i].numel() if i in messages else 0 for i in range(size)]
 
 
 def _size(boxes: Sequence[Box]) -> int:
