@@ -338,8 +338,7 @@ def _target_layout(
     spec: TensorSpec, target: Target, degrees: tuple[int, ...], ranks: Sequence[int] | None
 ) -> Layout:
     placements, _, shard_order = target
-    if placements is None:
-        placements = (Replicate(),) * len(degrees)
+    placements = in_tuple(placements, len(degrees))
     return to_layout(placements, degrees, len(spec.shape), shard_order, ranks)
 
 
