@@ -16,8 +16,7 @@ from ._placements import in_tuple
 from ._redistribute import redistribute
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Collectives
-from .ragged._spec import find_spec
-from .ragged._tensor import RaggedTensor
+from .ragged._tensor import RaggedTensor, find_spec
 
 Partition: TypeAlias = Callable[[str, nn.Module, DeviceMesh], None]
 Hook: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
