@@ -4,13 +4,12 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from itertools import combinations, count, product
+from itertools import combinations, count
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._boxes import ravel
 from ._caches import remembered
 from ._cost import Step
 from ._errors import LayoutError, MeshError
@@ -292,16 +291,9 @@ def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]
 def _ranks_along(
     number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    mesh = _meshes[number]
-    degrees = tuple(mesh.shape)
-    flat = mesh.mesh.flatten()
-    ranks = []
-    for index in product(*(range(degrees[axis]) for axis in axes)):
-        position = list(coordinate)
-        for axis, i in zip(axes, index, strict=True):
-            position[axis] = i
-        ranks.append(int(flat[ravel(position, degrees)]))
-    return tuple(ranks)
+    here = tuple(slice(None) if axis in axes else i for axis, i in enumerate(coordinate))
+    order = [sorted(axes).index(axis) for axis in axes]
+    return tuple(_meshes[number].mesh[here].permute(order).flatten().tolist())
 
 
 def _members(
