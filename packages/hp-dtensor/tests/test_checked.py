@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from hashlib import sha1
 from typing import Any
 
 import pytest
@@ -321,6 +322,51 @@ def test_calls_over_two_groups_of_the_same_ranks_are_told_apart(ranks: Ranks) ->
     assert "ranks make different calls" in first
     numbers = re.findall(r"in process group (\d+) of these ranks", first)
     assert int(numbers[1]) == int(numbers[0]) + 1
+
+
+def one_destroyed_early(rank: int) -> str:
+    """Rank 1 destroys an older group of the same ranks before the call, rank 0 after it."""
+    old, new = (dist.new_group([0, 1]) for _ in range(2))
+    checked = CheckedCollectives(deadline=60)
+    if rank == 1:
+        dist.destroy_process_group(old)
+    try:
+        checked.all_reduce(Axis("tp", new, (0, 1)), [torch.ones(4)]).wait()
+    except RankMismatchError as error:
+        return str(error)
+    if rank == 0:
+        dist.destroy_process_group(old)
+    return ""
+
+
+def test_a_group_that_one_rank_destroyed_earlier_makes_no_difference(ranks: Ranks) -> None:
+    assert ranks(2).run(one_destroyed_early) == ["", ""]
+
+
+def split_groups(rank: int, crossed: bool) -> str:
+    """Call over two groups with names as ``split_group`` makes them, which gloo does not have."""
+    axes = []
+    for number in range(2):
+        group: Any = dist.new_group([0, 1])
+        # Of the ranks, and of how many groups a rank is in.
+        group._set_group_name(sha1(f"0_1_{2 + number + 5 * rank}".encode()).hexdigest())
+        group._set_group_desc(f"default_pg:split:{number}")
+        axes.append(Axis("tp", group, (0, 1)))
+    checked = CheckedCollectives(deadline=60)
+    try:
+        for axis in axes[:: -1 if crossed and rank == 1 else 1]:
+            checked.check(axis, "plan", "alike")
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_that_were_split_are_told_apart_by_their_description(ranks: Ranks) -> None:
+    assert ranks(2).run(split_groups, False) == ["", ""]
+    first, other = ranks(2).run(split_groups, True)
+    assert first == other
+    assert "in process group default_pg:split:0 of these ranks" in first
+    assert "in process group default_pg:split:1 of these ranks" in first
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_to_all", "send_recv"])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool, cached
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor import (
@@ -403,6 +404,62 @@ def test_replicate_and_all_reduce_compose_to_a_tensor_parallel_product() -> None
     joined = torch.cat([g[1] for g in results], 1), torch.cat([g[2] for g in results], 0)
     torch.testing.assert_close(joined[0], whole[1].grad, rtol=0, atol=0)
     torch.testing.assert_close(joined[1], whole[2].grad, rtol=0, atol=0)
+
+
+COMPILED: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+    "all_gather": lambda x, axis: AutogradCollectives().all_gather(x, axis, 1),
+    "all_gather sizes": lambda x, axis: AutogradCollectives().all_gather(
+        x[: 1 + axis.index], axis, sizes=[1, 2]
+    ),
+    "reduce_scatter": lambda x, axis: AutogradCollectives().reduce_scatter(x, axis),
+    "reduce_scatter sizes": lambda x, axis: AutogradCollectives().reduce_scatter(
+        x, axis, sizes=[1, 3]
+    ),
+    "all_reduce": lambda x, axis: AutogradCollectives().all_reduce(x, axis),
+    "replicate": lambda x, axis: AutogradCollectives().replicate(x, axis),
+    "all_to_all": lambda x, axis: AutogradCollectives().all_to_all(x, axis),
+    "all_to_all splits": lambda x, axis: AutogradCollectives().all_to_all(
+        x, axis, [1, 3], [1 + 2 * axis.index] * 2
+    ),
+}
+
+
+def compiled(rank: int, name: str) -> tuple[list[Tensor], list[Tensor], int, str]:
+    """Return value and gradient as eager and as compiled, how many graphs, and the refusal."""
+    SIZE[0] = 2
+    axis = world_axis()
+
+    def function(x: Tensor) -> Tensor:
+        return COMPILED[name](x * 3, axis) * 2
+
+    def graphs(module: Any, inputs: Any) -> Any:
+        found.append(module)
+        return lookup_backend("aot_eager")(module, inputs)
+
+    found: list[Any] = []
+    results = []
+    torch._dynamo.reset()
+    for call in (function, torch.compile(function, backend=graphs)):
+        x = numbers(rank, 4, 2).requires_grad_()
+        y = call(x)
+        (y * y).sum().backward()
+        assert x.grad is not None
+        results.append([y.detach(), x.grad])
+    try:
+        torch.compile(function, backend="aot_eager", fullgraph=True)(numbers(rank, 4, 2))
+    except torch._dynamo.exc.Unsupported as error:
+        return results[0], results[1], len(found), str(error)
+    return results[0], results[1], len(found), ""
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_function_has_each_call_between_two_graphs(
+    ranks: Callable[[int], RankPool], name: str
+) -> None:
+    for eager, between, graphs, refusal in ranks(2).run(compiled, name):
+        assert all(map(torch.equal, eager, between))
+        assert graphs == 2
+        assert "_communicate" in refusal
 
 
 def test_second_derivatives_flow_through_the_collectives() -> None:

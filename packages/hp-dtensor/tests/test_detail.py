@@ -7,10 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
-from rank_pool import RankPool
-from torch.distributed.device_mesh import init_device_mesh
+from rank_pool import RankPool, cached
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_dtensor import CheckedCollectives, Partial, Replicate, Shard, clip_grad_norm_, redistribute
+from hp_dtensor import (
+    CheckedCollectives,
+    Layout,
+    NonMember,
+    Partial,
+    Replicate,
+    Shard,
+    clip_grad_norm_,
+    redistribute,
+)
 
 KINDS: tuple[Any, ...] = (Replicate(), Shard(0), Shard(1), Partial())
 VALUES = torch.arange(35.0, dtype=torch.double).view(5, 7)
@@ -61,3 +70,53 @@ def test_all_changes_on_one_mesh_pass_the_checks_of_detail(
     ranks: Callable[[int], RankPool],
 ) -> None:
     assert ranks(4).run(changes) == [[]] * 4
+
+
+MESHES = {"two": [0, 1], "three": [1, 2, 3], "all": [[0, 1], [2, 3]], "one": [3]}
+
+
+def transfers(rank: int) -> list[str]:
+    """Return the moves between meshes that fail, and collectives that fail after them."""
+    c10d: Any = dist
+    meshes = {
+        name: cached(("detail", name), lambda at=at: DeviceMesh("cpu", torch.tensor(at)))  # type: ignore[misc]
+        for name, at in MESHES.items()
+    }
+    c10d.set_debug_level(c10d.DebugLevel.DETAIL)
+    try:
+        world = dist.new_group([0, 1, 2, 3])
+        some = dist.new_group([1, 2, 3])
+    finally:
+        c10d.set_debug_level_from_env()
+    wrong = []
+    for there, back in itertools.product(meshes, repeat=2):
+        old, new = meshes[there], meshes[back]
+        members = {*old.mesh.flatten().tolist(), *new.mesh.flatten().tolist()}
+        group = {(0, 1, 2, 3): world, (1, 2, 3): some}.get(tuple(sorted(members)))
+        if there == back or group is None or rank not in members:
+            continue
+        cut = Layout(tuple(old.shape), (Shard(0),) * old.ndim, ranks=old.mesh.flatten().tolist())
+        x: Any = NonMember(cut, tuple(VALUES.shape), VALUES.dtype, requires_grad=True)
+        if old.get_coordinate() is not None:
+            x = dt.distribute_tensor(VALUES, old, [dt.Shard(0)] * old.ndim, src_data_rank=None)
+            x.requires_grad_()
+        y = redistribute(x, [Shard(1)] * new.ndim, mesh=new, groups=[group])
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)  # torch compares how many calls came before it
+        if isinstance(y, NonMember):
+            y.backward()
+        elif not torch.equal(whole := redistribute(y).to_local(), VALUES):
+            wrong.append(f"{there} -> {back}")
+        else:
+            whole.sum().backward()
+        if not isinstance(x, NonMember) and not torch.equal(
+            x.grad.to_local(), torch.ones_like(x.to_local())
+        ):
+            wrong.append(f"gradient of {there} -> {back}")
+    return wrong
+
+
+def test_transfers_between_meshes_pass_the_checks_of_detail(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    assert ranks(4).run(transfers) == [[]] * 4

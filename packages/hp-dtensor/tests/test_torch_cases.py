@@ -394,13 +394,14 @@ def all_orders() -> list[Case]:
 
 def partial_to_orders() -> list[Case]:
     found = []
-    for shape in ((17, 5), (13, 2, 13)):
+    shapes = {(16, 8): 1, (17, 5): 2, (8, 16, 32): 1, (13, 2, 13): 2, (33, 16, 8, 1): 1}
+    for shape, count in shapes.items():
         targets = itertools.cycle(orders(len(shape))[::5])
         for names in itertools.combinations(("S0", "S1", "S2", "P", "Pmin", "R"), 3):
             if {"P", "Pmin"} <= {*names} or ("S2" in names and len(shape) == 2):
                 continue
             source = Layout((2, 2, 2), tuple(KINDS[name] for name in names))
-            for target in itertools.islice(targets, 2):
+            for target in itertools.islice(targets, count):
                 found.append(Case(f"{source} -> {target}", source, target, shape))
     return found
 
@@ -469,6 +470,21 @@ def negative(rank: int) -> list[tuple[str, bool]]:
         for y in (x.redistribute(placements=to), redistribute(x, to)):
             results.append((str(y.placements), y.to_local().data_ptr() == x.to_local().data_ptr()))
     return results
+
+
+def strided(rank: int) -> list[Tensor]:
+    """Return what torch's strided shard with a dim from the end gives, by torch and by ours."""
+    full, mesh = whole((8, 4)), mesh_of((4, 2))
+    to = [_StridedShard(-2, split_factor=2), theirs.Shard(-2)]
+    x = laid_out(full, Layout((4, 2), (KINDS["R"], KINDS["R"])), rank)
+    return [theirs.distribute_tensor(full, mesh, to).to_local(), redistribute(x, to).to_local()]
+
+
+def test_a_strided_shard_from_the_end_is_the_shard_order(ranks: Pools) -> None:
+    layout = Layout((4, 2), (Shard(0), Shard(0)), {0: (1, 0)})
+    for rank, locals_ in enumerate(ranks(8).run(strided)):
+        part = slice_of(whole((8, 4)), layout, rank)
+        assert all(torch.equal(local, part) for local in locals_)
 
 
 def test_negative_dims_count_from_the_end_and_what_is_in_place_is_not_copied(ranks: Pools) -> None:

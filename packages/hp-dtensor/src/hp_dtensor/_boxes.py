@@ -97,11 +97,11 @@ def pieces(length: int, splits: Sequence[Split], index: Sequence[int]) -> tuple[
     for (degree, factor), i in zip(splits, index, strict=True):
         total = sum(hi - lo for lo, hi in held)
         block = -(-total // factor) or 1
-        wanted = []
+        places = []
         for start in range(0, total, block):
             lo, hi = chunk(min(block, total - start), (degree,), (i,))
-            wanted.append((start + lo, start + hi))
-        held = _taken(held, wanted)
+            places.append((start + lo, start + hi))
+        held = _taken(held, places)
     return tuple(held)
 
 
@@ -150,11 +150,11 @@ def _chunk_length(length: int, degree: int, i: int) -> int:
     return hi - lo
 
 
-def _taken(held: Sequence[Interval], wanted: Sequence[Interval]) -> list[Interval]:
-    """Return the global ranges of ``wanted`` places in the row of ``held`` ranges; both ascend."""
+def _taken(held: Sequence[Interval], places: Sequence[Interval]) -> list[Interval]:
+    """Return the global ranges of ``places`` places in the row of ``held`` ranges; both ascend."""
     found = []
     start, number = 0, 0
-    for lo, hi in wanted:
+    for lo, hi in places:
         while lo < hi:
             first, last = held[number]
             if lo >= start + last - first:

@@ -184,49 +184,46 @@ def torch_step(x: Any, placements: Sequence[AnyPlacement] | None, other_mesh: bo
     mesh = x.device_mesh
     held = tuple(x.placements)
     axes = tuple(axis for axis, p in enumerate(held) if is_torch_partial(p))
-    ndim = len(held)
-    wanted: tuple[AnyPlacement, ...] = (ours.Replicate(),) * ndim
-    if placements is not None:
-        wanted = ours.in_tuple(placements)
+    target: tuple[AnyPlacement, ...] = ours.in_tuple(placements, len(held))
     if not other_mesh:
-        check_count(wanted, tuple(mesh.shape))
+        check_count(target, tuple(mesh.shape))
     kept = []
-    for axis, placement in enumerate(wanted):
+    for axis, placement in enumerate(target):
         if not is_torch_partial(placement):
             continue
         old = "another mesh" if other_mesh else held[axis]
         check_kept(axis, old, placement)
-        if hasattr(old, "mask_buffer") and any(p != q for p, q in zip(held, wanted, strict=True)):
+        if hasattr(old, "mask_buffer") and any(p != q for p, q in zip(held, target, strict=True)):
             raise LayoutError(
-                f"{old} stays on axis {axis} while others go from {held} to {wanted}; its mask is "
+                f"{old} stays on axis {axis} while others go from {held} to {target}; its mask is "
                 "that of the parts as they are: reduce it, with Replicate() or Shard(dim)"
             )
         kept.append(axis)
     whole = bool(kept)
     steps = [
-        _onto(held, wanted, axis, x.ndim) if axis in axes and not other_mesh else p
+        _onto(held, target, axis, x.ndim) if axis in axes and not other_mesh else p
         for axis, p in enumerate(held)
     ]
     if other_mesh:
         steps = [theirs.Replicate() if axis in axes else p for axis, p in enumerate(held)]
     # What is planned, and checked, has those values reduced on both sides.
     plain = [theirs.Replicate() if axis in kept else p for axis, p in enumerate(steps)]
-    then = tuple(ours.Replicate() if axis in kept else p for axis, p in enumerate(wanted))
+    then = tuple(ours.Replicate() if axis in kept else p for axis, p in enumerate(target))
     spec = dense_spec(mesh, tuple(plain), spec_of(x).tensor_meta, None)
     if whole:
-        steps = [_spelled(p, x.ndim) for p in wanted]
+        steps = [_spelled(p, x.ndim) for p in target]
     return TorchStep(tuple(steps), replace(spec, dtype=x.dtype), then, axes, whole)
 
 
 def _onto(
-    held: Sequence[theirs.Placement], wanted: Sequence[AnyPlacement], axis: int, ndim: int
+    held: Sequence[theirs.Placement], target: Sequence[AnyPlacement], axis: int, ndim: int
 ) -> theirs.Placement:
     """Return what torch makes of one axis: the target's shard, if that can be its place at once."""
-    new = wanted[axis]
+    new = target[axis]
     if not isinstance(new, ours.Shard | theirs.Shard) or not -ndim <= new.dim < ndim:
         return theirs.Replicate()
     dim = new.dim % ndim
-    others = [p for side in (held, wanted) for at, p in enumerate(side) if at != axis]
+    others = [p for side in (held, target) for at, p in enumerate(side) if at != axis]
     taken = any(isinstance(p, ours.RaggedShard) for p in others)
     taken |= any(getattr(p, "dim", dim - ndim) % ndim == dim for p in others if hasattr(p, "dim"))
     return theirs.Replicate() if taken else theirs.Shard(dim)

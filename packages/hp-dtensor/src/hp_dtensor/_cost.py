@@ -114,11 +114,11 @@ class Step:
         if self.source.ragged is None and self.target.ragged is None:
             common = 1
             mine = self.source.intervals_at(shape, here)
-            for ranges, wanted in zip(mine, self.target.intervals_at(shape, there), strict=True):
+            for ranges, others in zip(mine, self.target.intervals_at(shape, there), strict=True):
                 common *= sum(
                     max(0, min(hi, stop) - max(lo, start))
                     for lo, hi in ranges
-                    for start, stop in wanted
+                    for start, stop in others
                 )
             return needed - common
         held = self.source.boxes_at(shape, here)

@@ -14,7 +14,8 @@ from ._groups import AxisGroup
 from ._layout import Layout, replicated
 from ._placements import Partial, Shard
 from ._planner import Plan
-from ._transfer import plan_transfer
+from ._torch import counts_messages
+from ._transfer import Transfer, plan_transfer
 from .collectives._interface import Collectives, ReduceOp
 
 Finish: TypeAlias = Callable[[], Tensor]
@@ -238,19 +239,10 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
     Splits are in elements, pieces in group order. The rank's own piece travels along where what
     arrives is then the result itself, or one copy away from it.
     """
-    source, target = step.source, step.target
-    transfer = plan_transfer(source, target, shape, rank)
-    coordinate = source.coordinate(rank)
-    held, needed = (LocalView(layout, shape, coordinate) for layout in (source, target))
-    degrees = [source.mesh_shape[axis] for axis in step.axes]
-
-    def index(peer: int) -> int:
-        position = source.coordinate(peer)
-        return group.members[ravel([position[axis] for axis in step.axes], degrees)]
-
-    mine = index(rank)
-    sends = sorted((index(peer), box) for peer, box in transfer.sends)
-    receives = sorted((index(peer), box) for peer, box in transfer.recvs)
+    transfer, held, needed = _moved(step, shape, rank)
+    mine = _index(step, group, rank)
+    sends = sorted((_index(step, group, peer), box) for peer, box in transfer.sends)
+    receives = sorted((_index(step, group, peer), box) for peer, box in transfer.recvs)
     kept = [(mine, box) for box in transfer.local]
     arranged = _arranged([box for _, box in sorted(receives + kept)], needed)
     if arranged is not None:
@@ -282,48 +274,68 @@ def _direct(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> 
 def _transfer(step: Step, shape: tuple[int, ...], rank: int, group: AxisGroup) -> BoundStep:
     """Return what carries out a transfer: one message to and from each peer, over ``group``.
 
-    ``group.members`` are the group indices of the ranks of both meshes, by rank. A rank that is not
-    in the source's mesh gives an empty tensor, one that is not in the target's gets one.
+    A rank that is not in the source's mesh gives an empty tensor, one that is not in the target's
+    gets one.
     """
-    source, target = step.source, step.target
-    transfer = plan_transfer(source, target, shape, rank)
-    held = LocalView(source, shape, source.coordinate(rank)) if source.holds(rank) else None
-    needed = LocalView(target, shape, target.coordinate(rank)) if target.holds(rank) else None
-    outgoing = _messages([(group.members[peer], box) for peer, box in transfer.sends])
-    incoming = _messages([(group.members[peer], box) for peer, box in transfer.recvs])
+    transfer, held, needed = _moved(step, shape, rank)
+    outgoing = _messages([(_index(step, group, peer), box) for peer, box in transfer.sends])
+    incoming = _messages([(_index(step, group, peer), box) for peer, box in transfer.recvs])
     # Peers that get the same boxes are sent the same buffer.
     parts = list(dict.fromkeys(outgoing.values()))
     sizes = [_size(boxes) for boxes in parts]
-    pack = packer([b for boxes in parts for b in boxes], held.box, held.view) if held else None
+    pack = packer([box for boxes in parts for box in boxes], held.box, held.view)
     arrive = [_size(boxes) for boxes in incoming.values()]
-    boxes = [box for boxes in incoming.values() for box in boxes]
-    unpack = unpacker(boxes, needed.view) if needed else None
-    own = [(held.view(b), needed.view(b)) for b in transfer.local] if held and needed else []
-    find, result = group.find, needed.shape if needed else (0,)
+    unpack = unpacker([box for boxes in incoming.values() for box in boxes], needed.view)
+    own = [(held.view(box), needed.view(box)) for box in transfer.local]
+    find, result = group.find, needed.shape
+    # Ranks send different numbers of messages, but all of them make this one call.
+    in_one_call = _direct(step, shape, rank, group)
 
     def begin(x: Tensor, collectives: Collectives) -> Finish | Tensor:
+        axis = find()
+        if counts_messages(axis.group, x.device):
+            return in_one_call(x, collectives)
         out = x.new_empty(result)
         for here, there in own:
             there(out).copy_(here(x))
         if not outgoing and not incoming:
             return out
-        packed = dict(zip(parts, pack(x).split(sizes), strict=True)) if pack and parts else {}
+        packed = dict(zip(parts, pack(x).split(sizes) if parts else (), strict=True))
         arriving = x.new_empty(sum(arrive))
         work = collectives.send_recv(
-            find(),
+            axis,
             {peer: packed[boxes] for peer, boxes in outgoing.items()},
             dict(zip(incoming, arriving.split(arrive), strict=True)),
         )
 
         def finish() -> Tensor:
             work.wait()
-            if unpack:
-                unpack(arriving, out)
+            unpack(arriving, out)
             return out
 
         return finish
 
     return begin
+
+
+def _moved(
+    step: Step, shape: tuple[int, ...], rank: int
+) -> "tuple[Transfer, LocalView, LocalView]":
+    """Return what a rank sends, receives and keeps in a step, and its part before and after."""
+    held, needed = (
+        LocalView(layout, shape, layout.coordinate(rank) if layout.holds(rank) else None)
+        for layout in (step.source, step.target)
+    )
+    return plan_transfer(step.source, step.target, shape, rank), held, needed
+
+
+def _index(step: Step, group: AxisGroup, rank: int) -> int:
+    """Return a rank's index in the group of a step."""
+    if step.kind == "transfer":
+        return group.members[rank]
+    position, degrees = step.source.coordinate(rank), step.source.mesh_shape
+    axes = step.axes
+    return group.members[ravel([position[a] for a in axes], [degrees[a] for a in axes])]
 
 
 def _arranged(arriving: Sequence[Box], needed: "LocalView") -> Change | None:
@@ -368,11 +380,19 @@ _BINDERS = {
 class LocalView:
     """What one position of a layout holds, and how to look at a part of it.
 
-    ``box`` is the one box that it holds, perhaps empty; None where it may hold several.
+    ``box`` is the one box that it holds, perhaps empty; None where it may hold several. Outside of
+    the mesh, without a coordinate, it is nothing.
     """
 
-    def __init__(self, layout: Layout, shape: Sequence[int], coordinate: Sequence[int]) -> None:
-        self.box = layout.box_at(shape, coordinate) if layout.is_plain else None
+    def __init__(
+        self, layout: Layout, shape: Sequence[int], coordinate: Sequence[int] | None
+    ) -> None:
+        self.shape: Shape = (0,)
+        self.box: Box | None = None
+        if coordinate is None:
+            return
+        if layout.is_plain:
+            self.box = layout.box_at(shape, coordinate)
         self._leading = 0
         self._runs: list[tuple[Box, int]] = []
         self._ranges: list[list[tuple[int, int, int]]] = []  # (start, stop, place) for each dim

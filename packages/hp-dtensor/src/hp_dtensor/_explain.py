@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ._cost import CostModel, check_cost
 from ._errors import LayoutError, MeshError
 from ._layout import Layout, ShardOrder
-from ._placements import Placement, Replicate, in_tuple
+from ._placements import in_tuple
 from ._planner import Plan, make_plan
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def explain(
         if isinstance(placements, Layout):
             shard_order, placements = _on_own_mesh(x, placements)
         named = () if groups is None else group_names(groups)
-        target = (placements, mesh, shard_order)
-        return _plan_of(x, target, Options(cost, max_bytes, named))
+        where = (placements, mesh, shard_order)
+        return _plan_of(x, where, Options(cost, max_bytes, named))
     check_cost(cost)
     if shape is None:
         raise LayoutError("a plan between layouts needs the tensor's global shape=")
@@ -78,10 +78,8 @@ def explain(
             "leave mesh= out"
         )
     if not isinstance(placements, Layout):
-        wanted: tuple[Placement, ...] = (
-            (Replicate(),) * len(x.mesh_shape) if placements is None else in_tuple(placements)
-        )
-        placements = Layout(x.mesh_shape, wanted, shard_order, x.ranks)
+        target = in_tuple(placements, len(x.mesh_shape))
+        placements = Layout(x.mesh_shape, target, shard_order, x.ranks)
     if not x.holds(rank) and not placements.holds(rank):
         held = sorted({*x.all_ranks(), *placements.all_ranks()})
         raise MeshError(
@@ -91,24 +89,24 @@ def explain(
     return make_plan(x, placements, tuple(shape), rank, itemsize, cost, max_bytes=max_bytes)
 
 
-def _on_own_mesh(x: "Distributed", wanted: Layout) -> tuple[Any, Any]:
+def _on_own_mesh(x: "Distributed", target: Layout) -> tuple[Any, Any]:
     """Return shard order and placements of a layout; raises `MeshError` for another mesh."""
     from ._prepare import ranks_of, tensor_spec
 
     spec = tensor_spec(x)
     held = spec.layout
-    if wanted.mesh_shape != held.mesh_shape:
+    if target.mesh_shape != held.mesh_shape:
         raise MeshError(
             f"the tensor is on a mesh of shape {held.mesh_shape} and the target on one of shape "
-            f"{wanted.mesh_shape}; give placements and mesh="
+            f"{target.mesh_shape}; give placements and mesh="
         )
     ranks = held.ranks if spec.mesh is None else ranks_of(spec.mesh)
-    if wanted.ranks is not None and wanted.ranks != replace(held, ranks=ranks).ranks:
+    if target.ranks is not None and target.ranks != replace(held, ranks=ranks).ranks:
         raise MeshError(
             f"the tensor is on ranks {list(ranks or ())} and the target on "
-            f"{wanted.ranks_in_words()}; give placements and mesh="
+            f"{target.ranks_in_words()}; give placements and mesh="
         )
-    return wanted.shard_order, wanted.placements
+    return target.shard_order, target.placements
 
 
 def _plan_of(x: Any, target: Any, options: Any) -> Plan:

@@ -4,13 +4,12 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from itertools import combinations, count, product
+from itertools import combinations, count
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._boxes import ravel
 from ._caches import remembered
 from ._cost import Step
 from ._errors import LayoutError, MeshError
@@ -160,24 +159,37 @@ def spanned_axes(
     return frozenset(axes for axes in sets if find_group(mesh, axes, given) is not None)
 
 
-def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
+def transfer_group(
+    plan: Plan, given: tuple[str, ...] = (), existing: DeviceMesh | None = None
+) -> AxisGroup:
     """Return the group of the ranks of two meshes and no others.
 
-    One that was ``given``, the world's where they are all, or else one of their own, which its
-    first use makes: all of these ranks use it, and no others have to. What all of them know
-    decides, so that all choose alike. Raises `MeshError` at its first use where only the whole
-    world can make groups.
+    One that was ``given``, the world's where they are all, one of their own if there is one
+    already, that of the ``existing`` mesh, or else one that its first use makes: all of these ranks
+    use it, and no others have to. What all of them know decides, so that all choose alike. Raises
+    `MeshError` where it is to exist and does not, and at the first use where only the whole world
+    can make groups.
     """
     ranks = ranks_of_both(plan)
     world = dist.get_world_size() == len(ranks)
     for name, members in [*_by_name(given), *([_named(dist.group.WORLD)] if world else [])]:
         if set(members) == set(ranks):
-            find = _finder("world" if world else "transfer", name, members)
-            return AxisGroup(find, {rank: i for i, rank in enumerate(members)}, len(ranks))
-    name = _own_name(ranks)
+            return _between("world" if world else "transfer", name, members)
+    own = _own_name(ranks)
+    if existing is not None and registered_group(own) is None:
+        axes = tuple(axis for axis in range(existing.ndim) if existing.size(axis) > 1)
+        found = find_group(existing, axes) if existing.size() == len(ranks) else None
+        if found is None:
+            raise MeshError(
+                f"no process group has the ranks {list(ranks)} of both meshes and no others, which "
+                "a compiled function cannot make; redistribute once outside of it, or flatten the "
+                "mesh"
+            )
+        axis = found.find()
+        return _between(axis.name, group_name(axis.group), axis.ranks)
 
     def find_or_make() -> Axis:
-        group = registered_group(name)
+        group = registered_group(own)
         if group is None:
             if not makes_groups_alone():
                 raise MeshError(
@@ -185,30 +197,15 @@ def transfer_group(plan: Plan, given: tuple[str, ...] = ()) -> AxisGroup:
                     "and the world's communicator is split by all ranks together; make one with "
                     "torch.distributed.new_group on all of them and give groups=[group]"
                 )
-            group = make_group(ranks, name)
+            group = make_group(ranks, own)
         return Axis("transfer", group, ranks)
 
     return AxisGroup(find_or_make, {rank: i for i, rank in enumerate(ranks)}, len(ranks))
 
 
-def existing_transfer_group(plan: Plan, mesh: DeviceMesh | None) -> AxisGroup:
-    """Return `transfer_group`, or the group of a mesh that has all the ranks; makes none.
-
-    Raises `MeshError`.
-    """
-    ranks = ranks_of_both(plan)
-    known = len(ranks) == dist.get_world_size() or registered_group(_own_name(ranks)) is not None
-    if known:
-        return transfer_group(plan)
-    axes = () if mesh is None else tuple(a for a in range(mesh.ndim) if mesh.size(a) > 1)
-    found = find_group(mesh, axes) if mesh is not None and mesh.size() == len(ranks) else None
-    if found is None:
-        raise MeshError(
-            f"no process group has the ranks {list(ranks)} of both meshes and no others, which a "
-            "compiled function cannot make; redistribute once outside of it, or flatten the mesh"
-        )
-    members = found.find().ranks
-    return AxisGroup(found.find, {rank: i for i, rank in enumerate(members)}, len(members))
+def _between(axis: str, group: str, ranks: tuple[int, ...]) -> AxisGroup:
+    members = {rank: place for place, rank in enumerate(ranks)}
+    return AxisGroup(_finder(axis, group, ranks), members, len(ranks))
 
 
 def ranks_of_both(plan: Plan) -> tuple[int, ...]:
@@ -244,7 +241,7 @@ def group_between(
     With ``make`` the first use may make that of a transfer. Raises `MeshError`.
     """
     if step.kind == "transfer":
-        return transfer_group(plan, given) if make else existing_transfer_group(plan, source)
+        return transfer_group(plan, given, None if make else source)
     mesh = source if same_mesh(step.source, plan.source) else target
     if mesh is None:  # a rank takes part in steps of its own meshes only
         raise RuntimeError(f"this rank has no mesh for {step}")
@@ -294,16 +291,9 @@ def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]
 def _ranks_along(
     number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    mesh = _meshes[number]
-    degrees = tuple(mesh.shape)
-    flat = mesh.mesh.flatten()
-    ranks = []
-    for index in product(*(range(degrees[axis]) for axis in axes)):
-        position = list(coordinate)
-        for axis, i in zip(axes, index, strict=True):
-            position[axis] = i
-        ranks.append(int(flat[ravel(position, degrees)]))
-    return tuple(ranks)
+    here = tuple(slice(None) if axis in axes else i for axis, i in enumerate(coordinate))
+    order = [sorted(axes).index(axis) for axis in axes]
+    return tuple(_meshes[number].mesh[here].permute(order).flatten().tolist())
 
 
 def _members(

@@ -90,20 +90,20 @@ def ordered(
     The order lists dims that are not split in mesh order, and those that some axis splits into
     blocks. Raises `LayoutError`.
     """
-    wanted = dict(checked_order(given))
+    given_order = dict(checked_order(given))
     spelled: list[Placement] = [
         Shard(p.dim) if isinstance(p, StridedShard) and p.split_factor == 1 else p
         for p in placements
     ]
     kept = []
     sharded = {p.dim for p in placements if isinstance(p, Shard | StridedShard)}
-    for dim in sorted(sharded | set(wanted)):
+    for dim in sorted(sharded | set(given_order)):
         in_mesh_order = tuple(
             axis
             for axis, p in enumerate(placements)
             if isinstance(p, Shard | StridedShard) and p.dim == dim
         )
-        axes = wanted.get(dim)
+        axes = given_order.get(dim)
         if axes is None:
             axes = _spelled_order(dim, in_mesh_order, spelled, mesh_shape)
         elif tuple(sorted(axes)) != in_mesh_order:

@@ -12,12 +12,11 @@ from . import _torch
 from ._convert import AnyPlacement, DensePlacement, to_layout, to_torch
 from ._errors import LayoutError, MeshError
 from ._groups import AxisGroup, find_group
-from ._placements import Replicate, in_tuple
+from ._placements import in_tuple
 from ._redistribute import redistribute
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Collectives
-from .ragged._spec import find_spec
-from .ragged._tensor import RaggedTensor
+from .ragged._tensor import RaggedTensor, find_spec
 
 Partition: TypeAlias = Callable[[str, nn.Module, DeviceMesh], None]
 Hook: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], Any]
@@ -80,7 +79,7 @@ def distribute_tensor(
         raise LayoutError(
             f"only a torch.Tensor can be distributed, got an object of type {type(tensor).__name__}"
         )
-    given = (Replicate(),) * mesh.ndim if placements is None else in_tuple(placements)
+    given = in_tuple(placements, mesh.ndim)
     layout = to_layout(given, tuple(mesh.shape), tensor.ndim)
     layout.check_shape(tensor.shape)
     if isinstance(tensor, DTensor | RaggedTensor):

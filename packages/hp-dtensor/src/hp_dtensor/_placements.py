@@ -174,8 +174,13 @@ def _torch_op(op: str) -> str:
 Placement: TypeAlias = Replicate | Shard | StridedShard | RaggedShard | Partial
 
 
-def in_tuple(placements: object) -> tuple[Any, ...]:
-    """Return a sequence of placements as a tuple; raises `LayoutError` for what is none."""
+def in_tuple(placements: object, axes: int = 0) -> tuple[Any, ...]:
+    """Return a sequence of placements as a tuple; raises `LayoutError` for what is none.
+
+    None is `Replicate` on each of the mesh's ``axes``.
+    """
+    if placements is None and axes:
+        return (Replicate(),) * axes
     try:
         return tuple(cast(Any, placements))
     except TypeError:

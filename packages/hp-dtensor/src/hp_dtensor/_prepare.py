@@ -26,8 +26,8 @@ from ._groups import (
     spanned_axes,
     transfer_group,
 )
-from ._layout import Layout, ShardOrder, checked_order, reduced_layout, with_placement
-from ._placements import Partial, Replicate, in_tuple
+from ._layout import Layout, ShardOrder, checked_order, reduced_layout
+from ._placements import Partial, in_tuple
 from ._planner import Plan, Spanned, make_plan
 from ._torch import (
     as_dtensor,
@@ -39,8 +39,7 @@ from ._torch import (
     spec_of,
 )
 from ._transfer import same_mesh
-from .ragged._spec import find_spec
-from .ragged._tensor import RaggedTensor
+from .ragged._tensor import RaggedSpec, RaggedTensor
 
 Distributed: TypeAlias = DTensor | RaggedTensor | NonMember
 Order: TypeAlias = ShardOrder | Mapping[int, Sequence[int]] | None
@@ -338,8 +337,7 @@ def _target_layout(
     spec: TensorSpec, target: Target, degrees: tuple[int, ...], ranks: Sequence[int] | None
 ) -> Layout:
     placements, _, shard_order = target
-    if placements is None:
-        placements = (Replicate(),) * len(degrees)
+    placements = in_tuple(placements, len(degrees))
     return to_layout(placements, degrees, len(spec.shape), shard_order, ranks)
 
 
@@ -355,10 +353,8 @@ def _wrap(
         absent = NonMember(dst, spec.shape, spec.dtype)
         return lambda local, mesh: absent
     if dst.ragged is not None:
-        axis, runs = dst.ragged
-        spelled: list[Any] = list(to_torch(with_placement(dst, axis, Replicate())))
-        spelled[axis] = runs
-        ragged = find_spec(mesh, spelled, spec.shape).on(None)
+        layout = replace(dst, ranks=None)
+        ragged = RaggedSpec(mesh=mesh, layout=layout, shape=spec.shape).on(None)
         return lambda local, mesh: RaggedTensor(local, ragged.on(mesh))
     placements = list(to_torch(dst))
     for axis, placement in enumerate(dst.placements):

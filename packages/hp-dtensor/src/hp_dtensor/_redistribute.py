@@ -99,8 +99,8 @@ def redistribute(
 @overload
 def redistribute(
     x: Distributed,
+    *where: DeviceMesh | Sequence[AnyPlacement] | None,
     placements: Sequence[AnyPlacement] | None = None,
-    *,
     mesh: DeviceMesh | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[_Keywords],
@@ -110,33 +110,9 @@ def redistribute(
 @overload
 def redistribute(
     x: Distributed,
+    *where: DeviceMesh | Sequence[AnyPlacement] | None,
     placements: Sequence[AnyPlacement] | None = None,
-    *,
     mesh: DeviceMesh | None = None,
-    async_op: Literal[True],
-    **options: Unpack[_Keywords],
-) -> Pending[Distributed]: ...
-
-
-@overload
-def redistribute(
-    x: Distributed,
-    device_mesh: DeviceMesh | None,
-    /,
-    placements: Sequence[AnyPlacement] | None = None,
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[_Keywords],
-) -> Distributed: ...
-
-
-@overload
-def redistribute(
-    x: Distributed,
-    device_mesh: DeviceMesh | None,
-    /,
-    placements: Sequence[AnyPlacement] | None = None,
-    *,
     async_op: Literal[True],
     **options: Unpack[_Keywords],
 ) -> Pending[Distributed]: ...

@@ -254,6 +254,19 @@ def registered_group(name: str) -> ProcessGroup | None:
     return resolve_group(name) if name in known else None
 
 
+def counts_messages(group: Any, device: torch.device) -> bool:
+    """Return whether a group counts messages among the calls that its ranks are to make alike.
+
+    Groups that are made under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` do, over gloo: where ranks have
+    sent and received different numbers of messages the next collective raises. They are wrapped in
+    ``_ProcessGroupWrapper`` (2.11 to 2.13), on all ranks; there is no public predicate.
+    """
+    wrapper = getattr(distributed_c10d, "_ProcessGroupWrapper", None)
+    if wrapper is None or not isinstance(group, ProcessGroup):
+        return False
+    return isinstance(cast(Any, group)._get_backend(device), wrapper)
+
+
 def makes_groups_alone() -> bool:
     """Return whether the members of a group can make it without the other ranks.
 

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ._c10d import TorchCollectives
 from ._interface import Axis, Collectives
@@ -15,7 +16,9 @@ Change: TypeAlias = Callable[[Tensor], Tensor]
 class AutogradCollectives:
     """Collectives of one tensor, with gradients.
 
-    The backward of each is the adjoint that its docstring names; second derivatives pass.
+    The backward of each is the adjoint that its docstring names; second derivatives pass. In a
+    function that ``torch.compile`` traces, each call ends a graph and runs between two of them;
+    with ``fullgraph=True`` it raises.
 
     Args:
         inner: What carries the calls out, forward and backward; `TorchCollectives` if None.
@@ -134,8 +137,19 @@ class AutogradCollectives:
 
 def _apply(x: Tensor, change: Change, adjoint: Change) -> Tensor:
     """Return ``change(x)``, linear in ``x``; the two are each other's backward."""
+    return (_communicate_outside if is_compiling() else _communicate)(x, change, adjoint)
+
+
+def _communicate(x: Tensor, change: Change, adjoint: Change) -> Tensor:
     result: Tensor = _Linear.apply(x, change, adjoint)  # type: ignore[no-untyped-call]
     return result
+
+
+# torch.compiler.disable (2.11 to 2.13) that loads the compiler with the first call, as torch's
+# optimizers have it. The public one loads it with this module.
+_communicate_outside: Callable[..., Tensor] = torch._disable_dynamo(  # type: ignore[attr-defined]
+    _communicate
+)
 
 
 class _Linear(torch.autograd.Function):

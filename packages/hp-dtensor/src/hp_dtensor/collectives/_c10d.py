@@ -1,5 +1,6 @@
 """Collectives of ``torch.distributed`` on an axis's process group, and torch's names for them."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -392,18 +393,20 @@ def _reduction(
     return _OPS["sum"], divide
 
 
-def group_number(group: Group) -> int:
-    """Return the place of a group among this process's groups of the same ranks; 0 if unknown.
+def group_identity(group: Group) -> str:
+    """Return what tells a group from others of its ranks, the same on all of them; may be empty.
 
-    They are in the order in which they were made, which all of their ranks share. torch's names of
-    groups may differ between ranks: ``split_group`` makes them of how many groups a rank is in.
-    ``distributed_c10d._world.pg_group_ranks`` (2.11 to 2.13); there is no public list of groups.
+    That is the name under which its ranks have met in a store. ``split_group`` needs none, and
+    names groups by a hash of how many groups a rank is in: these have a description instead, in
+    which torch counts how often the parent was split, unless the caller gave another.
     """
-    known: dict[Any, dict[int, int]] = distributed_c10d._world.pg_group_ranks
-    if group not in known:
-        return 0
-    ranks = known[group].keys()
-    return [other for other in known if known[other].keys() == ranks].index(group) + 1
+    if not isinstance(group, ProcessGroup):
+        return ""
+    name = str(group.group_name)
+    return str(group.group_desc) if _SHA1.fullmatch(name) else name
+
+
+_SHA1 = re.compile("[0-9a-f]{40}")
 
 
 def default_store() -> Any:

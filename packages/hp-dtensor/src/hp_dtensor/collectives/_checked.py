@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._c10d import TorchCollectives, default_store, group_number, is_store_timeout
+from ._c10d import TorchCollectives, default_store, group_identity, is_store_timeout
 from ._interface import Axis, Collectives, Parts, RankMismatchError, ReduceOp, Work, as_tensors
 from ._recording import RecordingCollectives
 
@@ -40,7 +40,7 @@ class _Call(NamedTuple):
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
     instance: int = 0
-    group: int = 0
+    group: str = ""
     devices: str = ""
 
     @staticmethod
@@ -214,7 +214,7 @@ class CheckedCollectives:
             list(sent),
             list(received),
             self._number,
-            group_number(axis.group),
+            group_identity(axis.group),
             _devices(tensors),
         )
         keys = [f"{prefix}/{number}/{rank}" for rank in axis.ranks]
@@ -250,7 +250,7 @@ class CheckedCollectives:
                     _described(tensors),
                     f"({kind})",
                     instance=self._number,
-                    group=group_number(axis.group),
+                    group=group_identity(axis.group),
                     devices=_devices(tensors),
                 )
                 posted.append((f"{pair}/{number}/{kind}", call))

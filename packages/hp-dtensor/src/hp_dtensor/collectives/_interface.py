@@ -179,7 +179,9 @@ class Collectives(Protocol):
         """Send and receive whole tensors point to point; keys are coordinates on the axis.
 
         A peer may get several tensors at once, and receives as many, of the same shapes. Returns
-        the filled ``receives`` in the order of their keys. A rank may take no part.
+        the filled ``receives`` in the order of their keys. A rank may take no part, but under
+        ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: torch then raises in the next collective over a gloo
+        group unless all of its ranks have sent and received as many messages.
         """
         ...
 

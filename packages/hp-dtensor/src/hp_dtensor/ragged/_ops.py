@@ -20,10 +20,9 @@ from .._torch import argument_place, operator_name, written_arguments
 from ..collectives._autograd import AutogradCollectives
 from ..collectives._c10d import TorchCollectives
 from ..collectives._interface import Axis
-from ._spec import RaggedSpec
 
 if TYPE_CHECKING:
-    from ._tensor import RaggedTensor
+    from ._tensor import RaggedSpec, RaggedTensor
 
 _INFIX = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _COMPARISONS = ("lt", "le", "eq", "ne", "gt", "ge")
@@ -183,7 +182,7 @@ def common_spec(
     use: object,
     operands: Sequence[object],
     written: Sequence[object] = (),
-) -> RaggedSpec:
+) -> "RaggedSpec":
     """Return the layout of the operands, of which some are ragged; raise unless they have one.
 
     What is ``written`` to is ragged; the others may be numbers and plain 0-dim tensors.
@@ -208,7 +207,7 @@ def common_spec(
 
 def specs_of_rows(
     kind: "type[RaggedTensor]", use: object, operands: Sequence[object]
-) -> Sequence[RaggedSpec | None]:
+) -> "Sequence[RaggedSpec | None]":
     """Return the layout of the first tensors of all lists, the second ones, and so on, or None.
 
     Each row, with the operands that are no lists, is a case of `common_spec`, or has no ragged
@@ -333,7 +332,7 @@ def _uncounted(kind: "type[RaggedTensor]", written: list[Any]) -> list[Tensor]:
 
 
 def fill(
-    local: torch.Tensor, spec: RaggedSpec, op: Any, args: Any, named: Mapping[str, Any]
+    local: torch.Tensor, spec: "RaggedSpec", op: Any, args: Any, named: Mapping[str, Any]
 ) -> None:
     """Fill this rank's part with what a random operator draws for it.
 
@@ -348,7 +347,7 @@ def fill(
 
 
 def _generator(
-    spec: RaggedSpec, given: torch.Generator | None, device: torch.device
+    spec: "RaggedSpec", given: torch.Generator | None, device: torch.device
 ) -> torch.Generator:
     where = "cpu" if given is None else given.device
     number = torch.randint(2**62, (1,), generator=given, device=where).to(device)
@@ -466,7 +465,7 @@ def check_all(x: "RaggedTensor", name: str, dim: Any, keepdim: object) -> None:
         )
 
 
-def _dividing(spec: RaggedSpec) -> tuple[Axis, ...]:
+def _dividing(spec: "RaggedSpec") -> tuple[Axis, ...]:
     axes = [a for a, p in enumerate(spec.layout.placements) if not isinstance(p, Replicate)]
     return axes_over(spec.mesh, tuple(axes))
 

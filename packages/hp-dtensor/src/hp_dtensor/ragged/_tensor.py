@@ -1,6 +1,7 @@
 """Tensors whose ranks hold contiguous runs of unequal lengths, also in distributed checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -16,14 +17,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from .._boxes import Box
-from .._convert import AnyPlacement
-from .._errors import LayoutError
-from .._placements import RaggedShard
+from .._boxes import Box, ravel
+from .._convert import AnyPlacement, to_layout, to_torch
+from .._errors import LayoutError, MeshError
+from .._execute import LocalView
+from .._layout import Layout, with_placement
+from .._placements import RaggedShard, Replicate, StridedShard, in_tuple
 from .._torch import CHECKPOINT_HOOKS, disabled_torch_function, wrap_full_states, wrapper_tensor
 from ..collectives._interface import Collectives
 from ._ops import BINARY, check_all, described, mean, norm, run, total
-from ._spec import RaggedSpec, find_spec
 
 C = TypeVar("C", bound=type)
 R = TypeVar("R", bound="type[RaggedTensor]")
@@ -33,6 +35,94 @@ _ON_MEMORY = (
     *("untyped_storage", "storage", "share_memory_", "is_shared", "apply_", "map_", "map2_"),
     *("__dlpack__", "__array__", "numpy", "tolist"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedSpec:
+    """A mesh, a layout over it with one ragged axis, and a global shape.
+
+    ``placements`` are torch's, with ours on the ragged axis. Raises `LayoutError` unless the layout
+    has such an axis, fits the shape, and replicates or shards on the other axes.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout
+    shape: tuple[int, ...]
+    placements: tuple[Placement | RaggedShard, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layout, found = self.layout, self.layout.ragged
+        if found is None or layout.has_partial:
+            raise LayoutError(
+                "a ragged tensor has RaggedShard(dims, sizes) on one mesh axis and Replicate() or "
+                f"Shard(dim) on the others, got {layout}; make other tensors with "
+                "DTensor.from_local"
+            )
+        layout.check_shape(self.shape)
+        if any(isinstance(placement, StridedShard) for placement in layout.placements):
+            raise LayoutError(
+                f"a ragged tensor divides frames of one box each, got {layout}; use Shard(dim) for "
+                "StridedShard on the other axes"
+            )
+        axis, runs = found
+        torchs = to_torch(with_placement(layout, axis, Replicate()))
+        object.__setattr__(self, "placements", (*torchs[:axis], runs, *torchs[axis + 1 :]))
+
+    def on(self, mesh: DeviceMesh | None) -> "RaggedSpec":
+        """Return the same on an equal mesh; on None it is of use for another `on` alone."""
+        made = object.__new__(RaggedSpec)
+        for name in ("layout", "shape", "placements"):
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "mesh", mesh)
+        return made
+
+    def __deepcopy__(self, memo: object) -> "RaggedSpec":
+        # A mesh stands for running processes: a copied tensor is on the same one.
+        return self
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """Return this rank's coordinate; raises `MeshError`."""
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            raise MeshError(
+                f"this rank is not in {self.mesh}, so it holds nothing of the tensor; its ranks: "
+                f"{self.mesh.mesh.flatten().tolist()}; a NonMember stands for the tensor here"
+            )
+        return tuple(coordinate)
+
+    @property
+    def position(self) -> int:
+        """Return this rank's row-major position in the mesh."""
+        return ravel(self.coordinate, self.layout.mesh_shape)
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's part."""
+        return self.layout.local_shape(self.shape, self.position)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """Return the boxes that this rank holds, none of them empty."""
+        return self.layout.boxes(self.shape, self.position)
+
+    def view(self, part: Tensor, corner: Sequence[int]) -> Tensor:
+        """Return the view, in this rank's part, of the box of `boxes` that starts at ``corner``."""
+        box = next(box for box in self.boxes() if [lo for lo, _ in box] == list(corner))
+        return LocalView(self.layout, self.shape, self.coordinate).view(box)(part)
+
+
+def find_spec(
+    mesh: DeviceMesh, placements: Sequence[AnyPlacement], shape: Sequence[int]
+) -> RaggedSpec:
+    """Return the spec of a tensor of a global ``shape``; ``placements`` may be ours or torch's.
+
+    Raises what a `RaggedSpec` and a `Layout` raise that do not fit the mesh or the shape.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"a ragged tensor is on a DeviceMesh, got {mesh!r}; make one with init_device_mesh"
+        )
+    layout = to_layout(in_tuple(placements), tuple(mesh.shape), len(shape))
+    return RaggedSpec(mesh=mesh, layout=layout, shape=tuple(shape))
 
 
 def refuse_by_name(cls: R) -> R:
@@ -295,7 +385,9 @@ class RaggedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         spec = self._spec
-        placements = [(p.dims, p.sizes) if p is spec.runs else p for p in spec.placements]
+        placements = [
+            (p.dims, p.sizes) if isinstance(p, RaggedShard) else p for p in spec.placements
+        ]
         trained = self.requires_grad, isinstance(self, nn.Parameter)
         return _rebuild, (self._local, spec.mesh, placements, spec.shape, *trained)
 
