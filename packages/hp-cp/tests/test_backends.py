@@ -16,6 +16,7 @@ from hp_cp import (
     BackendError,
     Layout,
     MaskSpec,
+    ScoreOptions,
     Zigzag,
     _attention,
     context_parallel_attention,
@@ -59,23 +60,31 @@ class PlainBackend:
         self.calls = 0
 
     def supports(
-        self, kind: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+        self,
+        kind: Kernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        options: ScoreOptions,
     ) -> str | None:
         """Refuse kinds that are not in the list."""
-        return None if kind in self.kinds else f"it computes {self.kinds} only"
+        if kind not in self.kinds:
+            return f"it computes {self.kinds} only"
+        return options.lack("scale")
 
-    def scores(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, causal: bool, options: ScoreOptions) -> Tensor:
         """Return scaled and masked scores."""
-        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = q @ k.transpose(-1, -2) * options.scale_of(q.shape[-1])
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, -torch.inf) if causal else scores
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
         self.calls += 1
-        scores = self.scores(q, k, causal, scale)
+        scores = self.scores(q, k, causal, options)
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
     def backward(
@@ -88,13 +97,13 @@ class PlainBackend:
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv from the global out and lse."""
-        weights = (self.scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+        weights = (self.scores(q, k, causal, options) - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
         dscores = weights * (grad @ v.transpose(-1, -2) - delta)
-        dscores *= q.shape[-1] ** -0.5 if scale is None else scale
+        dscores *= options.scale_of(q.shape[-1])
         return dscores @ k, dscores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
 
 
@@ -143,6 +152,38 @@ def test_a_backend_that_lacks_a_kind_of_block_is_refused(
         )
 
 
+class BackendOfScale(PlainBackend):
+    """A backend for the protocol as it was when the scale was an argument of its own."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Any:  # type: ignore[override]
+        """Not called."""
+        raise AssertionError
+
+
+def test_a_backend_that_takes_no_options_is_refused() -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    q, k, v, _ = inputs(2, 2, 12)
+    said = "'plain' takes no options in forward, so that it would not know of a softcap"
+    with pytest.raises(BackendError, match=said):
+        context_parallel_attention(
+            q,
+            k,
+            v,
+            door.mesh((2,), ("cp",)),
+            mask=CAUSAL,
+            backend=BackendOfScale(),
+            collectives=door,
+        )
+
+
+def test_a_backend_lacks_every_option_that_it_does_not_list() -> None:
+    given = ScoreOptions(scale=0.5, softcap=3.0)
+    assert given.lack("scale", "softcap") is None
+    assert given.lack("scale") == "it has no softcap, got 3.0"
+    assert given.lack("softcap") == "it has no scale, got 0.5"
+    assert ScoreOptions().lack() is None
+
+
 class RecomputingBackend(PlainBackend):
     """The plain backend with gradients as `FlexBackend` has them: from autograd, run again."""
 
@@ -158,16 +199,16 @@ class RecomputingBackend(PlainBackend):
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv."""
 
         def attention(
-            q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+            q: Tensor, k: Tensor, v: Tensor, causal: bool, options: ScoreOptions
         ) -> tuple[Tensor, Tensor]:
-            return self.forward(q, k, v, causal=causal, scale=scale)
+            return self.forward(q, k, v, causal=causal, options=options)
 
-        return recomputed_gradients(attention, grad, q, k, v, out, lse, causal, scale)
+        return recomputed_gradients(attention, grad, q, k, v, out, lse, causal, options)
 
 
 @settings(deadline=None, max_examples=30)
@@ -202,10 +243,10 @@ def test_gradients_by_running_again_are_those_of_all_keys(
 def test_flex_attention_gives_the_output_and_log_sum_exp_of_a_block() -> None:
     q, k, v, _ = inputs(4, 2, 16, dtype=torch.float32)
     for causal in (True, False):
-        expected = SDPA.forward(q, k, v, causal=causal, scale=0.3)
+        expected = SDPA.forward(q, k, v, causal=causal, options=ScoreOptions(scale=0.3))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns where it is not compiled
-            result = FlexBackend().forward(q, k, v, causal=causal, scale=0.3)
+            result = FlexBackend().forward(q, k, v, causal=causal, options=ScoreOptions(scale=0.3))
         for mine, theirs in zip(result, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
 

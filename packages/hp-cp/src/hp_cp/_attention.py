@@ -3,9 +3,7 @@
 Everything up to the plan looks at what this rank was given and communicates nothing.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from ._schedules import attend, run_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._choose import choose_backend
-from .kernels._interface import AttentionBackend
+from .kernels._interface import AttentionBackend, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class AttentionOptions:
     ulysses_degree: int
     schedule: Schedule
     backend: str | AttentionBackend
-    scale: float | None
+    scores: ScoreOptions
     seq_dim: int
     head_dim: int
     seq_len: int | None
@@ -101,7 +99,7 @@ def context_parallel_attention(
         ulysses_degree=ulysses_degree,
         schedule=schedule,
         backend=backend,
-        scale=scale,
+        scores=ScoreOptions(scale=scale),
         seq_dim=seq_dim,
         head_dim=head_dim,
         seq_len=seq_len,
@@ -118,16 +116,22 @@ def sharded_attention(
     dims = options.seq_dim, options.head_dim
     check_dims(*dims)
     check_tensors(q, k, v)
-    check_scale(options.scale)
     seats = seats_of(mesh, options.ulysses_degree, options.collectives)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(q, k, v, seats, options)
     kernel = choose_backend(
-        options.backend, plan.kernels, q.device, q.dtype, plan.head_size, regular=plan.regular
+        options.backend,
+        plan.kernels,
+        q.device,
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        options.scores,
+        regular=plan.regular,
     )
     seats.across.connect(q.device)
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
-    out = planned_attention(q, k, v, plan, seats, kernel, options.scale)
+    out = planned_attention(q, k, v, plan, seats, kernel, options.scores)
     return from_batch_first(out, *dims)
 
 
@@ -138,10 +142,10 @@ def planned_attention(
     plan: AttentionPlan,
     seats: Seats,
     backend: AttentionBackend,
-    scale: float | None,
+    options: ScoreOptions,
 ) -> Tensor:
     """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned."""
-    run = run_of(plan, seats.inside.index, seats.across, backend, scale)
+    run = run_of(plan, seats.inside.index, seats.across, backend, options)
     if plan.load_balance:
         return swap_halves(attend(swap_halves(q, run.peers), k, v, run), run.peers, back=True)
     if plan.ulysses_degree == 1:
@@ -170,15 +174,6 @@ def check_tensors(q: object, k: object, v: object) -> None:
                 f"attention takes 4-D tensors whose last dim is the head size, got {name} of "
                 f"shape {tuple(x.shape)}"
             )
-
-
-def check_scale(scale: Any) -> None:
-    """Raise `InputError` unless scores are scaled by a number, or by default."""
-    if scale is not None and (type(scale) not in (int, float) or not math.isfinite(scale)):
-        raise InputError(
-            f"scale={described(scale)} is no finite number, and no gradient goes to it; pass a "
-            f"float, or None for head_size ** -0.5"
-        )
 
 
 def plan_inputs(

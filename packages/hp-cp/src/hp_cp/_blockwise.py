@@ -13,7 +13,7 @@ from torch import Tensor
 from ._blocks import Block
 from ._mesh import Pair
 from ._ranges import Ranges, Ranks, size
-from .kernels._interface import GRID, AttentionBackend, PackedBackend
+from .kernels._interface import GRID, AttentionBackend, PackedBackend, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class BlockKernel:
     backend: AttentionBackend
     packer: PackedBackend | None
     repeats: tuple[int, ...] | None
-    scale: float | None
+    options: ScoreOptions
 
     @staticmethod
     def of(
-        backend: AttentionBackend, repeats: tuple[int, ...] | None, scale: float | None
+        backend: AttentionBackend, repeats: tuple[int, ...] | None, options: ScoreOptions
     ) -> "BlockKernel":
         """Return a backend with its options."""
         packer = backend if isinstance(backend, PackedBackend) else None
-        return BlockKernel(backend=backend, packer=packer, repeats=repeats, scale=scale)
+        return BlockKernel(backend=backend, packer=packer, repeats=repeats, options=options)
 
 
 def forward_blocks(
@@ -63,7 +63,7 @@ def forward_blocks(
         causal = group[0].kind != "full"
         if kernel.packer is not None and len(group) > 1:
             for block, out, lse in forward_packed(
-                group, inputs, kernel.packer, causal, kernel.scale
+                group, inputs, kernel.packer, causal, kernel.options
             ):
                 take(block, out, lse)
         else:
@@ -92,7 +92,7 @@ def backward_blocks(
         ]
         causal = group[0].kind != "full"
         if kernel.packer is not None and len(group) > 1:
-            shares = backward_packed(group, inputs, kernel.packer, causal, kernel.scale)
+            shares = backward_packed(group, inputs, kernel.packer, causal, kernel.options)
             for block, dq, dk, dv in shares:
                 take(block, dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats))
         else:
@@ -103,7 +103,7 @@ def _forward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor]:
     def launch(*part: Tensor) -> tuple[Tensor, ...]:
-        return kernel.backend.forward(*part, causal=block.kind != "full", scale=kernel.scale)
+        return kernel.backend.forward(*part, causal=block.kind != "full", options=kernel.options)
 
     out, lse = _launched(launch, [_tiled(x, block) for x in inputs])
     return _untiled(out, block), _untiled(lse, block)
@@ -113,7 +113,7 @@ def _backward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     def launch(*part: Tensor) -> tuple[Tensor, ...]:
-        return kernel.backend.backward(*part, causal=block.kind != "full", scale=kernel.scale)
+        return kernel.backend.backward(*part, causal=block.kind != "full", options=kernel.options)
 
     grads = _launched(launch, [_tiled(x, block) for x in inputs])
     dq, dk, dv = (_untiled(x, block) for x in grads)
@@ -175,11 +175,11 @@ def forward_packed(
     inputs: Sequence[tuple[Tensor, Tensor, Tensor]],
     backend: PackedBackend,
     causal: bool,
-    scale: float | None,
+    options: ScoreOptions,
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Yield each block with its output and log-sum-exp; ``inputs`` are its rows of q, k and v."""
     q, k, v = _packed(blocks, inputs)
-    out, lse = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, scale=scale)
+    out, lse = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, options=options)
     rows = [len(block.queries) for block in blocks]
     for block, *mine in zip(blocks, out.split(rows, 2), lse.split(rows, 2), strict=True):
         part, part_lse = (_turned(x, block) for x in mine)
@@ -191,12 +191,12 @@ def backward_packed(
     inputs: Sequence[tuple[Tensor, ...]],
     backend: PackedBackend,
     causal: bool,
-    scale: float | None,
+    options: ScoreOptions,
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
     """Yield each block with its share of dq, dk and dv; ``inputs`` are grad, q, k, v, out, lse."""
     grad, q, k, v, out, lse = _packed(blocks, inputs)
     given = grad, q, k, v, out, lse, *_stretches(blocks)
-    dq, dk, dv = backend.backward_packed(*given, causal=causal, scale=scale)
+    dq, dk, dv = backend.backward_packed(*given, causal=causal, options=options)
     rows = [len(block.queries) for block in blocks]
     keys = [len(block.keys) for block in blocks]
     shares = zip(dq.split(rows, 2), dk.split(keys, 2), dv.split(keys, 2), strict=True)

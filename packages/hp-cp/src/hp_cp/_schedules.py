@@ -32,7 +32,7 @@ from ._mesh import Pair, Peers
 from ._plan import AttentionPlan, part_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
-from .kernels._interface import AttentionBackend
+from .kernels._interface import AttentionBackend, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class Run:
 
 
 def run_of(
-    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, scale: float | None
+    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, options: ScoreOptions
 ) -> Run:
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
-    kernel = BlockKernel.of(backend, plan.heads[place].repeats, scale)
+    kernel = BlockKernel.of(backend, plan.heads[place].repeats, options)
     return Run(
         plan=plan,
         part=part_of(plan, peers.index),

@@ -47,7 +47,7 @@ from ._routes import Schedule, check_schedule, ring_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads
 from .kernels._choose import check_backend_name, check_device
-from .kernels._interface import AttentionBackend
+from .kernels._interface import AttentionBackend, ScoreOptions
 
 
 class ContextParallel(ParallelStyle):
@@ -258,7 +258,7 @@ class ContextParallelForward:
             ulysses_degree=self._ulysses_degree,
             schedule=settings.schedule,
             backend=settings.backend,
-            scale=call.option("scale"),
+            scores=ScoreOptions(scale=None if self._runs_inner else call.option("scale")),
             seq_dim=settings.seq_dim,
             head_dim=settings.head_dim,
             seq_len=seq_len,

@@ -19,6 +19,7 @@ from .._torch import (
     flash_cuda,
     flash_cuda_backward,
 )
+from ._interface import ScoreOptions
 
 Capability = tuple[int, int]
 
@@ -131,19 +132,27 @@ class FusedBackend:
     kernels: Mapping[str, Kernels]
 
     def supports(
-        self, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+        self,
+        kernel: Kernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        options: ScoreOptions,
     ) -> str | None:
         """Return None for what the device's kernels take, else the reason."""
         if device.type not in self.kernels:
             known = " and ".join(self.kernels)
             return f"it has kernels with log-sum-exp for {known}, not for {device.type}"
-        return self.kernels[device.type].lack(dtype, head_size, hardware_of(device).capability)
+        capability = hardware_of(device).capability
+        lack = self.kernels[device.type].lack(dtype, head_size, capability)
+        return lack or options.lack("scale")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        return self.kernels[q.device.type].forward(q, k, v, causal, scale)
+        return self.kernels[q.device.type].forward(q, k, v, causal, options.scale)
 
     def backward(
         self,
@@ -155,10 +164,10 @@ class FusedBackend:
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's share of dq, dk, dv."""
-        finished = Finished(grad, q, k, v, out, lse, causal, scale)
+        finished = Finished(grad, q, k, v, out, lse, causal, options.scale)
         return self.kernels[q.device.type].backward(finished)
 
 

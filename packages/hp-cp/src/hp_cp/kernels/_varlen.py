@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import Finished, varlen_cuda, varlen_cuda_backward
-from ._interface import GRID
+from ._interface import GRID, ScoreOptions
 from ._sdpa import SDPA, FusedBackend
 
 
@@ -28,7 +28,7 @@ class VarlenBackend(FusedBackend):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
         batch, q, k, v = q.shape[0], _flat(q), _flat(k), _flat(v)
@@ -36,7 +36,7 @@ class VarlenBackend(FusedBackend):
         for stretches in _launches(rows, keys, batch):
             edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
             part = stretches.of_rows(q), stretches.of_keys(k), stretches.of_keys(v)
-            done.append(varlen_cuda(*part, edges, stretches.longest, causal, scale))
+            done.append(varlen_cuda(*part, edges, stretches.longest, causal, options.scale))
         out, lse = _joined((part for part, _ in done), 0), _joined((part for _, part in done), 1)
         return _unflat(out, batch), lse.view(lse.shape[0], batch, -1).transpose(0, 1)
 
@@ -52,7 +52,7 @@ class VarlenBackend(FusedBackend):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the blocks' shares of dq, dk, dv."""
         batch, grad, q, k, v, out = q.shape[0], *map(_flat, (grad, q, k, v, out))
@@ -62,7 +62,7 @@ class VarlenBackend(FusedBackend):
             edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
             mine, theirs = stretches.of_rows, stretches.of_keys
             part = mine(grad), mine(q), theirs(k), theirs(v), mine(out), mine(lse, 1)
-            finished = Finished(*part, causal, scale)
+            finished = Finished(*part, causal, options.scale)
             done.append(varlen_cuda_backward(finished, edges, stretches.longest))
         dq, dk, dv = (_joined(parts, 0) for parts in zip(*done, strict=True))
         return _unflat(dq, batch), _unflat(dk, batch), _unflat(dv, batch)
