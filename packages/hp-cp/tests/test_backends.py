@@ -259,8 +259,10 @@ def test_flex_attention_gives_the_output_and_log_sum_exp_of_a_block() -> None:
         ("efficient", "cuda", torch.float64, "take torch.float32, .*, not .*64; use 'flex'"),
         ("cudnn", "cpu", torch.bfloat16, "for cuda, not for cpu; use 'sdpa'"),
         ("varlen", "cpu", torch.bfloat16, "for cuda, not for cpu; use 'sdpa'"),
-        ("sdpa", "mps", torch.float32, "for cpu and cuda, not for mps; pass backend= an Attention"),
-        ("auto", "mps", torch.float32, "'sdpa' cannot compute causal attention"),
+        ("sdpa", "mps", torch.float32, "for cpu and cuda, not for mps; use 'eager'"),
+        ("sdpa", "mps", torch.int32, "for cpu and cuda, not for mps; pass backend= an Attention"),
+        ("auto", "mps", torch.int32, "'sdpa' cannot compute causal attention"),
+        ("eager", "cpu", torch.complex64, "it takes torch.float64, .*, not torch.complex64"),
         ("flex", "cuda", torch.complex64, "it takes floating dtypes, not torch.complex64"),
     ],
 )
@@ -278,10 +280,44 @@ def test_what_a_backend_cannot_do_is_said_with_the_one_that_can(
         ("cuda", torch.bfloat16, "sdpa"),
         ("cuda", torch.float32, "efficient"),
         ("cuda", torch.float64, "flex"),
+        ("mps", torch.float32, "eager"),
     ],
 )
 def test_auto_is_the_first_backend_that_can(device: str, dtype: torch.dtype, name: str) -> None:
     assert choose_backend("auto", ("full",), torch.device(device), dtype, 64).name == name
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float64), ("cuda", torch.bfloat16), ("cuda", torch.float64)],
+)
+def test_auto_is_eager_for_scores_that_are_more_than_scaled(
+    device: str, dtype: torch.dtype
+) -> None:
+    where = torch.device(device)
+    for options, others in ((ScoreOptions(scale=0.3), True), (ScoreOptions(softcap=3.0), False)):
+        chosen = choose_backend("auto", ("causal",), where, dtype, 64, 64, options)
+        assert (chosen.name != "eager") is others
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "said"),
+    [
+        (
+            "sdpa",
+            "cpu",
+            "cannot compute full attention .*: it has no softcap, got 3.0; use 'eager'",
+        ),
+        ("efficient", "cuda", "it has no softcap, got 3.0; use 'eager'"),
+        (PlainBackend(), "cpu", "'plain' .* it has no softcap, got 3.0; use 'eager'"),
+    ],
+)
+def test_an_option_that_a_backend_does_not_know_is_refused(
+    backend: Any, device: str, said: str
+) -> None:
+    options, where = ScoreOptions(softcap=3.0), torch.device(device)
+    with pytest.raises(BackendError, match=said):
+        choose_backend(backend, ("full",), where, torch.float32, 64, 64, options)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +349,7 @@ def test_a_registered_backend_is_found_by_its_name() -> None:
     assert choose_backend("auto", ("full",), torch.device("cpu"), torch.float32, 64).name == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["auto", "sdpa", "efficient", "cudnn", "varlen", "flex"])
+@pytest.mark.parametrize("name", ["auto", "sdpa", "efficient", "cudnn", "varlen", "flex", "eager"])
 def test_names_that_are_taken_are_refused(name: str) -> None:
     backend = PlainBackend()
     backend.name = name

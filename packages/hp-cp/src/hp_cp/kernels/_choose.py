@@ -11,12 +11,16 @@ from hp_dtensor import AxisMesh
 
 from .._errors import BackendError, described
 from .._ranges import Kernel
+from ._eager import EAGER
 from ._flex import FlexBackend
 from ._interface import AttentionBackend, ScoreOptions
 from ._sdpa import CUDNN, EFFICIENT, SDPA, hardware_of
 from ._varlen import VARLEN
 
-_AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FlexBackend())
+FLEX = FlexBackend()
+_AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FLEX, EAGER)
+# FlexAttention, which is not compiled here, holds all scores of a block.
+_AUTOMATIC_WITH_OPTIONS: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, EAGER, FLEX)
 _BY_NAME: dict[str, AttentionBackend] = {b.name: b for b in (*_AUTOMATIC, CUDNN, VARLEN)}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -81,7 +85,8 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the backend of that name, or the one given, if it can compute blocks of all kinds.
 
-    ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``. Before them it is
+    ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``, else ``eager``, which
+    goes before ``flex`` for scores that are more than scaled. Before them it is
     ``cudnn`` on devices where that is the fastest, if blocks are ``regular`` (see
     `AttentionPlan`) and results need not be the same bits every time. Others are taken by name
     only. The answer depends on the kind of device; nothing is communicated.
@@ -93,12 +98,12 @@ def choose_backend(
     if not isinstance(backend, str):
         chosen = backend
     elif backend == "auto":
-        fastest = _fastest(device) if regular else _AUTOMATIC
-        chosen = asked.first(fastest) or _BY_NAME["sdpa"]
+        order = _fastest(device, options) if regular else _automatic(options)
+        chosen = asked.first(order) or _BY_NAME["sdpa"]
     else:
         chosen = _BY_NAME[backend]
     if lack := asked.lack(chosen):
-        other = asked.first(_AUTOMATIC)
+        other = asked.first(_automatic(options))
         remedy = f"use {other.name!r}" if other else "pass backend= an AttentionBackend that can"
         raise BackendError(
             f"backend {chosen.name!r} cannot compute {lack[0]} attention of {dtype} on "
@@ -129,12 +134,17 @@ class _Asked(NamedTuple):
         return None
 
 
-def _fastest(device: torch.device) -> Sequence[AttentionBackend]:
+def _automatic(options: ScoreOptions) -> Sequence[AttentionBackend]:
+    """Return the backends for these options, the first choice first."""
+    return _AUTOMATIC if options.lack("scale") is None else _AUTOMATIC_WITH_OPTIONS
+
+
+def _fastest(device: torch.device, options: ScoreOptions) -> Sequence[AttentionBackend]:
     """Return the backends for regular blocks, the fastest first."""
     # Its backward adds in any order.
     if torch.are_deterministic_algorithms_enabled() or not hardware_of(device).prefers_cudnn:
-        return _AUTOMATIC
-    return (CUDNN, *_AUTOMATIC)
+        return _automatic(options)
+    return (CUDNN, *_automatic(options))
 
 
 def _check(backend: object) -> None:
