@@ -163,6 +163,7 @@ class BackendOfScale(PlainBackend):
 def test_a_backend_that_takes_no_options_is_refused() -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     q, k, v, _ = inputs(2, 2, 12)
+    backend: Any = BackendOfScale()
     said = "'plain' takes no options in forward, so that it would not know of a softcap"
     with pytest.raises(BackendError, match=said):
         context_parallel_attention(
@@ -171,7 +172,7 @@ def test_a_backend_that_takes_no_options_is_refused() -> None:
             v,
             door.mesh((2,), ("cp",)),
             mask=CAUSAL,
-            backend=BackendOfScale(),
+            backend=backend,
             collectives=door,
         )
 
@@ -335,6 +336,30 @@ def test_head_sizes_that_a_kernel_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(BackendError, match=said):
         choose_backend(backend, ("full",), torch.device("cuda"), dtype, head_size)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "said"),
+    [
+        ("sdpa", (192, 128), None),
+        ("sdpa", (128, 264), "head sizes up to 256, not 264; use 'efficient'"),
+        ("cudnn", (192, 128), "head sizes up to 128, not 192; use 'sdpa'"),
+        ("efficient", (192, 128), None),
+        ("efficient", (64, 68), "head sizes of .* in steps of 8, not 68; use 'flex'"),
+        ("efficient", (68, 64), "head sizes of .* in steps of 8, not 68; use 'flex'"),
+        ("sdpa", (64, 68), "head sizes of .* in steps of 8, not 68; use 'flex'"),
+        ("flex", (68, 64), None),
+    ],
+)
+def test_values_of_another_head_size_are_refused_where_a_kernel_does_not_take_them(
+    backend: str, sizes: tuple[int, int], said: str | None
+) -> None:
+    asked: Any = ("full",), torch.device("cuda"), torch.bfloat16, *sizes
+    if said is None:
+        assert choose_backend(backend, *asked).name == backend
+    else:
+        with pytest.raises(BackendError, match=said):
+            choose_backend(backend, *asked)
 
 
 def test_a_registered_backend_is_found_by_its_name() -> None:

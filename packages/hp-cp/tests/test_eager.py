@@ -85,11 +85,11 @@ def test_it_is_as_exact_as_the_fused_kernel(dtype: torch.dtype, causal: bool) ->
     local = leaves(q, k, v)
     exact = defined(*local, causal, options)
     gradients = torch.autograd.grad(exact, local, grad)
-    given = [x.to(dtype) for x in (grad, q, k, v)]
+    grad, q, k, v = (x.to(dtype) for x in (grad, q, k, v))
     errors = []
     for backend in (EAGER, SDPA):
-        out, lse = backend.forward(*given[1:], causal=causal, options=options)
-        found = backend.backward(*given, out, lse, causal=causal, options=options)
+        out, lse = backend.forward(q, k, v, causal=causal, options=options)
+        found = backend.backward(grad, q, k, v, out, lse, causal=causal, options=options)
         assert [x.dtype for x in (out, *found)] == [dtype] * 4
         assert lse.dtype == torch.float32
         pairs = zip((out, *found), (exact, *gradients), strict=True)

@@ -69,11 +69,12 @@ def context_parallel_attention(
 
     q, k and v are this rank's rows, 4-D with the head size last: ``[batch, heads, rows, size]``
     where ``seq_dim=2, head_dim=1``. q may have a multiple of the heads of k and v (grouped
-    queries). ``layout`` says which positions the rows are; None means `Contiguous`, and one that
-    follows the mask follows this one (`Pinned` keeps that of another). ``seq_len`` is the length of
-    the whole sequence. None means the local length times the number of ranks: ranks that hold
-    unequal lengths must be given it, or each infers another whole, and collectives that do not
-    match hang or abort. Under autocast the inputs are cast as SDPA casts them.
+    queries), and v another head size than q and k, which is then that of the result. ``layout``
+    says which positions the rows are; None means `Contiguous`, and one that follows the mask
+    follows this one (`Pinned` keeps that of another). ``seq_len`` is the length of the whole
+    sequence. None means the local length times the number of ranks: ranks that hold unequal lengths
+    must be given it, or each infers another whole, and collectives that do not match hang or abort.
+    Under autocast the inputs are cast as SDPA casts them.
 
     Keys and values come by the ``schedule``, and by the same way again in the backward unless
     ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
@@ -190,11 +191,11 @@ def plan_inputs(
                 f"{name} is a DTensor with {x.placements}; pass local rows, {name}.to_local(), or "
                 f"use ContextParallel, which takes DTensors"
             )
-    if k.shape != v.shape or _without(q, options.head_dim) != _without(k, options.head_dim):
+    if k.shape[:3] != v.shape[:3] or _without(q, options.head_dim) != _without(k, options.head_dim):
         raise InputError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree in all dims "
-            f"but the heads of q, dim {options.head_dim}; cross attention and unequal head sizes "
-            f"are not supported"
+            f"but the heads of q, dim {options.head_dim}, and the head size of v, dim 3; cross "
+            f"attention and unequal head sizes of q and k are not supported"
         )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise InputError(
@@ -215,6 +216,7 @@ def plan_inputs(
         q_heads=q.shape[options.head_dim],
         kv_heads=k.shape[options.head_dim],
         head_size=q.shape[3],
+        value_size=v.shape[3],
         itemsize=q.element_size(),
     )
     if rows != plan.lengths[seats.rank]:

@@ -18,7 +18,10 @@ from .kernels._interface import GRID, AttentionBackend, PackedBackend, ScoreOpti
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``."""
+    """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``.
+
+    The head size of values may be another.
+    """
 
     k: Tensor
     v: Tensor
@@ -228,8 +231,9 @@ def _turned(x: Tensor, block: Block) -> Tensor:
 class RowsOut:
     """The output and log-sum-exp of all rows, over the keys so far."""
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, value_size: int) -> None:
         self._q = q
+        self._value_size = value_size
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -241,7 +245,8 @@ class RowsOut:
             if len(queries) == self._q.shape[2]:  # kept as it is while no other part comes
                 self._out, self._lse = out, lse
                 return
-            self._out = self._q.new_zeros(self._q.shape, dtype=self._wide)
+            shape = (*self._q.shape[:3], self._value_size)
+            self._out = self._q.new_zeros(shape, dtype=self._wide)
             self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._wide)
         rows = as_slice(queries)
         self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
@@ -251,7 +256,7 @@ class RowsOut:
         """Return both; without any row both are empty."""
         if self._out is None or self._lse is None:
             lse = self._q.new_empty(self._q.shape[:3], dtype=self._wide)
-            return self._q.new_empty(self._q.shape), lse
+            return self._q.new_empty((*self._q.shape[:3], self._value_size)), lse
         return self._out.to(self._q.dtype), self._lse
 
 
@@ -282,11 +287,11 @@ class RowSum:
 
 
 class KeySum:
-    """Gradients of the keys and values that were held."""
+    """Gradients of the keys and values that were held, of heads ``like`` these."""
 
-    def __init__(self, like: Tensor, rows: Ranges) -> None:
+    def __init__(self, like: Pair, rows: Ranges) -> None:
         self._places = Ranks(rows)
-        self._k, self._v = RowSum(like, size(rows)), RowSum(like, size(rows))
+        self._k, self._v = (RowSum(x, size(rows)) for x in like)
 
     def add(self, keys: range, dk: Tensor, dv: Tensor) -> None:
         """Add a block's share."""

@@ -277,10 +277,10 @@ def exchange_around(
 ) -> Any:
     """Return what ``forward`` returns for the whole sequence of this rank's heads, as local rows.
 
-    Tensors shaped like the q that it gets come back as this rank's rows of all heads, whether alone
-    or in a tuple or list, which keep their type; other values pass. Communicates as
-    `rows_to_heads` does and as `heads_to_rows` does for each such tensor. Raises `InputError` after
-    the first exchange where there is none.
+    Tensors shaped like the q that it gets, with the head size of v, come back as this rank's rows
+    of all heads, whether alone or in a tuple or list, which keep their type; other values pass.
+    Communicates as `rows_to_heads` does and as `heads_to_rows` does for each such tensor. Raises
+    `InputError` after the first exchange where there is none.
     """
     seats = seats_of(mesh, options.ulysses_degree, options.collectives)
     plan = plan_inputs(q, k, v, seats, options)
@@ -291,7 +291,7 @@ def exchange_around(
     repeats = exchange.shares[seats.inside.index].repeats  # the module groups heads evenly
     k, v = (repeat_heads(x, repeats) for x in (k, v))
     q, k, v = (from_batch_first(x, *dims) for x in (q, k, v))
-    shape = q.shape
+    shape = (*q.shape[:3], v.shape[3])
     result = forward(q, k, v)
 
     def has_rows(value: Any) -> bool:

@@ -32,6 +32,8 @@ class EagerBackend:
         options: ScoreOptions,
     ) -> str | None:
         """Return None for the dtypes of attention, else the reason."""
+        if device.type == "meta":
+            return "tensors on meta have no numbers"
         if dtype not in _DTYPES:
             return f"it takes {', '.join(map(str, _DTYPES))}, not {dtype}"
         return options.lack("scale", "softcap")
@@ -131,12 +133,13 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
     """Return ``[batch, heads, a, b] @ [batch, kv_heads, b, c]``, heads in equal groups."""
     if x.shape[1] == y.shape[1]:
         return x @ y
-    return (x.unflatten(1, (y.shape[1], -1)) @ y.unsqueeze(2)).flatten(1, 2)
+    product: Tensor = x.unflatten(1, (y.shape[1], -1)) @ y.unsqueeze(2)
+    return product.flatten(1, 2)
 
 
 def _times_over_rows(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
     """Return ``[batch, heads, rows, a]`` transposed times ``y``, groups summed to kv heads."""
-    product = x.transpose(2, 3) @ y
+    product: Tensor = x.transpose(2, 3) @ y
     if product.shape[1] == like.shape[1]:
         return product
     total: Tensor = product.unflatten(1, (like.shape[1], -1)).sum(2)
