@@ -517,11 +517,12 @@ def launched(
     """Return which backend serves a batch of each mask, and the shapes that it would be given."""
     served: list[tuple[str, frozenset[Shape]]] = []
 
-    def planned(q: Tensor, k: Tensor, v: Tensor, plan: Any, seats: Any, kernel: Any, _: Any) -> Any:
+    def planned(q: Tensor, k: Tensor, v: Tensor, _: Any, plan: Any, *given: Any) -> Any:
+        kernel = given[1]
         blocks = [block for rank in range(plan.n) for block in plan.blocks(rank)]
         shapes = [(b.tiles, len(b.queries) // b.tiles, len(b.keys) // b.tiles) for b in blocks]
         served.append((kernel.name, frozenset(shapes)))
-        return q
+        return q, None
 
     monkeypatch.setattr(_attention, "planned_attention", planned)
     mesh = UnrealMesh((2,), 0)

@@ -3,7 +3,10 @@
 Everything up to the plan looks at what this rank was given and communicates nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -44,6 +47,55 @@ class AttentionOptions:
     collectives: Collectives
     keep_kv: bool | None = None
     load_balance: bool = False
+    return_lse: bool = False
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AxisMesh,
+    *,
+    mask: MaskSpec,
+    layout: Layout | None = ...,
+    ulysses_degree: int = ...,
+    schedule: Schedule = ...,
+    backend: str | AttentionBackend = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    seq_dim: int = ...,
+    head_dim: int = ...,
+    seq_len: int | None = ...,
+    keep_kv: bool | None = ...,
+    collectives: Collectives | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AxisMesh,
+    *,
+    mask: MaskSpec,
+    layout: Layout | None = ...,
+    ulysses_degree: int = ...,
+    schedule: Schedule = ...,
+    backend: str | AttentionBackend = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+    seq_dim: int = ...,
+    head_dim: int = ...,
+    seq_len: int | None = ...,
+    keep_kv: bool | None = ...,
+    collectives: Collectives | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 @keep_eager  # a plan is no tensor program
@@ -59,12 +111,15 @@ def context_parallel_attention(
     schedule: Schedule = "direct",
     backend: str | AttentionBackend = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
     seq_dim: int = 2,
     head_dim: int = 1,
     seq_len: int | None = None,
     keep_kv: bool | None = None,
     collectives: Collectives | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return this rank's rows of the attention over the whole sequence, shaped like ``q``.
 
     q, k and v are this rank's rows, 4-D with the head size last: ``[batch, heads, rows, size]``
@@ -75,6 +130,14 @@ def context_parallel_attention(
     sequence. None means the local length times the number of ranks: ranks that hold unequal lengths
     must be given it, or each infers another whole, and collectives that do not match hang or abort.
     Under autocast the inputs are cast as SDPA casts them.
+
+    Scores are products times ``scale`` (None: ``size ** -0.5``, of q and k), and with ``softcap``
+    then ``softcap * tanh(scores / softcap)``. ``sinks`` ``[q_heads]``, equal on all ranks, are one
+    score per head that belongs to no key: it is in the sum of the weights alone, and neither scaled
+    nor capped. The gradient of ``sinks`` is this rank's share: the whole is the sum over all ranks.
+    ``return_lse`` returns also the logarithm of the sum of the weights' exponentials, sinks
+    included: the dims of the result without the last, in float32, or float64 for float64, without
+    gradient; Ulysses brings it by one more all-to-all, which `plan_attention` does not count.
 
     Keys and values come by the ``schedule``, and by the same way again in the backward unless
     ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
@@ -100,23 +163,34 @@ def context_parallel_attention(
         ulysses_degree=ulysses_degree,
         schedule=schedule,
         backend=backend,
-        scores=ScoreOptions(scale=scale),
+        scores=ScoreOptions(scale=scale, softcap=softcap),
+        return_lse=return_lse,
         seq_dim=seq_dim,
         head_dim=head_dim,
         seq_len=seq_len,
         keep_kv=keep_kv,
         collectives=TorchCollectives() if collectives is None else collectives,
     )
-    return sharded_attention(q, k, v, mesh, options)
+    out, lse = sharded_attention(q, k, v, mesh, options, sinks)
+    return out if lse is None else (out, lse)
 
 
 def sharded_attention(
-    q: Tensor, k: Tensor, v: Tensor, mesh: AxisMesh, options: AttentionOptions
-) -> Tensor:
-    """Return this rank's rows of the attention, shaped like ``q``: check, plan, choose, run."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AxisMesh,
+    options: AttentionOptions,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's rows of the attention, shaped like ``q``: check, plan, choose, run.
+
+    And their log-sum-exp, if ``options`` ask for it.
+    """
     dims = options.seq_dim, options.head_dim
     check_dims(*dims)
     check_tensors(q, k, v)
+    check_sinks(sinks, q, options)
     seats = seats_of(mesh, options.ulysses_degree, options.collectives)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(q, k, v, seats, options)
@@ -132,28 +206,42 @@ def sharded_attention(
     )
     seats.across.connect(q.device)
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
-    out = planned_attention(q, k, v, plan, seats, kernel, options.scores)
-    return from_batch_first(out, *dims)
+    out, lse = planned_attention(q, k, v, sinks, plan, seats, kernel, options)
+    if lse is not None:
+        lse = from_batch_first(lse.unsqueeze(3), *dims).squeeze(3)
+    return from_batch_first(out, *dims), lse
 
 
 def planned_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     plan: AttentionPlan,
     seats: Seats,
     backend: AttentionBackend,
-    options: ScoreOptions,
-) -> Tensor:
-    """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned."""
-    run = run_of(plan, seats.inside.index, seats.across, backend, options)
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned.
+
+    And their log-sum-exp ``[batch, heads, rows]``, if ``options`` ask for it.
+    """
+    run = run_of(plan, seats.inside.index, seats.across, backend, options.scores)
+    back: Callable[[Tensor], Tensor] | None = None
     if plan.load_balance:
-        return swap_halves(attend(swap_halves(q, run.peers), k, v, run), run.peers, back=True)
-    if plan.ulysses_degree == 1:
-        return attend(q, k, v, run)
-    exchange = exchange_of(plan, seats)
-    q, k, v = rows_to_heads(q, k, v, exchange)
-    return heads_to_rows(attend(q, k, v, run), exchange)
+        q = swap_halves(q, run.peers)
+        back = partial(swap_halves, peers=run.peers, back=True)
+    elif plan.ulysses_degree > 1:
+        exchange = exchange_of(plan, seats)
+        q, k, v = rows_to_heads(q, k, v, exchange)
+        back = partial(heads_to_rows, exchange=exchange)
+        if sinks is not None:
+            mine = plan.heads[seats.inside.index].q
+            sinks = sinks[mine.start : mine.stop]
+    out, lse = attend(q, k, v, sinks, run, return_lse=options.return_lse)
+    if back is None:
+        return out, lse
+    return back(out), None if lse is None else back(lse.unsqueeze(3)).squeeze(3)
 
 
 def check_dims(seq_dim: int, head_dim: int) -> None:
@@ -175,6 +263,30 @@ def check_tensors(q: object, k: object, v: object) -> None:
                 f"attention takes 4-D tensors whose last dim is the head size, got {name} of "
                 f"shape {tuple(x.shape)}"
             )
+
+
+def check_sinks(sinks: object, q: Tensor, options: AttentionOptions) -> None:
+    """Raise `InputError` unless there is one floating score per head of ``q``, or None.
+
+    And for a ``return_lse`` that is neither True nor False.
+    """
+    if type(options.return_lse) is not bool:
+        raise InputError(f"return_lse is {described(options.return_lse)}; use True or False")
+    if sinks is None:
+        return
+    heads = q.shape[options.head_dim]
+    if not isinstance(sinks, Tensor) or isinstance(sinks, DTensor):
+        raise InputError(
+            f"sinks must be a plain tensor of one score per query head, got {described(sinks)}; "
+            f"pass a tensor of shape ({heads},), of a DTensor what to_local() or full_tensor() "
+            f"returns"
+        )
+    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != q.device:
+        raise InputError(
+            f"sinks {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device} are not one floating "
+            f"score for each of the {heads} query heads on {q.device}; pass a tensor of shape "
+            f"({heads},) there"
+        )
 
 
 def plan_inputs(

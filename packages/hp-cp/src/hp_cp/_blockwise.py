@@ -252,12 +252,26 @@ class RowsOut:
         self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
         merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return both; without any row both are empty."""
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return both; without any row both are empty.
+
+        ``sinks`` ``[q_heads]`` are scores of no key: they are in the sum of weights alone.
+        """
         if self._out is None or self._lse is None:
             lse = self._q.new_empty(self._q.shape[:3], dtype=self._wide)
             return self._q.new_empty((*self._q.shape[:3], self._value_size)), lse
-        return self._out.to(self._q.dtype), self._lse
+        if sinks is None:
+            return self._out.to(self._q.dtype), self._lse
+        lse = torch.logaddexp(self._lse, sinks.to(self._lse.dtype).unsqueeze(1))
+        out = self._out * (self._lse - lse).exp().unsqueeze(-1)
+        return out.to(self._q.dtype), lse
+
+
+def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the share of these rows in the gradient of ``sinks``; ``lse`` is with them."""
+    weights = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
+    total = weights * (grad.to(lse.dtype) * out).sum(-1)
+    return -total.sum((0, 2)).to(sinks.dtype)
 
 
 class RowSum:

@@ -26,6 +26,7 @@ from ._blockwise import (
     accumulator,
     backward_blocks,
     forward_blocks,
+    gradient_of_sinks,
 )
 from ._lineage import Origin
 from ._mesh import Pair, Peers
@@ -368,19 +369,30 @@ def fetch(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
     return run.movement.fetch(k, v, run, calls)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: Run, *, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return the attention of this rank's rows ``[batch, q_heads, rows, value_size]``.
 
-    Communicates what the schedule does, in the forward and again in the backward, whose kernels get
-    the output and log-sum-exp over all keys.
+    With ``return_lse`` also their log-sum-exp ``[batch, q_heads, rows]``, without gradient, else
+    None. Communicates what the schedule does, in the forward and again in the backward, whose
+    kernels get the output and log-sum-exp over all keys, and over ``sinks`` ``[q_heads]``.
     """
-    out: Tensor = _Attend.apply(q, k, v, run)  # type: ignore[no-untyped-call]
-    return out
+    result = _Attend.apply(q, k, v, sinks, run, return_lse)  # type: ignore[no-untyped-call]
+    return result if return_lse else (result, None)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        run: Run,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         rows = RowsOut(q, v.shape[3])
         kept: list[Tensor] = []
         keep = run.plan.keep_kv and any(ctx.needs_input_grad)
@@ -389,15 +401,18 @@ class _Attend(torch.autograd.Function):
                 if keep and source != run.rank:
                     kept += (held.k, held.v)
                 forward_blocks(run.part.blocks[source], q, held, run.kernel, rows.merge)
-        out, lse = rows.result()
-        ctx.save_for_backward(q, k, v, out, lse, *kept)
+        out, lse = rows.result(sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
         ctx.run, ctx.origin = run, Origin(run.plan)
-        return out
+        if not return_lse:
+            return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         run: Run = ctx.run
         grad = grad.contiguous()
         dq = RowSum(q)
@@ -420,7 +435,9 @@ class _Attend(torch.autograd.Function):
                     returns.add(source, share.pair if blocks else None)
             returns.finish()
         own_k, own_v = own.pair
-        return dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype), None
+        to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+        shares = dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype)
+        return *shares, to_sinks, None, None
 
 
 def _kept_or_fetched(
