@@ -54,6 +54,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 7, "head_dim": 8},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "Gemma3": ALTERNATING,
+    "DeepseekV3": {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
 }
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,13 +78,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Mistral": {"layout": Contiguous()},
     "Olmoe": {"layout": Zigzag(), "schedule": "gather"},
     "Gemma3": {"layout": Greedy(3)},
+    "DeepseekV3": {"layout": Zigzag(), "schedule": "ring"},
 }
 
 
 @contextmanager
 def exact() -> Iterator[None]:
     """Let the library's models compute in float64 what they cast to float32."""
-    softmax, float32 = F.softmax, Tensor.float
+    softmax, float32, cast = F.softmax, Tensor.float, Tensor.type
 
     def kept_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         return softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
@@ -77,7 +93,14 @@ def exact() -> Iterator[None]:
     def kept(x: Tensor) -> Tensor:
         return x if x.dtype == torch.float64 else float32(x)
 
-    with patch.object(F, "softmax", kept_softmax), patch.object(Tensor, "float", kept):
+    def kept_type(x: Tensor, *dtype: Any) -> Any:
+        return x if (x.dtype, *dtype) == (torch.float64, torch.float32) else cast(x, *dtype)
+
+    with (
+        patch.object(F, "softmax", kept_softmax),
+        patch.object(Tensor, "float", kept),
+        patch.object(Tensor, "type", kept_type),
+    ):
         yield
 
 
