@@ -218,7 +218,7 @@ def vendor(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run packages together on several processes, the trainer among them."""
-    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER))
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "transformers"))
     session.run("python", "tools/examples.py", "README.md")
     session.run("pytest", "tools/train/tests", "tests-integration", *session.posargs)
 
@@ -231,8 +231,8 @@ def long(session: nox.Session) -> None:
     combinations of axes of which others have the parts, hp-cp's matrix of modes and masks on four
     ranks in float32 (in float64, and on two, it always runs), an exception at every third call of
     hp-fsdp's steps in each mode (at every 29th), parameters that no rank used on four ranks in each
-    mode (on two), blocks compiled in a wrapper in each mode (in place), and ten times the pairs of
-    layouts that are planned by torch's planners too.
+    mode (on two), blocks compiled in a wrapper in each mode (in place), ten times the pairs of
+    layouts that are planned by torch's planners too, and models of Hugging Face on four processes.
     Then all tests of all copies of packages, of which `vendor` runs a fiftieth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
