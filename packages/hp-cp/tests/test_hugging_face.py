@@ -54,6 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 7, "head_dim": 8},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "Gemma3": ALTERNATING,
+    "Gemma2": {**ALTERNATING, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
+    "GptOss": {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": {
         "num_hidden_layers": 2,
         "first_k_dense_replace": 1,
@@ -78,6 +80,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Mistral": {"layout": Contiguous()},
     "Olmoe": {"layout": Zigzag(), "schedule": "gather"},
     "Gemma3": {"layout": Greedy(3)},
+    "Gemma2": {"layout": Zigzag(), "schedule": "ring"},
+    "GptOss": {"layout": Zigzag(), "ulysses_degree": 2},
     "DeepseekV3": {"layout": Zigzag(), "schedule": "ring"},
 }
 
@@ -198,6 +202,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str) -> None:
         ("Llama", {"layout": Zigzag(), "ulysses_degree": 2, "schedule": "ring"}),
         ("Gemma3", {"layout": Greedy(2), "schedule": "gather"}),
         ("Qwen3Moe", {"layout": Contiguous(), "ulysses_degree": 4}),
+        ("GptOss", {"layout": Zigzag(), "ulysses_degree": 2, "schedule": "gather"}),
     ],
 )
 def test_four_ranks_have_what_one_process_has(name: str, options: dict[str, Any]) -> None:
@@ -227,6 +232,9 @@ def by_document(model: Any, batch: Mapping[str, Tensor], ends: Sequence[int]) ->
         ("Mistral", {"layout": Zigzag(), "ulysses_degree": 2}),
         ("Gemma3", {"layout": Greedy(3), "schedule": "ring"}),
         ("Olmoe", {"layout": Contiguous()}),
+        ("Gemma2", {"layout": Zigzag()}),
+        ("GptOss", {"layout": Greedy(2), "schedule": "ring"}),
+        ("DeepseekV3", {"layout": Zigzag(), "ulysses_degree": 2}),
     ],
 )
 def test_packed_documents_see_only_themselves(name: str, options: dict[str, Any]) -> None:

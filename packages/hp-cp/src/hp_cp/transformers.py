@@ -299,10 +299,6 @@ def _attention(
             f"{type(module).__name__} gives its attention {', '.join(given)}, which is not "
             f"supported over ranks; packed documents are the mask of shard_batch"
         )
-    if softcap is not None or s_aux is not None:
-        raise InputError(
-            f"{type(module).__name__} caps its scores or has sinks, which is not supported"
-        )
     if dropout > 0.0:
         raise InputError(
             f"{type(module).__name__} has attention dropout {dropout} in training, which is not "
@@ -333,6 +329,8 @@ def _attention(
         schedule=settings.schedule,
         backend=settings.backend,
         scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
         seq_len=settings.seq_len if shard is None else shard.seq_len,
         collectives=settings.collectives,
     )
