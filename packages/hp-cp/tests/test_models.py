@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hp_cp import (
     Auto,
+    BackendError,
     ContextParallel,
     Contiguous,
     DoubleRing,
@@ -24,10 +25,12 @@ from hp_cp import (
     PerDocument,
     ScoreOptions,
     Zigzag,
+    _blockwise,
     context_parallel_attention,
     plan_attention,
 )
-from hp_cp._attention import AttentionOptions, sharded_attention
+from hp_cp._attention import AttentionOptions, dropout_of, sharded_attention
+from hp_cp.kernels._eager import EagerBackend
 from hp_dtensor import AxisMesh, Collectives, RecordingCollectives, TorchCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
@@ -75,6 +78,24 @@ class Case:
         return {**tensors, "sinks": random(q_heads)} if self.sinks else tensors
 
 
+def kept(case: Case) -> Tensor:
+    """Return which weights ``[batch, heads, rows, keys]`` one process keeps, seen from outside."""
+    zeros = torch.zeros(2, case.heads[0], case.seq_len, 1)
+    keys = torch.eye(case.seq_len).expand(2, case.heads[0], -1, -1)
+    door = SimulatedCollectives(SimulatedWorld(1), 0)
+    given: Any = {name: case.options[name] for name in ("dropout_p", "dropout_seed")}
+    weights: Tensor = context_parallel_attention(
+        zeros,
+        zeros,
+        keys,
+        door.mesh((1,), ("cp",)),
+        mask=MaskSpec(causal=False),
+        collectives=door,
+        **given,
+    )
+    return weights != 0
+
+
 def defined(case: Case) -> list[Tensor]:
     """Return output and gradients of the definition, in one process."""
     given = case.tensors()
@@ -92,6 +113,8 @@ def defined(case: Case) -> list[Tensor]:
         beside = leaves["sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, beside], -1)
     weights = scores.softmax(-1)[..., : case.seq_len]
+    if rate := case.options.get("dropout_p"):
+        weights = weights * kept(case) / (1 - rate)
     out = weights @ v
     gradients = torch.autograd.grad(out, list(leaves.values()), grad)
     return [out.detach(), scores.logsumexp(-1).detach(), *gradients]
@@ -99,7 +122,12 @@ def defined(case: Case) -> list[Tensor]:
 
 def swapped(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
     """Return what the style computes under ``load_balance``."""
-    scores = ScoreOptions(scale=given.pop("scale", None), softcap=given.pop("softcap", None))
+    rate, seed = given.pop("dropout_p", 0.0), given.pop("dropout_seed", None)
+    scores = ScoreOptions(
+        scale=given.pop("scale", None),
+        softcap=given.pop("softcap", None),
+        dropout=dropout_of(rate, seed),
+    )
     mesh, sinks = given.pop("mesh"), given.pop("sinks", None)
     options = AttentionOptions(
         **{"backend": "auto", **given}, scores=scores, seq_dim=2, head_dim=1, load_balance=True
@@ -176,6 +204,8 @@ options = st.fixed_dictionaries(
         "backend": st.sampled_from(["auto", "eager"]),
         "scale": st.sampled_from([None, 0.4]),
         "softcap": st.sampled_from([None, 1.5]),
+        "dropout_p": st.sampled_from([0.0, 0.0, 0.2, 0.7]),
+        "dropout_seed": st.integers(0, 2**63 - 1),
     }
 )
 
@@ -239,7 +269,12 @@ def test_simulated_ranks_that_swap_halves_equal_the_definition(
 
 
 SCHEDULES = ("gather", "direct", "ring", "double_ring")
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"backend": "eager"}, {"softcap": 1.5})
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"backend": "eager"},
+    {"softcap": 1.5},
+    {"dropout_p": 0.3, "dropout_seed": 5},
+)
 MASKS = (
     MaskSpec(causal=True),
     MaskSpec(causal=False, window=7),
@@ -292,6 +327,13 @@ CAUSAL = MaskSpec(causal=True)
         ({"softcap": -1.0}, "softcap=-1.0 is no finite number above 0"),
         ({"softcap": torch.ones(())}, "softcap=an object of type Tensor is no finite number"),
         ({"return_lse": 1}, "return_lse is 1; use True or False"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1 needs a seed .*, got dropout_seed=None; pass an int"),
+        ({"dropout_p": 0.1, "dropout_seed": -1}, "got dropout_seed=-1"),
+        ({"dropout_p": 0.1, "dropout_seed": True}, "got dropout_seed=True"),
+        ({"dropout_p": 1.0, "dropout_seed": 1}, "dropout_p=1.0 is no probability below 1"),
+        ({"dropout_p": -0.1, "dropout_seed": 1}, "dropout_p=-0.1 is no probability"),
+        ({"dropout_p": float("nan"), "dropout_seed": 1}, "dropout_p=nan is no probability"),
+        ({"dropout_p": None, "dropout_seed": 1}, "dropout_p=None is no probability"),
     ],
 )
 def test_what_is_no_option_of_scores_is_refused_on_every_rank(
@@ -384,6 +426,117 @@ def test_sinks_of_a_low_precision_are_as_exact_as_their_dtype(dtype: torch.dtype
         torch.testing.assert_close(out.double(), expected[0][:, :, mine], rtol=0, atol=atol)
     total = sum(share.double() for _, share in results)
     torch.testing.assert_close(total, expected[-1], rtol=0, atol=atol * 4)
+
+
+DROPPED: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 11}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_same_weights_are_dropped_on_any_number_of_ranks(
+    mask: MaskSpec, degree: int, schedule: Any
+) -> None:
+    case = Case(4, degree, (4, 2), (1, 37), mask, 37, Zigzag(), schedule, options=DROPPED)
+    keys = torch.eye(37).expand(2, 2, -1, -1)
+
+    def rank(rank: int, door: SimulatedCollectives) -> Tensor:
+        mine = case.indices[rank]
+        weights: Tensor = context_parallel_attention(
+            torch.zeros(2, 4, len(mine), 1),
+            torch.zeros(2, 2, len(mine), 1),
+            keys[:, :, mine],
+            door.mesh((4,), ("cp",)),
+            mask=mask,
+            layout=Zigzag(),
+            seq_len=37,
+            ulysses_degree=degree,
+            schedule=schedule,
+            collectives=door,
+            **DROPPED,
+        )
+        return weights != 0
+
+    right = kept(case) & visible(mask, 37)
+    for mine, found in zip(case.indices, SimulatedWorld(4).run(rank), strict=True):
+        assert torch.equal(found, right[:, :, mine])
+
+
+def test_dropped_weights_are_as_many_as_asked_for_wherever_one_looks() -> None:
+    base = Case(1, 1, (8, 8), (1, 1), MASKS[1], 256, Contiguous(), options=DROPPED)
+    one, other = (
+        kept(replace(base, options={**DROPPED, "dropout_seed": seed})).double()
+        for seed in (11, 11 + 2**40)
+    )
+    # The standard deviation of a mean of m of them is sqrt(0.24 / m); bounds are five of it.
+    for dims in itertools.combinations(range(4), 2):
+        mean = one.mean(dims)
+        many = one.numel() / mean.numel()
+        assert (mean - 0.6).abs().max() < 5 * (0.24 / many) ** 0.5
+    for x, y in [
+        (one, other),
+        (one[:, :, 1:], one[:, :, :-1]),
+        (one[..., 1:], one[..., :-1]),
+        (one[:, 1:], one[:, :-1]),
+        (one[1:], one[:-1]),
+        (one[:, :, 1:, 1:], one[:, :, :-1, :-1]),
+        (one, one.mT),
+    ]:
+        alike = ((x - 0.6) * (y - 0.6)).mean().abs()
+        assert alike < 5 * 0.24 / x.numel() ** 0.5
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_weights_are_dropped_alike_where_a_block_is_several_launches(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = MaskSpec(causal=True, window=window)
+    case = Case(2, 1, (2, 1), (4, 4), mask, 24, Contiguous(), options=DROPPED)
+    plan = plan_attention(mask, Contiguous(), 2, 24)
+    assert max(block.tiles for rank in range(2) for block in plan.blocks(rank)) > 3
+    monkeypatch.setattr(_blockwise, "GRID", 3)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        return on_rank(case, rank, door.mesh((2,), ("cp",)), door)
+
+    check(case, SimulatedWorld(2).run(rank))
+
+
+class PackedEager(EagerBackend):
+    """The eager backend, which also says that it packs blocks."""
+
+    name = "packed eager"
+
+    def forward_packed(self, *given: Any, **options: Any) -> Any:
+        """Not called: stretches have no places."""
+        raise AssertionError
+
+    backward_packed = forward_packed
+
+
+def test_blocks_with_places_are_not_packed() -> None:
+    mask = MaskSpec(causal=True, cu_seqlens=(0, 2, 5, 9, 12))
+    options = {**DROPPED, "backend": PackedEager()}
+    case = Case(2, 1, (2, 2), (4, 4), mask, 12, Zigzag(), options=options)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        return on_rank(case, rank, door.mesh((2,), ("cp",)), door)
+
+    check(case, SimulatedWorld(2).run(rank))
+
+
+@pytest.mark.parametrize("options", [DROPPED, {"softcap": 3.0}])
+def test_a_kernel_without_an_option_is_refused_on_every_rank(options: dict[str, Any]) -> None:
+    q = torch.zeros(1, 2, 4, 8)
+
+    def call(mesh: AxisMesh, record: Any) -> None:
+        context_parallel_attention(
+            q, q, q, mesh, mask=CAUSAL, backend="sdpa", collectives=record, **options
+        )
+
+    kind, message = refused(2, call)
+    assert kind is BackendError
+    assert re.search("'sdpa' cannot .*: it has no (softcap|dropout), got .*; use 'eager'", message)
 
 
 class Core(nn.Module):

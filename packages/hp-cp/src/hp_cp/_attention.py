@@ -6,7 +6,7 @@ Everything up to the plan looks at what this rank was given and communicates not
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ._schedules import attend, run_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._choose import choose_backend
-from .kernels._interface import AttentionBackend, ScoreOptions
+from .kernels._interface import AttentionBackend, Dropout, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ def context_parallel_attention(
     backend: str | AttentionBackend = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | None = ...,
     sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     seq_dim: int = ...,
@@ -88,6 +90,8 @@ def context_parallel_attention(
     backend: str | AttentionBackend = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | None = ...,
     sinks: Tensor | None = ...,
     return_lse: Literal[True],
     seq_dim: int = ...,
@@ -112,6 +116,8 @@ def context_parallel_attention(
     backend: str | AttentionBackend = "auto",
     scale: float | None = None,
     softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     seq_dim: int = 2,
@@ -135,6 +141,9 @@ def context_parallel_attention(
     then ``softcap * tanh(scores / softcap)``. ``sinks`` ``[q_heads]``, equal on all ranks, are one
     score per head that belongs to no key: it is in the sum of the weights alone, and neither scaled
     nor capped. The gradient of ``sinks`` is this rank's share: the whole is the sum over all ranks.
+    ``dropout_p`` is the probability that a weight becomes zero, by a hash of ``dropout_seed``, the
+    row of the batch, the head and both positions: on any number of ranks it is the same weights as
+    on one. The seed must be equal on all of them, and another one for every layer, step and data.
     ``return_lse`` returns also the logarithm of the sum of the weights' exponentials, sinks
     included: the dims of the result without the last, in float32, or float64 for float64, without
     gradient; Ulysses brings it by one more all-to-all, which `plan_attention` does not count.
@@ -163,7 +172,9 @@ def context_parallel_attention(
         ulysses_degree=ulysses_degree,
         schedule=schedule,
         backend=backend,
-        scores=ScoreOptions(scale=scale, softcap=softcap),
+        scores=ScoreOptions(
+            scale=scale, softcap=softcap, dropout=dropout_of(dropout_p, dropout_seed)
+        ),
         return_lse=return_lse,
         seq_dim=seq_dim,
         head_dim=head_dim,
@@ -173,6 +184,11 @@ def context_parallel_attention(
     )
     out, lse = sharded_attention(q, k, v, mesh, options, sinks)
     return out if lse is None else (out, lse)
+
+
+def dropout_of(rate: Any, seed: Any) -> Dropout | None:
+    """Return which weights become zero; None for a rate of zero, which needs no seed."""
+    return None if type(rate) in (int, float) and rate == 0 else Dropout(rate=rate, seed=seed)
 
 
 def sharded_attention(

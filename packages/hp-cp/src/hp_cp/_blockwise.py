@@ -13,7 +13,7 @@ from torch import Tensor
 from ._blocks import Block
 from ._mesh import Pair
 from ._ranges import Ranges, Ranks, size
-from .kernels._interface import GRID, AttentionBackend, PackedBackend, ScoreOptions
+from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,54 @@ class BlockKernel:
     """What computes the blocks of one attention, and with which options.
 
     ``repeats`` is that of `HeadShare`, ``packer`` the backend where it computes many blocks in one
-    call.
+    call, ``positions`` where rows and keys are in the whole, if the options ask for it.
     """
 
     backend: AttentionBackend
     packer: PackedBackend | None
     repeats: tuple[int, ...] | None
     options: ScoreOptions
+    positions: "Positions | None" = None
 
     @staticmethod
     def of(
-        backend: AttentionBackend, repeats: tuple[int, ...] | None, options: ScoreOptions
+        backend: AttentionBackend,
+        repeats: tuple[int, ...] | None,
+        options: ScoreOptions,
+        positions: "Positions | None" = None,
     ) -> "BlockKernel":
         """Return a backend with its options."""
-        packer = backend if isinstance(backend, PackedBackend) else None
-        return BlockKernel(backend=backend, packer=packer, repeats=repeats, options=options)
+        packer = backend if isinstance(backend, PackedBackend) and positions is None else None
+        return BlockKernel(
+            backend=backend,
+            packer=packer,
+            repeats=repeats,
+            options=options,
+            positions=positions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where the rows of a rank and the keys of each source are, and which query heads it has."""
+
+    queries: Ranges
+    keys: Sequence[Ranges]
+    heads: range
+
+    def of(self, block: Block, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the `Places` of a block of the batch of ``like``."""
+        batch = torch.arange(like.shape[0], device=like.device).view(-1, 1, 1)
+        rows = _positions(self.queries, block.queries, like).expand(len(batch), 1, -1)
+        keys = _positions(self.keys[block.source], block.keys, like).expand(len(batch), 1, -1)
+        heads = torch.arange(self.heads.start, self.heads.stop, device=like.device)
+        return batch.expand(rows.shape), rows, keys, heads
+
+
+def _positions(held: Ranges, rows: range, like: Tensor) -> Tensor:
+    """Return the positions of some local rows of what is held."""
+    parts = [torch.arange(part.start, part.stop, device=like.device) for part in held]
+    return torch.cat(parts)[as_slice(rows)]
 
 
 def forward_blocks(
@@ -105,25 +138,44 @@ def backward_blocks(
 def _forward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor]:
-    def launch(*part: Tensor) -> tuple[Tensor, ...]:
-        return kernel.backend.forward(*part, causal=block.kind != "full", options=kernel.options)
+    def launch(*part: Tensor, options: ScoreOptions = kernel.options) -> tuple[Tensor, ...]:
+        return kernel.backend.forward(*part, causal=block.kind != "full", options=options)
 
-    out, lse = _launched(launch, [_tiled(x, block) for x in inputs])
+    out, lse = _launched(launch, inputs, block, kernel)
     return _untiled(out, block), _untiled(lse, block)
 
 
 def _backward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def launch(*part: Tensor) -> tuple[Tensor, ...]:
-        return kernel.backend.backward(*part, causal=block.kind != "full", options=kernel.options)
+    def launch(*part: Tensor, options: ScoreOptions = kernel.options) -> tuple[Tensor, ...]:
+        return kernel.backend.backward(*part, causal=block.kind != "full", options=options)
 
-    grads = _launched(launch, [_tiled(x, block) for x in inputs])
+    grads = _launched(launch, inputs, block, kernel)
     dq, dk, dv = (_untiled(x, block) for x in grads)
     return dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats)
 
 
 def _launched(
+    launch: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    block: Block,
+    kernel: BlockKernel,
+) -> tuple[Tensor, ...]:
+    """Return what ``launch`` makes of a block, whose tiles are further rows of the batch."""
+    tiled = [_tiled(x, block) for x in inputs]
+    if kernel.positions is None:
+        return _in_parts(launch, tiled)
+    *places, heads = kernel.positions.of(block, inputs[0])
+
+    def placed(*part: Tensor) -> tuple[Tensor, ...]:
+        *tensors, batch, rows, keys = part
+        return launch(*tensors, options=kernel.options.at(Places(batch, rows, keys, heads)))
+
+    return _in_parts(placed, [*tiled, *(_tiled(x, block) for x in places)])
+
+
+def _in_parts(
     launch: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return what ``launch`` makes of all batch rows, of as many at once as a grid has places."""

@@ -21,6 +21,7 @@ from ._blockwise import (
     BlockKernel,
     Held,
     KeySum,
+    Positions,
     RowsOut,
     RowSum,
     accumulator,
@@ -62,7 +63,10 @@ def run_of(
     plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, options: ScoreOptions
 ) -> Run:
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
-    kernel = BlockKernel.of(backend, plan.heads[place].repeats, options)
+    share, positions = plan.heads[place], None
+    if options.dropout is not None:
+        positions = Positions(plan.queries[peers.index], plan.groups, share.q)
+    kernel = BlockKernel.of(backend, share.repeats, options, positions)
     return Run(
         plan=plan,
         part=part_of(plan, peers.index),

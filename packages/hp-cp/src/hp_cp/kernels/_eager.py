@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from .._ranges import Kernel
-from ._interface import ScoreOptions
+from ._interface import Dropout, ScoreOptions
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LOW = 0xFFFFFFFF
+_STEP = 0x9E3779B1  # odd, so that no two counters meet
 _ELEMENTS = 2**22  # scores that are held at a time
 
 
@@ -36,7 +38,7 @@ class EagerBackend:
             return "tensors on meta have no numbers"
         if dtype not in _DTYPES:
             return f"it takes {', '.join(map(str, _DTYPES))}, not {dtype}"
-        return options.lack("scale", "softcap")
+        return options.lack("scale", "softcap", "dropout")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
@@ -48,6 +50,8 @@ class EagerBackend:
             scores = _scores(q[tile.rows], k[tile.keys], tile, causal, options).capped
             total = scores.logsumexp(-1, keepdim=True)
             weights = (scores - total).exp()
+            if options.dropout is not None:
+                weights *= _kept(options.dropout, tile, weights.dtype)
             out[tile.rows] = _times(weights, _wide(v[tile.keys]))
             lse[tile.rows] = total.squeeze(-1)
         return out, lse
@@ -73,7 +77,11 @@ class EagerBackend:
             scores, slope = _scores(q[rows], k[keys], tile, causal, options)
             weights = (scores - lse[rows].unsqueeze(-1)).exp()
             to_weights = _times(wide_grad, _wide(v[keys]).transpose(2, 3))
-            dv[keys] += _times_over_rows(weights, wide_grad, v)
+            left = weights
+            if options.dropout is not None:
+                kept = _kept(options.dropout, tile, weights.dtype)
+                to_weights, left = to_weights * kept, weights * kept
+            dv[keys] += _times_over_rows(left, wide_grad, v)
             mean = (wide_grad * out[rows]).sum(-1, keepdim=True)
             to_scores = weights * (to_weights - mean) * options.scale_of(q.shape[3])
             if slope is not None:
@@ -122,6 +130,33 @@ def _scores(q: Tensor, k: Tensor, tile: _Tile, causal: bool, options: ScoreOptio
         key = torch.arange(k.shape[2], device=q.device)
         scores = scores.masked_fill(key > row.unsqueeze(1), -torch.inf)
     return _Scores(scores, slope)
+
+
+def _kept(dropout: Dropout, tile: _Tile, dtype: torch.dtype) -> Tensor:
+    """Return the factor of every weight ``[batch, heads, rows, keys]``: zero where it is dropped.
+
+    A hash of counters: each of the seed, the row of the batch, the position of the query, the head
+    and the position of the key is mixed into 32 bits.
+    """
+    if dropout.places is None:
+        raise RuntimeError("dropout needs the places of the weights")
+    (part, every, rows), (_, _, keys) = tile
+    batch, row, key, heads = dropout.places
+    seed = torch.full((), dropout.seed, device=heads.device)
+    state = _mixed(_mixed(seed & _LOW) ^ (seed >> 32))
+    state = _mixed(state * _STEP + batch[part, every, rows])
+    state = _mixed(state * _STEP + row[part, every, rows])
+    state = _mixed(state * _STEP + heads.unsqueeze(1))
+    state = _mixed(state.unsqueeze(3) * _STEP + key[part, every, keys].unsqueeze(2))
+    return (state >= int(dropout.rate * 2**32)).to(dtype) / (1 - dropout.rate)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return 32 bits that depend on each of the lower 32 bits of ``x``; products wrap."""
+    x = x & _LOW
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
+    return x ^ (x >> 16)
 
 
 def _wide(x: Tensor) -> Tensor:

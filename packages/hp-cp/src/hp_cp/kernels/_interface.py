@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,56 @@ from .._errors import InputError, described
 from .._ranges import Kernel
 
 GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
+
+
+class Places(NamedTuple):
+    """Where the queries and keys of a kernel's call are in the whole attention, as int64.
+
+    Attributes:
+        batch: Row of the batch of every query, ``[batch, 1, rows]``.
+        rows: Position of every query, ``[batch, 1, rows]``.
+        keys: Position of every key, ``[batch, 1, keys]``.
+        heads: Number of every query head, ``[q_heads]``.
+    """
+
+    batch: Tensor
+    rows: Tensor
+    keys: Tensor
+    heads: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropout:
+    """Weights become zero at random, the others grow so that the mean stays.
+
+    Whether a weight does depends on the seed and on where it is in the whole attention alone, so
+    that it is the same on any number of ranks.
+
+    Attributes:
+        rate: Probability that a weight becomes zero.
+        seed: Which random numbers are taken.
+        places: Where the weights of a kernel's call are; ``None`` before there is a call.
+
+    Raises:
+        InputError: The rate is no probability below 1, or the seed no int that 63 bits hold.
+    """
+
+    rate: float
+    seed: int
+    places: Places | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_finite(self.rate) or not 0 <= self.rate < 1:
+            raise InputError(
+                f"dropout_p={described(self.rate)} is no probability below 1; pass a float of at "
+                f"least 0.0 and less than 1.0"
+            )
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise InputError(
+                f"dropout_p={self.rate} needs a seed that all ranks share, got dropout_seed="
+                f"{described(self.seed)}; pass an int from 0 to 2**63 - 1, another one for every "
+                f"layer and step"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +73,7 @@ class ScoreOptions:
             with the head size of queries and keys.
         softcap: Bound of the scaled scores: ``softcap * tanh(scores / softcap)``; ``None`` means
             no bound.
+        dropout: Which weights become zero; ``None`` means none.
 
     Raises:
         InputError: A value is no number of its kind.
@@ -30,6 +81,7 @@ class ScoreOptions:
 
     scale: float | None = None
     softcap: float | None = None
+    dropout: Dropout | None = None
 
     def __post_init__(self) -> None:
         if self.scale is not None and not _is_finite(self.scale):
@@ -46,6 +98,12 @@ class ScoreOptions:
     def scale_of(self, head_size: int) -> float:
         """Return the factor for queries and keys of this head size."""
         return 1 / math.sqrt(max(head_size, 1)) if self.scale is None else self.scale
+
+    def at(self, places: Places) -> "ScoreOptions":
+        """Return the options for the weights at ``places``."""
+        if self.dropout is None:
+            return self
+        return replace(self, dropout=replace(self.dropout, places=places))
 
     def lack(self, *known: str) -> str | None:
         """Return why a kernel that has only the ``known`` options cannot serve, or None.
