@@ -166,6 +166,7 @@ def simulated(
     batch: Mapping[str, Any],
     n: int = 2,
     mask: MaskSpec | None = None,
+    dropout_seed: int | None = None,
     **options: Any,
 ) -> Run:
     """Return loss and gradients, summed over simulated ranks."""
@@ -174,7 +175,8 @@ def simulated(
         mesh = collectives.mesh((n,), ("cp",))
         mine = copy.deepcopy(model)
         assert context_parallel(mine, mesh, collectives=collectives, **options) is mine
-        part = shard_batch(batch, mesh, options.get("layout"), mask=mask)
+        layout = options.get("layout")
+        part = shard_batch(batch, mesh, layout, mask=mask, dropout_seed=dropout_seed)
         return losses_and_gradients(mine, part)
 
     return summed(SimulatedWorld(n).run(rank))
@@ -228,6 +230,7 @@ def by_document(model: Any, batch: Mapping[str, Tensor], ends: Sequence[int]) ->
     ("name", "options"),
     [
         ("Llama", {"layout": PerDocument(), "schedule": "gather"}),
+        ("Qwen3", {"layout": Zigzag(), "schedule": "gather"}),
         ("Qwen3Moe", {"layout": Zigzag()}),
         ("Mistral", {"layout": Zigzag(), "ulysses_degree": 2}),
         ("Gemma3", {"layout": Greedy(3), "schedule": "ring"}),
@@ -411,6 +414,36 @@ def test_what_a_models_config_asks_for_is_refused() -> None:
     refused("Gemma3", "function of its own", {}, use_bidirectional_attention=True)
 
 
+def test_dropout_of_attention_is_that_of_one_rank() -> None:
+    """And another one with another seed."""
+    model = model_of("Qwen3", attention_dropout=0.5)
+    batch = {"input_ids": tokens(), "labels": tokens()}
+
+    def dropped(n: int, seed: int) -> Run:
+        return simulated(model, batch, n, layout=Zigzag(), dropout_seed=seed)
+
+    expected = dropped(1, 7)
+    assert error_of(dropped(2, 7), expected) <= BOUND
+    assert error_of(dropped(1, 8), expected) > 1e-3
+    assert error_of(alone(model.eval(), batch), expected) > 1e-3
+
+
+def test_layers_have_dropout_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mesh: Any, **options: Any) -> Tensor:
+        seeds.append(options["dropout_seed"])
+        return q
+
+    monkeypatch.setattr(f"{context_parallel.__module__}.context_parallel_attention", attention)
+    mesh, collectives = one_rank()
+    model = model_of("Llama", attention_dropout=0.1)
+    context_parallel(model, mesh, collectives=collectives)
+    for step in range(3):
+        model(**shard_batch({"input_ids": tokens()}, mesh, dropout_seed=step))
+    assert len(set(seeds)) == len(seeds) == 6
+
+
 def test_dropout_of_attention_is_no_matter_outside_of_training() -> None:
     model = model_of("Llama", attention_dropout=0.1).eval()
     batch = {"input_ids": tokens(), "labels": tokens()}
@@ -492,6 +525,13 @@ def test_padding_that_an_encoder_would_see_is_refused() -> None:
     seen = (torch.arange(SEQ_LEN) < 20).expand(2, -1)
     with pytest.raises(InputError, match="is not causal and sees padding"):
         model(**shard_batch({"input_ids": tokens(), "attention_mask": seen}, mesh))
+
+
+@pytest.mark.parametrize("seed", [-1, 1.0, True])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    mesh, _ = one_rank()
+    with pytest.raises(InputError, match="is no int of at least 0"):
+        shard_batch({"input_ids": tokens()}, mesh, dropout_seed=seed)
 
 
 @pytest.mark.parametrize(

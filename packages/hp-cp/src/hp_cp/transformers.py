@@ -58,12 +58,14 @@ class SequenceShard:
     """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
 
     ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
+    ``dropout_seed``: which of the attention weights become zero where a model has dropout.
     """
 
     layout: Layout
     mask: MaskSpec
     seq_len: int
     padded: bool = False
+    dropout_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,14 @@ class _LayerMask:
 
     causal: bool
     window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What lies on an attention module: its model's settings, and its number in the model."""
+
+    settings: "_Settings"
+    index: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -130,10 +140,10 @@ def context_parallel(
         InputError: ``model`` is none of the library, was given before, reads no attention registry,
             or mixes rows in other ways than by attention (convolutions, recurrences, encoders with
             cross attention). When called: caches, returned attention weights, padding that is seen,
-            dropout of attention weights, masks that are neither full, causal, windowed nor of
-            packed documents, labels without `shard_batch`, and auxiliary losses of routers, which
-            are means over one rank's tokens. Before any communication, on every rank together where
-            all are called alike.
+            dropout of attention weights without a seed, masks that are neither full, causal,
+            windowed nor of packed documents, labels without `shard_batch`, and auxiliary losses of
+            routers, which are means over one rank's tokens. Before any communication, on every rank
+            together where all are called alike.
         DegreeError: As from `context_parallel_attention`.
         LayoutError: As from `context_parallel_attention`.
         BackendError: As from `context_parallel_attention`.
@@ -181,8 +191,8 @@ def context_parallel(
     library.AttentionInterface.register(_NAME, _attention)
     library.AttentionMaskInterface.register(_NAME, _mask)
     config._attn_implementation = _NAME
-    for module in modules:
-        setattr(module, _ATTRIBUTE, settings)
+    for index, module in enumerate(modules):
+        setattr(module, _ATTRIBUTE, _Place(settings=settings, index=index))
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = _checked_call(module, kwargs)
@@ -203,6 +213,7 @@ def shard_batch(
     layout: Layout | None = None,
     *,
     mask: MaskSpec | None = None,
+    dropout_seed: int | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a batch, as arguments of a model given to `context_parallel`.
 
@@ -223,6 +234,9 @@ def shard_batch(
         mask: Packed documents, as ``cu_seqlens``, for all rows of the batch. None means those at
             which ``position_ids`` or ``cu_seq_lens_q`` of the batch start anew, as from
             ``DataCollatorWithFlattening``, else none. Causality and windows are the layers' own.
+        dropout_seed: For models with dropout of attention weights in training: an int that ranks
+            of one sequence share, another one for every step and batch. The same weights become
+            zero on any number of ranks.
 
     Returns:
         A new dictionary, with ``sequence_shard``, which tells the attention how the sequence lies.
@@ -230,13 +244,16 @@ def shard_batch(
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
             ``attention_mask`` with zeros before ones, or whose padding has labels, rows with
-            different documents, fewer tokens than ranks, DTensors.
+            different documents, fewer tokens than ranks, a seed that is no int of at least 0,
+            DTensors.
         LayoutError: As from `shard_sequence`.
     """
     n, _ = place_of(mesh)
     layout = Contiguous() if layout is None else layout
     rest = dict(_checked_mapping(batch))
     rows, seq_len = _size_of(rest)
+    if dropout_seed is not None and (type(dropout_seed) is not int or dropout_seed < 0):
+        raise InputError(f"dropout_seed={described(dropout_seed)} is no int of at least 0")
     mask = _mask_of(rest, seq_len, mask)
     pinned = Pinned(layout, mask)
     lengths = lengths_of(checked_chunks(pinned, n, seq_len, mask))
@@ -263,7 +280,13 @@ def shard_batch(
     if rest.get("position_ids") is None:
         device = next(iter(cut.values())).device
         found["position_ids"] = position_ids(mesh, pinned, seq_len, mask, device=device)[None]
-    shard = SequenceShard(layout=layout, mask=mask, seq_len=seq_len, padded=padding is not None)
+    shard = SequenceShard(
+        layout=layout,
+        mask=mask,
+        seq_len=seq_len,
+        padded=padding is not None,
+        dropout_seed=dropout_seed,
+    )
     return {**rest, **found, "sequence_shard": shard}
 
 
@@ -283,12 +306,13 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as the library calls its attention functions: ``[batch, heads, rows, size]``."""
-    settings = getattr(module, _ATTRIBUTE, None)
-    if not isinstance(settings, _Settings):
+    place = getattr(module, _ATTRIBUTE, None)
+    if not isinstance(place, _Place):
         raise InputError(
             f"this {type(module).__name__} belongs to no model given to context_parallel, but "
             f"shares its config; make it with a config of its own"
         )
+    settings = place.settings
     if settings.expected is not None and settings.expected != sequence_shard:
         raise InputError(
             f"{type(module).__name__} was called without the sequence_shard that its model was "
@@ -298,11 +322,6 @@ def _attention(
         raise InputError(
             f"{type(module).__name__} gives its attention {', '.join(given)}, which is not "
             f"supported over ranks; packed documents are the mask of shard_batch"
-        )
-    if dropout > 0.0:
-        raise InputError(
-            f"{type(module).__name__} has attention dropout {dropout} in training, which is not "
-            f"supported over ranks; set the config's attention dropout to 0"
         )
     if query.shape[2] != key.shape[2]:
         raise InputError(
@@ -331,6 +350,8 @@ def _attention(
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,
+        dropout_p=dropout,
+        dropout_seed=_seed_of(place, shard, dropout),
         seq_len=settings.seq_len if shard is None else shard.seq_len,
         collectives=settings.collectives,
     )
@@ -393,6 +414,19 @@ def _layer_mask(
             f"ranks; its reach differs between attention functions of transformers"
         )
     return given
+
+
+def _seed_of(place: _Place, shard: SequenceShard | None, dropout: float) -> int | None:
+    """Return the seed of one layer's dropout: no two layers or seeds below 2**43 have one."""
+    if dropout == 0.0:
+        return None
+    if shard is None or shard.dropout_seed is None:
+        raise InputError(
+            f"the model has attention dropout {dropout} in training, for which all ranks need one "
+            f"seed; give shard_batch a dropout_seed, as the number of the step, or set the "
+            f"config's attention dropout to 0"
+        )
+    return (shard.dropout_seed * 2**20 + place.index) % 2**63
 
 
 def _shard_of(settings: _Settings, shard: SequenceShard | None) -> SequenceShard | None:
