@@ -218,7 +218,7 @@ def vendor(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run packages together on several processes, the trainer among them."""
-    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER))
+    install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, "transformers"))
     session.run("python", "tools/examples.py", "README.md")
     session.run("pytest", "tools/train/tests", "tests-integration", *session.posargs)
 
@@ -232,7 +232,8 @@ def long(session: nox.Session) -> None:
     heads on four ranks (on two, and every fourth case on four in float64, it always runs), an
     exception at every third call of hp-fsdp's steps in each mode (at every 29th), parameters that
     no rank used on four ranks in each mode (on two), blocks compiled in a wrapper in each mode (in
-    place), and ten times the pairs of layouts that are planned by torch's planners too.
+    place), ten times the pairs of layouts that are planned by torch's planners too, and models of
+    Hugging Face on four processes.
     Then all tests of all copies of packages, of which `vendor` runs a fiftieth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))

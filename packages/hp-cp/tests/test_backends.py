@@ -16,6 +16,7 @@ from hp_cp import (
     BackendError,
     Layout,
     MaskSpec,
+    ScoreOptions,
     Zigzag,
     _attention,
     context_parallel_attention,
@@ -59,23 +60,31 @@ class PlainBackend:
         self.calls = 0
 
     def supports(
-        self, kind: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+        self,
+        kind: Kernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        options: ScoreOptions,
     ) -> str | None:
         """Refuse kinds that are not in the list."""
-        return None if kind in self.kinds else f"it computes {self.kinds} only"
+        if kind not in self.kinds:
+            return f"it computes {self.kinds} only"
+        return options.lack("scale")
 
-    def scores(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, causal: bool, options: ScoreOptions) -> Tensor:
         """Return scaled and masked scores."""
-        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = q @ k.transpose(-1, -2) * options.scale_of(q.shape[-1])
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return scores.masked_fill(hidden, -torch.inf) if causal else scores
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
         self.calls += 1
-        scores = self.scores(q, k, causal, scale)
+        scores = self.scores(q, k, causal, options)
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
     def backward(
@@ -88,13 +97,13 @@ class PlainBackend:
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv from the global out and lse."""
-        weights = (self.scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+        weights = (self.scores(q, k, causal, options) - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
         dscores = weights * (grad @ v.transpose(-1, -2) - delta)
-        dscores *= q.shape[-1] ** -0.5 if scale is None else scale
+        dscores *= options.scale_of(q.shape[-1])
         return dscores @ k, dscores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
 
 
@@ -143,6 +152,39 @@ def test_a_backend_that_lacks_a_kind_of_block_is_refused(
         )
 
 
+class BackendOfScale(PlainBackend):
+    """A backend for the protocol as it was when the scale was an argument of its own."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Any:  # type: ignore[override]
+        """Not called."""
+        raise AssertionError
+
+
+def test_a_backend_that_takes_no_options_is_refused() -> None:
+    door = SimulatedCollectives(SimulatedWorld(2), 0)
+    q, k, v, _ = inputs(2, 2, 12)
+    backend: Any = BackendOfScale()
+    said = "'plain' takes no options in forward, so that it would not know of a softcap"
+    with pytest.raises(BackendError, match=said):
+        context_parallel_attention(
+            q,
+            k,
+            v,
+            door.mesh((2,), ("cp",)),
+            mask=CAUSAL,
+            backend=backend,
+            collectives=door,
+        )
+
+
+def test_a_backend_lacks_every_option_that_it_does_not_list() -> None:
+    given = ScoreOptions(scale=0.5, softcap=3.0)
+    assert given.lack("scale", "softcap") is None
+    assert given.lack("scale") == "it has no softcap, got 3.0"
+    assert given.lack("softcap") == "it has no scale, got 0.5"
+    assert ScoreOptions().lack() is None
+
+
 class RecomputingBackend(PlainBackend):
     """The plain backend with gradients as `FlexBackend` has them: from autograd, run again."""
 
@@ -158,16 +200,16 @@ class RecomputingBackend(PlainBackend):
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv."""
 
         def attention(
-            q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+            q: Tensor, k: Tensor, v: Tensor, causal: bool, options: ScoreOptions
         ) -> tuple[Tensor, Tensor]:
-            return self.forward(q, k, v, causal=causal, scale=scale)
+            return self.forward(q, k, v, causal=causal, options=options)
 
-        return recomputed_gradients(attention, grad, q, k, v, out, lse, causal, scale)
+        return recomputed_gradients(attention, grad, q, k, v, out, lse, causal, options)
 
 
 @settings(deadline=None, max_examples=30)
@@ -202,10 +244,10 @@ def test_gradients_by_running_again_are_those_of_all_keys(
 def test_flex_attention_gives_the_output_and_log_sum_exp_of_a_block() -> None:
     q, k, v, _ = inputs(4, 2, 16, dtype=torch.float32)
     for causal in (True, False):
-        expected = SDPA.forward(q, k, v, causal=causal, scale=0.3)
+        expected = SDPA.forward(q, k, v, causal=causal, options=ScoreOptions(scale=0.3))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns where it is not compiled
-            result = FlexBackend().forward(q, k, v, causal=causal, scale=0.3)
+            result = FlexBackend().forward(q, k, v, causal=causal, options=ScoreOptions(scale=0.3))
         for mine, theirs in zip(result, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
 
@@ -218,8 +260,10 @@ def test_flex_attention_gives_the_output_and_log_sum_exp_of_a_block() -> None:
         ("efficient", "cuda", torch.float64, "take torch.float32, .*, not .*64; use 'flex'"),
         ("cudnn", "cpu", torch.bfloat16, "for cuda, not for cpu; use 'sdpa'"),
         ("varlen", "cpu", torch.bfloat16, "for cuda, not for cpu; use 'sdpa'"),
-        ("sdpa", "mps", torch.float32, "for cpu and cuda, not for mps; pass backend= an Attention"),
-        ("auto", "mps", torch.float32, "'sdpa' cannot compute causal attention"),
+        ("sdpa", "mps", torch.float32, "for cpu and cuda, not for mps; use 'eager'"),
+        ("sdpa", "mps", torch.int32, "for cpu and cuda, not for mps; pass backend= an Attention"),
+        ("auto", "mps", torch.int32, "'sdpa' cannot compute causal attention"),
+        ("eager", "cpu", torch.complex64, "it takes torch.float64, .*, not torch.complex64"),
         ("flex", "cuda", torch.complex64, "it takes floating dtypes, not torch.complex64"),
     ],
 )
@@ -237,10 +281,44 @@ def test_what_a_backend_cannot_do_is_said_with_the_one_that_can(
         ("cuda", torch.bfloat16, "sdpa"),
         ("cuda", torch.float32, "efficient"),
         ("cuda", torch.float64, "flex"),
+        ("mps", torch.float32, "eager"),
     ],
 )
 def test_auto_is_the_first_backend_that_can(device: str, dtype: torch.dtype, name: str) -> None:
     assert choose_backend("auto", ("full",), torch.device(device), dtype, 64).name == name
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float64), ("cuda", torch.bfloat16), ("cuda", torch.float64)],
+)
+def test_auto_is_eager_for_scores_that_are_more_than_scaled(
+    device: str, dtype: torch.dtype
+) -> None:
+    where = torch.device(device)
+    for options, others in ((ScoreOptions(scale=0.3), True), (ScoreOptions(softcap=3.0), False)):
+        chosen = choose_backend("auto", ("causal",), where, dtype, 64, 64, options)
+        assert (chosen.name != "eager") is others
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "said"),
+    [
+        (
+            "sdpa",
+            "cpu",
+            "cannot compute full attention .*: it has no softcap, got 3.0; use 'eager'",
+        ),
+        ("efficient", "cuda", "it has no softcap, got 3.0; use 'eager'"),
+        (PlainBackend(), "cpu", "'plain' .* it has no softcap, got 3.0; use 'eager'"),
+    ],
+)
+def test_an_option_that_a_backend_does_not_know_is_refused(
+    backend: Any, device: str, said: str
+) -> None:
+    options, where = ScoreOptions(softcap=3.0), torch.device(device)
+    with pytest.raises(BackendError, match=said):
+        choose_backend(backend, ("full",), where, torch.float32, 64, 64, options)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +338,30 @@ def test_head_sizes_that_a_kernel_does_not_take_are_refused(
         choose_backend(backend, ("full",), torch.device("cuda"), dtype, head_size)
 
 
+@pytest.mark.parametrize(
+    ("backend", "sizes", "said"),
+    [
+        ("sdpa", (192, 128), None),
+        ("sdpa", (128, 264), "head sizes up to 256, not 264; use 'efficient'"),
+        ("cudnn", (192, 128), "head sizes up to 128, not 192; use 'sdpa'"),
+        ("efficient", (192, 128), None),
+        ("efficient", (64, 68), "head sizes of .* in steps of 8, not 68; use 'flex'"),
+        ("efficient", (68, 64), "head sizes of .* in steps of 8, not 68; use 'flex'"),
+        ("sdpa", (64, 68), "head sizes of .* in steps of 8, not 68; use 'flex'"),
+        ("flex", (68, 64), None),
+    ],
+)
+def test_values_of_another_head_size_are_refused_where_a_kernel_does_not_take_them(
+    backend: str, sizes: tuple[int, int], said: str | None
+) -> None:
+    asked: Any = ("full",), torch.device("cuda"), torch.bfloat16, *sizes
+    if said is None:
+        assert choose_backend(backend, *asked).name == backend
+    else:
+        with pytest.raises(BackendError, match=said):
+            choose_backend(backend, *asked)
+
+
 def test_a_registered_backend_is_found_by_its_name() -> None:
     backend = PlainBackend()
     backend.name = "plain for this test"
@@ -272,7 +374,7 @@ def test_a_registered_backend_is_found_by_its_name() -> None:
     assert choose_backend("auto", ("full",), torch.device("cpu"), torch.float32, 64).name == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["auto", "sdpa", "efficient", "cudnn", "varlen", "flex"])
+@pytest.mark.parametrize("name", ["auto", "sdpa", "efficient", "cudnn", "varlen", "flex", "eager"])
 def test_names_that_are_taken_are_refused(name: str) -> None:
     backend = PlainBackend()
     backend.name = name
@@ -415,11 +517,12 @@ def launched(
     """Return which backend serves a batch of each mask, and the shapes that it would be given."""
     served: list[tuple[str, frozenset[Shape]]] = []
 
-    def planned(q: Tensor, k: Tensor, v: Tensor, plan: Any, seats: Any, kernel: Any, _: Any) -> Any:
+    def planned(q: Tensor, k: Tensor, v: Tensor, _: Any, plan: Any, *given: Any) -> Any:
+        kernel = given[1]
         blocks = [block for rank in range(plan.n) for block in plan.blocks(rank)]
         shapes = [(b.tiles, len(b.queries) // b.tiles, len(b.keys) // b.tiles) for b in blocks]
         served.append((kernel.name, frozenset(shapes)))
-        return q
+        return q, None
 
     monkeypatch.setattr(_attention, "planned_attention", planned)
     mesh = UnrealMesh((2,), 0)

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hp_cp import _torch
+from hp_cp import ScoreOptions, _torch
 from hp_cp._torch import Finished
+from hp_cp.kernels._eager import EAGER
 from hp_cp.kernels._sdpa import CUDNN, EFFICIENT, SDPA, FusedBackend
 from hp_cp.kernels._varlen import VARLEN
 
 from .strategies import inputs
 
+PLAIN = ScoreOptions()
 ALL = [
     (SDPA, torch.bfloat16),
     (SDPA, torch.float16),
@@ -25,17 +27,20 @@ ALL = [
 ]
 
 
+@pytest.mark.parametrize("value_size", [64, 48, 128])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize(("backend", "dtype"), ALL, ids=lambda x: getattr(x, "name", str(x)))
 def test_torchs_own_shape_rules_accept_the_calls(
-    backend: FusedBackend, dtype: torch.dtype, kv_heads: int
+    backend: FusedBackend, dtype: torch.dtype, kv_heads: int, value_size: int
 ) -> None:
     with FakeTensorMode():
         q = torch.empty(2, 8, 40, 64, dtype=dtype, device="cuda")
-        k, v = (torch.empty(2, kv_heads, 24, 64, dtype=dtype, device="cuda") for _ in range(2))
-        out, lse = backend.forward(q, k, v, causal=False, scale=None)
-        grads = backend.backward(q, q, k, v, out, lse, causal=False, scale=None)
-    assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "cuda")
+        k = torch.empty(2, kv_heads, 24, 64, dtype=dtype, device="cuda")
+        v = torch.empty(2, kv_heads, 24, value_size, dtype=dtype, device="cuda")
+        out, lse = backend.forward(q, k, v, causal=False, options=PLAIN)
+        grad = torch.empty_like(out)
+        grads = backend.backward(grad, q, k, v, out, lse, causal=False, options=PLAIN)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 8, 40, value_size), dtype, "cuda")
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
 
@@ -121,8 +126,12 @@ def test_stretches_of_each_batch_row_are_the_blocks(monkeypatch: pytest.MonkeyPa
     rows, keys = [5, 1, 9], [7, 2, 3]
     q, _, _, grad = inputs(4, 2, 15)
     _, k, v, _ = inputs(4, 2, 12, seed=1)
-    out, lse = VARLEN.forward_packed(q, k, v, rows, keys, causal=False, scale=0.3)
-    grads = VARLEN.backward_packed(grad, q, k, v, out, lse, rows, keys, causal=False, scale=0.3)
+    out, lse = VARLEN.forward_packed(
+        q, k, v, rows, keys, causal=False, options=ScoreOptions(scale=0.3)
+    )
+    grads = VARLEN.backward_packed(
+        grad, q, k, v, out, lse, rows, keys, causal=False, options=ScoreOptions(scale=0.3)
+    )
     done = []
     stretches = (x.split(n, 2) for x, n in ((grad, rows), (q, rows), (k, keys), (v, keys)))
     for g, a, b, c in zip(*stretches, strict=True):
@@ -131,6 +140,32 @@ def test_stretches_of_each_batch_row_are_the_blocks(monkeypatch: pytest.MonkeyPa
         done.append((*result, *_torch.flash_cpu_backward(finished)))
     for mine, right in zip((out, lse, *grads), zip(*done, strict=True), strict=True):
         torch.testing.assert_close(mine, torch.cat(right, 2), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("value_size", [4, 12])
+def test_stretches_with_values_of_another_size_are_those_of_the_definition(
+    value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "_varlen", varlen)
+    monkeypatch.setattr(_torch, "_varlen_backward", varlen_backward)
+    rows, keys = [5, 4], [7, 2]
+    q, _, _, _ = inputs(4, 2, 9)
+    _, k, _, _ = inputs(4, 2, 9, seed=1)
+    _, v, _, grad = inputs(4, 2, 9, seed=2, size=value_size)
+    out, lse = VARLEN.forward_packed(q, k, v, rows, keys, causal=False, options=PLAIN)
+    given = grad, q, k, v, out, lse
+    grads = VARLEN.backward_packed(*given, rows, keys, causal=False, options=PLAIN)
+    start = first = 0
+    for length, count in zip(rows, keys, strict=True):
+        mine, theirs = slice(start, start + length), slice(first, first + count)
+        part = q[:, :, mine], k[:, :, theirs], v[:, :, theirs]
+        right, _ = EAGER.forward(*part, causal=False, options=PLAIN)
+        torch.testing.assert_close(out[:, :, mine], right, rtol=0, atol=1e-13)
+        rest = out[:, :, mine], lse[:, :, mine]
+        expected = EAGER.backward(grad[:, :, mine], *part, *rest, causal=False, options=PLAIN)
+        for found, other, at in zip(grads, expected, (mine, theirs, theirs), strict=True):
+            torch.testing.assert_close(found[:, :, at], other, rtol=0, atol=1e-13)
+        start, first = start + length, first + count
 
 
 @pytest.mark.parametrize(("batch", "stretches"), [(1, 70_000), (2, 40_000)])
@@ -157,11 +192,11 @@ def test_more_stretches_than_a_grid_has_places_are_several_launches(
     monkeypatch.setattr(_torch, "_varlen_backward", ones_backward)
     q, k, v, grad = inputs(2, 2, stretches, batch=batch, size=2)
     lengths = [1] * stretches
-    out, lse = VARLEN.forward_packed(q, k, v, lengths, lengths, causal=True, scale=None)
+    out, lse = VARLEN.forward_packed(q, k, v, lengths, lengths, causal=True, options=PLAIN)
     right = v, (q * k).sum(-1)
     assert all(map(torch.equal, (out, lse), right))
     grads = VARLEN.backward_packed(
-        grad, q, k, v, out, lse, lengths, lengths, causal=True, scale=None
+        grad, q, k, v, out, lse, lengths, lengths, causal=True, options=PLAIN
     )
     expected = grad + lse.unsqueeze(-1), q + out, k + v
     assert all(map(torch.equal, grads, expected))
@@ -186,6 +221,6 @@ def test_one_key_goes_to_flash_which_cudnn_does_not_take(monkeypatch: pytest.Mon
         q = torch.empty(2, 8, 40, 64, dtype=torch.bfloat16, device="cuda")
         for keys in (1, 2):
             k = torch.empty(2, 8, keys, 64, dtype=torch.bfloat16, device="cuda")
-            out, lse = CUDNN.forward(q, k, k, causal=False, scale=None)
-            CUDNN.backward(q, q, k, k, out, lse, causal=False, scale=None)
+            out, lse = CUDNN.forward(q, k, k, causal=False, options=PLAIN)
+            CUDNN.backward(q, q, k, k, out, lse, causal=False, options=PLAIN)
     assert given == [("_flash", 1), ("_flash_backward", 1), ("_cudnn", 2), ("_cudnn_backward", 2)]

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp import Contiguous, Layout, MaskSpec, context_parallel_attention, plan_attention
+from hp_cp import (
+    Contiguous,
+    Layout,
+    MaskSpec,
+    ScoreOptions,
+    context_parallel_attention,
+    plan_attention,
+)
 from hp_cp.kernels._interface import PackedBackend
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
@@ -35,12 +42,12 @@ class PackedPlain(PlainBackend):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
         self.packed.append(len(rows))
         stretches = zip(q.split(rows, 2), k.split(keys, 2), v.split(keys, 2), strict=True)
-        done = [self.forward(*parts, causal=causal, scale=scale) for parts in stretches]
+        done = [self.forward(*parts, causal=causal, options=options) for parts in stretches]
         out, lse = (torch.cat(parts, 2) for parts in zip(*done, strict=True))
         return out, lse
 
@@ -56,13 +63,14 @@ class PackedPlain(PlainBackend):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv."""
         lengths = (rows, rows, keys, keys, rows, rows)
         split = (x.split(n, 2) for x, n in zip((grad, q, k, v, out, lse), lengths, strict=True))
         done = [
-            self.backward(*parts, causal=causal, scale=scale) for parts in zip(*split, strict=True)
+            self.backward(*parts, causal=causal, options=options)
+            for parts in zip(*split, strict=True)
         ]
         dq, dk, dv = (torch.cat(parts, 2) for parts in zip(*done, strict=True))
         return dq, dk, dv

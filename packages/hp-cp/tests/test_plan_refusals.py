@@ -175,6 +175,8 @@ def test_a_degree_that_is_text_is_shown_as_such() -> None:
         ({"batch": None}, InputError, "batch=None is no size; use an int from 0 on"),
         ({"head_size": -1}, InputError, "head_size=-1 is no size"),
         ({"head_size": 8.0}, InputError, "head_size=8.0 is no size"),
+        ({"value_size": -1}, InputError, "value_size=-1 is no size"),
+        ({"value_size": True}, InputError, "value_size=True is no size"),
         ({"q_heads": "8"}, DegreeError, "numbers of heads are ints, got q_heads='8'"),
         ({"kv_heads": 2.0}, DegreeError, "numbers of heads are ints, .* kv_heads=2.0"),
         ({"keep_kv": "no"}, InputError, "keep_kv is 'no'; use True, False or None"),

@@ -75,7 +75,7 @@ def shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...] | None = N
         (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"schedule": DoubleRing(3)}, DegreeError, "inner=3"),
         (shapes((1, 4, 8, 8), (1, 3, 8, 8)), {}, DegreeError, "multiple"),
         (shapes((1, 4, 8, 8), (1, 4, 4, 8)), {}, InputError, "cross attention"),
-        (shapes((1, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 4)), {}, InputError, "head sizes"),
+        (shapes((1, 4, 8, 8), (1, 4, 8, 4), (1, 4, 8, 8)), {}, InputError, "head sizes"),
         (shapes((4, 8, 8), (4, 8, 8)), {}, InputError, "4-D"),
         (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"seq_dim": 1}, InputError, "different dims"),
         (shapes((1, 4, 8, 8), (1, 4, 8, 8)), {"seq_dim": 3}, InputError, "different dims"),

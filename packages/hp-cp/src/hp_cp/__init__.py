@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from ._style import ContextParallel as ContextParallel
     from .kernels._choose import register_backend as register_backend
     from .kernels._interface import AttentionBackend as AttentionBackend
+    from .kernels._interface import ScoreOptions as ScoreOptions
 
 _NEED_TORCH = {
     "AttentionBackend": ".kernels._interface",
     "ContextParallel": "._style",
+    "ScoreOptions": ".kernels._interface",
     "context_parallel_attention": "._attention",
     "cp_loss": "._sequence",
     "position_ids": "._sequence",

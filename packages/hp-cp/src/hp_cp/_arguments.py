@@ -34,6 +34,7 @@ class Settings:
     layout: Layout
     mask: MaskSpec | None
     backend: str | AttentionBackend
+    softcap: float | None
     seq_len: int | None
     collectives: Collectives
 

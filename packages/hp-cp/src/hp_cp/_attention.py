@@ -3,9 +3,10 @@
 Everything up to the plan looks at what this rank was given and communicates nothing.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ._schedules import attend, run_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._choose import choose_backend
-from .kernels._interface import AttentionBackend
+from .kernels._interface import AttentionBackend, Dropout, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,66 @@ class AttentionOptions:
     ulysses_degree: int
     schedule: Schedule
     backend: str | AttentionBackend
-    scale: float | None
+    scores: ScoreOptions
     seq_dim: int
     head_dim: int
     seq_len: int | None
     collectives: Collectives
     keep_kv: bool | None = None
     load_balance: bool = False
+    return_lse: bool = False
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AxisMesh,
+    *,
+    mask: MaskSpec,
+    layout: Layout | None = ...,
+    ulysses_degree: int = ...,
+    schedule: Schedule = ...,
+    backend: str | AttentionBackend = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    seq_dim: int = ...,
+    head_dim: int = ...,
+    seq_len: int | None = ...,
+    keep_kv: bool | None = ...,
+    collectives: Collectives | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AxisMesh,
+    *,
+    mask: MaskSpec,
+    layout: Layout | None = ...,
+    ulysses_degree: int = ...,
+    schedule: Schedule = ...,
+    backend: str | AttentionBackend = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+    seq_dim: int = ...,
+    head_dim: int = ...,
+    seq_len: int | None = ...,
+    keep_kv: bool | None = ...,
+    collectives: Collectives | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 @keep_eager  # a plan is no tensor program
@@ -61,21 +115,38 @@ def context_parallel_attention(
     schedule: Schedule = "direct",
     backend: str | AttentionBackend = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
     seq_dim: int = 2,
     head_dim: int = 1,
     seq_len: int | None = None,
     keep_kv: bool | None = None,
     collectives: Collectives | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return this rank's rows of the attention over the whole sequence, shaped like ``q``.
 
     q, k and v are this rank's rows, 4-D with the head size last: ``[batch, heads, rows, size]``
     where ``seq_dim=2, head_dim=1``. q may have a multiple of the heads of k and v (grouped
-    queries). ``layout`` says which positions the rows are; None means `Contiguous`, and one that
-    follows the mask follows this one (`Pinned` keeps that of another). ``seq_len`` is the length of
-    the whole sequence. None means the local length times the number of ranks: ranks that hold
-    unequal lengths must be given it, or each infers another whole, and collectives that do not
-    match hang or abort. Under autocast the inputs are cast as SDPA casts them.
+    queries), and v another head size than q and k, which is then that of the result. ``layout``
+    says which positions the rows are; None means `Contiguous`, and one that follows the mask
+    follows this one (`Pinned` keeps that of another). ``seq_len`` is the length of the whole
+    sequence. None means the local length times the number of ranks: ranks that hold unequal lengths
+    must be given it, or each infers another whole, and collectives that do not match hang or abort.
+    Under autocast the inputs are cast as SDPA casts them.
+
+    Scores are products times ``scale`` (None: ``size ** -0.5``, of q and k), and with ``softcap``
+    then ``softcap * tanh(scores / softcap)``. ``sinks`` ``[q_heads]``, equal on all ranks, are one
+    score per head that belongs to no key: it is in the sum of the weights alone, and neither scaled
+    nor capped. The gradient of ``sinks`` is this rank's share: the whole is the sum over all ranks.
+    ``dropout_p`` is the probability that a weight becomes zero, by a hash of ``dropout_seed``, the
+    row of the batch, the head and both positions: on any number of ranks it is the same weights as
+    on one. The seed must be equal on all of them, and another one for every layer, step and data.
+    ``return_lse`` returns also the logarithm of the sum of the weights' exponentials, sinks
+    included: the dims of the result without the last, in float32, or float64 for float64, without
+    gradient; Ulysses brings it by one more all-to-all, which `plan_attention` does not count.
 
     Keys and values come by the ``schedule``, and by the same way again in the backward unless
     ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
@@ -101,54 +172,92 @@ def context_parallel_attention(
         ulysses_degree=ulysses_degree,
         schedule=schedule,
         backend=backend,
-        scale=scale,
+        scores=ScoreOptions(
+            scale=scale, softcap=softcap, dropout=dropout_of(dropout_p, dropout_seed)
+        ),
+        return_lse=return_lse,
         seq_dim=seq_dim,
         head_dim=head_dim,
         seq_len=seq_len,
         keep_kv=keep_kv,
         collectives=TorchCollectives() if collectives is None else collectives,
     )
-    return sharded_attention(q, k, v, mesh, options)
+    out, lse = sharded_attention(q, k, v, mesh, options, sinks)
+    return out if lse is None else (out, lse)
+
+
+def dropout_of(rate: Any, seed: Any) -> Dropout | None:
+    """Return which weights become zero; None for a rate of zero, which needs no seed."""
+    return None if type(rate) in (int, float) and rate == 0 else Dropout(rate=rate, seed=seed)
 
 
 def sharded_attention(
-    q: Tensor, k: Tensor, v: Tensor, mesh: AxisMesh, options: AttentionOptions
-) -> Tensor:
-    """Return this rank's rows of the attention, shaped like ``q``: check, plan, choose, run."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AxisMesh,
+    options: AttentionOptions,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's rows of the attention, shaped like ``q``: check, plan, choose, run.
+
+    And their log-sum-exp, if ``options`` ask for it.
+    """
     dims = options.seq_dim, options.head_dim
     check_dims(*dims)
     check_tensors(q, k, v)
-    check_scale(options.scale)
+    check_sinks(sinks, q, options)
     seats = seats_of(mesh, options.ulysses_degree, options.collectives)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(q, k, v, seats, options)
     kernel = choose_backend(
-        options.backend, plan.kernels, q.device, q.dtype, plan.head_size, regular=plan.regular
+        options.backend,
+        plan.kernels,
+        q.device,
+        q.dtype,
+        q.shape[3],
+        v.shape[3],
+        options.scores,
+        regular=plan.regular,
     )
     seats.across.connect(q.device)
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
-    out = planned_attention(q, k, v, plan, seats, kernel, options.scale)
-    return from_batch_first(out, *dims)
+    out, lse = planned_attention(q, k, v, sinks, plan, seats, kernel, options)
+    if lse is not None:
+        lse = from_batch_first(lse.unsqueeze(3), *dims).squeeze(3)
+    return from_batch_first(out, *dims), lse
 
 
 def planned_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     plan: AttentionPlan,
     seats: Seats,
     backend: AttentionBackend,
-    scale: float | None,
-) -> Tensor:
-    """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned."""
-    run = run_of(plan, seats.inside.index, seats.across, backend, scale)
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned.
+
+    And their log-sum-exp ``[batch, heads, rows]``, if ``options`` ask for it.
+    """
+    run = run_of(plan, seats.inside.index, seats.across, backend, options.scores)
+    back: Callable[[Tensor], Tensor] | None = None
     if plan.load_balance:
-        return swap_halves(attend(swap_halves(q, run.peers), k, v, run), run.peers, back=True)
-    if plan.ulysses_degree == 1:
-        return attend(q, k, v, run)
-    exchange = exchange_of(plan, seats)
-    q, k, v = rows_to_heads(q, k, v, exchange)
-    return heads_to_rows(attend(q, k, v, run), exchange)
+        q = swap_halves(q, run.peers)
+        back = partial(swap_halves, peers=run.peers, back=True)
+    elif plan.ulysses_degree > 1:
+        exchange = exchange_of(plan, seats)
+        q, k, v = rows_to_heads(q, k, v, exchange)
+        back = partial(heads_to_rows, exchange=exchange)
+        if sinks is not None:
+            mine = plan.heads[seats.inside.index].q
+            sinks = sinks[mine.start : mine.stop]
+    out, lse = attend(q, k, v, sinks, run, return_lse=options.return_lse)
+    if back is None:
+        return out, lse
+    return back(out), None if lse is None else back(lse.unsqueeze(3)).squeeze(3)
 
 
 def check_dims(seq_dim: int, head_dim: int) -> None:
@@ -172,12 +281,27 @@ def check_tensors(q: object, k: object, v: object) -> None:
             )
 
 
-def check_scale(scale: Any) -> None:
-    """Raise `InputError` unless scores are scaled by a number, or by default."""
-    if scale is not None and (type(scale) not in (int, float) or not math.isfinite(scale)):
+def check_sinks(sinks: object, q: Tensor, options: AttentionOptions) -> None:
+    """Raise `InputError` unless there is one floating score per head of ``q``, or None.
+
+    And for a ``return_lse`` that is neither True nor False.
+    """
+    if type(options.return_lse) is not bool:
+        raise InputError(f"return_lse is {described(options.return_lse)}; use True or False")
+    if sinks is None:
+        return
+    heads = q.shape[options.head_dim]
+    if not isinstance(sinks, Tensor) or isinstance(sinks, DTensor):
         raise InputError(
-            f"scale={described(scale)} is no finite number, and no gradient goes to it; pass a "
-            f"float, or None for head_size ** -0.5"
+            f"sinks must be a plain tensor of one score per query head, got {described(sinks)}; "
+            f"pass a tensor of shape ({heads},), of a DTensor what to_local() or full_tensor() "
+            f"returns"
+        )
+    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != q.device:
+        raise InputError(
+            f"sinks {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device} are not one floating "
+            f"score for each of the {heads} query heads on {q.device}; pass a tensor of shape "
+            f"({heads},) there"
         )
 
 
@@ -195,11 +319,11 @@ def plan_inputs(
                 f"{name} is a DTensor with {x.placements}; pass local rows, {name}.to_local(), or "
                 f"use ContextParallel, which takes DTensors"
             )
-    if k.shape != v.shape or _without(q, options.head_dim) != _without(k, options.head_dim):
+    if k.shape[:3] != v.shape[:3] or _without(q, options.head_dim) != _without(k, options.head_dim):
         raise InputError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must agree in all dims "
-            f"but the heads of q, dim {options.head_dim}; cross attention and unequal head sizes "
-            f"are not supported"
+            f"but the heads of q, dim {options.head_dim}, and the head size of v, dim 3; cross "
+            f"attention and unequal head sizes of q and k are not supported"
         )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise InputError(
@@ -220,6 +344,7 @@ def plan_inputs(
         q_heads=q.shape[options.head_dim],
         kv_heads=k.shape[options.head_dim],
         head_size=q.shape[3],
+        value_size=v.shape[3],
         itemsize=q.element_size(),
     )
     if rows != plan.lengths[seats.rank]:

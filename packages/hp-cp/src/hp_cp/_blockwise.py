@@ -13,12 +13,15 @@ from torch import Tensor
 from ._blocks import Block
 from ._mesh import Pair
 from ._ranges import Ranges, Ranks, size
-from .kernels._interface import GRID, AttentionBackend, PackedBackend
+from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``."""
+    """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``.
+
+    The head size of values may be another.
+    """
 
     k: Tensor
     v: Tensor
@@ -30,21 +33,54 @@ class BlockKernel:
     """What computes the blocks of one attention, and with which options.
 
     ``repeats`` is that of `HeadShare`, ``packer`` the backend where it computes many blocks in one
-    call.
+    call, ``positions`` where rows and keys are in the whole, if the options ask for it.
     """
 
     backend: AttentionBackend
     packer: PackedBackend | None
     repeats: tuple[int, ...] | None
-    scale: float | None
+    options: ScoreOptions
+    positions: "Positions | None" = None
 
     @staticmethod
     def of(
-        backend: AttentionBackend, repeats: tuple[int, ...] | None, scale: float | None
+        backend: AttentionBackend,
+        repeats: tuple[int, ...] | None,
+        options: ScoreOptions,
+        positions: "Positions | None" = None,
     ) -> "BlockKernel":
         """Return a backend with its options."""
-        packer = backend if isinstance(backend, PackedBackend) else None
-        return BlockKernel(backend=backend, packer=packer, repeats=repeats, scale=scale)
+        packer = backend if isinstance(backend, PackedBackend) and positions is None else None
+        return BlockKernel(
+            backend=backend,
+            packer=packer,
+            repeats=repeats,
+            options=options,
+            positions=positions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Where the rows of a rank and the keys of each source are, and which query heads it has."""
+
+    queries: Ranges
+    keys: Sequence[Ranges]
+    heads: range
+
+    def of(self, block: Block, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the `Places` of a block of the batch of ``like``."""
+        batch = torch.arange(like.shape[0], device=like.device).view(-1, 1, 1)
+        rows = _positions(self.queries, block.queries, like).expand(len(batch), 1, -1)
+        keys = _positions(self.keys[block.source], block.keys, like).expand(len(batch), 1, -1)
+        heads = torch.arange(self.heads.start, self.heads.stop, device=like.device)
+        return batch.expand(rows.shape), rows, keys, heads
+
+
+def _positions(held: Ranges, rows: range, like: Tensor) -> Tensor:
+    """Return the positions of some local rows of what is held."""
+    parts = [torch.arange(part.start, part.stop, device=like.device) for part in held]
+    return torch.cat(parts)[as_slice(rows)]
 
 
 def forward_blocks(
@@ -63,7 +99,7 @@ def forward_blocks(
         causal = group[0].kind != "full"
         if kernel.packer is not None and len(group) > 1:
             for block, out, lse in forward_packed(
-                group, inputs, kernel.packer, causal, kernel.scale
+                group, inputs, kernel.packer, causal, kernel.options
             ):
                 take(block, out, lse)
         else:
@@ -92,7 +128,7 @@ def backward_blocks(
         ]
         causal = group[0].kind != "full"
         if kernel.packer is not None and len(group) > 1:
-            shares = backward_packed(group, inputs, kernel.packer, causal, kernel.scale)
+            shares = backward_packed(group, inputs, kernel.packer, causal, kernel.options)
             for block, dq, dk, dv in shares:
                 take(block, dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats))
         else:
@@ -102,25 +138,44 @@ def backward_blocks(
 def _forward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor]:
-    def launch(*part: Tensor) -> tuple[Tensor, ...]:
-        return kernel.backend.forward(*part, causal=block.kind != "full", scale=kernel.scale)
+    def launch(*part: Tensor, options: ScoreOptions = kernel.options) -> tuple[Tensor, ...]:
+        return kernel.backend.forward(*part, causal=block.kind != "full", options=options)
 
-    out, lse = _launched(launch, [_tiled(x, block) for x in inputs])
+    out, lse = _launched(launch, inputs, block, kernel)
     return _untiled(out, block), _untiled(lse, block)
 
 
 def _backward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def launch(*part: Tensor) -> tuple[Tensor, ...]:
-        return kernel.backend.backward(*part, causal=block.kind != "full", scale=kernel.scale)
+    def launch(*part: Tensor, options: ScoreOptions = kernel.options) -> tuple[Tensor, ...]:
+        return kernel.backend.backward(*part, causal=block.kind != "full", options=options)
 
-    grads = _launched(launch, [_tiled(x, block) for x in inputs])
+    grads = _launched(launch, inputs, block, kernel)
     dq, dk, dv = (_untiled(x, block) for x in grads)
     return dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats)
 
 
 def _launched(
+    launch: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    block: Block,
+    kernel: BlockKernel,
+) -> tuple[Tensor, ...]:
+    """Return what ``launch`` makes of a block, whose tiles are further rows of the batch."""
+    tiled = [_tiled(x, block) for x in inputs]
+    if kernel.positions is None:
+        return _in_parts(launch, tiled)
+    *places, heads = kernel.positions.of(block, inputs[0])
+
+    def placed(*part: Tensor) -> tuple[Tensor, ...]:
+        *tensors, batch, rows, keys = part
+        return launch(*tensors, options=kernel.options.at(Places(batch, rows, keys, heads)))
+
+    return _in_parts(placed, [*tiled, *(_tiled(x, block) for x in places)])
+
+
+def _in_parts(
     launch: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return what ``launch`` makes of all batch rows, of as many at once as a grid has places."""
@@ -175,11 +230,11 @@ def forward_packed(
     inputs: Sequence[tuple[Tensor, Tensor, Tensor]],
     backend: PackedBackend,
     causal: bool,
-    scale: float | None,
+    options: ScoreOptions,
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Yield each block with its output and log-sum-exp; ``inputs`` are its rows of q, k and v."""
     q, k, v = _packed(blocks, inputs)
-    out, lse = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, scale=scale)
+    out, lse = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, options=options)
     rows = [len(block.queries) for block in blocks]
     for block, *mine in zip(blocks, out.split(rows, 2), lse.split(rows, 2), strict=True):
         part, part_lse = (_turned(x, block) for x in mine)
@@ -191,12 +246,12 @@ def backward_packed(
     inputs: Sequence[tuple[Tensor, ...]],
     backend: PackedBackend,
     causal: bool,
-    scale: float | None,
+    options: ScoreOptions,
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
     """Yield each block with its share of dq, dk and dv; ``inputs`` are grad, q, k, v, out, lse."""
     grad, q, k, v, out, lse = _packed(blocks, inputs)
     given = grad, q, k, v, out, lse, *_stretches(blocks)
-    dq, dk, dv = backend.backward_packed(*given, causal=causal, scale=scale)
+    dq, dk, dv = backend.backward_packed(*given, causal=causal, options=options)
     rows = [len(block.queries) for block in blocks]
     keys = [len(block.keys) for block in blocks]
     shares = zip(dq.split(rows, 2), dk.split(keys, 2), dv.split(keys, 2), strict=True)
@@ -228,8 +283,9 @@ def _turned(x: Tensor, block: Block) -> Tensor:
 class RowsOut:
     """The output and log-sum-exp of all rows, over the keys so far."""
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, value_size: int) -> None:
         self._q = q
+        self._value_size = value_size
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -241,18 +297,33 @@ class RowsOut:
             if len(queries) == self._q.shape[2]:  # kept as it is while no other part comes
                 self._out, self._lse = out, lse
                 return
-            self._out = self._q.new_zeros(self._q.shape, dtype=self._wide)
+            shape = (*self._q.shape[:3], self._value_size)
+            self._out = self._q.new_zeros(shape, dtype=self._wide)
             self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._wide)
         rows = as_slice(queries)
         self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
         merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return both; without any row both are empty."""
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return both; without any row both are empty.
+
+        ``sinks`` ``[q_heads]`` are scores of no key: they are in the sum of weights alone.
+        """
         if self._out is None or self._lse is None:
             lse = self._q.new_empty(self._q.shape[:3], dtype=self._wide)
-            return self._q.new_empty(self._q.shape), lse
-        return self._out.to(self._q.dtype), self._lse
+            return self._q.new_empty((*self._q.shape[:3], self._value_size)), lse
+        if sinks is None:
+            return self._out.to(self._q.dtype), self._lse
+        lse = torch.logaddexp(self._lse, sinks.to(self._lse.dtype).unsqueeze(1))
+        out = self._out * (self._lse - lse).exp().unsqueeze(-1)
+        return out.to(self._q.dtype), lse
+
+
+def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the share of these rows in the gradient of ``sinks``; ``lse`` is with them."""
+    weights = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
+    total = weights * (grad.to(lse.dtype) * out).sum(-1)
+    return -total.sum((0, 2)).to(sinks.dtype)
 
 
 class RowSum:
@@ -282,11 +353,11 @@ class RowSum:
 
 
 class KeySum:
-    """Gradients of the keys and values that were held."""
+    """Gradients of the keys and values that were held, of heads ``like`` these."""
 
-    def __init__(self, like: Tensor, rows: Ranges) -> None:
+    def __init__(self, like: Pair, rows: Ranges) -> None:
         self._places = Ranks(rows)
-        self._k, self._v = RowSum(like, size(rows)), RowSum(like, size(rows))
+        self._k, self._v = (RowSum(x, size(rows)) for x in like)
 
     def add(self, keys: range, dk: Tensor, dv: Tensor) -> None:
         """Add a block's share."""

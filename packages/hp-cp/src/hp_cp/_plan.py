@@ -79,6 +79,7 @@ class AttentionPlan:
     q_heads: int
     kv_heads: int
     head_size: int
+    value_size: int
     itemsize: int
     chunks: Chunks = field(hash=False, compare=False, repr=False)
     lengths: tuple[int, ...] = field(hash=False, compare=False, repr=False)
@@ -154,7 +155,8 @@ class AttentionPlan:
     def bytes_received(self, rank: int) -> int:
         """Return the bytes that ``rank`` receives in one forward and backward.
 
-        Where lengths are equal, with ``U`` bytes of keys and values per rank and ``Q`` of queries:
+        Where lengths are equal, with ``U`` bytes of keys and values per rank and ``Q`` of queries
+        (with values of another size: half of queries and outputs):
         gather ``2 (n - 1) U``, ring ``2 (n - 1) U + (n - 1) U a`` with ``a`` the size of gradients'
         sums over that of elements, direct three times what it fetches; keys and values kept or
         fetched again are ``(n - 1) U`` less or more. ``load_balance`` adds ``2 Q``; Ulysses moves
@@ -162,12 +164,13 @@ class AttentionPlan:
         """
         check_rank(rank, self.n)
         group, place = divmod(rank, self.ulysses_degree)
-        row = self.batch * self.head_size * self.itemsize
-        keys = 2 * len(self.heads[place].kv) * row * self._key_rows(group)
+        element = self.batch * self.itemsize
+        both = self.head_size + self.value_size  # of queries and outputs, or of keys and values
+        keys = len(self.heads[place].kv) * both * self._key_rows(group)
         halves = 0
         if self.load_balance and rank != self.n - 1 - rank:
-            halves = 4 * self.q_heads * row * (self.lengths[rank] // 2)
-        return self._exchanged_rows(rank) * row + keys + halves
+            halves = 2 * self.q_heads * both * (self.lengths[rank] // 2)
+        return (self._exchanged_rows(rank) * both + keys + halves) * element
 
     def imbalance(self) -> float:
         """Return the most work of a rank over the mean work; 1 is perfect, and that of no work."""
@@ -189,15 +192,15 @@ class AttentionPlan:
         return "\n".join([title, *(_line(self, rank) for rank in range(self.n))])
 
     def _exchanged_rows(self, rank: int) -> int:
-        """Return the rows of single heads that Ulysses brings to ``rank``."""
+        """Return the rows of pairs of heads, of q and out or of k and v, that Ulysses brings."""
         group, place = divmod(rank, self.ulysses_degree)
         mine = self.lengths[rank]
         others = sum(self.lengths[group * self.ulysses_degree :][: self.ulysses_degree]) - mine
-        into = [(len(h.q) + 2 * len(h.kv), len(h.q)) for h in self.heads]
-        (to_heads, back), rest = into[place], into[:place] + into[place + 1 :]
-        # In: others' rows of this rank's heads. Out: this rank's rows of the other ranks' heads.
-        # The backward moves the gradients of the same, the other way round.
-        return (to_heads + back) * others + mine * sum(sum(pair) for pair in rest)
+        into = [len(h.q) + len(h.kv) for h in self.heads]
+        # In: others' rows of this rank's heads of q, k and v. Out: this rank's rows of the other
+        # ranks' heads of the output. The backward moves the gradients of the same, the other way
+        # round.
+        return into[place] * others + mine * (sum(into) - into[place])
 
     def _key_rows(self, group: int) -> int:
         """Return the rows of keys and values that the schedule brings, weighted by their size."""
@@ -264,6 +267,7 @@ def plan_attention(
     q_heads: int | None = None,
     kv_heads: int | None = None,
     head_size: int = 1,
+    value_size: int | None = None,
     itemsize: int = 1,
 ) -> AttentionPlan:
     """Return the plan of one attention over ``seq_len`` positions on ``n`` ranks; pure.
@@ -271,11 +275,12 @@ def plan_attention(
     ``layout=None`` means `Contiguous`. ``keep_kv`` keeps others' keys and values for the backward
     instead of fetching them again; None does so for gather alone. ``load_balance`` swaps half of
     each rank's queries with the rank at the other end. Head counts are those of all heads a rank
-    holds before any exchange, by default one per Ulysses rank; ``head_size`` and ``itemsize``
-    (bytes) are those of every tensor. Raises `DegreeError` for degrees that ranks or heads do not
-    allow, `LayoutError` for a mask that is no `MaskSpec` of this length, an unknown schedule, and a
-    layout that is none or does not partition the sequence, `InputError` for sizes and flags that
-    are none. So do the plan's methods for a rank that is none of ``n``.
+    holds before any exchange, by default one per Ulysses rank; ``head_size`` is that of queries and
+    keys, ``value_size`` that of values and outputs, None the same, and ``itemsize`` (bytes) that of
+    every tensor. Raises `DegreeError` for degrees that ranks or heads do not allow, `LayoutError`
+    for a mask that is no `MaskSpec` of this length, an unknown schedule, and a layout that is none
+    or does not partition the sequence, `InputError` for sizes and flags that are none. So do the
+    plan's methods for a rank that is none of ``n``.
     """
     layout = Contiguous() if layout is None else layout
     check_schedule(schedule)
@@ -286,7 +291,8 @@ def plan_attention(
     q_heads = ulysses_degree if q_heads is None else q_heads
     kv_heads = q_heads if kv_heads is None else kv_heads
     check_heads(q_heads, kv_heads, ulysses_degree)
-    check_sizes(batch=batch, head_size=head_size, itemsize=itemsize)
+    value_size = head_size if value_size is None else value_size
+    check_sizes(batch=batch, head_size=head_size, value_size=value_size, itemsize=itemsize)
     check_flags(keep_kv=keep_kv, load_balance=load_balance)
     ring_of(schedule, n // ulysses_degree)
     if load_balance:
@@ -304,6 +310,7 @@ def plan_attention(
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_size=head_size,
+        value_size=value_size,
         itemsize=itemsize,
         chunks=checked_chunks(layout, n, seq_len, mask),
         lengths=_lengths(layout, n, seq_len, mask),  # type: ignore[arg-type]  # it has a hash
@@ -344,9 +351,14 @@ def check_heads(q_heads: int, kv_heads: int, ulysses_degree: int) -> None:
         )
 
 
-def check_sizes(*, batch: int, head_size: int, itemsize: int) -> None:
+def check_sizes(*, batch: int, head_size: int, value_size: int, itemsize: int) -> None:
     """Raise `InputError` unless these can be the sizes of a tensor, which may be empty."""
-    least = {"batch": (batch, 0), "head_size": (head_size, 0), "itemsize": (itemsize, 1)}
+    least = {
+        "batch": (batch, 0),
+        "head_size": (head_size, 0),
+        "value_size": (value_size, 0),
+        "itemsize": (itemsize, 1),
+    }
     for name, (value, lowest) in least.items():
         if type(value) is not int or value < lowest:
             raise InputError(f"{name}={described(value)} is no size; use an int from {lowest} on")

@@ -21,18 +21,20 @@ from ._blockwise import (
     BlockKernel,
     Held,
     KeySum,
+    Positions,
     RowsOut,
     RowSum,
     accumulator,
     backward_blocks,
     forward_blocks,
+    gradient_of_sinks,
 )
 from ._lineage import Origin
 from ._mesh import Pair, Peers
 from ._plan import AttentionPlan, part_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
-from .kernels._interface import AttentionBackend
+from .kernels._interface import AttentionBackend, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +60,13 @@ class Run:
 
 
 def run_of(
-    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, scale: float | None
+    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, options: ScoreOptions
 ) -> Run:
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
-    kernel = BlockKernel.of(backend, plan.heads[place].repeats, scale)
+    share, positions = plan.heads[place], None
+    if options.dropout is not None:
+        positions = Positions(plan.queries[peers.index], plan.groups, share.q)
+    kernel = BlockKernel.of(backend, share.repeats, options, positions)
     return Run(
         plan=plan,
         part=part_of(plan, peers.index),
@@ -77,12 +82,15 @@ def whole(rows: int) -> Ranges:
     return (range(rows),) if rows else ()
 
 
-def room_for(rows: Ranges, like: Tensor, dtype: torch.dtype | None = None) -> Pair:
+def room_for(rows: Ranges, like: Pair, dtype: torch.dtype | None = None) -> Pair:
     """Return empty keys and values ``[batch, kv_heads, rows, size]``, as pairs travel."""
-    batch, heads, _, width = like.shape
-    shape = (batch, heads, size(rows), width)
-    k, v = (like.new_empty(shape, dtype=dtype or like.dtype) for _ in range(2))
-    return k, v
+    k, v = like
+    batch, heads, _, width = k.shape
+    length, dtype = size(rows), dtype or k.dtype
+    return (
+        k.new_empty((batch, heads, length, width), dtype=dtype),
+        v.new_empty((batch, heads, length, v.shape[3]), dtype=dtype),
+    )
 
 
 def packed(k: Tensor, v: Tensor, rows: Ranges) -> Pair:
@@ -160,7 +168,7 @@ def _gather(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
         work = calls.all_gather(mine, (all_k.flatten(0, 1), all_v.flatten(0, 1)))
         parts = dict(enumerate(zip(all_k.unbind(0), all_v.unbind(0), strict=True)))
     else:
-        parts = {s: room_for(rows, k) for s, rows in run.part.wanted.items()}
+        parts = {s: room_for(rows, (k, v)) for s, rows in run.part.wanted.items()}
         sends = {peer: mine for peer in run.part.wanted if run.own_rows}
         receives = {s: part for s, part in parts.items() if run.part.wanted[s]}
         work = calls.exchange(sends, receives)
@@ -180,7 +188,7 @@ def _direct(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
         source, target = (run.rank - step) % n, (run.rank + step) % n
         if run.part.given[target] != sent:
             last, sent = packed(k, v, run.part.given[target]), run.part.given[target]
-        part = room_for(run.part.wanted[source], k)
+        part = room_for(run.part.wanted[source], (k, v))
         sends = {target: last} if sent else {}
         receives = {source: part} if run.part.wanted[source] else {}
         return part, calls.exchange(sends, receives)
@@ -205,7 +213,7 @@ def _around(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
 
     def start(step: int, to: int, origin: int) -> tuple[Pair, Work]:
         rows = whole(run.part.lengths[ring.source(run.rank, step)])
-        part = room_for(rows, k)
+        part = room_for(rows, (k, v))
         sends = {to: held} if held[0].shape[2] else {}
         return part, calls.exchange(sends, {origin: part} if rows else {})
 
@@ -247,10 +255,11 @@ class _Straight:
     What comes is taken one step later, so that few parts are held at a time.
     """
 
-    def __init__(self, run: Run, own: KeySum, like: Tensor, calls: Calls) -> None:
+    def __init__(self, run: Run, own: KeySum, like: Pair, calls: Calls) -> None:
         self._run = run
         self._own = own
         self._like = like
+        self._dtype = like[0].dtype
         self._calls = calls
         self._coming: tuple[int, Pair, Work] | None = None
 
@@ -260,7 +269,7 @@ class _Straight:
         sends, receives = {}, {}
         if share is not None:
             dk, dv = share
-            sends[source] = dk.to(self._like.dtype), dv.to(self._like.dtype)
+            sends[source] = dk.to(self._dtype), dv.to(self._dtype)
         elif run.part.wanted[source]:  # gathered, but not seen by any row here
             sends[source] = _zeros(room_for(run.part.wanted[source], self._like))
         part = room_for(run.part.given[peer], self._like)
@@ -286,13 +295,13 @@ class _Straight:
 class _Around:
     """Around the ring behind the keys: each rank adds to a sum, which the last one sends home."""
 
-    def __init__(self, run: Run, own: KeySum, like: Tensor, calls: Calls) -> None:
+    def __init__(self, run: Run, own: KeySum, like: Pair, calls: Calls) -> None:
         self._run = run
         self._ring = _ring_in(run)
         self._own = own
         self._like = like
         self._calls = calls
-        self._wide = accumulator(like.dtype)
+        self._wide = accumulator(like[0].dtype)
         self._step = 0
         self._coming: tuple[Pair, Work] | None = None
 
@@ -343,7 +352,7 @@ class Movement(NamedTuple):
     """How keys come, and how gradients go home, where they add to this rank's sum."""
 
     fetch: Callable[[Tensor, Tensor, Run, Calls], Arrivals]
-    returns: Callable[[Run, KeySum, Tensor, Calls], Returns]
+    returns: Callable[[Run, KeySum, Pair, Calls], Returns]
 
 
 MOVEMENTS: dict[ScheduleName, Movement] = {
@@ -364,20 +373,31 @@ def fetch(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
     return run.movement.fetch(k, v, run, calls)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
-    """Return the attention of this rank's rows ``[batch, q_heads, rows, head_size]``.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: Run, *, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the attention of this rank's rows ``[batch, q_heads, rows, value_size]``.
 
-    Communicates what the schedule does, in the forward and again in the backward, whose kernels get
-    the output and log-sum-exp over all keys.
+    With ``return_lse`` also their log-sum-exp ``[batch, q_heads, rows]``, without gradient, else
+    None. Communicates what the schedule does, in the forward and again in the backward, whose
+    kernels get the output and log-sum-exp over all keys, and over ``sinks`` ``[q_heads]``.
     """
-    out: Tensor = _Attend.apply(q, k, v, run)  # type: ignore[no-untyped-call]
-    return out
+    result = _Attend.apply(q, k, v, sinks, run, return_lse)  # type: ignore[no-untyped-call]
+    return result if return_lse else (result, None)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
-        rows = RowsOut(q)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        run: Run,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        rows = RowsOut(q, v.shape[3])
         kept: list[Tensor] = []
         keep = run.plan.keep_kv and any(ctx.needs_input_grad)
         with Calls(run.peers) as calls:
@@ -385,24 +405,27 @@ class _Attend(torch.autograd.Function):
                 if keep and source != run.rank:
                     kept += (held.k, held.v)
                 forward_blocks(run.part.blocks[source], q, held, run.kernel, rows.merge)
-        out, lse = rows.result()
-        ctx.save_for_backward(q, k, v, out, lse, *kept)
+        out, lse = rows.result(sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
         ctx.run, ctx.origin = run, Origin(run.plan)
-        return out
+        if not return_lse:
+            return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         run: Run = ctx.run
         grad = grad.contiguous()
         dq = RowSum(q)
-        own = KeySum(k, run.own_rows)
+        own = KeySum((k, v), run.own_rows)
 
         with Calls(run.peers) as calls:
-            returns = run.movement.returns(run, own, k, calls)
+            returns = run.movement.returns(run, own, (k, v), calls)
             for source, held in _kept_or_fetched(k, v, kept, run, calls):
-                share = own if source == run.rank else KeySum(k, held.rows)
+                share = own if source == run.rank else KeySum((k, v), held.rows)
                 blocks = run.part.blocks[source]
 
                 def add(
@@ -416,7 +439,9 @@ class _Attend(torch.autograd.Function):
                     returns.add(source, share.pair if blocks else None)
             returns.finish()
         own_k, own_v = own.pair
-        return dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype), None
+        to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+        shares = dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype)
+        return *shares, to_sinks, None, None
 
 
 def _kept_or_fetched(

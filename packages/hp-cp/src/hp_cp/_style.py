@@ -47,7 +47,7 @@ from ._routes import Schedule, check_schedule, ring_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads
 from .kernels._choose import check_backend_name, check_device
-from .kernels._interface import AttentionBackend
+from .kernels._interface import AttentionBackend, ScoreOptions
 
 
 class ContextParallel(ParallelStyle):
@@ -71,6 +71,7 @@ class ContextParallel(ParallelStyle):
     half of each rank's queries with rank ``n - 1 - r`` and the result back, so that causal work is
     equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``; a mask
     must agree with an ``is_causal`` that the call gives, and with a default of True.
+    ``softcap`` bounds the scores, as that of `context_parallel_attention`.
     ``seq_len`` is the length of the whole sequence; None means that of DTensors over the mesh, else
     the local length times the axis size, so give it where ranks call with unequal lengths of plain
     tensors.
@@ -112,6 +113,7 @@ class ContextParallel(ParallelStyle):
         layout: Layout | None = None,
         mask: MaskSpec | None = None,
         backend: str | AttentionBackend = "auto",
+        softcap: float | None = None,
         seq_len: int | None = None,
         collectives: Collectives | None = None,
     ) -> None:
@@ -150,6 +152,7 @@ class ContextParallel(ParallelStyle):
             layout=layout,
             mask=mask,
             backend=backend,
+            softcap=ScoreOptions(softcap=softcap).softcap,
             seq_len=seq_len,
             collectives=TorchCollectives() if collectives is None else collectives,
         )
@@ -210,6 +213,12 @@ class ContextParallelForward:
         self._settings = settings
         in_order = degree == n and isinstance(settings.layout, Contiguous)
         self._runs_inner = in_order and settings.mask is None
+        if self._runs_inner and settings.softcap is not None:
+            raise InputError(
+                f"softcap={settings.softcap} would not be used where the module's own forward "
+                f"runs; leave it out, or give the style a mask, a layout or a ulysses_degree under "
+                f"which the forward is replaced"
+            )
         if not self._runs_inner:
             check_bare(module)
             self._parameters = as_sdpa(self._parameters, settings)
@@ -243,12 +252,18 @@ class ContextParallelForward:
             return exchange_around(inner, q, k, v, self._mesh, options)
         check_others(call, keys)
         check_causal(call, settings)
-        return sharded_attention(q, k, v, self._mesh, options)
+        out, _ = sharded_attention(q, k, v, self._mesh, options)
+        return out
 
     @property
     def runs_inner(self) -> bool:
         """Return whether the module's own forward computes the attention."""
         return self._runs_inner
+
+    def _scores(self, call: Call) -> ScoreOptions:
+        if self._runs_inner:
+            return ScoreOptions()
+        return ScoreOptions(scale=call.option("scale"), softcap=self._settings.softcap)
 
     def _options(self, call: Call, seq_len: int | None) -> AttentionOptions:
         settings = self._settings
@@ -258,7 +273,7 @@ class ContextParallelForward:
             ulysses_degree=self._ulysses_degree,
             schedule=settings.schedule,
             backend=settings.backend,
-            scale=call.option("scale"),
+            scores=self._scores(call),
             seq_dim=settings.seq_dim,
             head_dim=settings.head_dim,
             seq_len=seq_len,
@@ -277,10 +292,10 @@ def exchange_around(
 ) -> Any:
     """Return what ``forward`` returns for the whole sequence of this rank's heads, as local rows.
 
-    Tensors shaped like the q that it gets come back as this rank's rows of all heads, whether alone
-    or in a tuple or list, which keep their type; other values pass. Communicates as
-    `rows_to_heads` does and as `heads_to_rows` does for each such tensor. Raises `InputError` after
-    the first exchange where there is none.
+    Tensors shaped like the q that it gets, with the head size of v, come back as this rank's rows
+    of all heads, whether alone or in a tuple or list, which keep their type; other values pass.
+    Communicates as `rows_to_heads` does and as `heads_to_rows` does for each such tensor. Raises
+    `InputError` after the first exchange where there is none.
     """
     seats = seats_of(mesh, options.ulysses_degree, options.collectives)
     plan = plan_inputs(q, k, v, seats, options)
@@ -291,7 +306,7 @@ def exchange_around(
     repeats = exchange.shares[seats.inside.index].repeats  # the module groups heads evenly
     k, v = (repeat_heads(x, repeats) for x in (k, v))
     q, k, v = (from_batch_first(x, *dims) for x in (q, k, v))
-    shape = q.shape
+    shape = (*q.shape[:3], v.shape[3])
     result = forward(q, k, v)
 
     def has_rows(value: Any) -> bool:

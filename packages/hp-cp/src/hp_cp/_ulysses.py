@@ -2,9 +2,11 @@
 
 Ulysses goes from a part of the sequence with all heads to all of it with some heads: Jacobs et al.,
 DeepSpeed Ulysses, arXiv 2309.14509, section 3. Rows travel sequence-major, so that received rows
-are already in rank order and only layouts that interleave ranks need another copy.
+are already in rank order and only layouts that interleave ranks need another copy. Tensors of
+several head sizes travel in one buffer, in units of a size that all of them are multiples of.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +48,9 @@ def exchange_of(plan: AttentionPlan, seats: Seats) -> Exchange:
 def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
     """Return ``[batch, heads, rows, size]`` as this rank's heads of the rows of all peers.
 
-    Rows are in global order of positions. A kv head goes to every rank that reads it. One
-    all-to-all; backward one more, in which the copies of a head sum in rank order.
+    The head size of v may be another. Rows are in global order of positions. A kv head goes to
+    every rank that reads it. One all-to-all; backward one more, in which the copies of a head sum
+    in rank order.
     """
     heads = [[h.q for h in exchange.shares], *[[h.kv for h in exchange.shares]] * 2]
     out: tuple[Tensor, ...] = _Exchanged.apply(_to_heads, _to_rows, exchange, heads, q, k, v)  # type: ignore[no-untyped-call]
@@ -82,26 +85,33 @@ class _Exchanged(torch.autograd.Function):
 
 def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
     """Send every peer its heads of this rank's rows; return this rank's heads of all rows."""
-    batch, _, rows, width = tensors[0].shape
-    counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
-    send = tensors[0].new_empty(rows * batch * sum(counts) * width)
-    blocks = _blocks(send, counts, rows, batch, width)
+    batch, _, rows, _ = tensors[0].shape
+    step, units = _units(tensors)
+    counts = _counts(heads, units)
+    send = tensors[0].new_empty(rows * batch * sum(counts) * step)
+    blocks = _blocks(send, counts, rows, batch, step)
     for block, of_rank in zip(blocks, zip(*heads, strict=True), strict=True):
         at = 0
-        for x, held in zip(tensors, of_rank, strict=True):
-            block[:, :, at : at + len(held)] = x[:, held.start : held.stop].permute(2, 0, 1, 3)
-            at += len(held)
+        for x, held, unit in zip(tensors, of_rank, units, strict=True):
+            stop = at + len(held) * unit
+            _heads(block[:, :, at:stop], unit)[:] = x[:, held.start : held.stop].permute(2, 0, 1, 3)
+            at = stop
     mine, lengths = counts[exchange.peers.index], lengths_of(exchange.chunks)
-    per_row = batch * width
+    per_row = batch * step
     received = exchange.peers.all_to_all(
         send,
         [rows * per_row * count for count in counts],
         [length * per_row * mine for length in lengths],
-    ).view(sum(lengths), batch, mine, width)
+    ).view(sum(lengths), batch, mine, step)
     whole = sort_rows(received, exchange.chunks, 0)
     sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
+    sizes = [size * unit for size, unit in zip(sizes, units, strict=True)]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
-    return list(whole.permute(1, 2, 0, 3).unsafe_split_with_sizes(sizes, dim=1))
+    parts = whole.permute(1, 2, 0, 3).unsafe_split_with_sizes(sizes, dim=1)
+    return [
+        x if unit == 1 else _heads(x.permute(2, 0, 1, 3), unit).permute(1, 2, 0, 3).data
+        for x, unit in zip(parts, units, strict=True)
+    ]
 
 
 def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
@@ -109,34 +119,59 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
 
     Heads that come from several ranks are summed, in rank order.
     """
-    batch, _, _, width = tensors[0].shape
+    batch = tensors[0].shape[0]
+    step, units = _units(tensors)
     index, lengths = exchange.peers.index, lengths_of(exchange.chunks)
-    counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
-    send = tensors[0].new_empty((sum(lengths), batch, counts[index], width))
+    counts = _counts(heads, units)
+    send = tensors[0].new_empty((sum(lengths), batch, counts[index], step))
     start = 0
     places = list(send.split([len(chunk) for held in exchange.chunks for chunk in held]))
     for i in in_global_order(exchange.chunks):
         stop = start + len(places[i])
         at = 0
-        for x in tensors:
+        for x, unit in zip(tensors, units, strict=True):
+            end = at + x.shape[1] * unit
             part = x[:, :, start:stop].permute(2, 0, 1, 3)
-            places[i][:, :, at : at + x.shape[1]] = part
-            at += x.shape[1]
+            _heads(places[i][:, :, at:end], unit)[:] = part
+            at = end
         start = stop
-    rows, per_row = lengths[index], batch * width
+    rows, per_row = lengths[index], batch * step
     received = exchange.peers.all_to_all(
         send.flatten(),
         [length * per_row * counts[index] for length in lengths],
         [rows * per_row * count for count in counts],
     )
-    blocks = list(_blocks(received, counts, rows, batch, width))
-    return [_assemble(blocks, heads, i) for i in range(len(tensors))]
+    blocks = list(_blocks(received, counts, rows, batch, step))
+    return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
 
 
-def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, i: int) -> Tensor:
+def _units(tensors: Sequence[Tensor]) -> tuple[int, list[int]]:
+    """Return the greatest size that all head sizes are multiples of, and how many times."""
+    sizes = [x.shape[3] for x in tensors]
+    step = math.gcd(*sizes)
+    return step, [size // step if step else 1 for size in sizes]
+
+
+def _counts(heads: HeadRanges, units: Sequence[int]) -> list[int]:
+    """Return how many units of all tensors' heads each rank has."""
+    return [
+        sum(len(held) * unit for held, unit in zip(of_rank, units, strict=True))
+        for of_rank in zip(*heads, strict=True)
+    ]
+
+
+def _heads(x: Tensor, unit: int) -> Tensor:
+    """Return a view of ``[rows, batch, heads * unit, step]`` as heads of ``unit`` steps."""
+    return x if unit == 1 else x.unflatten(2, (-1, unit)).flatten(3)
+
+
+def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int], i: int) -> Tensor:
     """Return all heads of tensor ``i`` out of what each rank sent."""
-    starts = [sum(len(h[rank]) for h in heads[:i]) for rank in range(len(blocks))]
+    before = list(zip(heads[:i], units, strict=False))
+    starts = [sum(len(h[rank]) * unit for h, unit in before) for rank in range(len(blocks))]
+    unit = units[i]
     rows, batch, _, width = blocks[0].shape
+    width *= unit
     disjoint = all(a.stop <= b.start for a, b in zip(heads[i], heads[i][1:], strict=False))
     shape = (batch, max(held.stop for held in heads[i]), rows, width)
     dtype = blocks[0].dtype
@@ -144,7 +179,7 @@ def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, i: int) -> Tensor:
     if not disjoint:
         out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
     for block, start, held in zip(blocks, starts, heads[i], strict=True):
-        part = block[:, :, start : start + len(held)].permute(1, 2, 0, 3)
+        part = _heads(block[:, :, start : start + len(held) * unit], unit).permute(1, 2, 0, 3)
         if disjoint:
             out[:, held.start : held.stop] = part
         else:
@@ -153,12 +188,12 @@ def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, i: int) -> Tensor:
 
 
 def _blocks(
-    flat: Tensor, counts: Sequence[int], rows: int, batch: int, width: int
+    flat: Tensor, counts: Sequence[int], rows: int, batch: int, step: int
 ) -> Iterator[Tensor]:
-    """Yield each rank's ``[rows, batch, heads, size]`` of a flat buffer."""
-    parts = flat.split([rows * batch * count * width for count in counts])
+    """Yield each rank's ``[rows, batch, count, step]`` of a flat buffer."""
+    parts = flat.split([rows * batch * count * step for count in counts])
     for part, count in zip(parts, counts, strict=True):
-        yield part.view(rows, batch, count, width)
+        yield part.view(rows, batch, count, step)
 
 
 def sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:

@@ -1,6 +1,8 @@
 """From a name, or an object that a caller brings, to a backend that can do the work."""
 
 from collections.abc import Sequence
+from inspect import Parameter, signature
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,16 +11,22 @@ from hp_dtensor import AxisMesh
 
 from .._errors import BackendError, described
 from .._ranges import Kernel
+from ._eager import EAGER
 from ._flex import FlexBackend
-from ._interface import AttentionBackend
+from ._interface import AttentionBackend, ScoreOptions
 from ._sdpa import CUDNN, EFFICIENT, SDPA, hardware_of
 from ._varlen import VARLEN
 
-_AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FlexBackend())
+FLEX = FlexBackend()
+_AUTOMATIC: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, FLEX, EAGER)
+# FlexAttention, which is not compiled here, holds all scores of a block.
+_AUTOMATIC_WITH_OPTIONS: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, EAGER, FLEX)
 _BY_NAME: dict[str, AttentionBackend] = {b.name: b for b in (*_AUTOMATIC, CUDNN, VARLEN)}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _USUAL_HEAD = 64
+_PLAIN = ScoreOptions()
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def register_backend(backend: AttentionBackend) -> None:
@@ -53,7 +61,10 @@ def check_device(backend: str | AttentionBackend, mesh: AxisMesh) -> None:
         return
     chosen = _BY_NAME[backend] if isinstance(backend, str) else backend
     device = torch.device(mesh.device_type)
-    reasons = [chosen.supports("full", device, dtype, _USUAL_HEAD) for dtype in _DTYPES]
+    reasons = [
+        chosen.supports("full", device, dtype, _USUAL_HEAD, _USUAL_HEAD, _PLAIN)
+        for dtype in _DTYPES
+    ]
     if all(reasons):
         raise BackendError(
             f"backend {chosen.name!r} computes nothing on {device.type}, the device of the mesh: "
@@ -67,26 +78,32 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
     head_size: int,
+    value_size: int | None = None,
+    options: ScoreOptions = _PLAIN,
     *,
     regular: bool = True,
 ) -> AttentionBackend:
     """Return the backend of that name, or the one given, if it can compute blocks of all kinds.
 
-    ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``. Before them it is
+    ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``, else ``eager``, which
+    goes before ``flex`` for scores that are more than scaled. Before them it is
     ``cudnn`` on devices where that is the fastest, if blocks are ``regular`` (see
     `AttentionPlan`) and results need not be the same bits every time. Others are taken by name
     only. The answer depends on the kind of device; nothing is communicated.
     """
     check_backend_name(backend)
+    asked = _Asked(
+        kernels, device, dtype, head_size, head_size if value_size is None else value_size, options
+    )
     if not isinstance(backend, str):
         chosen = backend
     elif backend == "auto":
-        fastest = _fastest(device) if regular else _AUTOMATIC
-        chosen = _able(fastest, kernels, device, dtype, head_size) or _BY_NAME["sdpa"]
+        order = _fastest(device, options) if regular else _automatic(options)
+        chosen = asked.first(order) or _BY_NAME["sdpa"]
     else:
         chosen = _BY_NAME[backend]
-    if lack := _lack(chosen, kernels, device, dtype, head_size):
-        other = _able(_AUTOMATIC, kernels, device, dtype, head_size)
+    if lack := asked.lack(chosen):
+        other = asked.first(_automatic(options))
         remedy = f"use {other.name!r}" if other else "pass backend= an AttentionBackend that can"
         raise BackendError(
             f"backend {chosen.name!r} cannot compute {lack[0]} attention of {dtype} on "
@@ -95,37 +112,39 @@ def choose_backend(
     return chosen
 
 
-def _fastest(device: torch.device) -> Sequence[AttentionBackend]:
+class _Asked(NamedTuple):
+    """What a backend is to compute."""
+
+    kernels: Sequence[Kernel]
+    device: torch.device
+    dtype: torch.dtype
+    head_size: int
+    value_size: int
+    options: ScoreOptions
+
+    def first(self, backends: Sequence[AttentionBackend]) -> AttentionBackend | None:
+        """Return the first of some backends that can compute all."""
+        return next((b for b in backends if self.lack(b) is None), None)
+
+    def lack(self, backend: AttentionBackend) -> tuple[Kernel, str] | None:
+        """Return the first kind of block that the backend cannot compute, and why."""
+        for kernel in self.kernels:
+            if reason := backend.supports(kernel, *self[1:]):
+                return kernel, reason
+        return None
+
+
+def _automatic(options: ScoreOptions) -> Sequence[AttentionBackend]:
+    """Return the backends for these options, the first choice first."""
+    return _AUTOMATIC if options.lack("scale") is None else _AUTOMATIC_WITH_OPTIONS
+
+
+def _fastest(device: torch.device, options: ScoreOptions) -> Sequence[AttentionBackend]:
     """Return the backends for regular blocks, the fastest first."""
     # Its backward adds in any order.
     if torch.are_deterministic_algorithms_enabled() or not hardware_of(device).prefers_cudnn:
-        return _AUTOMATIC
-    return (CUDNN, *_AUTOMATIC)
-
-
-def _able(
-    backends: Sequence[AttentionBackend],
-    kernels: Sequence[Kernel],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_size: int,
-) -> AttentionBackend | None:
-    """Return the first of some backends that can compute all."""
-    return next((b for b in backends if _lack(b, kernels, device, dtype, head_size) is None), None)
-
-
-def _lack(
-    backend: AttentionBackend,
-    kernels: Sequence[Kernel],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_size: int,
-) -> tuple[Kernel, str] | None:
-    """Return the first kind of block that the backend cannot compute, and why."""
-    for kernel in kernels:
-        if reason := backend.supports(kernel, device, dtype, head_size):
-            return kernel, reason
-    return None
+        return _automatic(options)
+    return (CUDNN, *_automatic(options))
 
 
 def _check(backend: object) -> None:
@@ -134,3 +153,11 @@ def _check(backend: object) -> None:
             f"a backend is a name or an AttentionBackend object, got {described(backend)}; use "
             f"'auto'"
         )
+    for part in (backend.supports, backend.forward, backend.backward):
+        taken = signature(part).parameters
+        if "options" not in taken and not any(p.kind in _REST for p in taken.values()):
+            raise BackendError(
+                f"backend {backend.name!r} takes no options in {part.__name__}, so that it would "
+                f"not know of a softcap; give it the parameters that AttentionBackend has, with "
+                f"options, a ScoreOptions, in place of scale"
+            )

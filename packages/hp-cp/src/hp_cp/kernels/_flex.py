@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .._ranges import Kernel
+from ._interface import ScoreOptions
 
-Attention = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
+Attention = Callable[[Tensor, Tensor, Tensor, bool, ScoreOptions], tuple[Tensor, Tensor]]
 
 
 def recomputed_gradients(
@@ -19,7 +20,7 @@ def recomputed_gradients(
     out: Tensor,
     lse: Tensor,
     causal: bool,
-    scale: float | None,
+    options: ScoreOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's share of dq, dk, dv by running ``attention`` again under autograd.
 
@@ -29,7 +30,7 @@ def recomputed_gradients(
     """
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        part, part_lse = attention(q, k, v, causal, scale)
+        part, part_lse = attention(q, k, v, causal, options)
         weight = (part_lse.detach() - lse).exp()
         wide = grad.to(weight.dtype)
         to_lse = weight * (wide * (part.detach() - out)).sum(-1)
@@ -44,18 +45,26 @@ class FlexBackend:
     name = "flex"
 
     def supports(
-        self, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+        self,
+        kernel: Kernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        options: ScoreOptions,
     ) -> str | None:
         """Return None for floating dtypes on CUDA, else the reason."""
         if device.type != "cuda":
             return f"it has no backward on {device.type}"
-        return None if dtype.is_floating_point else f"it takes floating dtypes, not {dtype}"
+        if not dtype.is_floating_point:
+            return f"it takes floating dtypes, not {dtype}"
+        return options.lack("scale", "softcap")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        return _flex(q, k, v, causal, scale)
+        return _flex(q, k, v, causal, options)
 
     def backward(
         self,
@@ -67,25 +76,35 @@ class FlexBackend:
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's share of dq, dk, dv."""
-        return recomputed_gradients(_flex, grad, q, k, v, out, lse, causal, scale)
+        return recomputed_gradients(_flex, grad, q, k, v, out, lse, causal, options)
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     # Imported where it is called: it loads much that nothing else here needs.
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     grouped, aux = q.shape[1] != k.shape[1], AuxRequest(lse=True)
-    score = _causal_score if causal else None
+    score = _score_of(causal, options.softcap)
+    scale = options.scale
     out, extra = flex_attention(q, k, v, score, scale=scale, enable_gqa=grouped, return_aux=aux)
     if extra.lse is None:
         raise RuntimeError("flex_attention returned no log-sum-exp, for which it was asked")
     return out, extra.lse
 
 
-def _causal_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.where(k <= q, score, -float("inf"))
+def _score_of(causal: bool, softcap: float | None) -> Callable[..., Tensor] | None:
+    """Return what becomes of a scaled score at its batch row, head, row and key."""
+    if not causal and softcap is None:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        return torch.where(k <= q, score, -float("inf")) if causal else score
+
+    return score_mod

@@ -1,25 +1,134 @@
 """What a plan asks of a kernel."""
 
+import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .._errors import InputError, described
 from .._ranges import Kernel
 
 GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
+
+
+class Places(NamedTuple):
+    """Where the queries and keys of a kernel's call are in the whole attention, as int64.
+
+    Attributes:
+        batch: Row of the batch of every query, ``[batch, 1, rows]``.
+        rows: Position of every query, ``[batch, 1, rows]``.
+        keys: Position of every key, ``[batch, 1, keys]``.
+        heads: Number of every query head, ``[q_heads]``.
+    """
+
+    batch: Tensor
+    rows: Tensor
+    keys: Tensor
+    heads: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropout:
+    """Weights become zero at random, the others grow so that the mean stays.
+
+    Whether a weight does depends on the seed and on where it is in the whole attention alone, so
+    that it is the same on any number of ranks.
+
+    Attributes:
+        rate: Probability that a weight becomes zero.
+        seed: Which random numbers are taken.
+        places: Where the weights of a kernel's call are; ``None`` before there is a call.
+
+    Raises:
+        InputError: The rate is no probability below 1, or the seed no int that 63 bits hold.
+    """
+
+    rate: float
+    seed: int
+    places: Places | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_finite(self.rate) or not 0 <= self.rate < 1:
+            raise InputError(
+                f"dropout_p={described(self.rate)} is no probability below 1; pass a float of at "
+                f"least 0.0 and less than 1.0"
+            )
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise InputError(
+                f"dropout_p={self.rate} needs a seed that all ranks share, got dropout_seed="
+                f"{described(self.seed)}; pass an int from 0 to 2**63 - 1, another one for every "
+                f"layer and step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """How the scores of queries and keys become weights.
+
+    Attributes:
+        scale: Factor of the products of queries and keys; ``None`` means ``head_size ** -0.5``,
+            with the head size of queries and keys.
+        softcap: Bound of the scaled scores: ``softcap * tanh(scores / softcap)``; ``None`` means
+            no bound.
+        dropout: Which weights become zero; ``None`` means none.
+
+    Raises:
+        InputError: A value is no number of its kind.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: Dropout | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not _is_finite(self.scale):
+            raise InputError(
+                f"scale={described(self.scale)} is no finite number, and no gradient goes to it; "
+                f"pass a float, or None for head_size ** -0.5"
+            )
+        if self.softcap is not None and not (_is_finite(self.softcap) and self.softcap > 0):
+            raise InputError(
+                f"softcap={described(self.softcap)} is no finite number above 0; pass a float, or "
+                f"None for scores without a bound"
+            )
+
+    def scale_of(self, head_size: int) -> float:
+        """Return the factor for queries and keys of this head size."""
+        return 1 / math.sqrt(max(head_size, 1)) if self.scale is None else self.scale
+
+    def at(self, places: Places) -> "ScoreOptions":
+        """Return the options for the weights at ``places``."""
+        if self.dropout is None:
+            return self
+        return replace(self, dropout=replace(self.dropout, places=places))
+
+    def lack(self, *known: str) -> str | None:
+        """Return why a kernel that has only the ``known`` options cannot serve, or None.
+
+        Options that a later version adds are refused by a kernel that does not list them.
+        """
+        for name in self.__slots__:
+            if name not in known and getattr(self, name) is not None:
+                return f"it has no {name}, got {getattr(self, name)!r}"
+        return None
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 @runtime_checkable
 class AttentionBackend(Protocol):
     """One block of attention, forward and backward: ``full``, or a ``causal`` square.
 
-    Shapes: q ``[batch, q_heads, rows, head_size]``, k and v ``[batch, kv_heads, keys, head_size]``
-    with ``q_heads`` a multiple of ``kv_heads``, lse ``[batch, q_heads, rows]`` in natural
-    logarithms and in the accumulator's dtype. Tensors may be views; the last dim is dense.
-    ``causal`` blocks are square. No batch has more than 65,535 rows. ``scale=None`` means
-    ``head_size ** -0.5``.
+    Shapes: q ``[batch, q_heads, rows, head_size]``, k ``[batch, kv_heads, keys, head_size]``, v
+    ``[batch, kv_heads, keys, value_size]`` with ``q_heads`` a multiple of ``kv_heads``, out
+    ``[batch, q_heads, rows, value_size]``, lse ``[batch, q_heads, rows]`` in natural logarithms and
+    in the accumulator's dtype. Tensors may be views; the last dim is dense. ``causal`` blocks are
+    square. No batch has more than 65,535 rows.
     """
 
     @property
@@ -28,18 +137,25 @@ class AttentionBackend(Protocol):
         ...
 
     def supports(
-        self, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+        self,
+        kernel: Kernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        options: ScoreOptions,
     ) -> str | None:
         """Return why blocks of this kind cannot be computed, or None where they can.
 
-        The answer must not depend on the rank: a plan is refused on all of them or on none.
+        ``options.lack("scale")`` is the reason for a kernel that knows of ``scale`` alone. The
+        answer must not depend on the rank: a plan is refused on all of them or on none.
         """
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
-        """Return the output, shaped like q, and the log-sum-exp; both new tensors."""
+        """Return the output and the log-sum-exp; both new tensors."""
         ...
 
     def backward(
@@ -52,7 +168,7 @@ class AttentionBackend(Protocol):
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's share of dq, dk, dv.
 
@@ -79,9 +195,9 @@ class PackedBackend(AttentionBackend, Protocol):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output, shaped like q, and the log-sum-exp; both new tensors."""
+        """Return the output and the log-sum-exp; both new tensors."""
         ...
 
     def backward_packed(
@@ -96,7 +212,7 @@ class PackedBackend(AttentionBackend, Protocol):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the blocks' shares of dq, dk, dv; ``out`` and ``lse`` are over all keys."""
         ...

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._ranges import Kernel
@@ -19,6 +20,7 @@ from .._torch import (
     flash_cuda,
     flash_cuda_backward,
 )
+from ._interface import ScoreOptions
 
 Capability = tuple[int, int]
 
@@ -74,7 +76,8 @@ class Kernels:
 
     A row of a head must be a multiple of ``alignment`` bytes, and no longer than ``longest`` of
     elements. They are compiled for compute capabilities from ``since`` on, for some dtypes later;
-    on those of ``narrow`` (first and last) the backward has no head sizes from 193 to 224.
+    on those of ``narrow`` (first and last) the backward has no head sizes from 193 to 224. Without
+    ``two_sizes``, values of another head size than queries and keys are padded to one size.
     """
 
     forward: Forward
@@ -85,11 +88,26 @@ class Kernels:
     since: Capability = (0, 0)
     dtypes_since: Mapping[torch.dtype, Capability] = field(default_factory=dict)
     narrow: tuple[tuple[Capability, Capability], ...] = ()
+    two_sizes: bool = False
 
     def lack(
-        self, dtype: torch.dtype, head_size: int, capability: Capability | None = None
+        self,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        capability: Capability | None = None,
     ) -> str | None:
         """Return why such heads cannot be computed, or None; unknown capabilities have all."""
+        if head_size == value_size:
+            return self._lack_of_size(dtype, head_size, capability)
+        if not self.two_sizes:
+            return self._lack_of_size(dtype, max(head_size, value_size), capability)
+        lacks = (self._lack_of_size(dtype, x, capability) for x in (head_size, value_size))
+        return next(filter(None, lacks), None)
+
+    def _lack_of_size(
+        self, dtype: torch.dtype, head_size: int, capability: Capability | None
+    ) -> str | None:
         if dtype not in self.dtypes:
             return f"its kernels there take {', '.join(map(str, self.dtypes))}, not {dtype}"
         step = max(1, self.alignment // dtype.itemsize)
@@ -131,19 +149,34 @@ class FusedBackend:
     kernels: Mapping[str, Kernels]
 
     def supports(
-        self, kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int
+        self,
+        kernel: Kernel,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        options: ScoreOptions,
     ) -> str | None:
         """Return None for what the device's kernels take, else the reason."""
         if device.type not in self.kernels:
             known = " and ".join(self.kernels)
             return f"it has kernels with log-sum-exp for {known}, not for {device.type}"
-        return self.kernels[device.type].lack(dtype, head_size, hardware_of(device).capability)
+        capability = hardware_of(device).capability
+        lack = self.kernels[device.type].lack(dtype, head_size, value_size, capability)
+        return lack or options.lack("scale")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        return self.kernels[q.device.type].forward(q, k, v, causal, scale)
+        kernels = self.kernels[q.device.type]
+        size, value_size = q.shape[3], v.shape[3]
+        if size == value_size or kernels.two_sizes:
+            return kernels.forward(q, k, v, causal, options.scale)
+        wide = max(size, value_size)
+        q, k, v = (pad_heads(x, wide) for x in (q, k, v))
+        out, lse = kernels.forward(q, k, v, causal, options.scale_of(size))
+        return cut_heads(out, value_size), lse
 
     def backward(
         self,
@@ -155,11 +188,28 @@ class FusedBackend:
         lse: Tensor,
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's share of dq, dk, dv."""
-        finished = Finished(grad, q, k, v, out, lse, causal, scale)
-        return self.kernels[q.device.type].backward(finished)
+        kernels = self.kernels[q.device.type]
+        size, value_size = q.shape[3], v.shape[3]
+        if size == value_size or kernels.two_sizes:
+            return kernels.backward(Finished(grad, q, k, v, out, lse, causal, options.scale))
+        wide = max(size, value_size)
+        grad, q, k, v, out = (pad_heads(x, wide) for x in (grad, q, k, v, out))
+        scale = options.scale_of(size)
+        dq, dk, dv = kernels.backward(Finished(grad, q, k, v, out, lse, causal, scale))
+        return cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
+
+
+def pad_heads(x: Tensor, size: int) -> Tensor:
+    """Return heads of a greater size; the zeros add nothing to scores, and give outputs of zero."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
+def cut_heads(x: Tensor, size: int) -> Tensor:
+    """Return the heads that were padded, without memory of what is left out."""
+    return x if x.shape[-1] == size else x.narrow_copy(-1, 0, size)
 
 
 def _dotted(capability: Capability) -> str:
@@ -200,6 +250,7 @@ EFFICIENT = FusedBackend(
             dtypes=(torch.float32, *HALVES),
             alignment=16,
             since=(5, 0),
+            two_sizes=True,
             dtypes_since={torch.bfloat16: _AMPERE},
         )
     },

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .._torch import Finished, varlen_cuda, varlen_cuda_backward
-from ._interface import GRID
-from ._sdpa import SDPA, FusedBackend
+from ._interface import GRID, ScoreOptions
+from ._sdpa import SDPA, FusedBackend, cut_heads, pad_heads
 
 
 class VarlenBackend(FusedBackend):
@@ -28,17 +28,23 @@ class VarlenBackend(FusedBackend):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        batch, q, k, v = q.shape[0], _flat(q), _flat(k), _flat(v)
+        size, value_size = q.shape[3], v.shape[3]
+        wide, scale = max(size, value_size), options.scale
+        if size != value_size:
+            scale = options.scale_of(size)
+        batch, q, k, v = q.shape[0], *(_flat(pad_heads(x, wide)) for x in (q, k, v))
         done = []
         for stretches in _launches(rows, keys, batch):
             edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
             part = stretches.of_rows(q), stretches.of_keys(k), stretches.of_keys(v)
             done.append(varlen_cuda(*part, edges, stretches.longest, causal, scale))
         out, lse = _joined((part for part, _ in done), 0), _joined((part for _, part in done), 1)
-        return _unflat(out, batch), lse.view(lse.shape[0], batch, -1).transpose(0, 1)
+        return _unflat(cut_heads(out, value_size), batch), lse.view(
+            lse.shape[0], batch, -1
+        ).transpose(0, 1)
 
     def backward_packed(
         self,
@@ -52,10 +58,15 @@ class VarlenBackend(FusedBackend):
         keys: Sequence[int],
         *,
         causal: bool,
-        scale: float | None,
+        options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the blocks' shares of dq, dk, dv."""
-        batch, grad, q, k, v, out = q.shape[0], *map(_flat, (grad, q, k, v, out))
+        size, value_size = q.shape[3], v.shape[3]
+        wide, scale = max(size, value_size), options.scale
+        if size != value_size:
+            scale = options.scale_of(size)
+        padded = (_flat(pad_heads(x, wide)) for x in (grad, q, k, v, out))
+        batch, grad, q, k, v, out = q.shape[0], *padded
         lse = lse.transpose(0, 1).flatten(1).contiguous()
         done = []
         for stretches in _launches(rows, keys, batch):
@@ -65,6 +76,7 @@ class VarlenBackend(FusedBackend):
             finished = Finished(*part, causal, scale)
             done.append(varlen_cuda_backward(finished, edges, stretches.longest))
         dq, dk, dv = (_joined(parts, 0) for parts in zip(*done, strict=True))
+        dq, dk, dv = cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
         return _unflat(dq, batch), _unflat(dk, batch), _unflat(dv, batch)
 
 

@@ -1,0 +1,611 @@
+"""Context parallelism for models of Hugging Face transformers: `context_parallel`, `shard_batch`.
+
+The attention goes through that library's registry of attention functions. What a call needs, as the
+mesh, lies on the attention modules of one model, so that models with other meshes may live beside
+it. The library is imported when a function is called.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hp_dtensor import AxisMesh, Collectives, TorchCollectives
+
+from ._attention import context_parallel_attention
+from ._errors import InputError, described
+from ._layouts import (
+    Contiguous,
+    Layout,
+    Pinned,
+    check_layout,
+    check_size,
+    checked_chunks,
+    lengths_of,
+)
+from ._masks import MaskSpec, check_mask
+from ._mesh import place_of, seats_of
+from ._routes import Schedule, check_schedule
+from ._sequence import IGNORED, check_local, position_ids, shard_sequence, shift_labels
+from .kernels._choose import check_backend_name
+from .kernels._interface import AttentionBackend
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_NAME = __name__  # in the library's registries of attention functions and of masks
+_ATTRIBUTE = "_context_parallel"  # of attention modules
+_ATTENDED = ("full_attention", "sliding_attention")  # layer types whose attention is known here
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Arguments of attention functions that say more about who sees whom, or what is returned.
+_REFUSED = (
+    *_FLASH,
+    "block_indices",
+    "cache",
+    "head_mask",
+    "indices",
+    "output_attentions",
+    "position_bias",
+    "sinks",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceShard:
+    """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
+
+    ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
+    ``dropout_seed``: which of the attention weights become zero where a model has dropout.
+    """
+
+    layout: Layout
+    mask: MaskSpec
+    seq_len: int
+    padded: bool = False
+    dropout_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerMask:
+    """What a model asked of the library's mask of a layer; travels in the place of that mask."""
+
+    causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What lies on an attention module: its model's settings, and its number in the model."""
+
+    settings: "_Settings"
+    index: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Settings:
+    """The arguments of `context_parallel`, and the shard that the forward under way was given."""
+
+    mesh: AxisMesh
+    layout: Layout
+    ulysses_degree: int
+    schedule: Schedule
+    backend: str | AttentionBackend
+    collectives: Collectives
+    seq_len: int | None
+    expected: SequenceShard | None = None  # only compared: a recomputation runs after the forward
+
+    def __deepcopy__(self, memo: object) -> "_Settings":
+        """Return the settings themselves: a mesh is not copied with a model."""
+        return self
+
+
+def context_parallel(
+    model: Model,
+    mesh: AxisMesh,
+    *,
+    layout: Layout | None = None,
+    ulysses_degree: int = 1,
+    schedule: Schedule = "direct",
+    backend: str | AttentionBackend = "auto",
+    collectives: Collectives | None = None,
+    seq_len: int | None = None,
+) -> Model:
+    """Let the attention of a transformers model span the ranks of ``mesh``; return the model.
+
+    Every attention module that reads the library's attention registry calls
+    `context_parallel_attention` with these arguments. Causality, windows, sinks, soft caps and
+    scales are those of the model's layers. The config's attention implementation is set for the
+    text config of this model, which models made of the same config object share: such a model
+    raises `InputError` until it is given to this function too. Call the model with what
+    `shard_batch` returns. A rank's gradients are those of its share of the loss: sum them over the
+    mesh, do not average (hp-fsdp: ``gradient_reduction="sum"``). Communicates nothing.
+
+    Args:
+        model: A ``PreTrainedModel``, changed in place.
+        mesh: The ranks that share a sequence, as for `context_parallel_attention`.
+        layout: That of `shard_batch`. None means `Contiguous`.
+        ulysses_degree: As for `context_parallel_attention`.
+        schedule: As for `context_parallel_attention`.
+        backend: As for `context_parallel_attention`.
+        collectives: As for `context_parallel_attention`.
+        seq_len: The length of all sequences. None takes that of `shard_batch`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        InputError: ``model`` is none of the library, was given before, reads no attention registry,
+            or mixes rows in other ways than by attention (convolutions, recurrences, encoders with
+            cross attention). When called: caches, returned attention weights, padding that is seen,
+            dropout of attention weights without a seed, masks that are neither full, causal,
+            windowed nor of packed documents, labels without `shard_batch`, and auxiliary losses of
+            routers, which are means over one rank's tokens. Before any communication, on every rank
+            together where all are called alike.
+        DegreeError: As from `context_parallel_attention`.
+        LayoutError: As from `context_parallel_attention`.
+        BackendError: As from `context_parallel_attention`.
+
+    Example:
+        >>> model = context_parallel(model, mesh["cp"], layout=Zigzag())
+        >>> loss = model(**shard_batch(batch, mesh["cp"], Zigzag())).loss
+    """
+    library = import_module("transformers")
+    collectives = TorchCollectives() if collectives is None else collectives
+    layout = Contiguous() if layout is None else layout
+    check_layout(layout)
+    check_schedule(schedule)
+    check_backend_name(backend)
+    if seq_len is not None:
+        check_size(1, seq_len)
+    seats_of(mesh, ulysses_degree, collectives)
+    if not isinstance(model, library.PreTrainedModel):
+        raise InputError(
+            f"model must be a PreTrainedModel of transformers, got {described(model)}; give the "
+            f"model inside a wrapper, and for others use ContextParallel"
+        )
+    config = model.config.get_text_config()
+    _check_mixing(model, config)
+    modules = [x for x in model.modules() if _reads_registry(x) and _config_of(x, config) is config]
+    if not modules:
+        raise InputError(
+            f"no module of {type(model).__name__} takes its attention from the registry of "
+            f"transformers; call context_parallel_attention in the model's own attention"
+        )
+    if any(hasattr(module, _ATTRIBUTE) for module in modules):
+        raise InputError(
+            f"this {type(model).__name__} was given to context_parallel before; make a new model "
+            f"for other options"
+        )
+    settings = _Settings(
+        mesh=mesh,
+        layout=layout,
+        ulysses_degree=ulysses_degree,
+        schedule=schedule,
+        backend=backend,
+        collectives=collectives,
+        seq_len=seq_len,
+    )
+    library.AttentionInterface.register(_NAME, _attention)
+    library.AttentionMaskInterface.register(_NAME, _mask)
+    config._attn_implementation = _NAME
+    for index, module in enumerate(modules):
+        setattr(module, _ATTRIBUTE, _Place(settings=settings, index=index))
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs = _checked_call(module, kwargs)
+        settings.expected = kwargs.get("sequence_shard")
+        return args, kwargs
+
+    def after(*_: object) -> None:
+        settings.expected = None
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)
+    return model
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    mesh: AxisMesh,
+    layout: Layout | None = None,
+    *,
+    mask: MaskSpec | None = None,
+    dropout_seed: int | None = None,
+) -> dict[str, Any]:
+    """Return this rank's part of a batch, as arguments of a model given to `context_parallel`.
+
+    ``batch`` holds the whole sequences, the same on every rank. Tensors are cut along the sequence:
+    ``input_ids``, ``inputs_embeds``, ``position_ids``, ``labels``, and others that are
+    ``[batch, sequence]``. Where the batch has none, ``position_ids`` are made, which count from
+    each document's start, and with ``labels``, of which those of the next token are cut as
+    ``shift_labels``, ``num_items_in_batch``: the number of labels that count, of all ranks. The
+    model's loss is then this rank's share of the mean: shares sum to the mean of the whole batch.
+    Where data-parallel ranks or micro-batches share one mean, give their number of labels as
+    ``num_items_in_batch``. Communicates nothing.
+
+    Args:
+        batch: A mapping with ``input_ids`` or ``inputs_embeds``.
+        mesh: That of `context_parallel`.
+        layout: That of `context_parallel`; one that follows the mask follows ``mask``, in all
+            layers, whatever their own masks.
+        mask: Packed documents, as ``cu_seqlens``, for all rows of the batch. None means those at
+            which ``position_ids`` or ``cu_seq_lens_q`` of the batch start anew, as from
+            ``DataCollatorWithFlattening``, else none. Causality and windows are the layers' own.
+        dropout_seed: For models with dropout of attention weights in training: an int that ranks
+            of one sequence share, another one for every step and batch. The same weights become
+            zero on any number of ranks.
+
+    Returns:
+        A new dictionary, with ``sequence_shard``, which tells the attention how the sequence lies.
+
+    Raises:
+        InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
+            ``attention_mask`` with zeros before ones, or whose padding has labels, rows with
+            different documents, fewer tokens than ranks, a seed that is no int of at least 0,
+            DTensors.
+        LayoutError: As from `shard_sequence`.
+    """
+    n, _ = place_of(mesh)
+    layout = Contiguous() if layout is None else layout
+    rest = dict(_checked_mapping(batch))
+    rows, seq_len = _size_of(rest)
+    if dropout_seed is not None and (type(dropout_seed) is not int or dropout_seed < 0):
+        raise InputError(f"dropout_seed={described(dropout_seed)} is no int of at least 0")
+    mask = _mask_of(rest, seq_len, mask)
+    pinned = Pinned(layout, mask)
+    lengths = lengths_of(checked_chunks(pinned, n, seq_len, mask))
+    if min(lengths) < 1:
+        raise InputError(
+            f"{layout!r} gives {n} ranks {list(lengths)} of {seq_len} tokens, and a model needs at "
+            f"least one; pad the sequence, or use fewer ranks"
+        )
+    padding = _padding_of(rest.pop("attention_mask", None), rows, seq_len)
+    if (labels := rest.get("labels")) is not None:
+        _check_rows("labels", labels, rows, seq_len)
+        targets = rest.setdefault("shift_labels", shift_labels(labels, mask))
+        _check_rows("shift_labels", targets, rows, seq_len)
+        counted = targets != IGNORED
+        if padding is not None and bool((counted & padding.to(counted.device)).any()):
+            raise InputError(
+                f"padding has labels, whose loss would be another than without; make labels "
+                f"{IGNORED} where the attention_mask is 0"
+            )
+        rest.setdefault("num_items_in_batch", counted.sum().clamp_(min=1))
+    dims = {key: _dim_of(key, value, rows, seq_len) for key, value in rest.items()}
+    cut = {key: rest[key] for key, dim in dims.items() if dim is not None}
+    found = shard_sequence(cut, mesh, pinned, {key: dims[key] for key in cut}, mask)
+    if rest.get("position_ids") is None:
+        device = next(iter(cut.values())).device
+        found["position_ids"] = position_ids(mesh, pinned, seq_len, mask, device=device)[None]
+    shard = SequenceShard(
+        layout=layout,
+        mask=mask,
+        seq_len=seq_len,
+        padded=padding is not None,
+        dropout_seed=dropout_seed,
+    )
+    return {**rest, **found, "sequence_shard": shard}
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sequence_shard: SequenceShard | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as the library calls its attention functions: ``[batch, heads, rows, size]``."""
+    place = getattr(module, _ATTRIBUTE, None)
+    if not isinstance(place, _Place):
+        raise InputError(
+            f"this {type(module).__name__} belongs to no model given to context_parallel, but "
+            f"shares its config; make it with a config of its own"
+        )
+    settings = place.settings
+    if settings.expected is not None and settings.expected != sequence_shard:
+        raise InputError(
+            f"{type(module).__name__} was called without the sequence_shard that its model was "
+            f"called with: the model does not hand keyword arguments on to its attention"
+        )
+    if given := [name for name in _REFUSED if _is_given(others.get(name))]:
+        raise InputError(
+            f"{type(module).__name__} gives its attention {', '.join(given)}, which is not "
+            f"supported over ranks; packed documents are the mask of shard_batch"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise InputError(
+            f"{query.shape[2]} queries and {key.shape[2]} keys are from cross attention or a "
+            f"cache, which are not supported over ranks; call the model with use_cache=False"
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    layer = _layer_mask(module, attention_mask, causal, sliding_window)
+    shard = _shard_of(settings, sequence_shard)
+    if shard is not None and shard.padded and not layer.causal:
+        raise InputError(
+            f"{type(module).__name__} is not causal and sees padding; leave out the padding, or "
+            f"pack the sequences as documents of one row"
+        )
+    cut = MaskSpec(causal=True) if shard is None else shard.mask
+    out = context_parallel_attention(
+        query,
+        key,
+        value,
+        settings.mesh,
+        mask=MaskSpec(causal=layer.causal, window=layer.window, cu_seqlens=cut.cu_seqlens),
+        layout=Pinned(settings.layout, cut),
+        ulysses_degree=settings.ulysses_degree,
+        schedule=settings.schedule,
+        backend=settings.backend,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout_p=dropout,
+        dropout_seed=_seed_of(place, shard, dropout),
+        seq_len=settings.seq_len if shard is None else shard.seq_len,
+        collectives=settings.collectives,
+    )
+    return out.transpose(1, 2), None
+
+
+def _mask(
+    *args: object,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **others: Any,
+) -> _LayerMask:
+    """Return what the library's function for a layer's mask was asked for; makes no dense mask.
+
+    Functions of indices are refused: of the library's own, those of blocks that see their own later
+    rows, and of a model, all. Documents, which the library finds in position ids, are looked for by
+    `shard_batch`: local position ids start anew at a cut too.
+    """
+    if use_vmap or mask_function.__qualname__.startswith("or_masks."):
+        raise InputError(
+            "this model masks by a function of its own, as for images or bidirectional parts, "
+            "which is not supported over ranks"
+        )
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError(
+            "the attention_mask has zeros; give it to shard_batch, which takes padding at the end "
+            "of rows, or pack the sequences as documents of one row"
+        )
+    causal = "allow_is_bidirectional_skip" not in others
+    return _LayerMask(causal=causal, window=local_size)
+
+
+def _layer_mask(
+    module: nn.Module, given: object, causal: bool, sliding_window: int | None
+) -> _LayerMask:
+    """Return the mask of one layer: what the model's mask and the call say, which must agree."""
+    if given is None:
+        return _LayerMask(causal=causal, window=sliding_window)
+    if not isinstance(given, _LayerMask):
+        raise InputError(
+            f"{type(module).__name__} was given a dense mask, {described(given)}, which is not "
+            f"supported over ranks; use causal masks, windows and packed documents"
+        )
+    if given.causal != causal:
+        raise InputError(
+            f"{type(module).__name__} calls its attention with is_causal={causal} and a mask of "
+            f"causal={given.causal}; give the model one of the two"
+        )
+    if given.window != sliding_window:
+        raise InputError(
+            f"{type(module).__name__} calls its attention with sliding_window={sliding_window} and "
+            f"a mask of {given.window} local positions; chunks and other local masks are not "
+            f"supported over ranks"
+        )
+    if given.window is not None and not given.causal:
+        raise InputError(
+            f"{type(module).__name__} has a window over both sides, which is not supported over "
+            f"ranks; its reach differs between attention functions of transformers"
+        )
+    return given
+
+
+def _seed_of(place: _Place, shard: SequenceShard | None, dropout: float) -> int | None:
+    """Return the seed of one layer's dropout: no two layers or seeds below 2**43 have one."""
+    if dropout == 0.0:
+        return None
+    if shard is None or shard.dropout_seed is None:
+        raise InputError(
+            f"the model has attention dropout {dropout} in training, for which all ranks need one "
+            f"seed; give shard_batch a dropout_seed, as the number of the step, or set the "
+            f"config's attention dropout to 0"
+        )
+    return (shard.dropout_seed * 2**20 + place.index) % 2**63
+
+
+def _shard_of(settings: _Settings, shard: SequenceShard | None) -> SequenceShard | None:
+    if shard is None:
+        return None
+    if shard.layout != settings.layout:
+        raise InputError(
+            f"shard_batch cut the sequence by {shard.layout!r}, but context_parallel was given "
+            f"{settings.layout!r}; give both the same layout"
+        )
+    if settings.seq_len not in (None, shard.seq_len):
+        raise InputError(
+            f"shard_batch cut {shard.seq_len} tokens, but context_parallel was given "
+            f"seq_len={settings.seq_len}; leave it out where lengths differ"
+        )
+    return shard
+
+
+def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model's call without a cache, or raise for what is unsupported."""
+    config: Any = model.config
+    text = config.get_text_config()
+    for name in ("output_attentions", "use_cache", "past_key_values"):
+        asked = kwargs.get(name)
+        if name == "output_attentions" and asked is None:
+            asked = config.output_attentions or text.output_attentions
+        if asked is not None and asked is not False:
+            raise InputError(
+                f"{name} is not supported over ranks, which hold parts of a sequence; leave it out"
+            )
+    forward = inspect.unwrap(type(model).forward)
+    if kwargs.get("labels") is not None:
+        _check_loss(model, forward, kwargs)
+        routed = kwargs.get("output_router_logits")
+        if getattr(text, "output_router_logits", False) if routed is None else routed:
+            raise InputError(
+                "output_router_logits adds an auxiliary loss to the loss, of one rank's tokens: "
+                "ranks' shares would not sum to that of the batch; set it to False"
+            )
+    if "use_cache" in inspect.signature(forward).parameters:
+        return {**kwargs, "use_cache": False}
+    return kwargs
+
+
+def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `InputError` unless the loss of a model is this rank's share of the mean."""
+    needed = ("shift_labels", "num_items_in_batch")
+    if any(kwargs.get(name) is None for name in needed):
+        raise InputError(
+            "labels need shift_labels and num_items_in_batch, as the label after a rank's last row "
+            "is another rank's; cut the batch with shard_batch"
+        )
+    taken = "loss_function" in forward.__code__.co_names
+    loss: Any = model.loss_function
+    if not taken or not {*needed} <= inspect.signature(loss).parameters.keys():
+        raise InputError(
+            f"the loss of {type(model).__name__} takes no {' and '.join(needed)}; call it without "
+            f"labels, and use cp_loss"
+        )
+
+
+def _check_mixing(model: nn.Module, config: Any) -> None:
+    """Raise `InputError` for models in which rows meet elsewhere than in self-attention."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    found = sorted(kinds.difference(_ATTENDED))
+    stateful = any(getattr(x, "_is_stateful", False) for x in model.modules())
+    found += ["recurrent layers"] if stateful else []
+    found += ["an encoder"] if model.config.is_encoder_decoder else []  # type: ignore[union-attr]
+    convolutions = (nn.Conv1d, nn.ConvTranspose1d)
+    found += ["convolutions"] if any(isinstance(x, convolutions) for x in model.modules()) else []
+    if found:
+        raise InputError(
+            f"{type(model).__name__} has {', '.join(found)}, which mix the rows of a sequence "
+            f"beside {' and '.join(_ATTENDED)}; each rank would mix its own rows only"
+        )
+
+
+def _reads_registry(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _config_of(module: nn.Module, default: Any) -> Any:
+    """Return the config by which a module of the library looks up its attention."""
+    return getattr(module, "config", default)
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def _checked_mapping(batch: object) -> Mapping[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"batch must be a mapping of a model's arguments, got {described(batch)}; use "
+            f"dict(input_ids=..., labels=...)"
+        )
+    return batch
+
+
+def _size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of rows and of tokens."""
+    given = [key for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None]
+    if len(given) != 1:
+        raise InputError(f"a batch has input_ids or inputs_embeds, got {given or sorted(batch)}")
+    x, dims = batch[given[0]], 2 if given == ["input_ids"] else 3
+    check_local(given[0], x)
+    if not isinstance(x, Tensor) or x.ndim != dims:
+        shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else described(x)
+        raise InputError(
+            f"{given[0]} must be a tensor of {dims} dims, batch and sequence first, got {shape}"
+        )
+    return x.shape[0], x.shape[1]
+
+
+def _check_rows(name: str, x: object, rows: int, seq_len: int) -> None:
+    if not isinstance(x, Tensor) or tuple(x.shape) != (rows, seq_len):
+        shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else described(x)
+        raise InputError(f"{name} must be a tensor [{rows}, {seq_len}] as the inputs, got {shape}")
+
+
+def _mask_of(batch: dict[str, Any], seq_len: int, mask: MaskSpec | None) -> MaskSpec:
+    """Return the mask that was given, or that of the documents in a batch; drop flash's lengths."""
+    ends, *_ = [batch.pop(key, None) for key in _FLASH]
+    if mask is not None:
+        check_mask(mask)
+        return mask
+    if ends is not None:
+        return MaskSpec(causal=True, cu_seqlens=tuple(torch.as_tensor(ends).tolist()))
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] != seq_len:
+        return MaskSpec(causal=True)
+    anew = positions.diff(dim=1) != 1
+    if not bool(anew.any()):
+        return MaskSpec(causal=True)
+    if not bool((anew == anew[:1]).all()):
+        raise InputError(
+            "position_ids start anew at other tokens in other rows of the batch; pack the rows "
+            "into one, one behind the other, or give shard_batch the mask"
+        )
+    starts = (anew[0].nonzero()[:, 0] + 1).tolist()
+    return MaskSpec(causal=True, cu_seqlens=(0, *starts, seq_len))
+
+
+def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:
+    """Return which tokens are padding, at the end of rows; None where there is none."""
+    if given is None:
+        return None
+    _check_rows("attention_mask", given, rows, seq_len)
+    seen = torch.as_tensor(given).bool()
+    if bool(seen.all()):
+        return None
+    if bool((seen[:, 1:] & ~seen[:, :-1]).any()):
+        raise InputError(
+            "the attention_mask has zeros before ones; pad rows at their end, or pack the "
+            "sequences as documents of one row"
+        )
+    return ~seen
+
+
+def _dim_of(key: str, value: Any, rows: int, seq_len: int) -> int | None:
+    """Return the dim along which a value of a batch is cut, None where it is handed on."""
+    if not isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)):
+            raise InputError(f"{key} is {described(value)}; make it a tensor, [batch, sequence]")
+        return None
+    check_local(key, value)
+    if key == "inputs_embeds":
+        return 1
+    if key == "position_ids" and value.ndim and value.shape[-1] == seq_len:
+        return value.ndim - 1
+    if tuple(value.shape) == (rows, seq_len):
+        return 1
+    if value.ndim == 0:
+        return None
+    raise InputError(
+        f"{key} of shape {tuple(value.shape)} is not [{rows}, {seq_len}], so that it is not known "
+        f"how it lies along the sequence; leave it out, or cut it with shard_sequence afterwards"
+    )
+
+
+__all__ = ["SequenceShard", "context_parallel", "shard_batch"]
