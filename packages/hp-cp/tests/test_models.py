@@ -581,3 +581,29 @@ def test_a_softcap_that_the_modules_own_forward_would_not_use_is_refused() -> No
         style.apply(Core(), mesh)
     with pytest.raises(InputError, match="softcap=0 is no finite number above 0"):
         ContextParallel(seq_dim=2, head_dim=1, softcap=0)
+
+
+class InPlace(Core):
+    """A core attention that changes what it gets."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True) -> Tensor:
+        """Return the attention of twice each of q, k and v."""
+        return super().forward(q.mul_(2), k.mul_(2), v.mul_(2), is_causal=is_causal)
+
+
+def test_a_modules_own_forward_may_change_values_of_another_size_in_place() -> None:
+    case = Case(2, 1, (4, 2), (8, 6), CAUSAL, 12, Contiguous(), options={"scale": 4 * 8**-0.5})
+    right, _, *gradients = defined(case)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        style = ContextParallel(seq_dim=2, head_dim=1, collectives=door)
+        core = style.apply(InPlace(), door.mesh((2,), ("cp",)))
+        q, k, v, grad = (x.chunk(2, 2)[rank].clone() for x in case.tensors().values())
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = core(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    for i, (out, *found) in enumerate(SimulatedWorld(2).run(rank)):
+        torch.testing.assert_close(out, 2 * right.chunk(2, 2)[i], rtol=0, atol=1e-12)
+        for mine, whole in zip(found, gradients, strict=True):
+            torch.testing.assert_close(mine, 2 * whole.chunk(2, 2)[i], rtol=0, atol=1e-12)

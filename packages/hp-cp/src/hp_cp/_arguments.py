@@ -264,8 +264,8 @@ def check_options(call: Call) -> None:
         )
     if call.option("dropout_p"):
         raise InputError(
-            f"dropout_p={call.option('dropout_p')} is not supported under context parallelism; "
-            f"use dropout_p=0.0"
+            f"dropout_p={call.option('dropout_p')} is not supported by the style, whose call has "
+            f"no seed; use dropout_p=0.0, or call context_parallel_attention with dropout_seed"
         )
 
 

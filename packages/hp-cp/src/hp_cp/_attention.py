@@ -159,8 +159,9 @@ def context_parallel_attention(
     blocks and bytes. The first call on a group, on other devices than a CPU, exchanges one element
     between all of its ranks before the rest. The same inputs give the same bits every time where
     the kernels do so (on CUDA some need ``torch.use_deterministic_algorithms``), and Ulysses on all
-    ranks those of one process (but for the gradients of kv heads that several ranks read, and for
-    windows where several threads of a CPU process split the merge of many rows).
+    ranks those of one process with the same fused kernel (but for the gradients of kv heads that
+    several ranks read, and for windows where several threads of a CPU process split the merge of
+    many rows).
 
     Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A

@@ -162,28 +162,36 @@ def _launched(
     block: Block,
     kernel: BlockKernel,
 ) -> tuple[Tensor, ...]:
-    """Return what ``launch`` makes of a block, whose tiles are further rows of the batch."""
+    """Return what ``launch`` makes of a block, whose tiles are further rows of the batch.
+
+    Of all these rows at once, or of as many as a grid has places.
+    """
     tiled = [_tiled(x, block) for x in inputs]
-    if kernel.positions is None:
-        return _in_parts(launch, tiled)
-    *places, heads = kernel.positions.of(block, inputs[0])
+    if kernel.positions is not None:
+        launch, places = _placed(launch, block, kernel, kernel.positions, inputs[0])
+        tiled += places
+    if tiled[0].shape[0] <= GRID:
+        return launch(*tiled)
+    parts = zip(*(x.split(GRID) for x in tiled), strict=True)
+    done = [launch(*part) for part in parts]
+    return tuple(torch.cat(column) for column in zip(*done, strict=True))
+
+
+def _placed(
+    launch: Callable[..., tuple[Tensor, ...]],
+    block: Block,
+    kernel: BlockKernel,
+    positions: Positions,
+    like: Tensor,
+) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """Return ``launch`` of further tensors, which say where weights are, and these tensors."""
+    *places, heads = positions.of(block, like)
 
     def placed(*part: Tensor) -> tuple[Tensor, ...]:
         *tensors, batch, rows, keys = part
         return launch(*tensors, options=kernel.options.at(Places(batch, rows, keys, heads)))
 
-    return _in_parts(placed, [*tiled, *(_tiled(x, block) for x in places)])
-
-
-def _in_parts(
-    launch: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Return what ``launch`` makes of all batch rows, of as many at once as a grid has places."""
-    if inputs[0].shape[0] <= GRID:
-        return launch(*inputs)
-    parts = zip(*(x.split(GRID) for x in inputs), strict=True)
-    done = [launch(*part) for part in parts]
-    return tuple(torch.cat(column) for column in zip(*done, strict=True))
+    return placed, [_tiled(x, block) for x in places]
 
 
 def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[list[Block]]:

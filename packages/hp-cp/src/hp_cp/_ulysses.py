@@ -9,6 +9,7 @@ several head sizes travel in one buffer, in units of a size that all of them are
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import torch
@@ -94,7 +95,11 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         at = 0
         for x, held, unit in zip(tensors, of_rank, units, strict=True):
             stop = at + len(held) * unit
-            _heads(block[:, :, at:stop], unit)[:] = x[:, held.start : held.stop].permute(2, 0, 1, 3)
+            part = x[:, held.start : held.stop].permute(2, 0, 1, 3)
+            if unit == 1:
+                block[:, :, at:stop] = part
+            else:
+                _heads(block[:, :, at:stop], unit).copy_(part)
             at = stop
     mine, lengths = counts[exchange.peers.index], lengths_of(exchange.chunks)
     per_row = batch * step
@@ -132,7 +137,10 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
         for x, unit in zip(tensors, units, strict=True):
             end = at + x.shape[1] * unit
             part = x[:, :, start:stop].permute(2, 0, 1, 3)
-            _heads(places[i][:, :, at:end], unit)[:] = part
+            if unit == 1:
+                places[i][:, :, at:end] = part
+            else:
+                _heads(places[i][:, :, at:end], unit).copy_(part)
             at = end
         start = stop
     rows, per_row = lengths[index], batch * step
@@ -154,21 +162,18 @@ def _units(tensors: Sequence[Tensor]) -> tuple[int, list[int]]:
 
 def _counts(heads: HeadRanges, units: Sequence[int]) -> list[int]:
     """Return how many units of all tensors' heads each rank has."""
-    return [
-        sum(len(held) * unit for held, unit in zip(of_rank, units, strict=True))
-        for of_rank in zip(*heads, strict=True)
-    ]
+    return [sum(map(mul, map(len, of_rank), units)) for of_rank in zip(*heads, strict=True)]
 
 
 def _heads(x: Tensor, unit: int) -> Tensor:
     """Return a view of ``[rows, batch, heads * unit, step]`` as heads of ``unit`` steps."""
-    return x if unit == 1 else x.unflatten(2, (-1, unit)).flatten(3)
+    heads: Tensor = x.unflatten(2, (-1, unit))
+    return heads.flatten(3)
 
 
 def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int], i: int) -> Tensor:
     """Return all heads of tensor ``i`` out of what each rank sent."""
-    before = list(zip(heads[:i], units, strict=False))
-    starts = [sum(len(h[rank]) * unit for h, unit in before) for rank in range(len(blocks))]
+    starts = _counts(heads[:i], units) if i else [0] * len(blocks)
     unit = units[i]
     rows, batch, _, width = blocks[0].shape
     width *= unit
@@ -179,7 +184,8 @@ def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int],
     if not disjoint:
         out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
     for block, start, held in zip(blocks, starts, heads[i], strict=True):
-        part = _heads(block[:, :, start : start + len(held) * unit], unit).permute(1, 2, 0, 3)
+        part = block[:, :, start : start + len(held) * unit]
+        part = (part if unit == 1 else _heads(part, unit)).permute(1, 2, 0, 3)
         if disjoint:
             out[:, held.start : held.stop] = part
         else:
