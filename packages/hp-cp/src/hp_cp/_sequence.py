@@ -16,10 +16,11 @@ from ._layouts import (
     check_layout,
     checked_chunks,
     lengths_of,
+    told_length,
 )
 from ._lineage import note_anew
 from ._masks import MaskSpec, check_mask
-from ._mesh import axes_of, check_mesh, place_of
+from ._mesh import axes_of, check_equal_lengths, check_mesh, place_of
 from ._nested import check_tree, each_tensor, map_tensors, share_structure
 from ._ranges import overlaps
 from ._ulysses import sort_rows
@@ -54,8 +55,8 @@ def shard_sequence(
         return note_anew(_cut(x, chunks_of(x, dim)[rank], dim))
 
     dims = _each_dim(tree, seq_dim)
-    for x, dim in each_tensor(tree, dims):
-        chunks_of(x, checked_dim(x, dim))
+    for x, dim in _at_dims(tree, dims):
+        chunks_of(x, dim)
     return map_tensors(cut, tree, dims)
 
 
@@ -72,33 +73,27 @@ def unshard_sequence(
     """Return ``tree`` with every tensor whole along ``seq_dim``, in global order, on every rank.
 
     ``seq_dim`` is that of `shard_sequence`. ``seq_len`` is the whole length; None means that at
-    which the mask's documents end, else the local length times the number of ranks, so ranks that
-    hold unequal lengths must be given one. Differentiable: backward sums the ranks' gradients of
-    the whole tensor and keeps this rank's positions. Per tensor and axis: where lengths are equal
-    one all-gather, and backward one reduce-scatter; where they differ sends from each rank to each,
-    and backward one all-to-all. Raises, before any communication, `LayoutError` and `InputError` as
-    `shard_sequence` does, `LayoutError` where the mask's documents end elsewhere than at
-    ``seq_len``, and `InputError` for a tensor with another length than the layout gives, which is
-    seen on that rank only.
+    which the mask's documents end, else the local length times the number of ranks, which compare
+    their lengths as in `context_parallel_attention`. Differentiable: backward sums the ranks'
+    gradients of the whole tensor and keeps this rank's positions. Per tensor and axis: where
+    lengths are equal one all-gather, and backward one reduce-scatter; where they differ sends from
+    each rank to each, and backward one all-to-all. Raises, before any communication, `LayoutError`
+    and `InputError` as `shard_sequence` does, `LayoutError` where the mask's documents end
+    elsewhere than at ``seq_len``, and `InputError` for a tensor with another length than the layout
+    gives, which is seen on that rank only. Where the whole length is inferred, `InputError` for
+    lengths that differ comes on every rank after their comparison, as in
+    `context_parallel_attention`.
     """
     n, rank = place_of(mesh)
     layout = Contiguous() if layout is None else layout
     check_layout(layout)
     if mask is not None:
         check_mask(mask)
-    ends = None if mask is None else mask.cu_seqlens
-    given = ends[-1] if ends is not None and seq_len is None else seq_len
+    told = told_length(layout, mask) if seq_len is None else seq_len
 
     def chunks_of(x: Tensor, dim: int) -> Chunks:
-        length = x.shape[dim] * n if given is None else given
-        chunks = checked_chunks(layout, n, length, mask)
-        if x.shape[dim] != lengths_of(chunks)[rank]:
-            raise InputError(
-                f"dim {dim} of {tuple(x.shape)} is not what {type(layout).__name__}(n={n}, "
-                f"S={length}) gives rank {rank}, {lengths_of(chunks)[rank]}; give seq_len where "
-                f"ranks hold unequal lengths"
-            )
-        return chunks
+        length = x.shape[dim] * n if told is None else told
+        return checked_chunks(layout, n, length, mask)
 
     def whole(x: Tensor, seq_dim: int) -> Tensor:
         dim = checked_dim(x, seq_dim)
@@ -107,8 +102,18 @@ def unshard_sequence(
         return sort_rows(note_anew(gathered), chunks, dim)
 
     dims = _each_dim(tree, seq_dim)
-    for x, dim in each_tensor(tree, dims):  # all of them before the first is gathered
-        chunks_of(x, checked_dim(x, dim))
+    given = [(x, dim, chunks_of(x, dim)) for x, dim in _at_dims(tree, dims)]
+    if told is None and given:
+        door: Collectives = TorchCollectives() if collectives is None else collectives
+        lengths = tuple(x.shape[dim] for x, dim, _ in given)
+        check_equal_lengths(axes_of(mesh)[::-1], lengths, given[0][0].device, door)
+    for x, dim, chunks in given:  # all of them before the first is gathered
+        if x.shape[dim] != lengths_of(chunks)[rank]:
+            raise InputError(
+                f"dim {dim} of {tuple(x.shape)} is not what {type(layout).__name__}(n={n}, "
+                f"S={sum(lengths_of(chunks))}) gives rank {rank}, {lengths_of(chunks)[rank]}; give "
+                f"seq_len where ranks hold unequal lengths"
+            )
     return map_tensors(whole, tree, dims)
 
 
@@ -164,6 +169,11 @@ def _each_dim(tree: Any, seq_dim: Any) -> Any:
             f"same containers with an int for every leaf"
         )
     return seq_dim
+
+
+def _at_dims(tree: Any, dims: Any) -> list[tuple[Tensor, int]]:
+    """Return all tensors of ``tree`` with the dim of their sequence, from 0."""
+    return [(x, checked_dim(x, dim)) for x, dim in each_tensor(tree, dims)]
 
 
 def checked_dim(x: Tensor, seq_dim: object) -> int:

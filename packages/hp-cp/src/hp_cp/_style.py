@@ -30,6 +30,7 @@ from ._arguments import (
 from ._attention import (
     AttentionOptions,
     check_dims,
+    check_rows,
     check_tensors,
     from_batch_first,
     plan_inputs,
@@ -72,8 +73,8 @@ class ContextParallel(ParallelStyle):
     equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``; a mask
     must agree with an ``is_causal`` that the call gives, and with a default of True.
     ``seq_len`` is the length of the whole sequence; None means that of DTensors over the mesh, else
-    the local length times the axis size, so give it where ranks call with unequal lengths of plain
-    tensors.
+    where the documents of ``mask`` end, else the local length times the number of ranks, which
+    compare theirs as in `context_parallel_attention`.
 
     The module's own forward runs only where Ulysses over all ranks, `Contiguous` and ``mask=None``
     meet: it then gets the whole sequence of its heads and every other argument untouched, and
@@ -284,6 +285,7 @@ def exchange_around(
     """
     seats = seats_of(mesh, options.ulysses_degree, options.collectives)
     plan = plan_inputs(q, k, v, seats, options)
+    check_rows(q, plan, seats, options)
     exchange = exchange_of(plan, seats)
     dims = options.seq_dim, options.head_dim
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
