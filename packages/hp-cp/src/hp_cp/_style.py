@@ -22,6 +22,7 @@ from ._arguments import (
     as_sdpa,
     check_bare,
     check_causal,
+    check_grouped,
     check_options,
     check_others,
     check_replaceable,
@@ -87,11 +88,11 @@ class ContextParallel(ParallelStyle):
     read in the order of ``scaled_dot_product_attention``; one that hands on what it gets must be
     told ``is_causal``, as a bool, by position or by name.
 
-    Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
-    cannot honour, an ``is_causal`` that is no bool where there is no mask, or not that of the mask,
-    and queries and keys of different lengths, and `LayoutError` where gradients lead from these
-    rows to an attention that took them for those of another cut (see `Pinned`); before any
-    communication. A local
+    Calls raise `InputError` for a dense ``attn_mask``, dropout, an ``enable_gqa`` of False where
+    the replacement is given grouped heads, arguments that it cannot honour, an ``is_causal`` that
+    is no bool where there is no mask, or not that of the mask, and queries and keys of different
+    lengths, and `LayoutError` where gradients lead from these rows to an attention that took them
+    for those of another cut (see `Pinned`); before any communication. A local
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
@@ -244,6 +245,7 @@ class ContextParallelForward:
             return exchange_around(inner, q, k, v, self._mesh, options)
         check_others(call, keys)
         check_causal(call, settings)
+        check_grouped(call, q.shape[settings.head_dim], k.shape[settings.head_dim])
         return sharded_attention(q, k, v, self._mesh, options)
 
     @property
