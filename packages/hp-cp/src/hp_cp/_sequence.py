@@ -359,13 +359,15 @@ def shift_labels(
     return labels.roll(-1, dim).index_fill_(dim, last, ignored)
 
 
-def _check_ignored(dtype: torch.dtype, ignored: int) -> None:
+def _check_ignored(dtype: torch.dtype, ignored: object) -> None:
+    if not isinstance(ignored, (int, float)):
+        raise InputError(f"ignored={described(ignored)} is no label; give a number, as {IGNORED}")
     if dtype.is_floating_point or dtype.is_complex:
         return
     least, most = (
         (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     )
-    if not least <= ignored <= most:
+    if not (least <= ignored <= most and ignored == int(ignored)):
         raise InputError(
             f"ignored={ignored} is no {dtype}, and would become a label; give labels as int64, or "
             f"an ignored from {least} to {most}"
