@@ -286,14 +286,14 @@ def test_a_model_whose_buffers_are_cut_trains_as_one_process() -> None:
     def rank(_: int, door: SimulatedCollectives) -> list[Tensor]:
         mesh = door.mesh((2,), ("cp",))
 
-        def attend(*qkv: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             options: dict[str, Any] = {"mask": CAUSAL, "layout": Zigzag(), "seq_len": 24}
-            return context_parallel_attention(*qkv, mesh, collectives=door, **options)
+            return context_parallel_attention(q, k, v, mesh, collectives=door, **options)
 
         return trained(mesh, attend, door)
 
-    def whole(*qkv: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     world = SimulatedWorld(1)
     (expected,) = world.run(lambda _, door: trained(door.mesh((1,), ("cp",)), whole, door))

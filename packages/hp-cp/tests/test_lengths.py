@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp import (
     ContextParallel,
@@ -43,12 +43,12 @@ def told(mask: MaskSpec, layout: Layout, shape: tuple[int, ...]) -> list[tuple[T
     def rank(_: int, door: SimulatedCollectives) -> tuple[Tensor, Any]:
         record = RecordingCollectives(door)
         mesh = door.mesh(shape, ("outer", "ulysses")[-len(shape) :])
-        mine = shard_sequence(tensors[:3], mesh, layout, 2, PACKED)
+        q, k, v = shard_sequence(tensors[:3], mesh, layout, 2, PACKED)
         options: dict[str, Any] = {"layout": layout, "mask": mask, "collectives": record}
-        one = context_parallel_attention(*mine, mesh, ulysses_degree=shape[-1], **options)
+        one = context_parallel_attention(q, k, v, mesh, ulysses_degree=shape[-1], **options)
         style = ContextParallel(seq_dim=1, head_dim=2, **options)
         core = style.apply(Core(), mesh)
-        other = core(*(x.transpose(1, 2) for x in mine), is_causal=True).transpose(1, 2)
+        other = core(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
         whole = unshard_sequence([one, other], mesh, layout, 2, mask, collectives=record)
         return torch.stack(whole), {name for _, name in record.by_call}
 
@@ -86,7 +86,8 @@ def unequal(
 
 def of_function(**options: Any) -> Any:
     def call(rows: list[Tensor], mesh: Any, door: Any) -> object:
-        return context_parallel_attention(*rows, mesh, mask=CAUSAL, collectives=door, **options)
+        q, k, v = rows
+        return context_parallel_attention(q, k, v, mesh, mask=CAUSAL, collectives=door, **options)
 
     return call
 
@@ -152,9 +153,14 @@ def test_of_several_tensors_those_that_differ_are_named() -> None:
     assert all("lengths, 6 to 7, 2 to 3, from" in said for said in SimulatedWorld(2).run(rank))
 
 
+def new_mesh() -> DeviceMesh:
+    """Return a mesh of both ranks over a group of its own, which has compared nothing."""
+    return DeviceMesh.from_group(dist.new_group([0, 1]), "cpu", mesh_dim_names=("cp",))
+
+
 def lengths_in_turn(rank: int, turns: list[tuple[int, ...]]) -> list[tuple[str, int]]:
     """Return what each call of a sequence of calls did, and how often lengths were compared."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = new_mesh()
     done = []
     for lengths in turns:
         record = RecordingCollectives()
@@ -183,14 +189,18 @@ def test_a_length_is_compared_once_by_a_group(ranks: Any) -> None:
 
 def one_changes(rank: int, first: tuple[int, int], then: tuple[int, int]) -> str:
     """Let lengths of which one rank knows its own differ, and return what is said."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = new_mesh()
     checked = CheckedCollectives(deadline=60)
     for lengths in (first, first[::-1]):
         q = torch.zeros(1, 2, lengths[0], 8)
-        context_parallel_attention(q, q, q, mesh, mask=CAUSAL, collectives=checked)
+        context_parallel_attention(
+            q, q, q, mesh, mask=CAUSAL, schedule="gather", collectives=checked
+        )
     q = torch.zeros(1, 2, then[rank], 8)
     try:
-        context_parallel_attention(q, q, q, mesh, mask=CAUSAL, collectives=checked)
+        context_parallel_attention(
+            q, q, q, mesh, mask=CAUSAL, schedule="gather", collectives=checked
+        )
     except RankMismatchError as error:
         return str(error)
     return "served"
@@ -210,8 +220,7 @@ def test_a_length_that_one_rank_alone_knows_is_found_by_checked_collectives(
 def bounded(rank: int) -> tuple[list[int], bool]:
     """Return the comparisons of each of many lengths, and whether the group is kept alive."""
     group = dist.new_group([0, 1])
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    mesh = type(mesh).from_group(group, "cpu", mesh_dim_names=("cp",))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
     made = []
     for length in (*range(1, 80), 79, 16, 15, 79):
         record = RecordingCollectives()

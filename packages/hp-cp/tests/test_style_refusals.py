@@ -96,8 +96,8 @@ def test_heads_that_sdpa_takes_are_served(kv_heads: int, said: dict[str, bool]) 
     def style(door: SimulatedCollectives) -> ContextParallel:
         return ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, collectives=door)
 
-    grouped = said or {"enable_gqa": True}
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+    grouped = said.get("enable_gqa", True)
+    whole = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     together = torch.cat(simulated(2, style, call, PassingOn), 2)
     torch.testing.assert_close(together, whole, rtol=0, atol=1e-13)
 

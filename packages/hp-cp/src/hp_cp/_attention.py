@@ -103,7 +103,8 @@ def context_parallel_attention(
     the comparison, where none of them was compared on this group before. Where one was, ranks that
     hold it do not compare again, and nothing is raised: give ``seq_len`` where lengths can differ,
     or find such a call with ``collectives=CheckedCollectives()`` of hp-dtensor, which raises
-    ``RankMismatchError`` on every rank.
+    ``RankMismatchError`` on every rank, at its deadline where one waits in an exchange from rank to
+    rank.
     """
     options = AttentionOptions(
         mask=mask,
