@@ -6,7 +6,7 @@ A row of the matrix is a query, a column a key, a colour the rank that computes 
 keys of its own, light with keys that it fetches. The strips show who holds the positions.
 """
 
-import sys
+import argparse
 from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
@@ -93,12 +93,16 @@ def draw(picture: Picture, left: int, title: str, plan: AttentionPlan) -> None:
 
 def main() -> None:
     """Write the picture to the file that is named."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("picture", type=Path, help="the SVG file to write")
+    args = parser.parse_args()
     side = 64 * CELL
     picture = Picture(LEFT + len(PLANS) * (side + GAP), TOP + side + 24 + 34 * 4)
     for i, (title, plan) in enumerate(PLANS):
         draw(picture, LEFT + i * (side + GAP), title, plan)
     text = ElementTree.tostring(picture.root, encoding="unicode")
-    Path(sys.argv[1]).write_text(text + "\n")
+    args.picture.write_text(text + "\n")
 
 
 if __name__ == "__main__":

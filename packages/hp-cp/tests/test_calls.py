@@ -84,7 +84,14 @@ def forward_only(rank: int, schedule: Any) -> tuple[int, bool]:
     q, k, v, _ = (x.chunk(4, 2)[rank] for x in inputs(4, 4, 16))
     with torch.no_grad():
         out = context_parallel_attention(
-            q.requires_grad_(), k, v, cp_mesh(4), mask=CAUSAL, schedule=schedule, collectives=record
+            q.requires_grad_(),
+            k,
+            v,
+            cp_mesh(4),
+            mask=CAUSAL,
+            schedule=schedule,
+            seq_len=16,
+            collectives=record,
         )
     return sum(traffic.calls for traffic in record.by_axis.values()), out.requires_grad
 

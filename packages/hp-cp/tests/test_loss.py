@@ -68,6 +68,19 @@ def test_the_ends_of_all_documents_are_ignored_at_once() -> None:
             InputError,
             "ignored=-100 is no torch.uint8, and would become a label; .* from 0 to 255",
         ),
+        (
+            torch.ones(2, 4),
+            {"ignored": None},
+            InputError,
+            "ignored=None is no label; give a number",
+        ),
+        (torch.ones(2, 4), {"ignored": "x"}, InputError, "ignored='x' is no label; give a number"),
+        (
+            torch.ones(2, 4, dtype=torch.int64),
+            {"ignored": 1.5},
+            InputError,
+            "ignored=1.5 is no torch.int64, and would become a label",
+        ),
         (torch.ones(2, 4), {"mask": (0, 4)}, LayoutError, "mask must be a MaskSpec, got"),
         (
             torch.ones(2, 4),

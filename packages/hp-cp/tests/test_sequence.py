@@ -3,7 +3,7 @@
 import math
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -295,6 +295,29 @@ class Opaque:
         self.x = x
 
 
+class Slotted:
+    """No container either, without a dict of attributes."""
+
+    __slots__ = ("unset", "x")
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Inherited(Slotted):
+    """One whose class inherits its slots."""
+
+    __slots__ = ()
+
+
+@dataclass
+class Partly:
+    """A dataclass with a field that nobody sets."""
+
+    x: Tensor
+    rest: int = field(init=False)
+
+
 class Wrapper(MutableMapping[str, Any]):
     """A mapping whose items are those of another one."""
 
@@ -404,6 +427,8 @@ class Labelled(Fixed):
         (X.numpy(), "type ndarray is no tensor and would not be cut"),
         ({"x": X, "y": X.numpy()}, "type ndarray is no tensor and would not be cut"),
         (Opaque(X), "type Opaque is no tensor and would not be cut"),
+        ([X, Slotted(X)], "type Slotted is no tensor and would not be cut"),
+        ([X, Inherited([X])], "type Inherited is no tensor and would not be cut"),
         ([X, Opaque([X])], "type Opaque is no tensor and would not be cut"),
         ({X}, "type set is no tensor and would not be cut"),
         (UserList([X]), "type UserList is no tensor and would not be cut"),
@@ -439,6 +464,14 @@ def test_a_refused_mapping_keeps_its_items() -> None:
         assert tree["x"] is X
 
 
+def test_a_dataclass_may_have_fields_that_are_not_set() -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
+    mine = shard_sequence(Partly(X), mesh, None, 1)
+    assert isinstance(mine, Partly)
+    assert torch.equal(mine.x, X.chunk(2, 1)[0])
+    assert not hasattr(mine, "rest")
+
+
 def test_leaves_without_rows_pass() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
     rest = {"name": "text", "n": 3, "size": X.numpy()[0, 0], "set": {1}, "range": range(3)}
@@ -465,7 +498,12 @@ def test_leaves_are_looked_into_without_asking_them_for_anything() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(2), 0).mesh((2,), ("cp",))
     around: dict[str, Any] = {"n": 3}
     around["itself"] = [around]
-    leaves = {"loader": Loader(), "object": Opaque(around)}
+    leaves = {
+        "loader": Loader(),
+        "object": Opaque(around),
+        "slots": Slotted(around),
+        "function": cut_and_join,
+    }
     mine = shard_sequence({"x": X, **leaves}, mesh, None, 1)
     assert {key: mine[key] for key in leaves} == leaves
     around["x"] = X

@@ -43,9 +43,10 @@ def parallelized(
     """Return results, bytes received by axis, and what the module holds after the calls."""
     record = RecordingCollectives()
     model = Model()
+    n, seq_len = torch.Size(shape).numel(), tensors[0].shape[1]
+    options = {"seq_len": seq_len, **options}
     style = ContextParallel(seq_dim=1, head_dim=2, collectives=record, **options)
     parallelize_module(model, mesh_of(shape), {"core": style})
-    n, seq_len = torch.Size(shape).numel(), tensors[0].shape[1]
     layout, mask = style.settings.layout, style.settings.mask
     mine = list(layout.indices(n, seq_len, mask)[rank])
     q, k, v, grad = (x[:, mine] for x in tensors)
@@ -130,7 +131,12 @@ def test_swapped_halves_serve_odd_worlds_and_their_middle_rank(n: int) -> None:
         record = RecordingCollectives(door)
         module = Core()
         style = ContextParallel(
-            seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, collectives=record
+            seq_dim=1,
+            head_dim=2,
+            ulysses_degree=1,
+            load_balance=True,
+            seq_len=4 * n,
+            collectives=record,
         )
         style.apply(module, door.mesh((n,), ("cp",)))
         q, k, v, grad = (x.chunk(n, 1)[rank] for x in tensors)
@@ -262,7 +268,12 @@ def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
         records.append(RecordingCollectives(door))
         module: nn.Module = Core()
         style = ContextParallel(
-            seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, collectives=records[-1]
+            seq_dim=1,
+            head_dim=2,
+            ulysses_degree=1,
+            load_balance=True,
+            seq_len=14,
+            collectives=records[-1],
         )
         style.apply(module, door.mesh((2,), ("cp",)))
         q, k, v = (torch.zeros(1, 7, 2, 8) for _ in range(3))

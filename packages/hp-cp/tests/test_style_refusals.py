@@ -57,6 +57,51 @@ def test_calls_that_cannot_be_served_raise_on_every_rank(
     assert [record.by_axis for record in records] == [{}, {}]
 
 
+@pytest.mark.parametrize("module_of", [Core, PassingOn, PassingRest])
+def test_grouped_heads_that_the_call_denies_are_refused_as_sdpa_does(module_of: Any) -> None:
+    records = []
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        records.append(RecordingCollectives(door))
+        return ContextParallel(
+            seq_dim=2, head_dim=1, ulysses_degree=1, seq_len=8, collectives=records[-1]
+        )
+
+    def call(rank: int, module: nn.Module) -> str:
+        q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 2, 4, 8)
+        with pytest.raises(InputError) as info:
+            module(q, k, k, is_causal=True, enable_gqa=False)
+        return str(info.value)
+
+    texts = simulated(2, style, call, module_of)
+    said = (
+        "enable_gqa=False, but q has 4 heads and k and v have 2; call with enable_gqa=True, or "
+        "give q, k and v equally many heads"
+    )
+    assert texts == [said] * 2
+    assert [record.by_axis for record in records] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "said"), [(2, {"enable_gqa": True}), (2, {}), (1, {"enable_gqa": False})], ids=str
+)
+def test_heads_that_sdpa_takes_are_served(kv_heads: int, said: dict[str, bool]) -> None:
+    q, k, v, _ = inputs(4, kv_heads, 8)
+
+    def call(rank: int, module: nn.Module) -> Tensor:
+        local = (x.chunk(2, 2)[rank] for x in (q, k, v))
+        out: Tensor = module(*local, is_causal=True, **said)
+        return out
+
+    def style(door: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, collectives=door)
+
+    grouped = said.get("enable_gqa", True)
+    whole = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    together = torch.cat(simulated(2, style, call, PassingOn), 2)
+    torch.testing.assert_close(together, whole, rtol=0, atol=1e-13)
+
+
 def test_an_argument_that_only_the_replaced_forward_knows_is_refused() -> None:
     class Windowed(nn.Module):
         def forward(

@@ -1016,9 +1016,10 @@ class Moe(nn.Module):
         if self.ep is None:
             return torch.einsum("tw,ewv->tv", x, weight)
         # Every rank sends its rows to the others and gets back what their experts gave for them.
-        rows = _Exchange.apply(x, self.ep)
+        exchange, back = cast(Any, _Exchange).apply, cast(Any, _Return).apply
+        rows = exchange(x, self.ep)
         local = cast(DTensor, weight).to_local()
-        return cast(Tensor, _Return.apply(torch.einsum("tw,ewv->tv", rows, local), self.ep))
+        return cast(Tensor, back(torch.einsum("tw,ewv->tv", rows, local), self.ep))
 
 
 class _Exchange(torch.autograd.Function):

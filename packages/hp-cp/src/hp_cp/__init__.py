@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ._sequence import cp_loss as cp_loss
     from ._sequence import position_ids as position_ids
     from ._sequence import shard_sequence as shard_sequence
+    from ._sequence import sharded_buffers as sharded_buffers
     from ._sequence import shift_labels as shift_labels
     from ._sequence import unshard_sequence as unshard_sequence
     from ._style import ContextParallel as ContextParallel
@@ -45,6 +46,7 @@ _NEED_TORCH = {
     "position_ids": "._sequence",
     "register_backend": ".kernels._choose",
     "shard_sequence": "._sequence",
+    "sharded_buffers": "._sequence",
     "shift_labels": "._sequence",
     "unshard_sequence": "._sequence",
 }

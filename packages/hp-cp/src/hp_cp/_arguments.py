@@ -269,6 +269,20 @@ def check_options(call: Call) -> None:
         )
 
 
+def check_grouped(call: Call, q_heads: int, kv_heads: int) -> None:
+    """Raise `InputError` for a call that says that heads are not grouped where they are.
+
+    ``scaled_dot_product_attention`` refuses them too, but for a single head of keys. A call that
+    does not say is served, whatever the default: the module may have added its own.
+    """
+    told = call.gives("enable_gqa") and call.option("enable_gqa") is False
+    if told and kv_heads not in (1, q_heads):
+        raise InputError(
+            f"enable_gqa=False, but q has {q_heads} heads and k and v have {kv_heads}; call with "
+            f"enable_gqa=True, or give q, k and v equally many heads"
+        )
+
+
 def take_local_rows(
     tensors: Sequence[Tensor], mesh: AxisMesh, settings: Settings
 ) -> tuple[list[Tensor], int | None]:

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._errors import InputError, described
-from ._layouts import Layout
+from ._errors import InputError, LayoutError, described
+from ._layouts import Contiguous, Layout, check_layout, told_length
 from ._lineage import check_lineage
-from ._masks import MaskSpec
-from ._mesh import Seats, seats_of
+from ._masks import MaskSpec, check_mask
+from ._mesh import Seats, check_equal_lengths, seats_of
 from ._plan import AttentionPlan, plan_attention
-from ._routes import Schedule
+from ._routes import Schedule, check_schedule, ring_of
 from ._schedules import attend, run_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
@@ -48,6 +48,11 @@ class AttentionOptions:
     keep_kv: bool | None = None
     load_balance: bool = False
     return_lse: bool = False
+
+    @property
+    def whole_length(self) -> int | None:
+        """Return the length of the whole sequence: the one given, or where the documents end."""
+        return told_length(self.layout, self.mask) if self.seq_len is None else self.seq_len
 
 
 @overload
@@ -133,9 +138,9 @@ def context_parallel_attention(
     queries), and v another head size than q and k, which is then that of the result. ``layout``
     says which positions the rows are; None means `Contiguous`, and one that follows the mask
     follows this one (`Pinned` keeps that of another). ``seq_len`` is the length of the whole
-    sequence. None means the local length times the number of ranks: ranks that hold unequal lengths
-    must be given it, or each infers another whole, and collectives that do not match hang or abort.
-    Under autocast the inputs are cast as SDPA casts them.
+    sequence. None means where the mask's documents end, else the local length times the number of
+    ranks, for which ranks compare their lengths: one all-reduce per axis of two ints for each
+    length that is new to the group. Under autocast the inputs are cast as SDPA casts them.
 
     Scores are products times ``scale`` (None: ``size ** -0.5``, of q and k), and with ``softcap``
     then ``softcap * tanh(scores / softcap)``. ``sinks`` ``[q_heads]``, equal on all ranks, are one
@@ -166,6 +171,12 @@ def context_parallel_attention(
     Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
     local length that the layout does not give is seen on that rank only, while the others wait.
+    Without ``seq_len`` and documents, lengths that differ raise `InputError` on every rank after
+    the comparison, where none of them was compared on this group before. Where one was, ranks that
+    hold it do not compare again, and nothing is raised: give ``seq_len`` where lengths can differ,
+    or find such a call with ``collectives=CheckedCollectives()`` of hp-dtensor, which raises
+    ``RankMismatchError`` on every rank, at its deadline where one waits in an exchange from rank to
+    rank.
     """
     options = AttentionOptions(
         mask=mask,
@@ -221,6 +232,7 @@ def sharded_attention(
         options.scores,
         regular=plan.regular,
     )
+    check_rows(q, plan, seats, options)
     seats.across.connect(q.device)
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
     out, lse = planned_attention(q, k, v, sinks, plan, seats, kernel, options)
@@ -311,8 +323,9 @@ def plan_inputs(
 ) -> AttentionPlan:
     """Return the plan for these local tensors, or raise for what does not fit.
 
-    Ranks whose tensors have equal shapes raise together; only the check of the local length sees
-    what is this rank's alone.
+    Ranks whose tensors have equal shapes raise together; `check_rows` sees what is this rank's
+    alone. Communicates only where the local length, from which that of the whole is inferred, makes
+    no plan: others may hold another one.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, DTensor):
@@ -331,31 +344,64 @@ def plan_inputs(
             f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on "
             f"{q.device}, {k.device}, {v.device}"
         )
-    rows = q.shape[options.seq_dim]
-    plan = plan_attention(
-        options.mask,
-        options.layout,
-        seats.n,
-        rows * seats.n if options.seq_len is None else options.seq_len,
-        schedule=options.schedule,
-        ulysses_degree=options.ulysses_degree,
-        keep_kv=options.keep_kv,
-        load_balance=options.load_balance,
-        batch=q.shape[3 - options.seq_dim - options.head_dim],
-        q_heads=q.shape[options.head_dim],
-        kv_heads=k.shape[options.head_dim],
-        head_size=q.shape[3],
-        value_size=v.shape[3],
-        itemsize=q.element_size(),
-    )
-    if rows != plan.lengths[seats.rank]:
-        raise InputError(
-            f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
-            f"S={plan.seq_len}) gives rank {seats.rank} {plan.lengths[seats.rank]}; shard with "
-            f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
+    whole = options.whole_length
+    try:
+        plan = plan_attention(
+            options.mask,
+            options.layout,
+            seats.n,
+            q.shape[options.seq_dim] * seats.n if whole is None else whole,
+            schedule=options.schedule,
+            ulysses_degree=options.ulysses_degree,
+            keep_kv=options.keep_kv,
+            load_balance=options.load_balance,
+            batch=q.shape[3 - options.seq_dim - options.head_dim],
+            q_heads=q.shape[options.head_dim],
+            kv_heads=k.shape[options.head_dim],
+            head_size=q.shape[3],
+            value_size=v.shape[3],
+            itemsize=q.element_size(),
         )
+    except LayoutError:
+        _check_shared(options, seats.n)
+        compare_rows(q, seats, options)  # others may have no error
+        raise
     check_lineage((q, k, v), plan)
     return plan
+
+
+def _check_shared(options: AttentionOptions, n: int) -> None:
+    """Raise `LayoutError` for options that make no plan of any length."""
+    check_schedule(options.schedule)
+    check_mask(options.mask)
+    check_layout(Contiguous() if options.layout is None else options.layout)
+    ring_of(options.schedule, n // options.ulysses_degree)
+
+
+def compare_rows(q: Tensor, seats: Seats, options: AttentionOptions) -> None:
+    """Raise `InputError` where the whole length is inferred from local ones that are not equal."""
+    if options.whole_length is None:
+        length = q.shape[options.seq_dim]
+        check_equal_lengths(seats.axes, (length,), q.device, options.collectives)
+
+
+def check_rows(q: Tensor, plan: AttentionPlan, seats: Seats, options: AttentionOptions) -> None:
+    """Raise for another number of rows than the plan gives this rank.
+
+    `InputError`, or `LayoutError` where the documents cannot be those of such rows on any rank.
+    Communicates as `compare_rows`.
+    """
+    compare_rows(q, seats, options)
+    rows = q.shape[options.seq_dim]
+    if rows == plan.lengths[seats.rank]:
+        return
+    if options.seq_len is None and rows not in plan.lengths:
+        plan.mask.documents(rows * plan.n)
+    raise InputError(
+        f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
+        f"S={plan.seq_len}) gives rank {seats.rank} {plan.lengths[seats.rank]}; shard with "
+        f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
+    )
 
 
 def to_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:

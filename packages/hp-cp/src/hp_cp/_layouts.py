@@ -232,6 +232,13 @@ class Pinned(Layout):
         return self.layout.chunks(n, seq_len, self.mask)
 
 
+def told_length(layout: Layout | None, mask: MaskSpec | None) -> int | None:
+    """Return where the documents of a mask end, or of the mask that a layout is pinned to."""
+    if isinstance(mask, MaskSpec) and mask.cu_seqlens is not None:
+        return mask.cu_seqlens[-1]
+    return told_length(layout.layout, layout.mask) if isinstance(layout, Pinned) else None
+
+
 def check_layout(layout: object) -> None:
     """Raise `LayoutError` unless ``layout`` is a `Layout`, no name or class of one, with a hash."""
     if isinstance(layout, type) or not isinstance(layout, Layout):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -11,9 +11,15 @@ from hp_dtensor import AutogradCollectives, Axis, AxisMesh, Collectives, Work
 
 from ._errors import DegreeError, InputError, described
 from ._plan import check_degree
+from ._torch import has_values, keep_eager
 
 # Groups that made their first call. A group itself does not say so; it is not kept alive here.
 _CONNECTED: WeakSet[object] = WeakSet()
+
+# Local lengths that all ranks of a group were found to hold, the latest of them; see
+# `check_equal_lengths`. Groups are not kept alive here.
+_EQUAL: WeakKeyDictionary[object, dict[tuple[int, ...], None]] = WeakKeyDictionary()
+_EQUAL_KEPT = 64
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, which travel together
 
@@ -101,6 +107,12 @@ class Seats:
     inside: Peers
     across: Peers
 
+    @property
+    def axes(self) -> list[Axis]:
+        """Return the axes of the mesh, the last one first."""
+        inside, across = self.inside.axis, self.across.axis
+        return [inside] if inside is across else [inside, across]
+
 
 def check_mesh(mesh: object) -> None:
     """Raise `InputError` for what is no mesh."""
@@ -184,3 +196,49 @@ def seats_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives) -> S
         inside=Peers(axis=axis, members=inside, collectives=collectives),
         across=Peers(axis=axis, members=across, collectives=collectives),
     )
+
+
+@keep_eager  # what it does depends on what it did before
+def check_equal_lengths(
+    axes: Sequence[Axis],
+    lengths: tuple[int, ...],
+    device: torch.device,
+    collectives: Collectives,
+) -> None:
+    """Raise `InputError` on every rank unless all ranks of ``axes`` hold the same local lengths.
+
+    For calls that infer the whole length from the local one. All-reduces the extremes over each
+    axis, unless these lengths were found to be equal over its group before.
+
+    Whether a rank communicates here follows from its own lengths and from what its group found
+    before. The latter is the same on all ranks of a group: it changes only after a comparison that
+    all of them joined and that found one value on all of them, and by that value. So ranks with
+    equal lengths all compare or all do not, and a correct program never has one rank wait here for
+    another. Where lengths differ there are three cases. None of them was found before: all ranks
+    compare and raise. Some were: their ranks go on to what follows, and the others wait here in
+    vain. All were: no rank compares. In the last two cases the call would fail without this check
+    too, as each rank takes another length for the whole. No check without communication in each
+    call could see them, since nothing that a rank with a known length has tells it that another's
+    changed; `CheckedCollectives` of hp-dtensor, which communicates in each call, does.
+    """
+    new = [axis for axis in axes if axis.size > 1 and lengths not in _EQUAL.get(axis.group, ())]
+    if not new:
+        return
+    extremes = torch.tensor([*lengths, *(-length for length in lengths)], device=device)
+    if not has_values(extremes):
+        return
+    for axis in new:
+        collectives.all_reduce(axis, [extremes], "max").wait()
+    found = extremes.tolist()
+    most, least = found[: len(lengths)], [-length for length in found[len(lengths) :]]
+    if most != least:
+        unequal = [f"{low} to {high}" for low, high in zip(least, most, strict=True) if low < high]
+        raise InputError(
+            f"ranks hold unequal local lengths, {', '.join(unequal)}, from which the length of the "
+            f"whole sequence cannot be told; give seq_len, or a mask with cu_seqlens"
+        )
+    for axis in new:
+        equal = _EQUAL.setdefault(axis.group, {})
+        equal[lengths] = None
+        if len(equal) > _EQUAL_KEPT:
+            del equal[next(iter(equal))]  # the oldest, on every rank: known ones leave no trace

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -114,11 +116,22 @@ def _hides_tensors(leaf: object) -> bool:
         return bool(leaf.ndim != 0)
     if isinstance(leaf, Iterator):
         return True
-    inside = [*getattr(leaf, "__dict__", {}).values()]
+    inside = [*getattr(leaf, "__dict__", {}).values(), *_in_slots(leaf)]
     if isinstance(leaf, Collection):
         inside += leaf
     seen: dict[int, Any] = {}
     return any(_holds_tensor(item, seen) for item in inside)
+
+
+def _in_slots(value: object) -> Iterator[object]:
+    """Yield what an object holds in the ``__slots__`` of its classes; runs no code of theirs."""
+    for kind in type(value).__mro__:
+        if "__slots__" not in vars(kind):  # as functions, whose members are their globals
+            continue
+        for slot in vars(kind).values():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # one that is not set
+                    yield slot.__get__(value)
 
 
 def _holds_tensor(value: Any, seen: dict[int, Any]) -> bool:
@@ -145,7 +158,8 @@ def _node_of(value: Any) -> _Node | None:
     if isinstance(value, (list, tuple)):
         return _Node(kind, dict(enumerate(value)), lambda new: _sequence_like(value, new))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        items = {name: getattr(value, name) for name in names if hasattr(value, name)}
         return _Node(kind, items, lambda new: _fields_like(value, new))
     return None
 

@@ -1,9 +1,11 @@
 """A sequence around the attention: cut it, put it together, its positions, labels and loss."""
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AutogradCollectives, Axis, AxisMesh, Collectives, TorchCollectives
@@ -16,10 +18,11 @@ from ._layouts import (
     check_layout,
     checked_chunks,
     lengths_of,
+    told_length,
 )
 from ._lineage import note_anew
 from ._masks import MaskSpec, check_mask
-from ._mesh import axes_of, check_mesh, place_of
+from ._mesh import axes_of, check_equal_lengths, check_mesh, place_of
 from ._nested import check_tree, each_tensor, map_tensors, share_structure
 from ._ranges import overlaps
 from ._ulysses import sort_rows
@@ -54,8 +57,8 @@ def shard_sequence(
         return note_anew(_cut(x, chunks_of(x, dim)[rank], dim))
 
     dims = _each_dim(tree, seq_dim)
-    for x, dim in each_tensor(tree, dims):
-        chunks_of(x, checked_dim(x, dim))
+    for x, dim in _at_dims(tree, dims):
+        chunks_of(x, dim)
     return map_tensors(cut, tree, dims)
 
 
@@ -72,33 +75,27 @@ def unshard_sequence(
     """Return ``tree`` with every tensor whole along ``seq_dim``, in global order, on every rank.
 
     ``seq_dim`` is that of `shard_sequence`. ``seq_len`` is the whole length; None means that at
-    which the mask's documents end, else the local length times the number of ranks, so ranks that
-    hold unequal lengths must be given one. Differentiable: backward sums the ranks' gradients of
-    the whole tensor and keeps this rank's positions. Per tensor and axis: where lengths are equal
-    one all-gather, and backward one reduce-scatter; where they differ sends from each rank to each,
-    and backward one all-to-all. Raises, before any communication, `LayoutError` and `InputError` as
-    `shard_sequence` does, `LayoutError` where the mask's documents end elsewhere than at
-    ``seq_len``, and `InputError` for a tensor with another length than the layout gives, which is
-    seen on that rank only.
+    which the mask's documents end, else the local length times the number of ranks, which compare
+    their lengths as in `context_parallel_attention`. Differentiable: backward sums the ranks'
+    gradients of the whole tensor and keeps this rank's positions. Per tensor and axis: where
+    lengths are equal one all-gather, and backward one reduce-scatter; where they differ sends from
+    each rank to each, and backward one all-to-all. Raises, before any communication, `LayoutError`
+    and `InputError` as `shard_sequence` does, `LayoutError` where the mask's documents end
+    elsewhere than at ``seq_len``, and `InputError` for a tensor with another length than the layout
+    gives, which is seen on that rank only. Where the whole length is inferred, `InputError` for
+    lengths that differ comes on every rank after their comparison, as in
+    `context_parallel_attention`.
     """
     n, rank = place_of(mesh)
     layout = Contiguous() if layout is None else layout
     check_layout(layout)
     if mask is not None:
         check_mask(mask)
-    ends = None if mask is None else mask.cu_seqlens
-    given = ends[-1] if ends is not None and seq_len is None else seq_len
+    told = told_length(layout, mask) if seq_len is None else seq_len
 
     def chunks_of(x: Tensor, dim: int) -> Chunks:
-        length = x.shape[dim] * n if given is None else given
-        chunks = checked_chunks(layout, n, length, mask)
-        if x.shape[dim] != lengths_of(chunks)[rank]:
-            raise InputError(
-                f"dim {dim} of {tuple(x.shape)} is not what {type(layout).__name__}(n={n}, "
-                f"S={length}) gives rank {rank}, {lengths_of(chunks)[rank]}; give seq_len where "
-                f"ranks hold unequal lengths"
-            )
-        return chunks
+        length = x.shape[dim] * n if told is None else told
+        return checked_chunks(layout, n, length, mask)
 
     def whole(x: Tensor, seq_dim: int) -> Tensor:
         dim = checked_dim(x, seq_dim)
@@ -107,9 +104,156 @@ def unshard_sequence(
         return sort_rows(note_anew(gathered), chunks, dim)
 
     dims = _each_dim(tree, seq_dim)
-    for x, dim in each_tensor(tree, dims):  # all of them before the first is gathered
-        chunks_of(x, checked_dim(x, dim))
+    given = [(x, dim, chunks_of(x, dim)) for x, dim in _at_dims(tree, dims)]
+    if told is None and given:
+        door: Collectives = TorchCollectives() if collectives is None else collectives
+        lengths = tuple(x.shape[dim] for x, dim, _ in given)
+        check_equal_lengths(axes_of(mesh)[::-1], lengths, given[0][0].device, door)
+    for x, dim, chunks in given:  # all of them before the first is gathered
+        if x.shape[dim] != lengths_of(chunks)[rank]:
+            raise InputError(
+                f"dim {dim} of {tuple(x.shape)} is not what {type(layout).__name__}(n={n}, "
+                f"S={sum(lengths_of(chunks))}) gives rank {rank}, {lengths_of(chunks)[rank]}; give "
+                f"seq_len where ranks hold unequal lengths"
+            )
     return map_tensors(whole, tree, dims)
+
+
+@contextmanager
+def sharded_buffers(
+    mesh: AxisMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: int | Sequence[int],
+    *,
+    layout: Layout | None = None,
+    mask: MaskSpec | None = None,
+    keep: Collection[Tensor] = (),
+) -> Iterator[None]:
+    """Cut tensors to this rank's positions in place, for the duration of a ``with`` block.
+
+    For what a model reads beside its parameters: inputs, labels, tables of rotary embeddings,
+    positions. Inside each buffer is the same tensor object with this rank's rows, in contiguous
+    memory of its own, so that modules and callers that hold it see the cut. Afterwards, also after
+    an exception, it is whole again: the same memory, which the block did not touch, with the same
+    shape and strides. Communicates nothing, and copies nothing but the cut. Views that were made
+    before stay whole. A backward runs inside the block: one outside that needs a buffer raises
+    torch's error for tensors that were changed in place.
+
+    Args:
+        mesh: The context parallel ranks, as in `shard_sequence`.
+        buffers: Plain dense tensors without gradients, whole and the same on every rank.
+        seq_dims: The dim of the sequence, one for all buffers or one for each.
+        layout: None means `Contiguous`.
+        mask: For layouts that follow it.
+        keep: Those of ``buffers`` that stay cut after the block; their whole memory is let go. If
+            the cut fails they are whole again too.
+
+    Raises:
+        InputError: Buffers that are no list of such tensors, are listed twice, share memory with
+            each other, are cut by an enclosing block, or have no such dim; other than one dim for
+            each; ``keep`` with a tensor that is not listed; what is no mesh. Before any buffer
+            changes, as the others.
+        DegreeError: A mesh of more than two axes.
+        LayoutError: As `shard_sequence`.
+
+    Example:
+        >>> with sharded_buffers(mesh, [tokens, labels, rope], [1, 1, 0], layout=Zigzag()):
+        ...     loss(model(tokens), labels).backward()
+    """
+    n, rank = place_of(mesh)
+    layout = Contiguous() if layout is None else layout
+    check_layout(layout)
+    _check_buffers(buffers)
+    buffers = tuple(buffers)
+    kept = _kept(keep, buffers)
+    dims = _dims_of(buffers, seq_dims)
+    chunks = [
+        checked_chunks(layout, n, x.shape[dim], mask)[rank]
+        for x, dim in zip(buffers, dims, strict=True)
+    ]
+    with torch.no_grad():
+        parts = [_cut(*given) for given in zip(buffers, chunks, dims, strict=True)]
+        wholes = {i: x.detach() for i, x in enumerate(buffers)}
+    try:
+        with torch.no_grad():
+            for x, part in zip(buffers, parts, strict=True):
+                x.set_(part)  # type: ignore[call-overload]
+                setattr(x, _CUT, True)
+        for i in kept:
+            del wholes[i]
+        yield
+    finally:
+        with torch.no_grad():
+            for i, whole in wholes.items():
+                buffers[i].set_(whole)  # type: ignore[call-overload]
+        for x in buffers:
+            vars(x).pop(_CUT, None)
+
+
+_CUT = "_rows_of_this_rank"  # an attribute of buffers while they are cut
+
+
+def _check_buffers(buffers: object) -> None:
+    """Raise `InputError` for buffers that cannot be cut in place, or not without a trace."""
+    if not isinstance(buffers, (list, tuple)):
+        raise InputError(f"buffers must be a list of tensors, got {described(buffers)}")
+    for i, x in enumerate(buffers):
+        if fault := _fault_of(x):
+            raise InputError(
+                f"buffer {i} {fault}; list plain dense tensors that are whole and take no "
+                f"gradient, and cut others with shard_sequence"
+            )
+    memory: dict[int, int] = {}
+    for i, x in enumerate(buffers):
+        place = x.untyped_storage().data_ptr() or -i - 1  # 0 is that of no memory
+        j = memory.setdefault(id(x) if place < 0 else place, i)
+        if j != i:
+            shared = "are one tensor" if buffers[j] is x else "share memory"
+            raise InputError(
+                f"buffers {j} and {i} {shared}, which they would not inside; list each tensor "
+                f"once, and give a copy of what is a view, x.clone()"
+            )
+
+
+def _fault_of(x: object) -> str | None:
+    """Return why a buffer cannot be cut in place."""
+    if not isinstance(x, Tensor):
+        return f"is no tensor, but {described(x)}"
+    if isinstance(x, nn.Parameter):
+        return f"is a parameter of shape {tuple(x.shape)}"
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return f"is a {type(x).__name__} with layout {x.layout}"
+    if x.requires_grad:
+        return f"of shape {tuple(x.shape)} requires gradients"
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        return f"of shape {tuple(x.shape)} was made in inference mode, where alone it can change"
+    if _CUT in vars(x):
+        return f"of shape {tuple(x.shape)} is cut by an enclosing block"
+    return None
+
+
+def _dims_of(buffers: Sequence[Tensor], seq_dims: object) -> list[int]:
+    """Return the dim of each buffer's sequence, from 0."""
+    dims = list(seq_dims) if isinstance(seq_dims, (list, tuple)) else [seq_dims] * len(buffers)
+    if len(dims) != len(buffers):
+        raise InputError(
+            f"seq_dims={seq_dims!r} has {len(dims)} dims for {len(buffers)} buffers; give one for "
+            f"each, or an int for all"
+        )
+    return [checked_dim(x, dim) for x, dim in zip(buffers, dims, strict=True)]
+
+
+def _kept(keep: Collection[Tensor], buffers: Sequence[Tensor]) -> set[int]:
+    """Return the places of the buffers that stay cut."""
+    if isinstance(keep, Tensor):
+        raise InputError("keep must be a list of tensors, got a tensor; use keep=[x]")
+    places = {id(x): i for i, x in enumerate(buffers)}
+    for x in keep:
+        if id(x) not in places:
+            raise InputError(
+                f"keep holds {described(x)} that is none of the buffers; list it there too"
+            )
+    return {places[id(x)] for x in keep}
 
 
 def position_ids(
@@ -166,6 +310,11 @@ def _each_dim(tree: Any, seq_dim: Any) -> Any:
     return seq_dim
 
 
+def _at_dims(tree: Any, dims: Any) -> list[tuple[Tensor, int]]:
+    """Return all tensors of ``tree`` with the dim of their sequence, from 0."""
+    return [(x, checked_dim(x, dim)) for x, dim in each_tensor(tree, dims)]
+
+
 def checked_dim(x: Tensor, seq_dim: object) -> int:
     """Return the dim of ``x`` that ``seq_dim`` means, or raise `InputError` where there is none.
 
@@ -210,13 +359,15 @@ def shift_labels(
     return labels.roll(-1, dim).index_fill_(dim, last, ignored)
 
 
-def _check_ignored(dtype: torch.dtype, ignored: int) -> None:
+def _check_ignored(dtype: torch.dtype, ignored: object) -> None:
+    if not isinstance(ignored, (int, float)):
+        raise InputError(f"ignored={described(ignored)} is no label; give a number, as {IGNORED}")
     if dtype.is_floating_point or dtype.is_complex:
         return
     least, most = (
         (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     )
-    if not least <= ignored <= most:
+    if not (least <= ignored <= most and ignored == int(ignored)):
         raise InputError(
             f"ignored={ignored} is no {dtype}, and would become a label; give labels as int64, or "
             f"an ignored from {least} to {most}"

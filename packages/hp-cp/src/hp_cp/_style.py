@@ -22,6 +22,7 @@ from ._arguments import (
     as_sdpa,
     check_bare,
     check_causal,
+    check_grouped,
     check_options,
     check_others,
     check_replaceable,
@@ -30,6 +31,7 @@ from ._arguments import (
 from ._attention import (
     AttentionOptions,
     check_dims,
+    check_rows,
     check_tensors,
     from_batch_first,
     plan_inputs,
@@ -73,8 +75,8 @@ class ContextParallel(ParallelStyle):
     must agree with an ``is_causal`` that the call gives, and with a default of True.
     ``softcap`` bounds the scores, as that of `context_parallel_attention`.
     ``seq_len`` is the length of the whole sequence; None means that of DTensors over the mesh, else
-    the local length times the axis size, so give it where ranks call with unequal lengths of plain
-    tensors.
+    where the documents of ``mask`` end, else the local length times the number of ranks, which
+    compare theirs as in `context_parallel_attention`.
 
     The module's own forward runs only where Ulysses over all ranks, `Contiguous` and ``mask=None``
     meet: it then gets the whole sequence of its heads and every other argument untouched, and
@@ -87,11 +89,11 @@ class ContextParallel(ParallelStyle):
     read in the order of ``scaled_dot_product_attention``; one that hands on what it gets must be
     told ``is_causal``, as a bool, by position or by name.
 
-    Calls raise `InputError` for a dense ``attn_mask``, dropout, arguments that the replacement
-    cannot honour, an ``is_causal`` that is no bool where there is no mask, or not that of the mask,
-    and queries and keys of different lengths, and `LayoutError` where gradients lead from these
-    rows to an attention that took them for those of another cut (see `Pinned`); before any
-    communication. A local
+    Calls raise `InputError` for a dense ``attn_mask``, dropout, an ``enable_gqa`` of False where
+    the replacement is given grouped heads, arguments that it cannot honour, an ``is_causal`` that
+    is no bool where there is no mask, or not that of the mask, and queries and keys of different
+    lengths, and `LayoutError` where gradients lead from these rows to an attention that took them
+    for those of another cut (see `Pinned`); before any communication. A local
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
@@ -252,6 +254,7 @@ class ContextParallelForward:
             return exchange_around(inner, q, k, v, self._mesh, options)
         check_others(call, keys)
         check_causal(call, settings)
+        check_grouped(call, q.shape[settings.head_dim], k.shape[settings.head_dim])
         out, _ = sharded_attention(q, k, v, self._mesh, options)
         return out
 
@@ -299,6 +302,7 @@ def exchange_around(
     """
     seats = seats_of(mesh, options.ulysses_degree, options.collectives)
     plan = plan_inputs(q, k, v, seats, options)
+    check_rows(q, plan, seats, options)
     exchange = exchange_of(plan, seats)
     dims = options.seq_dim, options.head_dim
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))

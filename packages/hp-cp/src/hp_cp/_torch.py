@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+# Tensors of shapes alone (2.11 to 2.13), with which memory is estimated. No public module yet.
+from torch._subclasses.fake_tensor import FakeTensor
+
 # torch.utils._pytree (2.11 to 2.13), with which libraries register containers of tensors. No public
 # module yet; the optree package has the same functions.
 from torch.utils import _pytree
@@ -180,6 +183,11 @@ def largest_output(node: Any) -> int:
     if any(output.is_nested_tensor or output.is_cpp_nested_tensor for output in outputs):
         return sys.maxsize
     return max((math.prod(output.shape) for output in outputs), default=0)
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether a tensor has values that can be read."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def keep_eager(function: F) -> F:
