@@ -49,6 +49,10 @@ class AttentionOptions:
     load_balance: bool = False
     return_lse: bool = False
 
+    def __post_init__(self) -> None:
+        if type(self.return_lse) is not bool:
+            raise InputError(f"return_lse is {described(self.return_lse)}; use True or False")
+
     @property
     def whole_length(self) -> int | None:
         """Return the length of the whole sequence: the one given, or where the documents end."""
@@ -295,12 +299,7 @@ def check_tensors(q: object, k: object, v: object) -> None:
 
 
 def check_sinks(sinks: object, q: Tensor, options: AttentionOptions) -> None:
-    """Raise `InputError` unless there is one floating score per head of ``q``, or None.
-
-    And for a ``return_lse`` that is neither True nor False.
-    """
-    if type(options.return_lse) is not bool:
-        raise InputError(f"return_lse is {described(options.return_lse)}; use True or False")
+    """Raise `InputError` unless there is one floating score per head of ``q``, or None."""
     if sinks is None:
         return
     heads = q.shape[options.head_dim]

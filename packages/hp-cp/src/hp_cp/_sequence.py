@@ -106,9 +106,9 @@ def unshard_sequence(
     dims = _each_dim(tree, seq_dim)
     given = [(x, dim, chunks_of(x, dim)) for x, dim in _at_dims(tree, dims)]
     if told is None and given:
-        door: Collectives = TorchCollectives() if collectives is None else collectives
+        collectives = TorchCollectives() if collectives is None else collectives
         lengths = tuple(x.shape[dim] for x, dim, _ in given)
-        check_equal_lengths(axes_of(mesh)[::-1], lengths, given[0][0].device, door)
+        check_equal_lengths(axes_of(mesh)[::-1], lengths, given[0][0].device, collectives)
     for x, dim, chunks in given:  # all of them before the first is gathered
         if x.shape[dim] != lengths_of(chunks)[rank]:
             raise InputError(
@@ -398,10 +398,10 @@ def cp_loss(
     check_local("n_tokens", n_tokens)
     check_mesh(loss_mesh)
     _check_count(n_tokens)
-    door: Collectives = TorchCollectives() if collectives is None else collectives
+    collectives = TorchCollectives() if collectives is None else collectives
     count = _own_count(n_tokens, loss_sum.device)
     for position in range(loss_mesh.ndim):
-        door.all_reduce(Axis.of(loss_mesh, position), [count]).wait()
+        collectives.all_reduce(Axis.of(loss_mesh, position), [count]).wait()
     return loss_sum / count.clamp_(min=1)
 
 
