@@ -14,7 +14,7 @@ from hp_cp import (
     plan_attention,
 )
 from hp_cp._routes import SCHEDULES, ScheduleName
-from hp_cp._schedules import MOVEMENTS, Calls
+from hp_cp._schedules import MOVEMENTS, PendingWork
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
@@ -192,7 +192,7 @@ class Waiting:
 def failed(peers: Any, *, waits: bool, error: Exception | None) -> BaseException:
     """Return what a pass of two calls raises that waits for the first, or raises, or both."""
     try:
-        with Calls(peers) as calls:
+        with PendingWork(peers) as calls:
             first, _ = calls.exchange({}, {}), calls.exchange({}, {})
             if waits:
                 first.wait()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_cp import ScoreOptions, _torch
-from hp_cp._torch import Finished
+from hp_cp._torch import BackwardInputs
 from hp_cp.kernels._eager import EAGER
 from hp_cp.kernels._sdpa import CUDNN, EFFICIENT, SDPA, FusedBackend
 from hp_cp.kernels._varlen import VARLEN
@@ -53,7 +53,7 @@ def test_torchs_own_shape_rules_accept_stretches_of_rows() -> None:
         stretches: Any = (edges, edges), (30, 40), True, None
         out, lse = _torch.varlen_cuda(q, k, v, *stretches)
         grads = _torch.varlen_cuda_backward(
-            Finished(q, q, k, v, out, lse, True, None), *stretches[:2]
+            BackwardInputs(q, q, k, v, out, lse, True, None), *stretches[:2]
         )
     assert (out.shape, lse.shape) == (q.shape, (8, 50))
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
@@ -74,7 +74,7 @@ def efficient_backward(*given: Any, scale: float | None) -> Any:
     assert (p, wanted, lse.shape[2] % 32, q.shape[1]) == (0.0, [True] * 3 + [False], 0, k.shape[1])
     assert bool((lse[:, :, q.shape[2] :] == torch.inf).all())
     lse = lse[:, :, : q.shape[2]]
-    return *_torch.flash_cpu_backward(Finished(grad, q, k, v, out, lse, causal, scale)), None
+    return *_torch.flash_cpu_backward(BackwardInputs(grad, q, k, v, out, lse, causal, scale)), None
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -86,8 +86,10 @@ def test_equal_heads_and_padded_sums_give_the_results_of_grouped_heads(
     monkeypatch.setattr(_torch, "_efficient_backward", efficient_backward)
     out, lse = _torch.efficient_cuda(q, k, v, causal, None)
     expected = _torch.flash_cpu(q, k, v, causal, None)
-    grads = _torch.efficient_cuda_backward(Finished(grad, q, k, v, out, lse, causal, None))
-    grads_expected = _torch.flash_cpu_backward(Finished(grad, q, k, v, *expected, causal, None))
+    grads = _torch.efficient_cuda_backward(BackwardInputs(grad, q, k, v, out, lse, causal, None))
+    grads_expected = _torch.flash_cpu_backward(
+        BackwardInputs(grad, q, k, v, *expected, causal, None)
+    )
     for mine, right in zip((out, lse, *grads), (*expected, *grads_expected), strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-13)
 
@@ -116,7 +118,9 @@ def varlen_backward(*given: Any, scale: float | None) -> Any:
     sums = [lse[:, a:b].unsqueeze(0) for a, b in pairwise(edges_q.tolist())]
     done = []
     for g, a, b, c, o, sums_of in zip(*split, sums, strict=True):
-        done.append(_torch.flash_cpu_backward(Finished(g, a, b, c, o, sums_of, causal, scale)))
+        done.append(
+            _torch.flash_cpu_backward(BackwardInputs(g, a, b, c, o, sums_of, causal, scale))
+        )
     return [torch.cat([x[0] for x in xs], 1).transpose(0, 1) for xs in zip(*done, strict=True)]
 
 
@@ -136,7 +140,7 @@ def test_stretches_of_each_batch_row_are_the_blocks(monkeypatch: pytest.MonkeyPa
     stretches = (x.split(n, 2) for x, n in ((grad, rows), (q, rows), (k, keys), (v, keys)))
     for g, a, b, c in zip(*stretches, strict=True):
         result = _torch.flash_cpu(a, b, c, False, 0.3)
-        finished = Finished(g, a, b, c, *result, False, 0.3)
+        finished = BackwardInputs(g, a, b, c, *result, False, 0.3)
         done.append((*result, *_torch.flash_cpu_backward(finished)))
     for mine, right in zip((out, lse, *grads), zip(*done, strict=True), strict=True):
         torch.testing.assert_close(mine, torch.cat(right, 2), rtol=0, atol=1e-13)

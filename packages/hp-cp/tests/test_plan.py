@@ -131,8 +131,10 @@ def test_a_rank_gives_each_other_rank_the_rows_that_it_wants(
         plan = plan_attention(mask, layout, n, seq_len, schedule=schedule, ulysses_degree=degree)
         parts = [part_of(plan, rank) for rank in range(n // degree)]
         for rank, part in enumerate(parts):
-            assert {s for s in range(len(parts)) if s != rank} == part.wanted.keys()
-            assert part.given == {peer: parts[peer].wanted[rank] for peer in part.wanted}
+            assert {s for s in range(len(parts)) if s != rank} == part.receive_rows.keys()
+            assert part.send_rows == {
+                peer: parts[peer].receive_rows[rank] for peer in part.receive_rows
+            }
 
 
 @settings(deadline=None)

@@ -215,7 +215,7 @@ def test_greedy_wants_at_least_one_chunk_per_rank(chunks_per_rank: Any) -> None:
 
 @pytest.mark.parametrize("layout", [PerDocument(), Greedy(), Auto()])
 def test_layouts_that_follow_the_mask_want_it(layout: Layout) -> None:
-    with pytest.raises(LayoutError, match=r"lies as the mask wants; give the mask, mask=MaskSpec"):
+    with pytest.raises(LayoutError, match=r"follows the mask; give the mask, mask=MaskSpec"):
         layout.indices(2, 8)
 
 

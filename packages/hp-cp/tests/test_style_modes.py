@@ -251,7 +251,7 @@ def test_swapped_halves_with_ulysses_are_refused_when_applied(degree: int | None
 
 def test_swapped_halves_of_another_layout_or_schedule_are_refused_when_applied() -> None:
     mesh = simulated_mesh((4,))
-    with pytest.raises(LayoutError, match=r"lie Contiguous, got Zigzag\(\)"):
+    with pytest.raises(LayoutError, match=r"Contiguous sequences, got Zigzag\(\)"):
         ContextParallel(
             seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, layout=Zigzag()
         ).apply(Core(), mesh)

@@ -312,7 +312,7 @@ def take_local_rows(
 
 
 def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
-    """Return whether the sequence of ``x`` lies over the ranks of ``mesh``.
+    """Return whether the sequence of ``x`` is sharded over the ranks of ``mesh``.
 
     Axes with none of its other ranks, as those of the batch or of heads, must leave rows whole.
     """
@@ -336,7 +336,7 @@ def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
     ):
         raise InputError(
             f"a DTensor over the context parallel mesh is sharded on dim {settings.seq_dim} over "
-            f"all of its ranks and lies Contiguous, got {x.placements} on {x.device_mesh} with "
+            f"all of its ranks and is Contiguous, got {x.placements} on {x.device_mesh} with "
             f"{settings.layout!r}; redistribute it, or pass local rows"
         )
     sizes = [axis.size for axis, cuts in zip(axes, along, strict=True) if cuts]

@@ -18,10 +18,10 @@ from ._errors import InputError, LayoutError, described
 from ._layouts import Contiguous, Layout, check_layout, told_length
 from ._lineage import check_lineage
 from ._masks import MaskSpec, check_mask
-from ._mesh import Seats, check_equal_lengths, seats_of
+from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
 from ._plan import AttentionPlan, plan_attention
 from ._routes import Schedule, check_schedule, ring_of
-from ._schedules import attend, run_of
+from ._schedules import attend, rank_schedule_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._choose import choose_backend
@@ -223,9 +223,9 @@ def sharded_attention(
     check_dims(*dims)
     check_tensors(q, k, v)
     check_sinks(sinks, q, options)
-    seats = seats_of(mesh, options.ulysses_degree, options.collectives)
+    groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
     q, k, v = (as_autocast(x) for x in (q, k, v))
-    plan = plan_inputs(q, k, v, seats, options)
+    plan = plan_inputs(q, k, v, groups, options)
     kernel = choose_backend(
         options.backend,
         plan.kernels,
@@ -236,10 +236,10 @@ def sharded_attention(
         options.scores,
         regular=plan.regular,
     )
-    check_rows(q, plan, seats, options)
-    seats.across.connect(q.device)
+    check_rows(q, plan, groups, options)
+    groups.ring.connect(q.device)
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
-    out, lse = planned_attention(q, k, v, sinks, plan, seats, kernel, options)
+    out, lse = planned_attention(q, k, v, sinks, plan, groups, kernel, options)
     if lse is not None:
         lse = from_batch_first(lse.unsqueeze(3), *dims).squeeze(3)
     return from_batch_first(out, *dims), lse
@@ -251,7 +251,7 @@ def planned_attention(
     v: Tensor,
     sinks: Tensor | None,
     plan: AttentionPlan,
-    seats: Seats,
+    groups: RankGroups,
     backend: AttentionBackend,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
@@ -259,19 +259,19 @@ def planned_attention(
 
     And their log-sum-exp ``[batch, heads, rows]``, if ``options`` ask for it.
     """
-    run = run_of(plan, seats.inside.index, seats.across, backend, options.scores)
+    schedule = rank_schedule_of(plan, groups.ulysses.index, groups.ring, backend, options.scores)
     back: Callable[[Tensor], Tensor] | None = None
     if plan.load_balance:
-        q = swap_halves(q, run.peers)
-        back = partial(swap_halves, peers=run.peers, back=True)
+        q = swap_halves(q, schedule.peers)
+        back = partial(swap_halves, peers=schedule.peers, back=True)
     elif plan.ulysses_degree > 1:
-        exchange = exchange_of(plan, seats)
+        exchange = exchange_of(plan, groups)
         q, k, v = rows_to_heads(q, k, v, exchange)
         back = partial(heads_to_rows, exchange=exchange)
         if sinks is not None:
-            mine = plan.heads[seats.inside.index].q
+            mine = plan.heads[groups.ulysses.index].q
             sinks = sinks[mine.start : mine.stop]
-    out, lse = attend(q, k, v, sinks, run, return_lse=options.return_lse)
+    out, lse = attend(q, k, v, sinks, schedule, return_lse=options.return_lse)
     if back is None:
         return out, lse
     return back(out), None if lse is None else back(lse.unsqueeze(3)).squeeze(3)
@@ -318,7 +318,7 @@ def check_sinks(sinks: object, q: Tensor, options: AttentionOptions) -> None:
 
 
 def plan_inputs(
-    q: Tensor, k: Tensor, v: Tensor, seats: Seats, options: AttentionOptions
+    q: Tensor, k: Tensor, v: Tensor, groups: RankGroups, options: AttentionOptions
 ) -> AttentionPlan:
     """Return the plan for these local tensors, or raise for what does not fit.
 
@@ -348,8 +348,8 @@ def plan_inputs(
         plan = plan_attention(
             options.mask,
             options.layout,
-            seats.n,
-            q.shape[options.seq_dim] * seats.n if whole is None else whole,
+            groups.n,
+            q.shape[options.seq_dim] * groups.n if whole is None else whole,
             schedule=options.schedule,
             ulysses_degree=options.ulysses_degree,
             keep_kv=options.keep_kv,
@@ -362,8 +362,8 @@ def plan_inputs(
             itemsize=q.element_size(),
         )
     except LayoutError:
-        _check_shared(options, seats.n)
-        compare_rows(q, seats, options)  # others may have no error
+        _check_shared(options, groups.n)
+        compare_rows(q, groups, options)  # others may have no error
         raise
     check_lineage((q, k, v), plan)
     return plan
@@ -377,28 +377,30 @@ def _check_shared(options: AttentionOptions, n: int) -> None:
     ring_of(options.schedule, n // options.ulysses_degree)
 
 
-def compare_rows(q: Tensor, seats: Seats, options: AttentionOptions) -> None:
+def compare_rows(q: Tensor, groups: RankGroups, options: AttentionOptions) -> None:
     """Raise `InputError` where the whole length is inferred from local ones that are not equal."""
     if options.whole_length is None:
         length = q.shape[options.seq_dim]
-        check_equal_lengths(seats.axes, (length,), q.device, options.collectives)
+        check_equal_lengths(groups.axes, (length,), q.device, options.collectives)
 
 
-def check_rows(q: Tensor, plan: AttentionPlan, seats: Seats, options: AttentionOptions) -> None:
+def check_rows(
+    q: Tensor, plan: AttentionPlan, groups: RankGroups, options: AttentionOptions
+) -> None:
     """Raise for another number of rows than the plan gives this rank.
 
     `InputError`, or `LayoutError` where the documents cannot be those of such rows on any rank.
     Communicates as `compare_rows`.
     """
-    compare_rows(q, seats, options)
+    compare_rows(q, groups, options)
     rows = q.shape[options.seq_dim]
-    if rows == plan.lengths[seats.rank]:
+    if rows == plan.lengths[groups.rank]:
         return
     if options.seq_len is None and rows not in plan.lengths:
         plan.mask.documents(rows * plan.n)
     raise InputError(
         f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
-        f"S={plan.seq_len}) gives rank {seats.rank} {plan.lengths[seats.rank]}; shard with "
+        f"S={plan.seq_len}) gives rank {groups.rank} {plan.lengths[groups.rank]}; shard with "
         f"shard_sequence first, and give seq_len where ranks hold unequal lengths"
     )
 

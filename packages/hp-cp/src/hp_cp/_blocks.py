@@ -250,14 +250,14 @@ def _grown(a: Block, queries: range, last_keys: range, tiles: int) -> Block:
 class Part:
     """What one rank of a schedule does; the others' parts are not needed for it.
 
-    ``blocks`` and ``wanted``, the local key rows that come here, are by source: this rank, if at
-    all, then the others in the order of their use. ``given`` are this rank's key rows that go to
-    each of the others. ``lengths`` are all ranks' key rows.
+    ``blocks`` and ``receive_rows``, the local key rows that come here, are by source: this rank, if
+    at all, then the others in the order of their use. ``send_rows`` are this rank's key rows that
+    go to each of the others. ``lengths`` are all ranks' key rows.
     """
 
     blocks: Mapping[int, tuple[Block, ...]]
-    wanted: Mapping[int, Ranges]
-    given: Mapping[int, Ranges]
+    receive_rows: Mapping[int, Ranges]
+    send_rows: Mapping[int, Ranges]
     lengths: tuple[int, ...]
 
 
@@ -278,13 +278,13 @@ def make_part(
     blocks = {source: found.get(source, ()) for source in sources}
     others = sources[1:]
     if all_keys:
-        wanted = {source: joined([range(lengths[source])]) for source in others}
-        given = dict.fromkeys(others, joined([range(lengths[rank])]))
+        receive_rows = {source: joined([range(lengths[source])]) for source in others}
+        send_rows = dict.fromkeys(others, joined([range(lengths[rank])]))
     else:
-        wanted = {source: union(block.keys for block in blocks[source]) for source in others}
+        receive_rows = {source: union(block.keys for block in blocks[source]) for source in others}
         shown = rows_shown(rank, documents, band)
-        given = {peer: shown.get(peer, ()) for peer in others}
-    return Part(blocks=blocks, wanted=wanted, given=given, lengths=lengths)
+        send_rows = {peer: shown.get(peer, ()) for peer in others}
+    return Part(blocks=blocks, receive_rows=receive_rows, send_rows=send_rows, lengths=lengths)
 
 
 def rows_shown(rank: int, documents: Iterable[Document], band: Band) -> dict[int, Ranges]:

@@ -17,7 +17,7 @@ from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, S
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KVShard:
     """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``.
 
     The head size of values may be another.
@@ -86,7 +86,7 @@ def _positions(held: Ranges, rows: range, like: Tensor) -> Tensor:
 def forward_blocks(
     blocks: Sequence[Block],
     q: Tensor,
-    held: Held,
+    held: KVShard,
     kernel: BlockKernel,
     take: Callable[[Block, Tensor, Tensor], None],
 ) -> None:
@@ -110,7 +110,7 @@ def backward_blocks(
     blocks: Sequence[Block],
     grad: Tensor,
     q: Tensor,
-    held: Held,
+    held: KVShard,
     out: Tensor,
     lse: Tensor,
     kernel: BlockKernel,
@@ -204,7 +204,7 @@ def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[list[Block]]:
 
 
 def _inputs(
-    block: Block, q: Tensor, held: Held, kernel: BlockKernel
+    block: Block, q: Tensor, held: KVShard, kernel: BlockKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = as_slice(Ranks(held.rows).of(block.keys))
     k, v = (repeat_heads(x[:, :, keys], kernel.repeats) for x in (held.k, held.v))
@@ -288,7 +288,7 @@ def _turned(x: Tensor, block: Block) -> Tensor:
     return turned
 
 
-class RowsOut:
+class OnlineSoftmax:
     """The output and log-sum-exp of all rows, over the keys so far."""
 
     def __init__(self, q: Tensor, value_size: int) -> None:
@@ -360,7 +360,7 @@ class RowSum:
         return self._total
 
 
-class KeySum:
+class KVGradient:
     """Gradients of the keys and values that were held, of heads ``like`` these."""
 
     def __init__(self, like: Pair, rows: Ranges) -> None:

@@ -75,7 +75,7 @@ class Zigzag(Layout):
 
 @dataclass(frozen=True, slots=True)
 class PerDocument(Layout):
-    """Each document lies in zigzag over all ranks: even work, at the price of much traffic.
+    """Each document in zigzag over all ranks: even work, at the price of much traffic.
 
     Document ``d`` at ``[a, b)`` is cut at ``a + (b - a) i // 2n``, so that no padding is needed.
     Its first chunk goes to rank ``d % n``, so that short documents do not all fall to one rank.
@@ -283,7 +283,7 @@ def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
     """Return the mask that a layout follows, or raise `LayoutError` for none or another object."""
     if mask is None:
         raise LayoutError(
-            f"{layout!r} lies as the mask wants; give the mask, mask=MaskSpec(...), or use "
+            f"{layout!r} follows the mask; give the mask, mask=MaskSpec(...), or use "
             f"Contiguous() or Zigzag()"
         )
     check_mask(mask)

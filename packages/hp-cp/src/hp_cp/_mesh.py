@@ -99,19 +99,22 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seats:
-    """Rank ``rank`` of ``n``: ``inside`` exchange heads, ``across`` the schedule runs."""
+class RankGroups:
+    """Rank ``rank`` of ``n``: the Ulysses group exchanges heads, the ring group runs the schedule.
+
+    Fang and Zhao, arXiv 2405.07719, section 3.
+    """
 
     n: int
     rank: int
-    inside: Peers
-    across: Peers
+    ulysses: Peers
+    ring: Peers
 
     @property
     def axes(self) -> list[Axis]:
         """Return the axes of the mesh, the last one first."""
-        inside, across = self.inside.axis, self.across.axis
-        return [inside] if inside is across else [inside, across]
+        ulysses, ring = self.ulysses.axis, self.ring.axis
+        return [ulysses] if ulysses is ring else [ulysses, ring]
 
 
 def check_mesh(mesh: object) -> None:
@@ -138,7 +141,7 @@ def axes_of(mesh: AxisMesh) -> list[Axis]:
 
 
 def place_of(mesh: AxisMesh) -> tuple[int, int]:
-    """Return the number of ranks that a sequence lies over, and this rank's place among them."""
+    """Return the number of ranks that share a sequence, and this rank's place among them."""
     n = place = 0
     for axis in axes_of(mesh):
         n, place = max(n, 1) * axis.size, place * axis.size + axis.index
@@ -151,7 +154,7 @@ def device_of(mesh: AxisMesh) -> torch.device:
 
 
 def list_ranks(mesh: AxisMesh) -> list[int]:
-    """Return the global ranks that a sequence lies over, in its order."""
+    """Return the global ranks that a sequence is sharded over, in its order."""
     *outer, inner = axes_of(mesh)
     rows = mesh.mesh.tolist()
     return [rank for row in rows for rank in row] if outer else list(inner.ranks)
@@ -162,8 +165,8 @@ def default_degree(mesh: AxisMesh) -> int:
     return axes_of(mesh)[-1].size
 
 
-def seats_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives) -> Seats:
-    """Return this rank's seats.
+def rank_groups_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives) -> RankGroups:
+    """Return the Ulysses group and the ring group of this rank.
 
     Neighbouring ranks exchange heads: on a mesh of two axes those of the last one, on one axis each
     ``ulysses_degree`` in turn. Raises `DegreeError` for a mesh or a degree that does not fit.
@@ -178,23 +181,23 @@ def seats_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives) -> S
                 f"and {inner.name} ({inner.size}), whose last axis exchanges heads; use "
                 f"ulysses_degree={inner.size}, or a mesh of one axis"
             )
-        return Seats(
+        return RankGroups(
             n=n,
             rank=rank,
-            inside=Peers.on(inner, collectives),
-            across=Peers.on(outer, collectives),
+            ulysses=Peers.on(inner, collectives),
+            ring=Peers.on(outer, collectives),
         )
     check_degree(ulysses_degree, n)
     (axis,) = axes
     group, place = divmod(rank, ulysses_degree)
     first = group * ulysses_degree
-    inside = tuple(range(first, first + ulysses_degree))
-    across = tuple(range(place, n, ulysses_degree))
-    return Seats(
+    ulysses = tuple(range(first, first + ulysses_degree))
+    ring = tuple(range(place, n, ulysses_degree))
+    return RankGroups(
         n=n,
         rank=rank,
-        inside=Peers(axis=axis, members=inside, collectives=collectives),
-        across=Peers(axis=axis, members=across, collectives=collectives),
+        ulysses=Peers(axis=axis, members=ulysses, collectives=collectives),
+        ring=Peers(axis=axis, members=ring, collectives=collectives),
     )
 
 

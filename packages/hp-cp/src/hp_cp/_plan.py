@@ -149,8 +149,8 @@ class AttentionPlan:
         nothing more, the other schedules all.
         """
         check_rank(rank, self.n)
-        wanted = part_of(self, rank // self.ulysses_degree).wanted
-        return {source: keys for source, keys in wanted.items() if keys}
+        fetched = part_of(self, rank // self.ulysses_degree).wanted
+        return {source: keys for source, keys in fetched.items() if keys}
 
     def bytes_received(self, rank: int) -> int:
         """Return the bytes that ``rank`` receives in one forward and backward.
@@ -206,9 +206,9 @@ class AttentionPlan:
         """Return the rows of keys and values that the schedule brings, weighted by their size."""
         part = part_of(self, group)
         passes = 1 if self.keep_kv else 2
-        fetched = passes * sum(map(size, part.wanted.values()))
+        fetched = passes * sum(map(size, part.receive_rows.values()))
         if self.ring is None:
-            return fetched + sum(map(size, part.given.values()))
+            return fetched + sum(map(size, part.send_rows.values()))
         sums = [self.ring.source(group, step) for step in range(2, self.ring.n)]
         returned = sum(part.lengths[source] for source in sums)
         returned += part.lengths[group] if self.ring.n > 1 else 0
@@ -389,9 +389,7 @@ def check_balance(
             f"schedule='gather', or layout=Zigzag() without load_balance"
         )
     if not isinstance(layout, Contiguous):
-        raise LayoutError(
-            f"load_balance is for sequences that lie Contiguous, got {layout!r}; leave it out"
-        )
+        raise LayoutError(f"load_balance is for Contiguous sequences, got {layout!r}; leave it out")
     if seq_len % (2 * n):
         raise LayoutError(
             f"load_balance halves equal local lengths, but {seq_len} positions on {n} ranks do not "

@@ -19,10 +19,10 @@ from hp_dtensor import Work
 from ._blocks import Block, Part
 from ._blockwise import (
     BlockKernel,
-    Held,
-    KeySum,
+    KVGradient,
+    KVShard,
+    OnlineSoftmax,
     Positions,
-    RowsOut,
     RowSum,
     accumulator,
     backward_blocks,
@@ -38,7 +38,7 @@ from .kernels._interface import AttentionBackend, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RankSchedule:
     """What one rank of a schedule computes, receives and sends; keeps no tensors."""
 
     plan: AttentionPlan
@@ -59,15 +59,15 @@ class Run:
         return whole(self.part.lengths[self.rank])
 
 
-def run_of(
+def rank_schedule_of(
     plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, options: ScoreOptions
-) -> Run:
+) -> RankSchedule:
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
     share, positions = plan.heads[place], None
     if options.dropout is not None:
         positions = Positions(plan.queries[peers.index], plan.groups, share.q)
     kernel = BlockKernel.of(backend, share.repeats, options, positions)
-    return Run(
+    return RankSchedule(
         plan=plan,
         part=part_of(plan, peers.index),
         movement=MOVEMENTS[name_of(plan.schedule)],
@@ -103,7 +103,7 @@ def _dense(x: Tensor, rows: Ranges) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts or [x[:, :, :0]], 2)
 
 
-class Calls:
+class PendingWork:
     """Passes calls on to peers, and waits for those under way where the pass raises.
 
     What a peer has sent already would else be taken for the answer to a later call. Where waiting
@@ -123,7 +123,7 @@ class Calls:
         """Start one; see `Peers.exchange`."""
         return _Call(self._peers.exchange(sends, receives), self._under_way)
 
-    def __enter__(self) -> "Calls":
+    def __enter__(self) -> "PendingWork":
         return self
 
     def __exit__(
@@ -157,62 +157,65 @@ class _Call:
         return outputs
 
 
-Arrivals = Iterator[tuple[int, Held]]
+Arrivals = Iterator[tuple[int, KVShard]]
 
 
-def _gather(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
+def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """One all-gather; point to point where lengths differ or not all of an axis takes part."""
-    mine = packed(k, v, run.own_rows)
-    if len(set(run.part.lengths)) == 1 and run.peers.whole:
-        all_k, all_v = (x.new_empty((run.peers.size, *x.shape)) for x in mine)
+    mine = packed(k, v, schedule.own_rows)
+    if len(set(schedule.part.lengths)) == 1 and schedule.peers.whole:
+        all_k, all_v = (x.new_empty((schedule.peers.size, *x.shape)) for x in mine)
         work = calls.all_gather(mine, (all_k.flatten(0, 1), all_v.flatten(0, 1)))
         parts = dict(enumerate(zip(all_k.unbind(0), all_v.unbind(0), strict=True)))
     else:
-        parts = {s: room_for(rows, (k, v)) for s, rows in run.part.wanted.items()}
-        sends = {peer: mine for peer in run.part.wanted if run.own_rows}
-        receives = {s: part for s, part in parts.items() if run.part.wanted[s]}
+        parts = {s: room_for(rows, (k, v)) for s, rows in schedule.part.receive_rows.items()}
+        sends = {peer: mine for peer in schedule.part.receive_rows if schedule.own_rows}
+        receives = {s: part for s, part in parts.items() if schedule.part.receive_rows[s]}
         work = calls.exchange(sends, receives)
-    yield run.rank, Held(k, v, run.own_rows)
+    yield schedule.rank, KVShard(k, v, schedule.own_rows)
     work.wait()
-    for source, rows in run.part.wanted.items():
-        yield source, Held(*parts[source], rows)
+    for source, rows in schedule.part.receive_rows.items():
+        yield source, KVShard(*parts[source], rows)
 
 
-def _direct(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
+def _direct(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """One exchange per step: from the owner ``step`` ranks before, to that ``step`` ranks after."""
-    n, last = run.peers.size, packed(k, v, ())
+    n, last = schedule.peers.size, packed(k, v, ())
     sent: Ranges = ()
 
     def start(step: int) -> tuple[Pair, Work]:
         nonlocal last, sent
-        source, target = (run.rank - step) % n, (run.rank + step) % n
-        if run.part.given[target] != sent:
-            last, sent = packed(k, v, run.part.given[target]), run.part.given[target]
-        part = room_for(run.part.wanted[source], (k, v))
+        source, target = (schedule.rank - step) % n, (schedule.rank + step) % n
+        if schedule.part.send_rows[target] != sent:
+            last, sent = (
+                packed(k, v, schedule.part.send_rows[target]),
+                schedule.part.send_rows[target],
+            )
+        part = room_for(schedule.part.receive_rows[source], (k, v))
         sends = {target: last} if sent else {}
-        receives = {source: part} if run.part.wanted[source] else {}
+        receives = {source: part} if schedule.part.receive_rows[source] else {}
         return part, calls.exchange(sends, receives)
 
     arriving = start(1)
-    yield run.rank, Held(k, v, run.own_rows)
+    yield schedule.rank, KVShard(k, v, schedule.own_rows)
     for step in range(1, n):
-        source = (run.rank - step) % n
+        source = (schedule.rank - step) % n
         part, work = arriving
         work.wait()
         if step + 1 < n:
             arriving = start(step + 1)
-        yield source, Held(*part, run.part.wanted[source])
+        yield source, KVShard(*part, schedule.part.receive_rows[source])
 
 
-def _around(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
+def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """Pass on what is held: to the neighbour at once, and once per round to the next ring."""
-    ring = _ring_in(run)
-    held = packed(k, v, run.own_rows)
+    ring = _ring_in(schedule)
+    held = packed(k, v, schedule.own_rows)
     inside: tuple[Pair, Work] | None = None
     outside: tuple[Pair, Work] | None = None
 
     def start(step: int, to: int, origin: int) -> tuple[Pair, Work]:
-        rows = whole(run.part.lengths[ring.source(run.rank, step)])
+        rows = whole(schedule.part.lengths[ring.source(schedule.rank, step)])
         part = room_for(rows, (k, v))
         sends = {to: held} if held[0].shape[2] else {}
         return part, calls.exchange(sends, {origin: part} if rows else {})
@@ -223,13 +226,13 @@ def _around(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
             held, work = arrived
             work.wait()
         if step % ring.inner == 0 and step + ring.inner < ring.n:
-            neighbours = ring.next_outside(run.rank), ring.next_outside(run.rank, -1)
+            neighbours = ring.next_outside(schedule.rank), ring.next_outside(schedule.rank, -1)
             outside = start(step + ring.inner, *neighbours)
         if (step + 1) % ring.inner:
-            neighbours = ring.next_inside(run.rank), ring.next_inside(run.rank, -1)
+            neighbours = ring.next_inside(schedule.rank), ring.next_inside(schedule.rank, -1)
             inside = start(step + 1, *neighbours)
-        source = ring.source(run.rank, step)
-        yield source, Held(*held, whole(run.part.lengths[source]))
+        source = ring.source(schedule.rank, step)
+        yield source, KVShard(*held, whole(schedule.part.lengths[source]))
 
 
 class Returns(Protocol):
@@ -255,8 +258,10 @@ class _Straight:
     What comes is taken one step later, so that few parts are held at a time.
     """
 
-    def __init__(self, run: Run, own: KeySum, like: Pair, calls: Calls) -> None:
-        self._run = run
+    def __init__(
+        self, schedule: RankSchedule, own: KVGradient, like: Pair, calls: PendingWork
+    ) -> None:
+        self._schedule = schedule
         self._own = own
         self._like = like
         self._dtype = like[0].dtype
@@ -264,16 +269,16 @@ class _Straight:
         self._coming: tuple[int, Pair, Work] | None = None
 
     def add(self, source: int, share: Pair | None) -> None:
-        run, n = self._run, self._run.peers.size
-        peer = (2 * run.rank - source) % n  # as far after this rank as the source is before
+        schedule, n = self._schedule, self._schedule.peers.size
+        peer = (2 * schedule.rank - source) % n  # as far after this rank as the source is before
         sends, receives = {}, {}
         if share is not None:
             dk, dv = share
             sends[source] = dk.to(self._dtype), dv.to(self._dtype)
-        elif run.part.wanted[source]:  # gathered, but not seen by any row here
-            sends[source] = _zeros(room_for(run.part.wanted[source], self._like))
-        part = room_for(run.part.given[peer], self._like)
-        if run.part.given[peer]:
+        elif schedule.part.receive_rows[source]:  # gathered, but not seen by any row here
+            sends[source] = _zeros(room_for(schedule.part.receive_rows[source], self._like))
+        part = room_for(schedule.part.send_rows[peer], self._like)
+        if schedule.part.send_rows[peer]:
             receives[peer] = part
         work = self._calls.exchange(sends, receives)
         self.finish()
@@ -286,7 +291,7 @@ class _Straight:
         self._coming = None
         work.wait()
         start = 0
-        for rows in self._run.part.given[peer]:
+        for rows in self._schedule.part.send_rows[peer]:
             stop = start + len(rows)
             self._own.add(rows, dk[:, :, start:stop], dv[:, :, start:stop])
             start = stop
@@ -295,9 +300,11 @@ class _Straight:
 class _Around:
     """Around the ring behind the keys: each rank adds to a sum, which the last one sends home."""
 
-    def __init__(self, run: Run, own: KeySum, like: Pair, calls: Calls) -> None:
-        self._run = run
-        self._ring = _ring_in(run)
+    def __init__(
+        self, schedule: RankSchedule, own: KVGradient, like: Pair, calls: PendingWork
+    ) -> None:
+        self._schedule = schedule
+        self._ring = _ring_in(schedule)
         self._own = own
         self._like = like
         self._calls = calls
@@ -306,21 +313,21 @@ class _Around:
         self._coming: tuple[Pair, Work] | None = None
 
     def add(self, source: int, share: Pair | None) -> None:
-        run, ring = self._run, self._ring
+        schedule, ring = self._schedule, self._ring
         self._step += 1
         total = self._arrived()
         if total is None and share is not None:
             total = share
         elif total is None:
-            total = _zeros(room_for(whole(run.part.lengths[source]), self._like, self._wide))
+            total = _zeros(room_for(whole(schedule.part.lengths[source]), self._like, self._wide))
         elif share is not None:
             total[0].add_(share[0])
             total[1].add_(share[1])
         home = self._step + 1 == ring.n
-        next_source = run.rank if home else ring.source(run.rank, self._step + 1)
-        part = room_for(whole(run.part.lengths[next_source]), self._like, self._wide)
-        sends = {ring.next_gradient(run.rank, self._step): total} if total[0].shape[2] else {}
-        origin = ring.next_gradient(run.rank, self._step, -1)
+        next_source = schedule.rank if home else ring.source(schedule.rank, self._step + 1)
+        part = room_for(whole(schedule.part.lengths[next_source]), self._like, self._wide)
+        sends = {ring.next_gradient(schedule.rank, self._step): total} if total[0].shape[2] else {}
+        origin = ring.next_gradient(schedule.rank, self._step, -1)
         receives = {origin: part} if part[0].shape[2] else {}
         self._coming = part, self._calls.exchange(sends, receives)
 
@@ -338,10 +345,10 @@ class _Around:
         return part
 
 
-def _ring_in(run: Run) -> Ring:
-    if run.ring is None:
-        raise RuntimeError(f"schedule {run.plan.schedule!r} has no ring to go around")
-    return run.ring
+def _ring_in(schedule: RankSchedule) -> Ring:
+    if schedule.ring is None:
+        raise RuntimeError(f"schedule {schedule.plan.schedule!r} has no ring to go around")
+    return schedule.ring
 
 
 def _zeros(pair: Pair) -> Pair:
@@ -351,8 +358,8 @@ def _zeros(pair: Pair) -> Pair:
 class Movement(NamedTuple):
     """How keys come, and how gradients go home, where they add to this rank's sum."""
 
-    fetch: Callable[[Tensor, Tensor, Run, Calls], Arrivals]
-    returns: Callable[[Run, KeySum, Pair, Calls], Returns]
+    fetch: Callable[[Tensor, Tensor, RankSchedule, PendingWork], Arrivals]
+    returns: Callable[[RankSchedule, KVGradient, Pair, PendingWork], Returns]
 
 
 MOVEMENTS: dict[ScheduleName, Movement] = {
@@ -363,18 +370,24 @@ MOVEMENTS: dict[ScheduleName, Movement] = {
 }
 
 
-def fetch(k: Tensor, v: Tensor, run: Run, calls: Calls) -> Arrivals:
+def fetch(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """Yield each source of the schedule with its keys and values, this rank first.
 
     What comes next is asked for before a part is yielded. Every rank must go to the end.
     """
-    if run.peers.size == 1:
-        return iter([(run.rank, Held(k, v, run.own_rows))])
-    return run.movement.fetch(k, v, run, calls)
+    if schedule.peers.size == 1:
+        return iter([(schedule.rank, KVShard(k, v, schedule.own_rows))])
+    return schedule.movement.fetch(k, v, schedule, calls)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: Run, *, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    schedule: RankSchedule,
+    *,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention of this rank's rows ``[batch, q_heads, rows, value_size]``.
 
@@ -382,7 +395,7 @@ def attend(
     None. Communicates what the schedule does, in the forward and again in the backward, whose
     kernels get the output and log-sum-exp over all keys, and over ``sinks`` ``[q_heads]``.
     """
-    result = _Attend.apply(q, k, v, sinks, run, return_lse)  # type: ignore[no-untyped-call]
+    result = _Attend.apply(q, k, v, sinks, schedule, return_lse)  # type: ignore[no-untyped-call]
     return result if return_lse else (result, None)
 
 
@@ -394,20 +407,20 @@ class _Attend(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        run: Run,
+        schedule: RankSchedule,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        rows = RowsOut(q, v.shape[3])
+        rows = OnlineSoftmax(q, v.shape[3])
         kept: list[Tensor] = []
-        keep = run.plan.keep_kv and any(ctx.needs_input_grad)
-        with Calls(run.peers) as calls:
-            for source, held in fetch(k, v, run, calls):
-                if keep and source != run.rank:
+        keep = schedule.plan.keep_kv and any(ctx.needs_input_grad)
+        with PendingWork(schedule.peers) as calls:
+            for source, held in fetch(k, v, schedule, calls):
+                if keep and source != schedule.rank:
                     kept += (held.k, held.v)
-                forward_blocks(run.part.blocks[source], q, held, run.kernel, rows.merge)
+                forward_blocks(schedule.part.blocks[source], q, held, schedule.kernel, rows.merge)
         out, lse = rows.result(sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
-        ctx.run, ctx.origin = run, Origin(run.plan)
+        ctx.schedule, ctx.origin = schedule, Origin(schedule.plan)
         if not return_lse:
             return out
         ctx.mark_non_differentiable(lse)
@@ -417,25 +430,25 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
-        run: Run = ctx.run
+        schedule: RankSchedule = ctx.schedule
         grad = grad.contiguous()
         dq = RowSum(q)
-        own = KeySum((k, v), run.own_rows)
+        own = KVGradient((k, v), schedule.own_rows)
 
-        with Calls(run.peers) as calls:
-            returns = run.movement.returns(run, own, (k, v), calls)
-            for source, held in _kept_or_fetched(k, v, kept, run, calls):
-                share = own if source == run.rank else KeySum((k, v), held.rows)
-                blocks = run.part.blocks[source]
+        with PendingWork(schedule.peers) as calls:
+            returns = schedule.movement.returns(schedule, own, (k, v), calls)
+            for source, held in _kept_or_fetched(k, v, kept, schedule, calls):
+                share = own if source == schedule.rank else KVGradient((k, v), held.rows)
+                blocks = schedule.part.blocks[source]
 
                 def add(
-                    block: Block, part: Tensor, dk: Tensor, dv: Tensor, share: KeySum = share
+                    block: Block, part: Tensor, dk: Tensor, dv: Tensor, share: KVGradient = share
                 ) -> None:
                     dq.add(block.queries, part)
                     share.add(block.keys, dk, dv)
 
-                backward_blocks(blocks, grad, q, held, out, lse, run.kernel, add)
-                if source != run.rank:
+                backward_blocks(blocks, grad, q, held, out, lse, schedule.kernel, add)
+                if source != schedule.rank:
                     returns.add(source, share.pair if blocks else None)
             returns.finish()
         own_k, own_v = own.pair
@@ -445,17 +458,19 @@ class _Attend(torch.autograd.Function):
 
 
 def _kept_or_fetched(
-    k: Tensor, v: Tensor, kept: Sequence[Tensor], run: Run, calls: Calls
+    k: Tensor, v: Tensor, kept: Sequence[Tensor], schedule: RankSchedule, calls: PendingWork
 ) -> Arrivals:
     """Return all parts of keys; own last where all are here, while the others' gradients travel."""
     if not kept:
-        return fetch(k, v, run, calls)
-    return _from_kept(Held(k, v, run.own_rows), kept, run)
+        return fetch(k, v, schedule, calls)
+    return _from_kept(KVShard(k, v, schedule.own_rows), kept, schedule)
 
 
-def _from_kept(own: Held, kept: Sequence[Tensor], run: Run) -> Iterator[tuple[int, Held]]:
+def _from_kept(
+    own: KVShard, kept: Sequence[Tensor], schedule: RankSchedule
+) -> Iterator[tuple[int, KVShard]]:
     pairs = zip(kept[::2], kept[1::2], strict=True)
-    others = (source for source in run.part.blocks if source != run.rank)
+    others = (source for source in schedule.part.blocks if source != schedule.rank)
     for source, (k, v) in zip(others, pairs, strict=True):
-        yield source, Held(k, v, run.part.wanted[source])
-    yield run.rank, own
+        yield source, KVShard(k, v, schedule.part.receive_rows[source])
+    yield schedule.rank, own

@@ -35,7 +35,7 @@ def shard_sequence(
 ) -> Any:
     """Return ``tree`` with every tensor cut to this rank's positions along ``seq_dim``.
 
-    Tensors hold the whole sequence, the same on every rank. They may lie in lists, tuples,
+    Tensors hold the whole sequence, the same on every rank. They may be in lists, tuples,
     mappings, dataclasses and types that are registered with torch's pytree, which keep their type;
     other leaves pass. ``layout=None`` means `Contiguous`. ``seq_dim`` is an int, or where tensors
     have the sequence in different dims a tree of ints, built as ``tree`` is. Results are

@@ -43,7 +43,7 @@ from ._errors import BackendError, DegreeError, InputError, described
 from ._layouts import Contiguous, Layout, check_layout, check_size
 from ._lineage import note_rows
 from ._masks import MaskSpec, check_mask
-from ._mesh import default_degree, device_of, place_of, seats_of
+from ._mesh import default_degree, device_of, place_of, rank_groups_of
 from ._plan import check_balance
 from ._routes import Schedule, check_schedule, ring_of
 from ._torch import keep_eager
@@ -69,7 +69,7 @@ class ContextParallel(ParallelStyle):
     exchanges sequence for heads over all ranks of a mesh of one axis, or
     the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
     heads and the ``schedule`` brings keys and values across the ``n / k`` groups.
-    ``load_balance``, for rows that lie `Contiguous` under ``ulysses_degree=1``, swaps the second
+    ``load_balance``, for `Contiguous` rows under ``ulysses_degree=1``, swaps the second
     half of each rank's queries with rank ``n - 1 - r`` and the result back, so that causal work is
     equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``; a mask
     must agree with an ``is_causal`` that the call gives, and with a default of True.
@@ -177,7 +177,7 @@ class ContextParallel(ParallelStyle):
         settings, (n, _) = self.settings, place_of(mesh)
         if n == 1:  # nothing to exchange or to bring, in whatever way
             degree, settings = 1, replace(settings, schedule="gather", load_balance=False)
-        seats = seats_of(mesh, degree, settings.collectives)
+        groups = rank_groups_of(mesh, degree, settings.collectives)
         ring_of(settings.schedule, n // degree)
         if settings.load_balance:
             check_balance(settings.layout, n, 0, degree, settings.schedule)
@@ -186,7 +186,7 @@ class ContextParallel(ParallelStyle):
         if n > 1 or settings.mask is not None:
             forward = ContextParallelForward(module, mesh, n, degree, settings)
             if not forward.runs_inner:
-                seats.across.connect(device_of(mesh))
+                groups.ring.connect(device_of(mesh))
             module.forward = forward
         return module
 
@@ -300,14 +300,14 @@ def exchange_around(
     Communicates as `rows_to_heads` does and as `heads_to_rows` does for each such tensor. Raises
     `InputError` after the first exchange where there is none.
     """
-    seats = seats_of(mesh, options.ulysses_degree, options.collectives)
-    plan = plan_inputs(q, k, v, seats, options)
-    check_rows(q, plan, seats, options)
-    exchange = exchange_of(plan, seats)
+    groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
+    plan = plan_inputs(q, k, v, groups, options)
+    check_rows(q, plan, groups, options)
+    exchange = exchange_of(plan, groups)
     dims = options.seq_dim, options.head_dim
     q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
     q, k, v = rows_to_heads(q, k, v, exchange)
-    repeats = exchange.shares[seats.inside.index].repeats  # the module groups heads evenly
+    repeats = exchange.shares[groups.ulysses.index].repeats  # the module groups heads evenly
     k, v = (repeat_heads(x, repeats) for x in (k, v))
     q, k, v = (from_batch_first(x, *dims) for x in (q, k, v))
     shape = (*q.shape[:3], v.shape[3])

@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Finished(NamedTuple):
+class BackwardInputs(NamedTuple):
     """A forward whose gradient came: what kernels of the backward are given."""
 
     grad: Tensor
@@ -55,7 +55,7 @@ def flash_cpu(
     return out, lse
 
 
-def flash_cpu_backward(x: Finished) -> Gradients:
+def flash_cpu_backward(x: BackwardInputs) -> Gradients:
     """Return the gradients of q, k and v."""
     dq, dk, dv = _backward(*x.tensors, 0.0, x.causal, scale=x.scale)
     return dq, dk, dv
@@ -85,7 +85,7 @@ def flash_cuda(
     return out, lse
 
 
-def flash_cuda_backward(x: Finished) -> Gradients:
+def flash_cuda_backward(x: BackwardInputs) -> Gradients:
     """Return the gradients of q, k and v."""
     seed = torch.zeros(2, dtype=torch.uint64, device=x.q.device)
     state = None, None, x.q.shape[2], x.k.shape[2], 0.0, x.causal, seed, seed
@@ -103,7 +103,7 @@ def efficient_cuda(
     return out, lse.narrow(2, 0, q.shape[2])
 
 
-def efficient_cuda_backward(x: Finished) -> Gradients:
+def efficient_cuda_backward(x: BackwardInputs) -> Gradients:
     """Return the gradients of q, k and v."""
     rest = x.lse.new_full((*x.lse.shape[:2], -x.q.shape[2] % _EFFICIENT_ROWS), torch.inf)
     padded = torch.cat([x.lse, rest], 2)  # rows of infinity weigh nothing
@@ -124,7 +124,7 @@ def cudnn_cuda(
     return out, lse.squeeze(-1)
 
 
-def cudnn_cuda_backward(x: Finished) -> Gradients:
+def cudnn_cuda_backward(x: BackwardInputs) -> Gradients:
     """Return the gradients of q, k and v."""
     if x.k.shape[2] == 1:
         return flash_cuda_backward(x)
@@ -150,7 +150,7 @@ def varlen_cuda(
 
 
 def varlen_cuda_backward(
-    x: Finished, edges: tuple[Tensor, Tensor], longest: tuple[int, int]
+    x: BackwardInputs, edges: tuple[Tensor, Tensor], longest: tuple[int, int]
 ) -> Gradients:
     """Return the gradients of q, k and v."""
     seed = torch.zeros(2, dtype=torch.uint64, device=x.q.device)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ._blockwise import accumulator
 from ._layouts import Chunks, in_global_order, lengths_of
-from ._mesh import Peers, Seats
+from ._mesh import Peers, RankGroups
 from ._plan import AttentionPlan, HeadShare
 
 HeadRanges = Sequence[Sequence[range]]
@@ -36,11 +36,11 @@ class Exchange:
 Move = Callable[[Sequence[Tensor], HeadRanges, Exchange], list[Tensor]]
 
 
-def exchange_of(plan: AttentionPlan, seats: Seats) -> Exchange:
+def exchange_of(plan: AttentionPlan, groups: RankGroups) -> Exchange:
     """Return the Ulysses exchange of this rank and its neighbours."""
-    first = seats.rank - seats.inside.index
+    first = groups.rank - groups.ulysses.index
     return Exchange(
-        peers=seats.inside,
+        peers=groups.ulysses,
         chunks=plan.chunks[first : first + plan.ulysses_degree],
         shares=plan.heads,
     )

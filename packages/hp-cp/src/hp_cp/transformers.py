@@ -28,7 +28,7 @@ from ._layouts import (
     lengths_of,
 )
 from ._masks import MaskSpec, check_mask
-from ._mesh import place_of, seats_of
+from ._mesh import place_of, rank_groups_of
 from ._routes import Schedule, check_schedule
 from ._sequence import IGNORED, check_local, position_ids, shard_sequence, shift_labels
 from .kernels._choose import check_backend_name
@@ -160,7 +160,7 @@ def context_parallel(
     check_backend_name(backend)
     if seq_len is not None:
         check_size(1, seq_len)
-    seats_of(mesh, ulysses_degree, collectives)
+    rank_groups_of(mesh, ulysses_degree, collectives)
     if not isinstance(model, library.PreTrainedModel):
         raise InputError(
             f"model must be a PreTrainedModel of transformers, got {described(model)}; give the "
@@ -239,7 +239,7 @@ def shard_batch(
             zero on any number of ranks.
 
     Returns:
-        A new dictionary, with ``sequence_shard``, which tells the attention how the sequence lies.
+        A new dictionary, with ``sequence_shard``, which tells the attention the sharding.
 
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
@@ -604,7 +604,7 @@ def _dim_of(key: str, value: Any, rows: int, seq_len: int) -> int | None:
         return None
     raise InputError(
         f"{key} of shape {tuple(value.shape)} is not [{rows}, {seq_len}], so that it is not known "
-        f"how it lies along the sequence; leave it out, or cut it with shard_sequence afterwards"
+        f"along which dim to shard it; leave it out, or cut it with shard_sequence afterwards"
     )
 
 

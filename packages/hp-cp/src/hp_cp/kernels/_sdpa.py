@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._ranges import Kernel
 from .._torch import (
-    Finished,
+    BackwardInputs,
     Gradients,
     cudnn_cuda,
     cudnn_cuda_backward,
@@ -67,7 +67,7 @@ def hardware_of(device: torch.device) -> Hardware:
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
-Backward = Callable[[Finished], Gradients]
+Backward = Callable[[BackwardInputs], Gradients]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +194,11 @@ class FusedBackend:
         kernels = self.kernels[q.device.type]
         size, value_size = q.shape[3], v.shape[3]
         if size == value_size or kernels.two_sizes:
-            return kernels.backward(Finished(grad, q, k, v, out, lse, causal, options.scale))
+            return kernels.backward(BackwardInputs(grad, q, k, v, out, lse, causal, options.scale))
         wide = max(size, value_size)
         grad, q, k, v, out = (pad_heads(x, wide) for x in (grad, q, k, v, out))
         scale = options.scale_of(size)
-        dq, dk, dv = kernels.backward(Finished(grad, q, k, v, out, lse, causal, scale))
+        dq, dk, dv = kernels.backward(BackwardInputs(grad, q, k, v, out, lse, causal, scale))
         return cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .._torch import Finished, varlen_cuda, varlen_cuda_backward
+from .._torch import BackwardInputs, varlen_cuda, varlen_cuda_backward
 from ._interface import GRID, ScoreOptions
 from ._sdpa import SDPA, FusedBackend, cut_heads, pad_heads
 
@@ -73,7 +73,7 @@ class VarlenBackend(FusedBackend):
             edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
             mine, theirs = stretches.of_rows, stretches.of_keys
             part = mine(grad), mine(q), theirs(k), theirs(v), mine(out), mine(lse, 1)
-            finished = Finished(*part, causal, scale)
+            finished = BackwardInputs(*part, causal, scale)
             done.append(varlen_cuda_backward(finished, edges, stretches.longest))
         dq, dk, dv = (_joined(parts, 0) for parts in zip(*done, strict=True))
         dq, dk, dv = cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
