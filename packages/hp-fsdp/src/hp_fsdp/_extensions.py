@@ -355,7 +355,7 @@ class ExtendedGroup(ParameterGroup):
         if axis.size == 1:
             return
         table = torch.tensor(own, dtype=torch.int64, device=self.config.device)
-        (table,) = self._collectives.all_gather(axis, [table]).wait()
+        (table,) = self.collectives.all_gather(axis, [table]).wait()
         sent = table.view(axis.size, -1).t().tolist()
         unlike = [
             f"{parameter.name} {each}"

@@ -159,7 +159,10 @@ class ParameterGroup:
         self.bucket_hooks: BucketHooks | None = None
         self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
         self._put_aside = False  # some of these gradients are in the dtype of the reduction
-        self._collectives = collectives
+        self.collectives = collectives
+        # In the way that a user gave, or the same.
+        self.gathers: Collectives = collectives
+        self.scatters: Collectives = collectives
         self._work: Work | None = None
         self._noted: tuple[int, int] | None = None
         self._plan: ReductionPlan | None = None
@@ -312,11 +315,11 @@ class ParameterGroup:
             if fewer and self.post_forward_axis is not None:
                 axis = self.post_forward_axis
                 with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather_block(axis, self._collectives)
+                    self._work = self.layout.gather_block(axis, self.gathers)
             else:
                 axis = self.axes.shard
                 with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather(axis, self._collectives, self.streams)
+                    self._work = self.layout.gather(axis, self.gathers, self.streams)
                 self._noted = None
             self.state = advance(before, Event.GATHER)
         except BaseException:
@@ -533,7 +536,7 @@ class ParameterGroup:
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.bucket_hooks is not None:
-            rows, used = self.bucket_hooks.finish(chosen, self._collectives)
+            rows, used = self.bucket_hooks.finish(chosen, self.collectives)
         else:
             found = self._take_gradients(chosen)
             used = [gradient is not None for gradient in found]
@@ -548,14 +551,14 @@ class ParameterGroup:
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
         self._waiting = set(chosen) if adds_up else set()
-        given = (plan, gradients, rows, used, axes, self._collectives, options)
+        given = (plan, gradients, rows, used, axes, self.scatters, options)
         if self.streams is not None:
             return StreamedReduction(*given, self.streams)
         return Reduction(*given)
 
     def _take_gradients(self, chosen: Sequence[int]) -> list[Tensor | None]:
         if not self._plain or self._put_aside:
-            return [self.parameters[i].take_gradient(self._collectives) for i in chosen]
+            return [self.parameters[i].take_gradient(self.collectives) for i in chosen]
         unsharded = self._reduced_unsharded
         found = [each.grad for each in unsharded]
         for each in unsharded:
