@@ -663,10 +663,32 @@ class ParameterGroup:
         else:
             self._lay_out(locals_)
             self._build_unsharded()
+        self._put_shards()
+
+    def _put_shards(self) -> None:
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
             parameter.put(view)
         self._list_parameters()
         self.install_sharded()
+
+    @torch.no_grad()
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Go on with some of the parameters, laid out anew.
+
+        The group is sharded, maybe the copy of another, and no gradients wait.
+        """
+        self.partial, self._waiting = PartialSum(), set()
+        self.parameters = [self.parameters[i] for i in chosen]
+        self._specs = [self._specs[i] for i in chosen]
+        self.unfused = [self.unfused[i] for i in chosen]
+        self._lay_out([parameter.local() for parameter in self.parameters])
+        self._build_unsharded()
+        self._put_shards()
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Return whether there are gradients of earlier backwards that are not reduced yet."""
+        return bool(self._waiting) or self.partial.waits
 
 
 class RaggedGroup(ParameterGroup):
