@@ -52,6 +52,37 @@ def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) 
     """Install packages and their siblings from this tree, editable, and ``extras``."""
     names = dict.fromkeys(name for p in packages for name in (p, *siblings(p)))
     session.install("-c", "constraints.txt", *(f"-epackages/{n}" for n in names), *extras)
+    share_compiled(session)
+
+
+def share_compiled(session: nox.Session) -> None:
+    """Link the modules that another session's environment has compiled, if it has the same torch.
+
+    uv links sources to its cache and compiles nothing, so each environment would compile all that
+    importing torch reads. Python looks at the time and size of a source before it takes one.
+    """
+    known = sorted(session.env_dir.parent.glob("*/lib/python*/site-packages/torch/__pycache__"))
+    folders = {cache.parent.parent for cache in known}
+    for own in session.env_dir.glob("lib/python*/site-packages"):
+        for other in folders - {own} if _torch_in(own) else ():
+            if _torch_in(own) == _torch_in(other):
+                _link_compiled(other, own)
+                return
+
+
+def _torch_in(packages: Path) -> tuple[int, int] | None:
+    path = packages / "torch" / "__init__.py"
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+
+
+def _link_compiled(source: Path, target: Path) -> None:
+    for folder, _, files in os.walk(source):
+        here = target / Path(folder).relative_to(source)
+        if here.name == "__pycache__" and here.parent.exists() and not here.exists():
+            here.mkdir()
+            for file in files:
+                if file.endswith(".pyc") and "-pytest-" not in file:  # whole, and not pytest's own
+                    os.link(Path(folder, file), here / file)
 
 
 def test_requirements(*packages: str) -> tuple[str, ...]:
@@ -184,6 +215,7 @@ def wheel(session: nox.Session, package: str) -> None:
     (built,) = DIST.glob(f"{import_name(package)}-*.whl")
     (sdist,) = DIST.glob(f"{import_name(package)}-*.tar.gz")
     session.install("-c", "constraints.txt", "--find-links", str(DIST), str(built))
+    share_compiled(session)
     check = ("tools/check_wheel.py", import_name(package), str(sdist))
     session.run("python", "-P", *check)
     session.run("python", "-P", "tools/examples.py", f"packages/{package}/README.md")
@@ -199,6 +231,7 @@ def vendor(session: nox.Session) -> None:
     """
     chosen, options = chosen_packages(session)
     session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *test_requirements(*chosen))
+    share_compiled(session)
     nothing_installed = (
         "import sys, importlib.util as u; found = [n for n in sys.argv[1:] if u.find_spec(n)]; "
         "assert not found, f'installed beside the vendored copy: {found}'"
