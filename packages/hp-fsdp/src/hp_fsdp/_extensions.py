@@ -67,12 +67,12 @@ class ExtendedLayout:
         self._inputs: list[Tensor] = []
         self._shapes: list[list[torch.Size]] = []
         self._outputs: list[ResizeBuffer] = []
-        self.renewed = False  # what arrives lies in other memory than full tensors were made of
+        self.renewed = False  # what arrives is in other memory than full tensors were made of
         self._inner: list[tuple[UntypedStorage, int]] = []
         self._block: list[Tensor] = []
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return where the gradients of the parameters at ``chosen`` lie, rank by rank."""
+        """Return the offsets of the gradients of the parameters at ``chosen``, rank by rank."""
         return rows_by_rank([self.specs[i] for i in chosen], self._index, itemsize)
 
     @property
@@ -118,7 +118,7 @@ class ExtendedLayout:
     def finish_gather(self, work: Work | None) -> None:
         """Get memory for the tensors inside of full ones, after `wait`."""
         for storage, size in self._inner:
-            if storage.nbytes() != size:  # some lie in what was gathered
+            if storage.nbytes() != size:  # some are views of what was gathered
                 storage.resize_(size)
 
     def received(self) -> list[list[Tensor]]:
@@ -157,7 +157,7 @@ class ExtendedLayout:
     def free(self) -> None:
         """Give back the memory of what arrived, and of the tensors inside of full ones.
 
-        Leave it to a collective that may still use it; some of the tensors lie in it.
+        Leave it to a collective that may still use it; some of the tensors are views of it.
         """
         if any(output.lent for output in self._outputs):
             return

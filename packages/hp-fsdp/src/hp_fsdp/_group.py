@@ -83,7 +83,7 @@ class Layout(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """Return where everything lies."""
+        """Return the offsets of everything."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Layout(Protocol):
         ...
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return where the packed gradients of the parameters at ``chosen`` lie."""
+        """Return the offsets of the packed gradients of the parameters at ``chosen``."""
         ...
 
     def gather(
@@ -194,7 +194,7 @@ class ParameterGroup:
         if not locals_[0].is_meta:
             locals_ = [local.to(self.config.rest) for local in locals_]
         self.layout = self._layout_of(locals_, self.dtypes.compute)
-        # Gradients lie in the order of the shard, so that both can be stepped as one tensor.
+        # Gradients are packed in the order of the shard, so that both can be stepped as one tensor.
         spans = self.layout.spans
         self.order = sorted(range(len(spans)), key=lambda i: spans[i][0])
 
@@ -692,7 +692,7 @@ class ParameterGroup:
 
 
 class RaggedGroup(ParameterGroup):
-    """Parameters whose parts are runs of one share; gradients are reduced as they lie there."""
+    """Parameters whose parts are runs of one share; gradients are reduced in that layout."""
 
     layout: RaggedLayout
 

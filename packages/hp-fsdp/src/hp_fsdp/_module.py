@@ -545,7 +545,7 @@ class FSDPModule(Setters):
             unit.reshard()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # Module.to, .double() and the like: convert the shards, then lay them out flat again.
+        # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
         units = self._units(True)
         for unit in units:
             unit.reshard()
