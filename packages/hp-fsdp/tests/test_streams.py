@@ -39,6 +39,8 @@ MODES: dict[str, dict[str, Any]] = {
     "two at once": {"in_flight": 2},
     "kept": {"reshard_after_forward": False},
     "fewer": {"reshard_after_forward": 1},
+    "by own objects": {"own": True},
+    "by own objects, mixed": {"own": True, "mp_policy": MIXED},
 }
 SHAPES = [(1,), (2,), (2, 2), (2, 1)]
 Break = Callable[[], Any]
@@ -47,6 +49,7 @@ Break = Callable[[], Any]
 def built(shape: tuple[int, ...], options: dict[str, Any], kind: type[Net] = Net) -> Any:
     options = dict(options)
     options.pop("offload", None)
+    options.pop("own", None)
     if "ring" in options:
         options |= {"buffers": Ring(options.pop("ring")), "reshard_after_forward": True}
     hook, in_flight = options.pop("hook", False), options.pop("in_flight", 1)
@@ -87,7 +90,7 @@ def compared(
     plain, beside = built(shape, options), built(shape, options)
     train(plain, rank, partial)
     device = Device()
-    with broken(), watched(device, beside, offloaded="offload" in options):
+    with broken(), watched(device, beside, "offload" in options, "own" in options):
         train(beside, rank, partial)
     return worst(parameters(beside), parameters(plain)), device.races, device.log
 
