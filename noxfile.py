@@ -223,7 +223,7 @@ def wheel(session: nox.Session, package: str) -> None:
 
 @nox.session
 def vendor(session: nox.Session) -> None:
-    """Copy each package into a foreign one of its own; run a fiftieth of its tests, or as told.
+    """Copy each package into a foreign one of its own; run a hundredth of its tests, or as told.
 
     What differs there are imports, and all test files are imported; packages and pytest's options
     go after ``--``: ``-- hp-cp --every 1`` runs all of one. The copies share one environment, where
@@ -245,7 +245,7 @@ def vendor(session: nox.Session) -> None:
         session.run("python", "tools/vendor.py", package, *where)
         settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), str(tests)]
         paths = {"PYTHONPATH": str(root)}
-        session.run("pytest", *settings, *(options or ["--every", "50"]), env=paths)
+        session.run("pytest", *settings, *(options or ["--every", "100"]), env=paths)
 
 
 @nox.session
@@ -265,9 +265,9 @@ def long(session: nox.Session) -> None:
     heads on four ranks (on two, and every fourth case on four in float64, it always runs), an
     exception at every third call of hp-fsdp's steps in each mode (at every 29th), parameters that
     no rank used on four ranks in each mode (on two), blocks compiled in a wrapper in each mode (in
-    place), ten times the pairs of layouts that are planned by torch's planners too, and models of
-    Hugging Face on four processes.
-    Then all tests of all copies of packages, of which `vendor` runs a fiftieth.
+    place), ten times the pairs of layouts that are planned by torch's planners too, five times those
+    that torch's tests sweep over, and models of Hugging Face on four processes.
+    Then all tests of all copies of packages, of which `vendor` runs a hundredth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
     nothing_marked = 5  # pytest's exit code
