@@ -1,5 +1,6 @@
 """What pytest gets: ``ranks(n)``, a pool of ``n`` ranks; ``--every``, ``--repeat``, ``--fast``."""
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -55,6 +56,11 @@ def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:
             kept.append(item)
         seen.add(test)
     return kept
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass by what was imported; it stays to the end."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
