@@ -262,11 +262,15 @@ def long(session: nox.Session) -> None:
 
     Tests with the mark ``long``: the default training run whole (12 of its steps always run),
     combinations of axes of which others have the parts, hp-cp's matrix of modes, masks, layouts and
-    heads on four ranks (on two, and every fourth case on four in float64, it always runs), an
-    exception at every third call of hp-fsdp's steps in each mode (at every 29th), parameters that
-    no rank used on four ranks in each mode (on two), blocks compiled in a wrapper in each mode (in
-    place), ten times the pairs of layouts that are planned by torch's planners too, five times those
-    that torch's tests sweep over, and models of Hugging Face on four processes.
+    heads on four ranks (on two, and every fourth case on four in float64, it always runs), ten
+    times the pairs of layouts that are planned by torch's planners too, five times those that
+    torch's tests sweep over, and models of Hugging Face on four processes.
+    Of hp-fsdp: what torch's library does with the tests of both; an exception at every third call
+    of steps in each mode (at every 29th); parameters that no rank used on other meshes in each mode
+    (on one or two); steps on simulated streams on meshes of one axis in each mode (on two axes);
+    each schedule of a pipeline in each mode (1F1B and one that splits backward); blocks compiled in
+    a wrapper (in place); of checkpoints, optimizers, and weights that are kept while they are
+    written to, the other half of the combinations.
     Then all tests of all copies of packages, of which `vendor` runs a hundredth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))

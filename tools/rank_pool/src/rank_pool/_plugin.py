@@ -63,6 +63,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let Python end what was imported: some libraries tell what of theirs is left then."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """Give the session's pool for a world size; pools start at their first use."""
