@@ -170,6 +170,32 @@ class Placed:
     placement: Shard | None = None
 
 
+class Large(OwnMemory):
+    """Returns all that it has."""
+
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+        """Return too much."""
+        return torch.empty(2**14, dtype=dtype)
+
+
+def too_large(rank: int) -> list[str]:
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
+    said = []
+    for _ in range(2):
+        model.set_custom_all_gather(Large())
+        with pytest.raises(StateError) as caught:
+            model(tokens(rank))
+        said.append(str(caught.value))
+        model.reset()
+    return said
+
+
+def test_memory_of_another_size_is_refused_by_name(ranks: Ranks) -> None:
+    for said in ranks(2).run(too_large):
+        assert said[0] == said[1]
+        assert "allocate of a Large returned 16384 elements of torch.float64 on cpu" in said[0]
+
+
 def refused(rank: int) -> list[str]:
     mesh = mesh_of((2, 2), NAMES[2])
     model: Any = shard(make(Net), mesh)

@@ -130,11 +130,17 @@ _UNDER_WAY: WeakSet[_Staged] = WeakSet()  # who holds a gather holds its memory,
 
 
 def _allocated(given: Communication, like: Tensor, *numels: int) -> list[Tensor]:
-    """Return flat memory of a user's; raises `StateError` for what is in use."""
+    """Return flat memory of a user's; raises `StateError` for another kind, and what is in use."""
     found: list[Tensor] = []
     for numel in numels:
         with torch.inference_mode(False):  # it may be kept for calls outside of that
             flat = given.allocate((numel,), dtype=like.dtype, device=like.device).view(-1)
+        kinds = [(x.dtype, x.device) for x in (flat, like)]
+        if kinds[0] != kinds[1] or flat.numel() != numel:
+            raise StateError(
+                f"allocate of a {type(given).__name__} returned {flat.numel()} elements of "
+                f"{flat.dtype} on {flat.device}; asked for {numel} of {like.dtype} on {like.device}"
+            )
         used = [*found, *(each for staged in _UNDER_WAY for each in staged.memory)]
         if any(_overlap(flat, each) for each in used):
             raise StateError(

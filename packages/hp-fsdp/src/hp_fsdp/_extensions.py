@@ -426,6 +426,7 @@ def attached(group: ParameterGroup) -> list[int]:
             local, parameter.name, parameter.dim, isinstance(parameter, RaggedParameter)
         )
         _takes_all(local, parameter.name)
+        _shard_mesh(parameter._mesh, parameter.name)
     if late:
         names = [group.parameters[i].name for i in late]
         _check_on_device(group, names)
