@@ -1,6 +1,5 @@
 """What pytest gets: ``ranks(n)``, a pool of ``n`` ranks; ``--every``, ``--repeat``, ``--fast``."""
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -56,16 +55,6 @@ def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:
             kept.append(item)
         seen.add(test)
     return kept
-
-
-def pytest_collection_finish() -> None:
-    """Let collections of garbage pass by what was imported; it stays to the end."""
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Let Python end what was imported: some libraries tell what of theirs is left then."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
