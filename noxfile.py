@@ -52,6 +52,37 @@ def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) 
     """Install packages and their siblings from this tree, editable, and ``extras``."""
     names = dict.fromkeys(name for p in packages for name in (p, *siblings(p)))
     session.install("-c", "constraints.txt", *(f"-epackages/{n}" for n in names), *extras)
+    share_compiled(session)
+
+
+def share_compiled(session: nox.Session) -> None:
+    """Link the modules that another session's environment has compiled, if it has the same torch.
+
+    uv links sources to its cache and compiles nothing, so each environment would compile all that
+    importing torch reads. Python looks at the time and size of a source before it takes one.
+    """
+    known = sorted(session.env_dir.parent.glob("*/lib/python*/site-packages/torch/__pycache__"))
+    folders = {cache.parent.parent for cache in known}
+    for own in session.env_dir.glob("lib/python*/site-packages"):
+        for other in folders - {own} if _torch_in(own) else ():
+            if _torch_in(own) == _torch_in(other):
+                _link_compiled(other, own)
+                return
+
+
+def _torch_in(packages: Path) -> tuple[int, int] | None:
+    path = packages / "torch" / "__init__.py"
+    return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+
+
+def _link_compiled(source: Path, target: Path) -> None:
+    for folder, _, files in os.walk(source):
+        here = target / Path(folder).relative_to(source)
+        if here.name == "__pycache__" and here.parent.exists() and not here.exists():
+            here.mkdir()
+            for file in files:
+                if file.endswith(".pyc") and "-pytest-" not in file:  # whole, and not pytest's own
+                    os.link(Path(folder, file), here / file)
 
 
 def test_requirements(*packages: str) -> tuple[str, ...]:
@@ -184,6 +215,7 @@ def wheel(session: nox.Session, package: str) -> None:
     (built,) = DIST.glob(f"{import_name(package)}-*.whl")
     (sdist,) = DIST.glob(f"{import_name(package)}-*.tar.gz")
     session.install("-c", "constraints.txt", "--find-links", str(DIST), str(built))
+    share_compiled(session)
     check = ("tools/check_wheel.py", import_name(package), str(sdist))
     session.run("python", "-P", *check)
     session.run("python", "-P", "tools/examples.py", f"packages/{package}/README.md")
@@ -191,7 +223,7 @@ def wheel(session: nox.Session, package: str) -> None:
 
 @nox.session
 def vendor(session: nox.Session) -> None:
-    """Copy each package into a foreign one of its own; run a fiftieth of its tests, or as told.
+    """Copy each package into a foreign one of its own; run a hundredth of its tests, or as told.
 
     What differs there are imports, and all test files are imported; packages and pytest's options
     go after ``--``: ``-- hp-cp --every 1`` runs all of one. The copies share one environment, where
@@ -199,6 +231,7 @@ def vendor(session: nox.Session) -> None:
     """
     chosen, options = chosen_packages(session)
     session.install("-c", "constraints.txt", "torch", *TEST_TOOLS, *test_requirements(*chosen))
+    share_compiled(session)
     nothing_installed = (
         "import sys, importlib.util as u; found = [n for n in sys.argv[1:] if u.find_spec(n)]; "
         "assert not found, f'installed beside the vendored copy: {found}'"
@@ -212,7 +245,7 @@ def vendor(session: nox.Session) -> None:
         session.run("python", "tools/vendor.py", package, *where)
         settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(root), str(tests)]
         paths = {"PYTHONPATH": str(root)}
-        session.run("pytest", *settings, *(options or ["--every", "50"]), env=paths)
+        session.run("pytest", *settings, *(options or ["--every", "100"]), env=paths)
 
 
 @nox.session
@@ -229,12 +262,16 @@ def long(session: nox.Session) -> None:
 
     Tests with the mark ``long``: the default training run whole (12 of its steps always run),
     combinations of axes of which others have the parts, hp-cp's matrix of modes, masks, layouts and
-    heads on four ranks (on two, and every fourth case on four in float64, it always runs), an
-    exception at every third call of hp-fsdp's steps in each mode (at every 29th), parameters that
-    no rank used on four ranks in each mode (on two), blocks compiled in a wrapper in each mode (in
-    place), ten times the pairs of layouts that are planned by torch's planners too, and models of
-    Hugging Face on four processes.
-    Then all tests of all copies of packages, of which `vendor` runs a fiftieth.
+    heads on four ranks (on two, and every fourth case on four in float64, it always runs), ten
+    times the pairs of layouts that are planned by torch's planners too, five times those that
+    torch's tests sweep over, and models of Hugging Face on four processes.
+    Of hp-fsdp: what torch's library does with the tests of both; an exception at every third call
+    of steps in each mode (at every 29th); parameters that no rank used on other meshes in each mode
+    (on one or two); steps on simulated streams on meshes of one axis in each mode (on two axes);
+    each schedule of a pipeline in each mode (1F1B and one that splits backward); blocks compiled in
+    a wrapper (in place); of checkpoints, optimizers, and weights that are kept while they are
+    written to, the other half of the combinations.
+    Then all tests of all copies of packages, of which `vendor` runs a hundredth.
     """
     install(session, *PACKAGES, extras=(*TEST_TOOLS, *TRAINER, *test_requirements(*PACKAGES)))
     nothing_marked = 5  # pytest's exit code

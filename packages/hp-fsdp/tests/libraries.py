@@ -1,9 +1,11 @@
 """Both libraries that the same test runs by, and what it builds with either."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 
@@ -56,3 +58,42 @@ class Mlps(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class OwnMemory:
+    """Communicates as torch does, in memory of its own, and notes each call."""
+
+    def __init__(self, slots: int = 0, waits: bool = False) -> None:
+        self.calls: list[tuple[int, int]] = []  # elements sent, ranks
+        self._memory = [torch.empty(2**14, dtype=torch.uint8) for _ in range(slots)]
+        self._next = 0
+        self._waits = waits
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory, or that of the slots in turn."""
+        if not self._memory:
+            return torch.full(tuple(size), -7, dtype=dtype, device=device)
+        self._next += 1
+        flat = self._memory[self._next % len(self._memory)]
+        return flat[: torch.Size(size).numel() * dtype.itemsize].view(dtype)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather, or with ``op`` reduce and scatter."""
+        self.calls.append((input_tensor.numel(), group.size()))
+        use: Any = dist
+        if op is not None:
+            work = use.reduce_scatter_tensor(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        else:
+            work = use.all_gather_into_tensor(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
+        return work.wait() and None if self._waits else work

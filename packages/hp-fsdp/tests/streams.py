@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from hp_dtensor import Axis, TorchCollectives, Work
 from hp_fsdp import _reduction
 from hp_fsdp._buffers import ResizeBuffer
+from hp_fsdp._custom import CustomAllGather, CustomReduceScatter
 from hp_fsdp._reduction import ReducedGradients, StreamedReduction
 from hp_fsdp._streams import SideStream, Streams
 from hp_fsdp._torch import local_of
@@ -246,6 +247,22 @@ class _Noted:
         return outputs
 
 
+class Given:
+    """An object as a user's that communicates as `Nccl` does, over one axis."""
+
+    def __init__(self, device: Device, axis: Axis) -> None:
+        self._nccl, self._axis = Nccl(device), axis
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Work:
+        """Gather, or with an operation reduce and scatter."""
+        run = self._nccl.reduce_scatter if "op" in how else self._nccl.all_gather
+        return run(self._axis, [input_tensor], [output_tensor])
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -253,12 +270,21 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def watched(device: Device, model: Any, offloaded: bool = False) -> Iterator[None]:
-    """Let a sharded model, whose forward ran before, use the device's streams inside."""
+def watched(
+    device: Device, model: Any, offloaded: bool = False, own: bool = False
+) -> Iterator[None]:
+    """Let a sharded model, whose forward ran before, use the device's streams inside.
+
+    With ``own`` it gathers and scatters by objects as a user's.
+    """
     units = model._unit().schedule.units
     for group in (group for unit in units for group in unit.groups):
         group.streams = device.streams.named(group.path)
-        group._collectives = Nccl(device)
+        group.collectives = group.gathers = group.scatters = Nccl(device)
+        if own:
+            given = Given(device, group.axes.shard)
+            group.gathers = CustomAllGather(given)
+            group.scatters = CustomReduceScatter(given, group.collectives)
         group._plan = None
         shard = device.of(group.layout.shard, "compute")
         for view in group.layout.shards:  # storages of their own over the same memory

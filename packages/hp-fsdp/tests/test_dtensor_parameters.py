@@ -287,7 +287,7 @@ def test_experts_that_were_not_sharded_first_are_named_with_the_call_that_mends_
     ranks: Ranks, shape: tuple[int, int]
 ) -> None:
     for message, mended in ranks(4).run(experts_that_were_not_sharded_first, shape):
-        assert "1.experts.weight lies on axes ['ep'], which cannot be joined with ['fsdp']" in (
+        assert "1.experts.weight is on axes ['ep'], which cannot be joined with ['fsdp']" in (
             message
         )
         assert message.endswith(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import pytest
@@ -10,10 +11,10 @@ import torch.distributed.fsdp
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hp_dtensor import RecordingCollectives
-from hp_fsdp import ParameterError, UnsupportedError, fully_shard, sharded_optimizer
+from hp_fsdp import ParameterError, StateError, fully_shard, sharded_optimizer
 
 from .gathering import EightBits, Halved, Layers, Whole, Wrapped, rounded
 from .models import Gradients, gradients, mesh_of, worst
@@ -310,20 +311,131 @@ def test_what_cannot_be_is_refused_by_name(ranks: Ranks) -> None:
         ]
 
 
-def attached(rank: int) -> tuple[str, str]:
-    """Attach the hooks to one parameter's rows, as torch's own tests do, and train."""
-    model = sharded(Whole)
-    plain = build(None)
-    fully_shard(plain, mesh_of((2,), ("fsdp",)))
-    plain.up.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((), None)
+def pre(self: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+    """Send the rows in sixteen bits, padded."""
+    rows = torch.zeros(-(-size[0] // mesh.size()), *size[1:], dtype=torch.bfloat16)
+    rows[: len(self)].copy_(self)
+    cast(Any, self).notes.append((mesh.ndim, mesh.size(), type(module).__name__))
+    return (rows,), size[0]
+
+
+@torch.no_grad()
+def post(self: Tensor, outputs: Any, rows: int, dtype: Any, *, out: Any = None) -> Any:
+    """Return what arrived in the dtype of the parameter."""
+    (arrived,) = outputs
+    if out is not None:
+        out.data.copy_(arrived[:rows])
+        return None
+    whole = arrived[:rows].to(dtype)
+    return whole, (arrived, whole)
+
+
+def attach(parameter: Any) -> Any:
+    """Put the hooks on one parameter's rows, as torch's own tests do."""
+    with torch.no_grad():
+        whole = isinstance(parameter, DTensor)
+        rows = parameter._local_tensor if whole else parameter.to_local()  # itself, no view
+    rows.notes = []
+    rows.fsdp_pre_all_gather = MethodType(pre, rows)
+    rows.fsdp_post_all_gather = MethodType(post, rows)
+    return rows
+
+
+def with_attached(
+    rank: int, ours: bool, hidden: int, shape: tuple[int, ...], meta: bool, part_first: bool
+) -> tuple[list[Gradients], list[Any], Gradients]:
+    """Train three steps after hooks were put on the weights of a model that was sharded."""
+    by = fully_shard if ours else torch.distributed.fsdp.fully_shard
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    source = build(None, hidden)
+    with torch.device("meta" if meta else "cpu"):
+        model: Any = build(None, hidden)
+    for layer in (model.up, model.down):
+        by(layer, mesh=mesh)
+    by(model, mesh=mesh)
+    if meta:
+        model.to_empty(device="cpu")
+        for p, value in zip(model.parameters(), source.parameters(), strict=True):
+            with torch.no_grad():
+                p.copy_(distribute_tensor(value.detach(), mesh, p.placements))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if part_first:  # gathered before there were hooks
+        model.up(batch(rank)).sum().backward()
+        optimizer.zero_grad()
+        model.down.unshard()
+        model.down.reshard()
+    rows = [attach(layer.weight) for layer in (model.up, model.down)]
+    seen = []
+    for step in range(3):
+        model(batch(rank, step)).pow(2).mean().backward()
+        seen.append({name: plain(p.grad) for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    model.reshard()
+    assert model.up.weight._local_tensor is rows[0]
+    last = {name: plain(p.detach()) for name, p in model.named_parameters()}
+    return seen, rows[0].notes[:1], last
+
+
+@pytest.mark.parametrize(
+    ("hidden", "shape", "meta", "part_first"),
+    [(12, (2,), True, False), (5, (2,), False, True), (12, (2, 2), False, False)],
+)
+def test_hooks_may_be_put_on_shards_after_the_call(
+    ranks: Ranks, hidden: int, shape: tuple[int, ...], meta: bool, part_first: bool
+) -> None:
+    world = torch.Size(shape).numel()
+    given = (hidden, shape, meta, part_first)
+    found = ranks(world).run(with_attached, True, *given)
+    part_first = False  # torch refuses a part that runs before its root
+    theirs = ranks(world).run(with_attached, False, *given[:-1], part_first)
+    expected = expected_of(Halved, hidden, world, shape[-1])
+    for one, other in zip(found, theirs, strict=True):
+        assert one[1] == other[1] == [(1, shape[-1], "FSDPLinear")]
+        assert worst(one[0][0], expected) < 1e-5
+        assert [worst(*each) for each in zip(one[0], other[0], strict=True)] == [0, 0, 0]
+        assert worst(one[2], other[2]) == 0
+
+
+def late(rank: int) -> list[tuple[str, str]]:
+    """Put hooks on shards where they cannot be served; forward twice, which changes nothing."""
+    said = []
+    mesh = mesh_of((2,), ("fsdp",))
+    given: Any
+    for given in (
+        {},
+        {"layout": "ragged"},
+        {"grads": "fused"},
+        {"shard_placement_fn": last_dim},
+    ):
+        model: Any = fully_shard(build(None), mesh, **given)
+        weight = model.up.weight
+        rows = attach(weight)
+        if not given:
+            del rows.fsdp_post_all_gather
+        errors = [said_of(partial(model, batch(rank))) for _ in range(2)]
+        assert errors[0] == errors[1]
+        said.append(errors[0])
+    model = fully_shard(build(None), mesh)
+    optimizer = sharded_optimizer(torch.optim.SGD, model, lr=0.1)
+    attach(model.up.weight)
     model(batch(rank)).sum().backward()
-    return said_of(lambda: plain(batch(rank)))
+    said.append(said_of(optimizer.step))
+    return said
 
 
-def test_hooks_that_come_after_fully_shard_are_refused_by_name(ranks: Ranks) -> None:
-    for name, text in ranks(2).run(attached):
-        assert name == UnsupportedError.__name__
-        assert "up.weight got fsdp_pre_all_gather" in text
+def test_hooks_that_come_later_are_refused_by_name_where_they_cannot_be(ranks: Ranks) -> None:
+    for said in ranks(2).run(late):
+        kinds = [ParameterError.__name__] * 4 + [StateError.__name__]
+        assert [kind for kind, _ in said] == kinds
+        for words, (_, text) in zip(
+            ("define both", "in the ragged layout", "grads='fused'", "cut at 1"),
+            said,
+            strict=False,
+        ):
+            assert words in text
+            assert "up.weight" in text
+        assert "make it anew" in said[4][1]
 
 
 def flat_stepped(rank: int) -> tuple[Gradients, Gradients]:

@@ -164,8 +164,16 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("keep", ["option", "by hand", "backward", "discarded"])
-@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize(
+    ("how", "keep"),
+    [
+        (how, keep)
+        if keep == "option" or how in ("SGD foreach", "sharded_optimizer", "local")
+        else pytest.param(how, keep, marks=pytest.mark.long)
+        for how in STEPS
+        for keep in ("option", "by hand", "backward", "discarded")
+    ],
+)
 def test_weights_that_stay_are_never_older_than_the_shards(
     ranks: Ranks, how: str, keep: str
 ) -> None:

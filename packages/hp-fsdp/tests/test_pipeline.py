@@ -154,8 +154,16 @@ def test_gradients_of_a_schedule_equal_one_process(ranks: Ranks, name: str, opti
     assert seen == expected[0].keys()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (name, options)
+        if options == "copy" or name in ("Schedule1F1B", "ScheduleInterleavedZeroBubble")
+        else pytest.param(name, options, marks=pytest.mark.long)
+        for name in SCHEDULES
+        for options in OPTIONS
+    ],
+)
 def test_a_schedule_reduces_the_gradients_of_its_stages(
     ranks: Ranks, name: str, options: str
 ) -> None:

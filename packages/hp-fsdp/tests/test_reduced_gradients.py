@@ -65,6 +65,26 @@ def test_gradients_are_used_again_unless_something_of_them_is_held(
         assert max(errors) < 1e-12
 
 
+def marked(rank: int, layout: str) -> list[int]:
+    """Return how many gradients of each step have a mark, of which those of the first got one."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)), layout=layout)
+    counts = []
+    for step in range(3):
+        loss_of(model, tokens(rank, step)).backward()
+        found: list[Any] = [p.grad for p in model.parameters()]
+        counts.append(sum("mark" in vars(each) for each in found))
+        if step == 0:
+            found[0].mark = True
+        del found
+        model.zero_grad()
+    return counts
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_attributes_of_a_gradient_are_not_those_of_the_next_step(ranks: Ranks, layout: str) -> None:
+    assert ranks(2).run(marked, layout) == [[0, 0, 0]] * 2
+
+
 def kept_by_a_hook(rank: int, width: int) -> list[bool]:
     """Keep what an all-reduce hook is given over the next steps."""
     model: Any = nn.Linear(width, width)

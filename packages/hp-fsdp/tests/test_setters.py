@@ -70,16 +70,7 @@ def test_every_public_name_of_torchs_second_version_is_there() -> None:
 def refusals(rank: int) -> dict[str, str]:
     model: Any = shard(make(Net), mesh_of((2, 2), NAMES[2]))
     calls: dict[str, tuple[type[Exception], Callable[[], object]]] = {
-        "set_custom_all_gather": (UnsupportedError, lambda: model.set_custom_all_gather(None)),
-        "set_custom_reduce_scatter": (
-            UnsupportedError,
-            lambda: model.set_custom_reduce_scatter(None),
-        ),
         "set_symm_mem_for_comm": (UnsupportedError, model.set_symm_mem_for_comm),
-        "set_allocate_memory_from_process_group_for_comm": (
-            UnsupportedError,
-            lambda: model.set_allocate_memory_from_process_group_for_comm(True),
-        ),
         "reduce_scatter_unused_params": (
             UnsupportedError,
             lambda: model.set_reduce_scatter_unused_params(False),
@@ -123,7 +114,8 @@ def refusals(rank: int) -> dict[str, str]:
         with pytest.raises(kind) as caught:
             call()
         said[name] = str(caught.value)
-    model.set_allocate_memory_from_process_group_for_comm(False)
+    for enable in (True, False):
+        model.set_allocate_memory_from_process_group_for_comm(enable)
     model.set_reduce_scatter_unused_params(True)
     ours.share_comm_ctx([model, *model.blocks])
     return said

@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from .libraries import LIBRARIES, Mlps, input_of, mesh, net, wrap
+from .libraries import LIBRARIES, Mlps, OwnMemory, input_of, mesh, net, wrap
 from .models import (
     WIDTH,
     Block,
@@ -182,7 +182,7 @@ def layer_by_layer(rank: int, by: str) -> Gradients:
         block = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)).double()
         model.append(block)
         wrap(by, block, 2)
-        gc.collect()
+        gc.collect(1)  # what this block left, not all that the process has
     wrap(by, model, 2)
     model(input_of(rank)).pow(2).mean().backward()
     return gradients(model)
@@ -1263,6 +1263,26 @@ def test_hooks_of_a_user_see_what_they_see_under_torch(ranks: Ranks, by: str) ->
             "after, on the way in": False,
             "after, on the way out": True,
         }
+
+
+def by_own_objects(rank: int, by: str) -> tuple[Gradients, tuple[int, int]]:
+    """Let objects of a user's gather and reduce, in memory of theirs; ask for other memory then."""
+    model = net(by, 2, reshard_after_forward=True)
+    gather, scatter = OwnMemory(), OwnMemory()
+    for each in (model, *model.blocks):
+        each.set_allocate_memory_from_process_group_for_comm(True)
+        each.set_custom_all_gather(gather)
+        each.set_custom_reduce_scatter(scatter)
+        with pytest.raises(AssertionError):
+            each.set_allocate_memory_from_process_group_for_comm(True)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model), (len(gather.calls), len(scatter.calls))
+
+
+def test_objects_of_a_users_may_communicate(ranks: Ranks, by: str) -> None:
+    for found, calls in ranks(2).run(by_own_objects, by):
+        assert calls == (8, 4)
+        assert worst(found, reference(2)) < 1e-12
 
 
 def leaf_by_leaf(rank: int, by: str) -> Gradients:

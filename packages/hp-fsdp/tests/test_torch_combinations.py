@@ -41,6 +41,7 @@ from .models import (
 
 Ranks = Callable[[int], RankPool]
 BF16 = torch.bfloat16
+RARE = pytest.param(False, marks=pytest.mark.long)  # of an option of which others have the fact
 pytestmark = [
     # That torch's does the same is seen by `nox -s long`.
     pytest.mark.parametrize("by", ["ours", pytest.param("torch", marks=pytest.mark.long)]),
@@ -658,7 +659,7 @@ def with_buffers(rank: int, by: str, shape: tuple[int, ...], option: bool, most:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
-@pytest.mark.parametrize("option", [True, False])
+@pytest.mark.parametrize("option", [True, RARE])
 def test_the_number_of_packed_gradients_changes_no_bit(
     ranks: Ranks, by: str, shape: tuple[int, ...], option: bool
 ) -> None:
@@ -963,7 +964,7 @@ def on_one_mesh(rank: int, by: str, case: str, option: bool) -> tuple[list[Any],
 
 
 @pytest.mark.parametrize("case", list(WHOLE))
-@pytest.mark.parametrize("option", [True, False])
+@pytest.mark.parametrize("option", [True, RARE])
 def test_dtensors_on_a_mesh_for_everything_train(
     ranks: Ranks, by: str, case: str, option: bool
 ) -> None:
@@ -1285,7 +1286,7 @@ def odd_input(rank: int, step: int, width: int) -> Tensor:
     return torch.randn(8, width, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("width", [3, 16, 17])
+@pytest.mark.parametrize("width", [3, pytest.param(16, marks=pytest.mark.long), 17])
 @pytest.mark.parametrize(
     ("option", "again", "sync"), [(True, True, True), (False, False, False), (True, False, True)]
 )

@@ -138,7 +138,17 @@ def sharded(shape: tuple[int, ...], name: str, **more: Any) -> Any:
 
 HOWS = ["once", "added sharded", "not synchronised", "summed over replicas once", "not last"]
 
-OFTEN = ("copy", "fused", "ragged")  # on four ranks, the others on two, and by `nox -s long`
+CASES = [
+    *(((4,), name) for name in OPTIONS),
+    *(((2, 2), name) for name in ("copy", "fused", "ragged fused", "small ones whole")),
+    *((shape, name) for shape in [(1,), (2, 1)] for name in ("copy", "fused", "ragged")),
+]
+# What always runs; all of the others by `nox -s long`, and those of (4,) on two ranks.
+OFTEN = [
+    *(((4,), name) for name in ("copy", "ragged")),
+    *(((2, 2), name) for name in ("copy", "ragged fused")),
+    *(((1,), "fused"), ((2, 1), "fused")),
+]
 
 
 def in_every_way(rank: int, shape: tuple[int, ...], name: str) -> dict[str, Gradients]:
@@ -165,15 +175,9 @@ def in_every_way(rank: int, shape: tuple[int, ...], name: str) -> dict[str, Grad
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        *(((4,), name) for name in OFTEN),
-        *(((2,), name) for name in OPTIONS if name not in OFTEN),
-        *(
-            pytest.param((4,), name, marks=pytest.mark.long)
-            for name in OPTIONS
-            if name not in OFTEN
-        ),
-        *(((2, 2), name) for name in ("copy", "fused", "ragged fused", "small ones whole")),
-        *((shape, name) for shape in [(1,), (2, 1)] for name in ("copy", "fused", "ragged")),
+        *OFTEN,
+        *(((2,), name) for name in OPTIONS if ((4,), name) not in OFTEN),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in CASES if case not in OFTEN),
     ],
     ids=str,
 )
@@ -312,7 +316,7 @@ def trained_alone(world: int, differ: bool) -> Gradients:
     return parameters(model)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ten_steps_of_adamw_are_those_of_one_process_and_of_torch(ranks: Ranks, world: int) -> None:
     expected = trained_alone(world, False)
     theirs = ranks(world).run(trained, world, "torch", False)

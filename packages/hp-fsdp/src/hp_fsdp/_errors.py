@@ -54,6 +54,8 @@ ParameterTypeError = _also(ParameterError, TypeError)
 ModuleTypeError = _also(ModuleError, TypeError)
 # A module is sharded where it must not be, or is not where it must be.
 ModuleStateError = _also(ModuleError, AssertionError)
+# Two setters that exclude one another.
+CallOrderError = _also(StateError, AssertionError)
 # Legal in torch, but not to be sharded: strides, an uneven cut of another dimension than the first.
 UnsupportedParameterError = _also(ParameterError, NotImplementedError)
 # Without the dimension to shard, or with one of two hooks for gathering.

@@ -1,5 +1,6 @@
 """Tensor classes with all-gather hooks: ``fsdp_pre_all_gather``, ``fsdp_post_all_gather``."""
 
+import copy
 import inspect
 import math
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ from ._group import ParameterGroup
 from ._layout_exact import plan_group
 from ._mesh import MeshInfo
 from ._offsets import GradientRows, ShardSpec, rows_by_rank
-from ._param import Owner, ShardedParameter
+from ._param import Owner, RaggedParameter, ShardedParameter
 from ._states import ParameterState
 from ._streams import Streams
 from ._torch import is_extended, preserved_versions, writes_to
@@ -66,12 +67,12 @@ class ExtendedLayout:
         self._inputs: list[Tensor] = []
         self._shapes: list[list[torch.Size]] = []
         self._outputs: list[ResizeBuffer] = []
-        self.renewed = False  # what arrives lies in other memory than full tensors were made of
+        self.renewed = False  # what arrives is in other memory than full tensors were made of
         self._inner: list[tuple[UntypedStorage, int]] = []
         self._block: list[Tensor] = []
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return where the gradients of the parameters at ``chosen`` lie, rank by rank."""
+        """Return the offsets of the gradients of the parameters at ``chosen``, rank by rank."""
         return rows_by_rank([self.specs[i] for i in chosen], self._index, itemsize)
 
     @property
@@ -117,7 +118,7 @@ class ExtendedLayout:
     def finish_gather(self, work: Work | None) -> None:
         """Get memory for the tensors inside of full ones, after `wait`."""
         for storage, size in self._inner:
-            if storage.nbytes() != size:  # some lie in what was gathered
+            if storage.nbytes() != size:  # some are views of what was gathered
                 storage.resize_(size)
 
     def received(self) -> list[list[Tensor]]:
@@ -156,7 +157,7 @@ class ExtendedLayout:
     def free(self) -> None:
         """Give back the memory of what arrived, and of the tensors inside of full ones.
 
-        Leave it to a collective that may still use it; some of the tensors lie in it.
+        Leave it to a collective that may still use it; some of the tensors are views of it.
         """
         if any(output.lent for output in self._outputs):
             return
@@ -181,8 +182,12 @@ class ExtendedParameter(ShardedParameter):
     ) -> None:
         """Work out the parameter's mesh; raises `ParameterError` for other signatures."""
         super().__init__(original, owners, name, mesh_info)
-        self._takes_all = _takes_all(original, name)
-        self._shard_mesh = _shard_mesh(mesh_info.mesh, name)
+        self.read_hooks(original)
+
+    def read_hooks(self, tensor: Tensor) -> None:
+        """Work out how to call the hooks of ``tensor``; raises `ParameterError` as above."""
+        self._takes_all = _takes_all(tensor, self.name)
+        self._shard_mesh = _shard_mesh(self._mesh, self.name)
         self._metadata: Any = None
         self._received = False
 
@@ -241,13 +246,21 @@ class ExtendedParameter(ShardedParameter):
         if self.fits(found) and not is_extended(self.part(found)):
             kind = type(self.part(self.sharded)).__name__
             return (
-                f"{self.name} was replaced by a plain tensor; only a {kind} can take its place, so "
-                "load it without assign=True"
+                f"{self.name} was replaced by a plain tensor; only a {kind} can take its place, "
+                f"with {_PRE}, so load it without assign=True"
             )
         return super().refusal()
 
 
-def check_extension(original: nn.Parameter, name: str, dim: int | None, ragged: bool) -> None:
+def on_own_mesh(local: Tensor, name: str) -> str:
+    """Return what is wrong with a DTensor of a tensor that gathers itself."""
+    return (
+        f"{name} is a DTensor of {type(local).__name__}, which gathers itself ({_PRE}); only "
+        "without a mesh of their own can such be sharded, so unwrap it before, or ignore it"
+    )
+
+
+def check_extension(original: Tensor, name: str, dim: int | None, ragged: bool) -> None:
     """Raise `ParameterError` where a parameter with hooks cannot be sharded as asked for."""
     if ragged or dim != 0:
         asked = (
@@ -268,9 +281,9 @@ def check_local(local: Tensor, name: str) -> None:
         )
 
 
-def _takes_all(original: nn.Parameter, name: str) -> bool:
+def _takes_all(given: Tensor, name: str) -> bool:
     """Return whether the hook before gathering takes five arguments, not the mesh alone."""
-    tensor: Any = original
+    tensor: Any = given
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
         raise InvalidParameterError(f"{name} has one of {_PRE} and {_POST}; define both or none")
     signature = inspect.signature(tensor.fsdp_pre_all_gather)
@@ -304,11 +317,7 @@ class ExtendedGroup(ParameterGroup):
     flat = False
 
     def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        if self.config.rest != self.config.device:
-            raise ParameterError(
-                f"{[parameter.name for parameter in self.parameters]} gather themselves "
-                "(fsdp_pre_all_gather) on the device; CPUOffloadPolicy() is not legal for them"
-            )
+        _check_on_device(self, [parameter.name for parameter in self.parameters])
         # The operations that torch's fully_shard asks of such classes, and no others.
         parts = [part.new_zeros(part.shape).copy_(part) for part in super()._own_parts(wholes)]
         for parameter, part in zip(self.parameters, parts, strict=True):
@@ -355,7 +364,7 @@ class ExtendedGroup(ParameterGroup):
         if axis.size == 1:
             return
         table = torch.tensor(own, dtype=torch.int64, device=self.config.device)
-        (table,) = self._collectives.all_gather(axis, [table]).wait()
+        (table,) = self.collectives.all_gather(axis, [table]).wait()
         sent = table.view(axis.size, -1).t().tolist()
         unlike = [
             f"{parameter.name} {each}"
@@ -387,6 +396,74 @@ class ExtendedGroup(ParameterGroup):
 
     def _writes(self) -> int:
         return sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)
+
+
+def _check_on_device(group: ParameterGroup, names: Sequence[str]) -> None:
+    if group.config.rest != group.config.device:
+        raise ParameterError(
+            f"{names} gather themselves ({_PRE}) on the device; CPUOffloadPolicy() is not legal "
+            "for them"
+        )
+
+
+def attached(group: ParameterGroup) -> list[int]:
+    """Return which parameters of a group got all-gather hooks on their shards since it was made.
+
+    Raises `ParameterError` where they cannot be sharded as they are, `StateError` where gradients
+    wait for a reduction.
+    """
+    late = [
+        position
+        for position, parameter in enumerate(group.parameters)
+        if not isinstance(parameter, ExtendedParameter)
+        if is_extended(parameter.part(parameter.sharded))
+    ]
+    for parameter in (group.parameters[i] for i in late):
+        local = parameter.part(parameter.sharded)
+        if not parameter.is_plain:
+            raise ParameterError(on_own_mesh(local, parameter.name))
+        check_extension(
+            local, parameter.name, parameter.dim, isinstance(parameter, RaggedParameter)
+        )
+        _takes_all(local, parameter.name)
+        _shard_mesh(parameter._mesh, parameter.name)
+    if late:
+        names = [group.parameters[i].name for i in late]
+        _check_on_device(group, names)
+        if group.config.grads != "copy":
+            raise ParameterError(
+                f"{names} got {_PRE} after fully_shard, with grads={group.config.grads!r}; only "
+                "grads='copy' is legal for hooks that are not the tensor's class's"
+            )
+        if group.gradients_wait:
+            raise StateError(
+                f"{names} got {_PRE} while gradients wait for a reduction; reduce them before"
+            )
+    return late
+
+
+def split_attached(group: ParameterGroup) -> list[ParameterGroup]:
+    """Return the group without the parameters that are `attached`, and one of these.
+
+    The parameters stay the same objects, as do their shards: hooks are on them. The group is
+    sharded.
+    """
+    late = attached(group)
+    if not late:
+        return [group]
+    for parameter in (group.parameters[i] for i in late):
+        local = parameter.part(parameter.sharded)
+        local.data = local.detach().clone()  # alone, and not in memory of the others
+        parameter.__class__ = ExtendedParameter
+        cast(ExtendedParameter, parameter).read_hooks(local)
+    made = copy.copy(group)
+    made.__class__ = ExtendedGroup
+    made.keep(late)
+    rest = [i for i in range(len(group.parameters)) if i not in late]
+    if not rest:
+        return [made]
+    group.keep(rest)
+    return [group, made]
 
 
 def _shown(kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[str]:

@@ -83,7 +83,7 @@ class Layout(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """Return where everything lies."""
+        """Return the offsets of everything."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Layout(Protocol):
         ...
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return where the packed gradients of the parameters at ``chosen`` lie."""
+        """Return the offsets of the packed gradients of the parameters at ``chosen``."""
         ...
 
     def gather(
@@ -159,7 +159,10 @@ class ParameterGroup:
         self.bucket_hooks: BucketHooks | None = None
         self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
         self._put_aside = False  # some of these gradients are in the dtype of the reduction
-        self._collectives = collectives
+        self.collectives = collectives
+        # In the way that a user gave, or the same.
+        self.gathers: Collectives = collectives
+        self.scatters: Collectives = collectives
         self._work: Work | None = None
         self._noted: tuple[int, int] | None = None
         self._plan: ReductionPlan | None = None
@@ -191,7 +194,7 @@ class ParameterGroup:
         if not locals_[0].is_meta:
             locals_ = [local.to(self.config.rest) for local in locals_]
         self.layout = self._layout_of(locals_, self.dtypes.compute)
-        # Gradients lie in the order of the shard, so that both can be stepped as one tensor.
+        # Gradients are packed in the order of the shard, so that both can be stepped as one tensor.
         spans = self.layout.spans
         self.order = sorted(range(len(spans)), key=lambda i: spans[i][0])
 
@@ -312,11 +315,11 @@ class ParameterGroup:
             if fewer and self.post_forward_axis is not None:
                 axis = self.post_forward_axis
                 with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather_block(axis, self._collectives)
+                    self._work = self.layout.gather_block(axis, self.gathers)
             else:
                 axis = self.axes.shard
                 with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather(axis, self._collectives, self.streams)
+                    self._work = self.layout.gather(axis, self.gathers, self.streams)
                 self._noted = None
             self.state = advance(before, Event.GATHER)
         except BaseException:
@@ -533,7 +536,7 @@ class ParameterGroup:
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.bucket_hooks is not None:
-            rows, used = self.bucket_hooks.finish(chosen, self._collectives)
+            rows, used = self.bucket_hooks.finish(chosen, self.collectives)
         else:
             found = self._take_gradients(chosen)
             used = [gradient is not None for gradient in found]
@@ -548,14 +551,14 @@ class ParameterGroup:
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
         self._waiting = set(chosen) if adds_up else set()
-        given = (plan, gradients, rows, used, axes, self._collectives, options)
+        given = (plan, gradients, rows, used, axes, self.scatters, options)
         if self.streams is not None:
             return StreamedReduction(*given, self.streams)
         return Reduction(*given)
 
     def _take_gradients(self, chosen: Sequence[int]) -> list[Tensor | None]:
         if not self._plain or self._put_aside:
-            return [self.parameters[i].take_gradient(self._collectives) for i in chosen]
+            return [self.parameters[i].take_gradient(self.collectives) for i in chosen]
         unsharded = self._reduced_unsharded
         found = [each.grad for each in unsharded]
         for each in unsharded:
@@ -660,14 +663,36 @@ class ParameterGroup:
         else:
             self._lay_out(locals_)
             self._build_unsharded()
+        self._put_shards()
+
+    def _put_shards(self) -> None:
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
             parameter.put(view)
         self._list_parameters()
         self.install_sharded()
 
+    @torch.no_grad()
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Go on with some of the parameters, laid out anew.
+
+        The group is sharded, maybe the copy of another, and no gradients wait.
+        """
+        self.partial, self._waiting = PartialSum(), set()
+        self.parameters = [self.parameters[i] for i in chosen]
+        self._specs = [self._specs[i] for i in chosen]
+        self.unfused = [self.unfused[i] for i in chosen]
+        self._lay_out([parameter.local() for parameter in self.parameters])
+        self._build_unsharded()
+        self._put_shards()
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Return whether there are gradients of earlier backwards that are not reduced yet."""
+        return bool(self._waiting) or self.partial.waits
+
 
 class RaggedGroup(ParameterGroup):
-    """Parameters whose parts are runs of one share; gradients are reduced as they lie there."""
+    """Parameters whose parts are runs of one share; gradients are reduced in that layout."""
 
     layout: RaggedLayout
 

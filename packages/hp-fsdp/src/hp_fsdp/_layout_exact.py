@@ -152,7 +152,7 @@ class ExactLayout:
     ) -> None:
         """Copy this rank's part of each parameter (``locals_``) into a new flat shard.
 
-        It keeps their dtype and device; the output has ``dtype`` and lies on ``device``.
+        It keeps their dtype and device; the output has ``dtype`` and is on ``device``.
         """
         first = locals_[0]
         self.specs = tuple(specs)
@@ -211,7 +211,7 @@ class ExactLayout:
         self._copy_out = _CopyOut(plan, memory) if plan.packed_numel else None
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return where the gradients of the parameters at ``chosen`` lie, rank by rank."""
+        """Return the offsets of the gradients of the parameters at ``chosen``, rank by rank."""
         return rows_by_rank([self.specs[i] for i in chosen], self._index, itemsize)
 
     @property

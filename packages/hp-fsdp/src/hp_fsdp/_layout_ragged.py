@@ -20,7 +20,7 @@ TRIES = 64  # shares of one step before the next step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedPlan:
-    """One group's buffer ``[degree * share]``; a parameter lies at ``starts[i]`` in one piece.
+    """One group's buffer ``[degree * share]``; a parameter begins at ``starts[i]``, in one piece.
 
     Shares end between the atoms of a parameter: ``atoms[i]`` elements that stay together.
     """
@@ -60,7 +60,7 @@ class RaggedPlan:
         return first, end
 
     def leading(self, position: int) -> int:
-        """Return how many leading dims are flattened: the fewest whose rows lie within atoms."""
+        """Return how many leading dims are flattened: the fewest whose rows do not cross atoms."""
         shape, atom = self.shapes[position], self.atoms[position]
         for count in range(1, len(shape)):
             row = math.prod(shape[count:])
@@ -87,7 +87,7 @@ class RaggedPlan:
         return max(self.sizes(position))
 
     def gradient_rows(self, chosen: Sequence[int], index: int) -> GradientRows:
-        """Return where gradients of ``chosen`` lie: as in the buffer, in one row.
+        """Return the offsets of gradients of ``chosen``: as in the buffer, in one row.
 
         Parameters that several ranks have a part of leave no columns for flags between the shares.
         """
@@ -212,7 +212,7 @@ class RaggedLayout:
         self._memory = memory  # last: an interrupt before it lets the next gather begin again
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return where the gradients of the parameters at ``chosen`` lie: as they are gathered."""
+        """Return the offsets of the gradients at ``chosen``: as parameters are gathered."""
         return self.plan.gradient_rows(chosen, self._index)
 
     @property
@@ -271,7 +271,7 @@ class RaggedLayout:
             self._sent.free()
 
     def finish_gather(self, work: Work | None) -> None:
-        """Do nothing: what arrived lies where it is used."""
+        """Do nothing: what arrived is in its place."""
 
     def free(self) -> None:
         """Give back the memory of the gather, or leave it to a collective that may still use it."""

@@ -342,7 +342,7 @@ def joint_mesh(data: DeviceMesh, own: DeviceMesh, name: str) -> DeviceMesh:
         return concatenate_meshes([data, own])
     except RuntimeError as error:
         raise MeshError(
-            f"{name} lies on axes {list(own_names)}, which cannot be joined with "
+            f"{name} is on axes {list(own_names)}, which cannot be joined with "
             f"{list(data_names)}: both must be slices of one root mesh that do not overlap"
             f"{_own_call(name, own)}"
         ) from error

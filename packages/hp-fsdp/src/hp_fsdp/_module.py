@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
+from ._custom import Communication, CustomAllGather, CustomReduceScatter
 from ._errors import (
     ArgumentTypeError,
+    CallOrderError,
     ModuleError,
     ModuleStateError,
     ModuleTypeError,
@@ -28,7 +30,14 @@ from ._hooks import post_forward, pre_forward, run_forward
 from ._mesh import DataAxes, new_axis
 from ._options import ReductionHook
 from ._schedule import drop_gradients, release_gradients
-from ._torch import TorchState, note_state, noted_state, uncompiled_itself
+from ._torch import (
+    GROUP_MEMORY,
+    TorchState,
+    note_state,
+    noted_state,
+    registers_memory,
+    uncompiled_itself,
+)
 from ._unit import Unit, unit_of
 
 
@@ -291,21 +300,65 @@ class Setters:
             raise StateError("an event after an optimizer step needs a forward before it")
         schedule.starts_after = event
 
-    def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
-        _unsupported("set_custom_all_gather", "pass collectives= to fully_shard")
+    def set_custom_all_gather(self, comm: Communication) -> None:
+        """Gather by ``comm``: an object with torch's ``AllGather`` interface, in its memory.
 
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
-        _unsupported("set_custom_reduce_scatter", "pass collectives= to fully_shard")
+        It is called once per group of one dtype with what the group sends. Prefetching has two
+        gathers under way, whose memory must differ. Raises `ShardingError` for a unit with
+        parameters on several meshes, `ArgumentTypeError` for an object of another kind.
+        """
+        for group in self._groups_for(
+            comm, "__call__(output_tensor, input_tensor, group, async_op)"
+        ):
+            group.gathers = CustomAllGather(comm)
+
+    def set_custom_reduce_scatter(self, comm: Communication) -> None:
+        """Reduce-scatter by ``comm``: an object with torch's ``ReduceScatter`` interface.
+
+        Its ``op`` is always the sum; an average is divided afterwards. Raises as
+        `set_custom_all_gather` does.
+        """
+        call = "__call__(output_tensor, input_tensor, group, op, async_op)"
+        for group in self._groups_for(comm, call):
+            group.scatters = CustomReduceScatter(comm, group.collectives)
+
+    def _groups_for(self, comm: object, call: str) -> Sequence[ParameterGroup]:
+        if isinstance(comm, type) or not isinstance(comm, Communication):
+            raise ArgumentTypeError(
+                f"comm is {shown(comm)}; legal is an object with allocate(size, *, dtype, device) "
+                f"and {call}"
+            )
+        groups = self._unit().groups
+        ranks = {group.axes.shard.ranks for group in groups if group.axes.shard.size > 1}
+        if len(ranks) > 1:
+            raise ShardingError(
+                f"the unit shards parameters over several meshes, of ranks {sorted(ranks)}; one "
+                "object to communicate by is legal only for one mesh"
+            )
+        return groups
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept False; the memory of gathers is that of the parameters."""
-        if enable:
-            _unsupported(
-                "set_allocate_memory_from_process_group_for_comm(True)",
-                "pass collectives= to fully_shard",
-            )
+        """Communicate in memory that the process group registers, where its backend has such.
+
+        That takes a copy before and after each call. Raises `StateError` after
+        `set_custom_all_gather` or `set_custom_reduce_scatter`, which may come later.
+        """
+        groups = self._unit().groups
+        for way in (way for group in groups for way in (group.gathers, group.scatters)):
+            if isinstance(way, CustomAllGather | CustomReduceScatter) and not isinstance(
+                way.given, GROUP_MEMORY
+            ):
+                raise CallOrderError(
+                    f"this unit communicates by a {type(way.given).__name__}, which gives its own "
+                    "memory; call set_allocate_memory_from_process_group_for_comm before it is set"
+                )
+        for group in groups:
+            group.gathers = group.scatters = group.collectives
+            if enable and registers_memory(group.axes.shard.group, group.config.device):
+                gather, scatter = GROUP_MEMORY
+                group.gathers = CustomAllGather(gather(group.axes.shard.group))
+                given = scatter(group.reduce_axes.shard.group)
+                group.scatters = CustomReduceScatter(given, group.collectives)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
@@ -492,7 +545,7 @@ class FSDPModule(Setters):
             unit.reshard()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # Module.to, .double() and the like: convert the shards, then lay them out flat again.
+        # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
         units = self._units(True)
         for unit in units:
             unit.reshard()

@@ -1,4 +1,4 @@
-"""Where parameters and gradients lie in flat buffers: pure functions of shapes."""
+"""Offsets of parameters and gradients in flat buffers: pure functions of shapes."""
 
 import itertools
 import math
@@ -147,7 +147,7 @@ class GradientRows:
     row on it has one flag per parameter, nonzero where a rank used it: summed like gradients, they
     tell every rank which parameters no rank used. The flags are columns of the rows too, or, if
     ``flags_apart``, a second tensor that is reduced together with them. ``gaps`` are the columns
-    of no parameter: ``(i, start, end)`` lies before parameter ``i``.
+    of no parameter: ``(i, start, end)`` comes before parameter ``i``.
     """
 
     degree: int

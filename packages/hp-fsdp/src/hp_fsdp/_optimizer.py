@@ -69,7 +69,7 @@ class Segment:
 
     @torch.no_grad()
     def take_gradients(self) -> bool:
-        """Give ``flat`` the gradients of the pieces, without a copy where they lie side by side.
+        """Give ``flat`` the gradients of the pieces, without a copy where they are contiguous.
 
         Where no piece has one, neither has ``flat``; return False where only some have: `split`
         then. Raises `StateError` if the group was laid out anew.
@@ -132,7 +132,7 @@ class Segment:
 def segments_of(group: ParameterGroup) -> list[Segment]:
     """Return the segments of a group: cut where a frozen parameter or alignment comes between.
 
-    Empty where shards do not lie in one buffer.
+    Empty where shards are not in one buffer.
     """
     if not group.flat:
         return []
@@ -236,7 +236,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are stepped one by one from now on.
 
-        Their shards may lie beside those of a segment, which is not made anew for them.
+        Their shards may be next to those of a segment, which is not made anew for them.
 
         Args:
             param_group: Parameters and options, as ``cls`` takes them.

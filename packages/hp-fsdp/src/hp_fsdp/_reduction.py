@@ -109,13 +109,14 @@ class ReducedGradients:
     def _counted(self) -> list[int]:
         tensors = [*self.gradients, *self.locals_]
         references = tensor_references(tensors)
-        trained = [gradient.requires_grad for gradient in self.gradients]  # a user's mark
+        # What a user marked it with.
+        marks = [each.requires_grad + len(vars(each)) for each in self.gradients]
         holders = getrefcount(self._storage), storage_references(self._storage)
-        return [*map(getrefcount, tensors), *references, *trained, *holders]
+        return [*map(getrefcount, tensors), *references, *marks, *holders]
 
     @property
     def held(self) -> bool:
-        """Return whether something else refers to the memory: a parameter's ``grad``, a user."""
+        """Return whether a parameter or a user refers to the memory, or one is marked by a user."""
         return self.in_flight or self._counted() != self._references
 
     def use(self) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from hp_dtensor import Axis
 
-from ._errors import StateError, UnsupportedError, first_error
-from ._extensions import ExtendedParameter
+from ._errors import StateError, first_error
+from ._extensions import attached
 from ._group import ParameterGroup
 from ._mesh import split_axis
 from ._options import Options
@@ -18,7 +18,7 @@ from ._reduction import Reduction
 from ._select import added_parameters
 from ._states import Event, GradientState
 from ._streams import Streams
-from ._torch import call_after_backward, is_extended
+from ._torch import call_after_backward
 from ._unit import Act, Run, Unit, unit_of
 
 Order = list[tuple[Run, bool]]  # where the runs of one pass begin (False) and end (True)
@@ -142,10 +142,13 @@ class Schedule:
     def _begin_pass(self, root: Unit) -> None:
         self._pass_root = root
         if not self._checked and root is self.units[0]:
+            for group in (group for unit in self.units for group in unit.groups):
+                attached(group)  # raises before any unit is changed
+            for unit in self.units:
+                unit.take_attached()
             self._checked = True
             self._warn_of_divisors()
             self._warn_of_added()
-            self._refuse_late_extensions()
         if self.starts_after is not None:
             self.starts_after.wait()
             self.starts_after = None
@@ -187,23 +190,6 @@ class Schedule:
                 "fully_shard: every rank keeps the gradients of its own batch. Add them before, "
                 "or give a module that has only new ones to fully_shard too",
                 stacklevel=2,
-            )
-
-    def _refuse_late_extensions(self) -> None:
-        """Raise `UnsupportedError` for gather hooks that came after `fully_shard`."""
-        late = [
-            parameter.name
-            for unit in self.units
-            for group in unit.groups
-            for parameter in group.parameters
-            if not isinstance(parameter, ExtendedParameter)
-            if is_extended(parameter.part(parameter.sharded))
-        ]
-        if late:
-            raise UnsupportedError(
-                f"{', '.join(late)} got fsdp_pre_all_gather or fsdp_post_all_gather after "
-                "fully_shard, which would not call them; shard parameters of a tensor class that "
-                "has both"
             )
 
     def _prefetch(self, unit: Unit) -> None:

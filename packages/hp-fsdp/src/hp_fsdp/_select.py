@@ -21,7 +21,7 @@ from ._errors import (
     UnsupportedParameterError,
     shown,
 )
-from ._extensions import ExtendedParameter, check_extension
+from ._extensions import ExtendedParameter, check_extension, on_own_mesh
 from ._mesh import MeshInfo, PlacementOnMesh
 from ._param import Owner, RaggedParameter, ShardedParameter, sharded_from
 from ._torch import is_extended, local_of, parameters_of
@@ -264,11 +264,7 @@ def _check_free(
 
 def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
     if isinstance(original, DTensor) and is_extended(local := local_of(original)):
-        raise ParameterError(
-            f"{name} is a DTensor of {type(local).__name__}, which gathers itself "
-            "(fsdp_pre_all_gather); only without a mesh of their own can such be sharded, so "
-            "unwrap it before, or ignore it"
-        )
+        raise ParameterError(on_own_mesh(local, name))
     if original.ndim == 0:
         raise ParameterError(f"{name} is a scalar; make it a tensor of one element to shard it")
     if not original.is_contiguous():

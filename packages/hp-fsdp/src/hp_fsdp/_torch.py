@@ -15,6 +15,10 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+)
 from torch.distributed.tensor import DTensor, Placement
 
 # A shard of a dimension that later axes of the mesh shard already. No public name; without it the
@@ -253,6 +257,17 @@ def backend_of(group: object, device: torch.device) -> str:
     except RuntimeError:
         return ""
     return str(found.name())
+
+
+# Torch's own objects to communicate by in memory of the process group.
+GROUP_MEMORY: Any = (ProcessGroupAllocAllGather, ProcessGroupAllocReduceScatter)
+
+
+def registers_memory(group: object, device: torch.device) -> bool:
+    """Return whether the backend that serves a device allocates memory to communicate in."""
+    if not isinstance(group, ProcessGroup):
+        return False
+    return bool(cast(Any, group)._get_backend(device).supports_tensor_alloc(device))
 
 
 def is_extended(tensor: Tensor) -> bool:

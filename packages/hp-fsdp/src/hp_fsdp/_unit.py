@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from hp_dtensor import Axis, TorchCollectives
 
 from ._errors import DisagreementError, ParameterError, first_error
+from ._extensions import attached, split_attached
 from ._group import ParameterGroup
 from ._options import Options
 from ._states import Event, GradientState, ParameterState, advance
@@ -287,6 +288,19 @@ class Unit:
             raise ParameterError("; ".join(refusals))
         for group in self.groups if not refusals else ():
             group.reset_sharded()
+
+    def take_attached(self) -> None:
+        """Gather by the all-gather hooks that shards got since `fully_shard`, in groups of theirs.
+
+        What was gathered without them is given up. `attached` raises for none.
+        """
+        if not any(attached(group) for group in self.groups):
+            return
+        self.unhook_gradients()
+        self.reshard()
+        self.finish_copies()
+        self.groups = tuple(made for group in self.groups for made in split_attached(group))
+        self._compared.clear()
 
     def compare(self, act: Act) -> None:
         """Compare what the ranks of the unit's axes do next, unless that was done before.

@@ -63,7 +63,7 @@ class RankPool:
         try:
             if not self._processes:
                 self._spawn()
-                self._call(cloudpickle.dumps((_answer, ())), START_SECONDS)
+                self._call(_dumps(_answer, ()), START_SECONDS)
             results: list[T] = self._call(message, timeout)
         except BaseException:
             # Unread answers would be taken for those of the next call.
@@ -154,22 +154,31 @@ def _answer(rank: int) -> int:
 
 def _dumps(function: Callable[..., object], args: tuple[object, ...]) -> bytes:
     module: ModuleType | None = sys.modules.get(function.__module__)
-    if module is None:
-        payload: bytes = cloudpickle.dumps((function, args))
-        return payload
-    loaded = sys.modules.copy()  # a copy: looking at some modules imports others
-    here = _folder(module)
+    loaded = {} if module is None else sys.modules.copy()  # looking at some modules imports others
+    here = "" if module is None else _folder(module)
     tests = [m for n, m in loaded.items() if here and _folder(m) == here and n != "__main__"]
     for m in tests:
         cloudpickle.register_pickle_by_value(m)
     try:
-        payload = cloudpickle.dumps((function, args))
+        alone = getattr(module, function.__name__, None) is not function
+        sent = cloudpickle.dumps(function) if alone else _dumped(function)
+        return pickle.dumps((sent, cloudpickle.dumps(args)))
     finally:
         for m in tests:
             cloudpickle.unregister_pickle_by_value(m)
-    return payload
 
 
+@cache
+def _dumped(function: Callable[..., object]) -> bytes:
+    """Return a function of a module with all that it refers to, as that is at the first call.
+
+    Each time would take some 10 ms, for a look through all modules by each function of the tests.
+    """
+    found: bytes = cloudpickle.dumps(function)
+    return found
+
+
+@cache
 def _folder(module: ModuleType) -> str:
-    """Return where a module lies; paths as text, because every call asks thousands of modules."""
+    """Return where a module is; paths as text, because every call asks thousands of modules."""
     return os.path.dirname(str(getattr(module, "__dict__", {}).get("__file__") or ""))

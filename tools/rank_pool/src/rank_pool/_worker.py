@@ -1,5 +1,6 @@
 """What one rank process does: initialise gloo, then run what it is sent until told to stop."""
 
+import gc
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ LOOPBACK = "127.0.0.1"
 def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     """Be ``rank`` of ``world_size``; receive pickled ``(function, args)`` and send back results."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what the server has imported is not garbage, and takes long to go through
     torch.set_num_threads(1)
     if os.uname().sysname == "Linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -27,7 +29,7 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while (message := pipe.recv_bytes()) != b"":
         try:
-            function, args = pickle.loads(message)
+            function, args = map(pickle.loads, pickle.loads(message))
             reply = (True, function(rank, *args))
             payload = cloudpickle.dumps(reply)
         except BaseException:  # noqa: BLE001 - whatever a rank raises is the parent's to report
