@@ -302,9 +302,7 @@ def _split_to_pack(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
 
 
 @torch.no_grad()
-def _packed(
-    pairs: Sequence[_Pair], rows_in: int, rows_out: int
-) -> tuple[_Pair, Finish]:
+def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair, Finish]:
     """Return one output and one input for all ``pairs``, and what then copies the parts out.
 
     A tensor is columns of all rows: a reduce-scatter cuts rows of the input, an all-gather joins
@@ -405,9 +403,7 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
     return list(outputs)
 
 
-def _reduction(
-    op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]
-) -> tuple[Any, Finish | None]:
+def _reduction(op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]) -> tuple[Any, Finish | None]:
     # Where the backend has no average the sum is divided once it is complete.
     if op != "avg" or (tensors and _backend(_group(axis), tensors[0].device) in _AVERAGING):
         return _OPS[op], None
