@@ -6,8 +6,8 @@ Names that need torch are loaded on first use: layouts and plans work without it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._caches import clear_caches as clear_caches
 from ._cost import AlphaBeta as AlphaBeta
+from ._cost import clear_caches as clear_caches
 from ._errors import LayoutError as LayoutError
 from ._errors import MeshError as MeshError
 from ._errors import NoPlanError as NoPlanError

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from ._boxes import chunk, intersect, unravel, volume
-from ._caches import remembered
 from ._errors import LayoutError
 from ._layout import Layout, is_local, moving_axes, with_placement, with_split, without_last_split
 from ._placements import Partial, Replicate
@@ -277,6 +277,30 @@ def _largest(value: float | tuple[float, ...], axes: Sequence[int]) -> float:
     return value
 
 
+C = TypeVar("C")
+_clears: list[Callable[[], object]] = []
+
+
+def clearable(cache: C) -> C:
+    """Let `clear_caches` drop the entries of a bounded cache; return it."""
+    kept: Any = cache
+    _clears.append(kept.clear if isinstance(kept, dict) else kept.cache_clear)
+    return cache
+
+
+def clear_caches() -> None:
+    """Drop the plans and layouts that were worked out for earlier calls.
+
+    Later calls work them out again. The caches are bounded and hold no tensor, mesh or process
+    group, so that only memory for plans is freed. Communicates nothing.
+
+    Example:
+        >>> clear_caches()
+    """
+    for clear in _clears:
+        clear()
+
+
 # Costs are compared on at most these many ranks, the same on all, so that every rank chooses alike.
 _SAMPLED_RANKS = 64
 # What they pay may be more than all ranks pay on average.
@@ -288,7 +312,8 @@ def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: 
     return sum(step_seconds(step, shape, itemsize, cost) for step in steps)
 
 
-@remembered(8192)
+@clearable
+@lru_cache(maxsize=8192)
 def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
     """Return the modelled time of one step, by what its ranks receive on average."""
     if step.kind == "slice":
@@ -313,7 +338,8 @@ def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostMo
     return cost.seconds(step.axes, step.ranks, received)
 
 
-@remembered(256)
+@clearable
+@lru_cache(maxsize=256)
 def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the coordinates of all ranks, or of a few spread over all axes alike."""
     size = math.prod(mesh_shape)

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from itertools import combinations, count
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._caches import remembered
 from ._cost import Step
 from ._errors import LayoutError, MeshError
 from ._planner import Plan
@@ -287,7 +287,7 @@ def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]
     return lambda: Axis(name, resolve_group(group), ranks)
 
 
-@remembered(256)
+@lru_cache(maxsize=256)
 def _ranks_along(
     number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:

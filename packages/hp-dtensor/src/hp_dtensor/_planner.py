@@ -5,10 +5,10 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, count
 from typing import TYPE_CHECKING, Any
 
-from ._caches import remembered
 from ._cost import (
     AlphaBeta,
     CostModel,
@@ -16,6 +16,7 @@ from ._cost import (
     Step,
     check_length,
     check_limits,
+    clearable,
     direct_step,
     gather_step,
     is_least,
@@ -98,7 +99,8 @@ class Plan:
         return "\n".join(lines)
 
 
-@remembered(4096)
+@clearable
+@lru_cache(maxsize=4096)
 def make_plan(
     src: Layout,
     dst: Layout,
@@ -207,7 +209,8 @@ def explain(
     return make_plan(x, placements, tuple(shape), rank, itemsize, cost, max_bytes=max_bytes)
 
 
-@remembered(1024)
+@clearable
+@lru_cache(maxsize=1024)
 def _choose(
     src: Layout,
     dst: Layout,
@@ -238,6 +241,9 @@ def _choose(
         # Ranks that differ along an axis that keeps what it has take no part, nor do they help.
         return not unchanged or unchanged.isdisjoint(step.axes or _sliced(step))
 
+    def may_run(step: Step) -> bool:
+        return stays(step) and has_group(step)
+
     def most(step: Step) -> int:
         # What the caller gave stays while later steps work on what earlier ones made of it.
         return step.most(shape) + (0 if step.source == src else most_held(src, shape))
@@ -259,7 +265,7 @@ def _choose(
             dst,
             shape,
             lambda step: step_seconds(step, shape, itemsize, cost),
-            lambda step: stays(step) and has_group(step) and fits(step),
+            lambda step: may_run(step) and fits(step),
             least_seconds(dst, shape, itemsize, cost),
             math.inf if best is None else price(best)[0],
         )
@@ -267,14 +273,7 @@ def _choose(
         among += " and of all steps" if ended else "; the search for others gave up"
     if best is None:
         if searchable:
-            low, _ = search(
-                src,
-                dst,
-                shape,
-                most,
-                lambda step: stays(step) and has_group(step),
-                join=max,
-            )
+            low, _ = search(src, dst, shape, most, may_run, join=max)
             open_steps += [low] if low else []
         least = min(max(map(most, steps)) for steps in open_steps) * itemsize
         raise NoPlanError(
@@ -286,14 +285,13 @@ def _choose(
     why = f"the cheapest of {among}"
     if len(open_steps) > len(fitting):
         why += f"; {len(open_steps) - len(fitting)} more hold over {max_bytes} bytes"
-    better = [
-        steps for steps in every if steps not in open_steps and price(steps)[0] < price(best)[0]
-    ]
+    now = price(best)[0]
+    better = [steps for steps in every if steps not in open_steps and price(steps)[0] < now]
     if not better:
         return best, why, ""
     wanted = min(better, key=price)
     axes = next(step.axes for step in wanted if not has_group(step))
-    now, then = price(best)[0], price(wanted)[0]
+    then = price(wanted)[0]
     gain = f"about {now / then:.1f}x faster" if then > 0 else "at no cost"
     note = (
         f"{gain} with one process group over the mesh axes {axes}; flatten the mesh over "

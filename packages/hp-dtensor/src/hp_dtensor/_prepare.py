@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from ._between_meshes import ConsistencyCheck, NonMember
 from ._boxes import ravel
-from ._caches import BoundedDict
 from ._convert import (
     AnyPlacement,
     TensorSpec,
@@ -23,7 +22,7 @@ from ._convert import (
     to_torch,
     torch_step,
 )
-from ._cost import CostModel, Step, check_limits
+from ._cost import CostModel, Step, check_limits, clearable
 from ._errors import LayoutError, MeshError, NoPlanError
 from ._execute import BoundStep, bind
 from ._groups import (
@@ -199,13 +198,16 @@ def prepare(x: object, target: Target, options: Options) -> Prepared:
         if mesh is None
         else _between_meshes(found, clean, options)
     )
-    _prepared.keep(key, (start, prepared))
+    for old in list(_prepared)[: max(0, len(_prepared) - _MOST_PREPARED + 1)]:
+        _prepared.pop(old, None)  # another thread may too
+    _prepared[key] = start, prepared
     return prepared
 
 
 _WITHOUT_SPEC = (RaggedTensor, NonMember, TensorSpec)
 # By the hash of what a tensor starts from: what that is stands beside what was prepared.
-_prepared: BoundedDict[tuple[Any, ...], tuple[tuple[Any, ...], Prepared]] = BoundedDict(2048)
+_prepared: dict[tuple[Any, ...], tuple[tuple[Any, ...], Prepared]] = clearable({})
+_MOST_PREPARED = 2048
 
 
 def tensor_spec(x: object) -> TensorSpec:
