@@ -85,8 +85,8 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
         if isinstance(placement, ours.StridedShard):
             result.append(strided_shard(placement.dim, placement.split_factor))
         elif isinstance(placement, ours.Shard):
-            chain = layout.shard_axes(placement.dim)
-            before = chain[: chain.index(axis)]
+            order = layout.shard_axes(placement.dim)
+            before = order[: order.index(axis)]
             factor = math.prod(layout.mesh_shape[other] for other in before if other > axis)
             result.append(
                 strided_shard(placement.dim, factor) if factor > 1 else theirs.Shard(placement.dim)

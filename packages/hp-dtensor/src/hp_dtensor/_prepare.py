@@ -187,7 +187,10 @@ def prepare(x: object, target: Target, options: Options) -> Prepared:
     number, flat = (0, 0) if own is None else (number_of(own), flattened_count(own))
     there = number_of(mesh) if mesh is not None and isinstance(mesh, DeviceMesh) else mesh
     key = (mark, number, flat, there, placements, shard_order, chosen)
-    kept = _prepared.get(key)
+    try:
+        kept = _prepared.get(key)
+    except TypeError:  # what has no hash is no placement, which is said below
+        kept = None
     if kept is not None and kept[0] == start:
         return kept[1]
     found = tensor_spec(x)
