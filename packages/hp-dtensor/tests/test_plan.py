@@ -1,5 +1,6 @@
 """Plans: every rank chooses the same cheapest steps."""
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -179,3 +180,12 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused_between_layouts_too(limit
     pair = Layout((2,), (Shard(0),)), Layout((2,), (Replicate(),))
     with pytest.raises(LayoutError, match=f"max_bytes={limit!r} is no number of bytes"):
         explain(*pair, shape=(4, 4), max_bytes=limit)
+
+
+def test_an_error_of_the_limit_is_pickled_with_its_numbers() -> None:
+    pair = Layout((2,), (Shard(0),)), Layout((2,), (Replicate(),))
+    with pytest.raises(NoPlanError) as info:
+        explain(*pair, shape=(4, 4), max_bytes=8)
+    copied = pickle.loads(pickle.dumps(info.value))
+    assert str(copied) == str(info.value)
+    assert (copied.max_bytes, copied.best_peak) == (8, info.value.best_peak)
