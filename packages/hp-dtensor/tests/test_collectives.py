@@ -153,6 +153,20 @@ def send_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
     return [whole]
 
 
+def gather_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    outputs = [numbers(0, 2, 3 * axis.size).T, numbers(0, axis.size)]
+    return door.all_gather(
+        axis, [numbers(axis.index, 3, 2), numbers(axis.index + 9, 1)], outputs
+    ).wait()
+
+
+def scatter_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    n = axis.size
+    outputs = [numbers(0, 1), numbers(0, 3, 2).T]
+    inputs = [numbers(axis.index, n), numbers(axis.index, 2 * n, 3)]
+    return door.reduce_scatter(axis, inputs, outputs).wait()
+
+
 def spread_strided(door: Collectives, axis: Axis) -> list[Tensor]:
     whole = numbers(axis.index, 3, 4)
     # The source's has other strides than those of its peers.
@@ -186,6 +200,8 @@ PROGRAMS: list[Program] = [
     swap_into_strided,
     send_into_strided,
     spread_strided,
+    gather_into_strided,
+    scatter_into_strided,
 ]
 # What each program must give on each of n ranks, by the collective's definition.
 EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
@@ -256,6 +272,11 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
         woven(torch.stack([numbers(r, n, 2)[me] for r in range(n)]), numbers(me, n, 4))
     ],
     send_into_strided: lambda me, n: [woven(numbers((me - 1) % n, 3, 2), numbers(me, 3, 4))],
+    gather_into_strided: lambda me, n: EXPECTED[gather_list](me, n),
+    scatter_into_strided: lambda me, n: [
+        sum_of(n, n)[me : me + 1],
+        sum_of(n, 2 * n, 3)[2 * me : 2 * me + 2],
+    ],
     spread_strided: lambda me, n: [numbers(me, 3, 4)[:, 1::2], numbers(0, 3, 4)[:, ::2]],
 }
 
@@ -357,6 +378,8 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     swap_into_strided: lambda me, n: (n - 1) * 16,
     send_into_strided: lambda me, n: 48,
     spread_strided: lambda me, n: 0 if me == 0 else 48,
+    gather_into_strided: lambda me, n: (n - 1) * 56,
+    scatter_into_strided: lambda me, n: (n - 1) * 56,
 }
 
 

@@ -312,20 +312,23 @@ def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair,
     and ``ALLGATHER_COALESCED`` is the only longer one of those used here.
     """
     outputs, inputs = zip(*pairs, strict=True)
+    dense, copy_back = _dense(outputs)
     widths = [tensor.numel() for tensor in (inputs if rows_in == 1 else outputs)]
     rows = [tensor.reshape(rows_in, width) for tensor, width in zip(inputs, widths, strict=True)]
     flat = torch.cat(rows, dim=1).view(-1)
     whole = flat.new_empty(rows_out * sum(widths))
 
-    def copy_out(_: list[Tensor]) -> None:
-        parts = [x.view(rows_out, width) for x, width in zip(outputs, widths, strict=True)]
-        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
+    def copy_out(given: list[Tensor]) -> None:
+        parts = [x.view(rows_out, width) for x, width in zip(dense, widths, strict=True)]
+        with torch.inference_mode(dense[0].is_inference()), torch.no_grad():
             torch.split_with_sizes_copy(whole.view(rows_out, -1), widths, dim=1, out=parts)
+        if copy_back is not None:
+            copy_back(given)
 
     return (whole, flat), copy_out
 
 
-def _dense(outputs: list[Tensor]) -> tuple[list[Tensor], Finish | None]:
+def _dense(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
     """Return contiguous tensors for the outputs, and what then copies those that are others.
 
     Gloo writes from an output's first element on, whatever its strides.
