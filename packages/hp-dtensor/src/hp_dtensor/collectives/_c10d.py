@@ -139,18 +139,19 @@ class TorchCollectives:
             return _Done(_copied(inputs, outputs))
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
+        dense, finish = (outs, None) if outputs is None else _dense(outs)
         group = _group(axis)
-        pairs = list(zip(outs, inputs, strict=True))
+        pairs = list(zip(dense, inputs, strict=True))
         if len(pairs) == 1:
             work = _all_gather_single(*pairs[0], group)
-            return _Pending([work], outs, inputs)
+            return _Pending([work], outs, inputs, finish)
         if pairs and _backend(group, inputs[0].device) != "gloo":
-            work = _direct(_c10d_gather, AllgatherOptions(), group, outs, inputs)
-            return _Pending([work], outs, inputs)
+            work = _direct(_c10d_gather, AllgatherOptions(), group, dense, inputs)
+            return _Pending([work], outs, inputs, finish)
         alone, together = _split_to_pack(pairs)
-        finish = None
         if together:
-            packed, finish = _packed(together, 1, axis.size)
+            packed, copy_out = _packed(together, 1, axis.size)
+            finish = _both(copy_out, finish)
             inputs, alone = [*inputs, *packed], [*alone, packed]
         starts = [partial(_all_gather_single, *pair, group) for pair in alone]
         works, error = _started(starts)
@@ -169,18 +170,21 @@ class TorchCollectives:
         check_divisible(axis, inputs)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
+        dense, copy_back = (outs, None) if outputs is None else _dense(outs)
         group = _group(axis)
         reduce, finish = _reduction(op, axis, inputs)
+        if copy_back is not None:
+            finish = _both(copy_back, finish)
         if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
-            pairs = list(zip(outs, inputs, strict=True))
+            pairs = list(zip(dense, inputs, strict=True))
             (output, packed), copy_out = _packed(pairs, axis.size, 1)
             finish, inputs = _both(copy_out, finish), [*inputs, packed]
             work = _reduce_scatter_single(output, packed, reduce, group)
         elif len(inputs) == 1:
-            work = _reduce_scatter_single(outs[0], inputs[0], reduce, group)
+            work = _reduce_scatter_single(dense[0], inputs[0], reduce, group)
         else:
             options = ReduceScatterOptions()
-            work = _direct(_c10d_scatter, options, group, outs, inputs, op=reduce)
+            work = _direct(_c10d_scatter, options, group, dense, inputs, op=reduce)
         return _Pending([work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -312,18 +316,15 @@ def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair,
     and ``ALLGATHER_COALESCED`` is the only longer one of those used here.
     """
     outputs, inputs = zip(*pairs, strict=True)
-    dense, copy_back = _dense(outputs)
     widths = [tensor.numel() for tensor in (inputs if rows_in == 1 else outputs)]
     rows = [tensor.reshape(rows_in, width) for tensor, width in zip(inputs, widths, strict=True)]
     flat = torch.cat(rows, dim=1).view(-1)
     whole = flat.new_empty(rows_out * sum(widths))
 
-    def copy_out(given: list[Tensor]) -> None:
-        parts = [x.view(rows_out, width) for x, width in zip(dense, widths, strict=True)]
-        with torch.inference_mode(dense[0].is_inference()), torch.no_grad():
+    def copy_out(_: list[Tensor]) -> None:
+        parts = [x.view(rows_out, width) for x, width in zip(outputs, widths, strict=True)]
+        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
             torch.split_with_sizes_copy(whole.view(rows_out, -1), widths, dim=1, out=parts)
-        if copy_back is not None:
-            copy_back(given)
 
     return (whole, flat), copy_out
 
