@@ -26,7 +26,7 @@ from hp_dtensor import (
 )
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-_caches: Any = import_module(plan_transfer.__module__.rpartition("._")[0] + "._caches")
+_prepare: Any = import_module(plan_transfer.__module__.rpartition("._")[0] + "._prepare")
 
 
 @pytest.fixture(autouse=True)
@@ -111,12 +111,18 @@ def _is_cache(value: object, package: str) -> bool:
     return str(getattr(value, "__module__", "")).startswith(package)
 
 
-def test_the_oldest_entry_goes_from_a_full_cache_and_all_on_request() -> None:
-    kept = _caches.BoundedDict(2)
-    for key in "abc":
-        kept.keep(key, key.upper())
-    assert kept == {"b": "B", "c": "C"}
+def test_the_oldest_entry_goes_from_a_full_cache_and_all_on_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clear_caches()
-    assert kept == {}
-    assert _caches._kept[-1] is kept
-    _caches._kept.pop()
+    monkeypatch.setattr(_prepare, "_MOST_PREPARED", 2)
+    x = source(cube())
+    targets = [(S1, S0, R), (R, R, R), (S0, R, R)]
+    plans = [explain(x, target) for target in targets]
+    assert kept() == plans[1:]
+    clear_caches()
+    assert kept() == []
+
+
+def kept() -> list[Any]:
+    return [prepared.plan for _, prepared in _prepare._prepared.values()]

@@ -213,6 +213,48 @@ def short_splits(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> No
     checked.all_to_all(axis, torch.ones(len(splits)), splits, splits).wait()
 
 
+def uneven_rows(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    checked.all_to_all(Axis.of(mesh, "tp"), torch.ones(4 + rank)).wait()
+
+
+def more_than_its_rows(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    checked.all_to_all(Axis.of(mesh, "tp"), torch.ones(2 + rank), [1, 1], [1, 1]).wait()
+
+
+def short_output(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    out = torch.empty(4 - rank)
+    checked.all_gather(Axis.of(mesh, "tp"), [torch.ones(2)], [out]).wait()
+
+
+def no_outputs(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    outs = [] if rank else [torch.empty(1)]
+    checked.reduce_scatter(Axis.of(mesh, "tp"), [torch.ones(2)], outs).wait()
+
+
+def output_of_other_dtype(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    out = torch.empty(2, dtype=torch.float64 if rank else torch.float32)
+    checked.all_to_all(Axis.of(mesh, "tp"), torch.ones(2), output=out).wait()
+
+
+FAULTS = {
+    uneven_rows: "it would send 4 rows in 2 blocks and has 5",
+    more_than_its_rows: "it would send 2 rows in 2 blocks and has 3",
+    short_output: "its output is float32 [3], which must have 4 elements of float32",
+    no_outputs: "it gives 0 outputs for 1 inputs",
+    output_of_other_dtype: "its output is float64 [2], which must have 2 elements of float32",
+}
+
+
+@pytest.mark.parametrize("call", FAULTS, ids=lambda call: call.__name__)
+def test_what_one_rank_alone_gives_wrong_is_one_error_on_all_ranks(
+    ranks: Ranks, call: Callable[..., Any]
+) -> None:
+    found = ranks(2).run(errors, call, 2)
+    assert len(set(found)) == 1
+    assert "rank 1 cannot take part" in found[0]
+    assert FAULTS[call] in found[0]
+
+
 def test_ranks_without_a_call_and_splits_of_another_length_are_told(ranks: Ranks) -> None:
     found = ranks(2).run(errors, no_part, 2)
     assert "ranks have waited" in found[0]

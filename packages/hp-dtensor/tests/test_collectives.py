@@ -134,6 +134,47 @@ def spread(door: Collectives, axis: Axis) -> list[Tensor]:
     return door.broadcast(axis, tensors, axis.size - 1).wait()
 
 
+def reduce_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    whole = numbers(axis.index, 3, 4)
+    door.all_reduce(axis, [whole[:, ::2]], "avg").wait()
+    return [whole]
+
+
+def swap_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    whole = numbers(axis.index, axis.size, 4)
+    door.all_to_all(axis, numbers(axis.index, axis.size, 2), output=whole[:, ::2]).wait()
+    return [whole]
+
+
+def send_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    whole = numbers(axis.index, 3, 4)
+    door.send_recv(axis, {after: numbers(axis.index, 3, 2)}, {before: whole[:, ::2]}).wait()
+    return [whole]
+
+
+def gather_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    outputs = [numbers(0, 2, 3 * axis.size).T, numbers(0, axis.size)]
+    return door.all_gather(
+        axis, [numbers(axis.index, 3, 2), numbers(axis.index + 9, 1)], outputs
+    ).wait()
+
+
+def scatter_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    n = axis.size
+    outputs = [numbers(0, 1), numbers(0, 3, 2).T]
+    inputs = [numbers(axis.index, n), numbers(axis.index, 2 * n, 3)]
+    return door.reduce_scatter(axis, inputs, outputs).wait()
+
+
+def spread_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+    whole = numbers(axis.index, 3, 4)
+    # The source's has other strides than those of its peers.
+    part = whole.T[::2].T if axis.index else whole[:, ::2].clone()
+    door.broadcast(axis, [part]).wait()
+    return [whole[:, 1::2], part]
+
+
 OPS: tuple[Any, ...] = ("sum", "avg", "max", "min", "prod")
 PROGRAMS: list[Program] = [
     gather,
@@ -155,6 +196,12 @@ PROGRAMS: list[Program] = [
     send_one_way,
     send_pairs,
     spread,
+    reduce_strided,
+    swap_into_strided,
+    send_into_strided,
+    spread_strided,
+    gather_into_strided,
+    scatter_into_strided,
 ]
 # What each program must give on each of n ranks, by the collective's definition.
 EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
@@ -220,7 +267,23 @@ EXPECTED: dict[Program, Callable[[int, int], list[Tensor]]] = {
         for part in (numbers(peer, 3), numbers(peer + me, 2, 2))
     ],
     spread: lambda me, n: [numbers(n - 1, 3), numbers(n - 1 + 5, 2)],
+    reduce_strided: lambda me, n: [woven(sum_of(n, 3, 4)[:, ::2] / n, numbers(me, 3, 4))],
+    swap_into_strided: lambda me, n: [
+        woven(torch.stack([numbers(r, n, 2)[me] for r in range(n)]), numbers(me, n, 4))
+    ],
+    send_into_strided: lambda me, n: [woven(numbers((me - 1) % n, 3, 2), numbers(me, 3, 4))],
+    gather_into_strided: lambda me, n: EXPECTED[gather_list](me, n),
+    scatter_into_strided: lambda me, n: [
+        sum_of(n, n)[me : me + 1],
+        sum_of(n, 2 * n, 3)[2 * me : 2 * me + 2],
+    ],
+    spread_strided: lambda me, n: [numbers(me, 3, 4)[:, 1::2], numbers(0, 3, 4)[:, ::2]],
 }
+
+
+def woven(even: Tensor, whole: Tensor) -> Tensor:
+    """Return ``whole`` with other columns 0, 2 and so on."""
+    return torch.stack([even, whole[:, 1::2]], dim=2).flatten(1)
 
 
 def sum_of(n: int, *shape: int) -> Tensor:
@@ -311,6 +374,12 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
     send_one_way: lambda me, n: 24 if me == n - 1 else 0,
     send_pairs: lambda me, n: 56,
     spread: lambda me, n: 0 if me == n - 1 else 40,
+    reduce_strided: lambda me, n: 2 * 48 * (n - 1) // n,
+    swap_into_strided: lambda me, n: (n - 1) * 16,
+    send_into_strided: lambda me, n: 48,
+    spread_strided: lambda me, n: 0 if me == 0 else 48,
+    gather_into_strided: lambda me, n: (n - 1) * 56,
+    scatter_into_strided: lambda me, n: (n - 1) * 56,
 }
 
 
@@ -380,6 +449,35 @@ def test_backward_is_the_adjoint_summed_over_ranks(sizes: list[int], which: int)
 
     pairs = SimulatedWorld(n).run(products)
     assert sum(p[0] for p in pairs) == sum(p[1] for p in pairs)
+
+
+def of_conjugates(rank: int) -> list[tuple[Tensor, Tensor]]:
+    axis = Axis.of(init_device_mesh("cpu", (2,), mesh_dim_names=("a",)))
+    z = torch.complex(numbers(rank, 4), numbers(rank + 2, 4))
+    door = AutogradCollectives()
+    found = []
+    for apply in (
+        door.all_gather,
+        door.reduce_scatter,
+        door.all_to_all,
+        door.all_reduce,
+        door.replicate,
+    ):
+        for x in (z.conj(), z.conj().resolve_conj()):
+            x = x.detach().requires_grad_()
+            result = apply(x, axis)
+            (grad,) = torch.autograd.grad(result, x, result.detach().conj())
+            found.append((result.detach(), grad))
+    return found
+
+
+def test_conjugates_that_are_not_worked_out_are_sent_as_their_values(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    for found in ranks(2).run(of_conjugates):
+        for lazy, eager in zip(found[::2], found[1::2], strict=True):
+            for got, want in zip(lazy, eager, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_replicate_and_all_reduce_compose_to_a_tensor_parallel_product() -> None:

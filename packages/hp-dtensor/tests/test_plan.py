@@ -1,5 +1,6 @@
 """Plans: every rank chooses the same cheapest steps."""
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -172,3 +173,19 @@ def test_a_rank_of_neither_mesh_has_no_plan() -> None:
     with pytest.raises(MeshError, match=r"use one of \[0, 1, 4, 6\]"):
         explain(pair[0], apart, shape=(4, 4), rank=5)
     assert explain(pair[0], apart, shape=(4, 4), rank=6).rank == 6
+
+
+@pytest.mark.parametrize("limit", [1.5, True, "64"])
+def test_a_limit_that_is_no_number_of_bytes_is_refused_between_layouts_too(limit: Any) -> None:
+    pair = Layout((2,), (Shard(0),)), Layout((2,), (Replicate(),))
+    with pytest.raises(LayoutError, match=f"max_bytes={limit!r} is no number of bytes"):
+        explain(*pair, shape=(4, 4), max_bytes=limit)
+
+
+def test_an_error_of_the_limit_is_pickled_with_its_numbers() -> None:
+    pair = Layout((2,), (Shard(0),)), Layout((2,), (Replicate(),))
+    with pytest.raises(NoPlanError) as info:
+        explain(*pair, shape=(4, 4), max_bytes=8)
+    copied = pickle.loads(pickle.dumps(info.value))
+    assert str(copied) == str(info.value)
+    assert (copied.max_bytes, copied.best_peak) == (8, info.value.best_peak)

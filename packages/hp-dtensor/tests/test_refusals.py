@@ -53,6 +53,7 @@ def wrong_arguments(rank: int) -> list[tuple[str, str]]:
         {"collectives": 3},
         {"placements": (S0, S0), "shard_order": 5},
         {"placements": (S0, S0), "shard_order": {0: ([1], [0])}},
+        {"placements": ([S0], R)},
     ]
     texts = []
     for arguments in wrong:
@@ -68,10 +69,11 @@ def wrong_arguments(rank: int) -> list[tuple[str, str]]:
 def test_arguments_of_other_kinds_are_refused_by_name(ranks: Pools) -> None:
     first, *others = ranks(4).run(wrong_arguments)
     assert others == [first] * 3
-    kinds = [LayoutError] * 3 + [LayoutError] + [LayoutError] * 2
+    kinds = [LayoutError] * 7
     assert [name for name, _ in first] == [kind.__name__ for kind in kinds]
     assert "alpha=(1.0,) prices 1 mesh axes of 2; give 2 values" in first[2][1]
     assert "collectives=3 does not have the methods of Collectives" in first[3][1]
+    assert "no layout for [Shard(dim=0)] on mesh axis 0; use Replicate()" in first[6][1]
 
 
 def unreducible(rank: int) -> list[tuple[str, int]]:

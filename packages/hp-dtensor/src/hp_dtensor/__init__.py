@@ -6,18 +6,18 @@ Names that need torch are loaded on first use: layouts and plans work without it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ._caches import clear_caches as clear_caches
 from ._cost import AlphaBeta as AlphaBeta
+from ._cost import clear_caches as clear_caches
 from ._errors import LayoutError as LayoutError
 from ._errors import MeshError as MeshError
 from ._errors import NoPlanError as NoPlanError
-from ._explain import explain as explain
 from ._layout import Layout as Layout
 from ._placements import Partial as Partial
 from ._placements import RaggedShard as RaggedShard
 from ._placements import Replicate as Replicate
 from ._placements import Shard as Shard
 from ._placements import StridedShard as StridedShard
+from ._planner import explain as explain
 from ._transfer import plan_transfer as plan_transfer
 
 if TYPE_CHECKING:

@@ -1,10 +1,9 @@
 """Between two meshes: what stands for a tensor on other ranks, and whether all plan alike."""
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -130,11 +129,10 @@ class _Fingerprint(NamedTuple):
 
     rank: int
     digest: bytes
-    words: bytes
+    words: str
 
-
-_LONGEST = 984
-_FORMAT = struct.Struct(f"<q32s{_LONGEST}s")
+    def __str__(self) -> str:
+        return f"rank {self.rank} plans {self.words}"
 
 
 class ConsistencyCheck:
@@ -142,7 +140,7 @@ class ConsistencyCheck:
 
     ``find`` gives the axis of these ranks. Compared are both layouts with their ranks, shape,
     dtype, steps, and whether a gradient is to come back. A comparison is one all-reduce of 32
-    bytes; where ranks differ, they also gather 1 KiB from each, and all raise
+    bytes; where ranks differ, they also gather the words of each, and all raise
     `RankMismatchError` with the same text. Where they do not even plan for the same ranks, some
     wait for what is never sent, and raise it when the group times out. ``passed`` holds the
     ``requires_grad`` of the comparisons that found no difference.
@@ -175,7 +173,7 @@ class ConsistencyCheck:
         gradient = "with a gradient to come back" if requires_grad else "without a gradient"
         words = fault or f"{self._words}, {gradient}"
         digest = sha256(f"{self._base} {requires_grad} {fault}".encode()).digest()
-        mine = _Fingerprint(dist.get_rank(), digest, words.encode()[:_LONGEST])
+        mine = _Fingerprint(dist.get_rank(), digest, words)
         # The largest of numbers and of their opposites are opposite where all are the same.
         numbers = [int.from_bytes(digest[at : at + 7], "little") for at in (0, 7)]
         most = torch.tensor([*numbers, *(-n for n in numbers)], device=self._device)
@@ -194,16 +192,15 @@ class ConsistencyCheck:
                 if (high, low) == (-high_opposite, -low_opposite):
                     self.passed.add(requires_grad)
                     return
-                fingerprints = _gathered(mine, axis, self._device)
+                fingerprints: list[Any] = [None] * axis.size
+                dist.all_gather_object(fingerprints, mine, cast(dist.ProcessGroup, axis.group))
             except RuntimeError as error:
                 raise self._late(mine) from error
             first = min(fingerprints)
-            other = min(
-                fingerprint for fingerprint in fingerprints if fingerprint.digest != first.digest
-            )
+            other = min(each for each in fingerprints if each.digest != first.digest)
             raise RankMismatchError(
-                f"the ranks of both meshes plan different transfers: {_planned(first)}; "
-                f"{_planned(other)}; call on all of them with the same tensor, or a NonMember that "
+                f"the ranks of both meshes plan different transfers: {first}; "
+                f"{other}; call on all of them with the same tensor, or a NonMember that "
                 "says the same of it, and the same target, cost and max_bytes"
             )
 
@@ -212,25 +209,9 @@ class ConsistencyCheck:
     def _late(self, mine: _Fingerprint) -> RankMismatchError:
         return RankMismatchError(
             f"ranks {self._ranks} did not all take part in time in the transfer that rank "
-            f"{mine.rank} plans as {_text(mine)}; some did not make the call, or with meshes that "
+            f"{mine.rank} plans as {mine.words}; some did not make the call, or with meshes that "
             "have other ranks than these"
         )
-
-
-def _gathered(mine: _Fingerprint, axis: Axis, device: str) -> list[_Fingerprint]:
-    sent = torch.frombuffer(bytearray(_FORMAT.pack(*mine)), dtype=torch.uint8).to(device)
-    gathered = TorchCollectives().all_gather(axis, [sent]).wait()[0].tolist()
-    packed = bytes(gathered)
-    fingerprints = list(_FORMAT.iter_unpack(packed))
-    return [_Fingerprint(rank, digest, words.rstrip(b"\0")) for rank, digest, words in fingerprints]
-
-
-def _planned(fingerprint: _Fingerprint) -> str:
-    return f"rank {fingerprint.rank} plans {_text(fingerprint)}"
-
-
-def _text(fingerprint: _Fingerprint) -> str:
-    return fingerprint.words.decode(errors="replace")
 
 
 def _described(layout: Layout) -> str:

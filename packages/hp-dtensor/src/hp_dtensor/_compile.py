@@ -8,6 +8,7 @@ and another in backward. The op is told the plan as text.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._caches import remembered
 from ._convert import AnyPlacement
-from ._cost import CostModel, Step
+from ._cost import CostModel, Step, clearable
 from ._errors import LayoutError, MeshError
 from ._execute import BoundStep, bind, start
 from ._groups import AxisGroup, group_between
@@ -124,7 +124,8 @@ _package = __name__.rpartition(".")[0].replace(".", "_")
 execute_plan = opaque_op(f"{_package}::execute_plan", _execute_plan, _empty)
 
 
-@remembered(2048)
+@clearable
+@lru_cache(maxsize=2048)
 def _read(text: str) -> tuple[tuple[int, ...], tuple[BoundStep, ...]]:
     """Return the shape of the result and the steps; they hold names of groups, no groups."""
     plan, groups = read_plan(text)

@@ -22,8 +22,6 @@ DensePlacement: TypeAlias = (
     ours.Replicate | ours.Shard | ours.StridedShard | ours.Partial | theirs.Placement
 )
 
-_OPS: dict[str, ours.PartialOp] = {"product": "prod"}
-
 
 class TorchPartial(LayoutError):
     """Partial values that only torch knows how to reduce."""
@@ -46,8 +44,8 @@ def is_torch_partial(placement: object) -> bool:
     """Return whether only torch knows how to reduce it, such as the result of an embedding."""
     if not isinstance(placement, theirs.Partial):
         return False
-    op = placement.reduce_op
-    return type(placement) is not theirs.Partial or _OPS.get(op, op) not in get_args(ours.PartialOp)
+    known = {*get_args(ours.PartialOp), ours.torch_op("prod")}
+    return type(placement) is not theirs.Partial or placement.reduce_op not in known
 
 
 def to_layout(
@@ -87,14 +85,14 @@ def to_torch(layout: Layout) -> tuple[theirs.Placement, ...]:
         if isinstance(placement, ours.StridedShard):
             result.append(strided_shard(placement.dim, placement.split_factor))
         elif isinstance(placement, ours.Shard):
-            chain = layout.shard_axes(placement.dim)
-            before = chain[: chain.index(axis)]
+            order = layout.shard_axes(placement.dim)
+            before = order[: order.index(axis)]
             factor = math.prod(layout.mesh_shape[other] for other in before if other > axis)
             result.append(
                 strided_shard(placement.dim, factor) if factor > 1 else theirs.Shard(placement.dim)
             )
         elif isinstance(placement, ours.Partial):
-            result.append(theirs.Partial("product" if placement.op == "prod" else placement.op))
+            result.append(theirs.Partial(ours.torch_op(placement.op)))
         elif isinstance(placement, ours.RaggedShard):
             raise LayoutError(
                 f"torch's DTensor cannot hold {placement} on mesh axis {axis}; use a RaggedTensor"
@@ -134,8 +132,7 @@ def _converted(placement: AnyPlacement, axis: int, ndim: int) -> ours.Placement:
     if type(placement) is theirs.Replicate:
         return ours.Replicate()
     if type(placement) is theirs.Partial:
-        op = placement.reduce_op
-        return ours.Partial(_OPS.get(op, cast(ours.PartialOp, op)))
+        return ours.Partial(cast(ours.PartialOp, placement.reduce_op))
     if type(placement) is theirs.Shard:
         return ours.Shard(_dim(placement.dim, ndim))
     if (factor := split_factor(placement)) is not None:

@@ -1,12 +1,12 @@
 """The steps that plans are made of: what each moves, holds and costs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from ._boxes import chunk, intersect, unravel, volume
-from ._caches import remembered
 from ._errors import LayoutError
 from ._layout import Layout, is_local, moving_axes, with_placement, with_split, without_last_split
 from ._placements import Partial, Replicate
@@ -130,7 +130,7 @@ class Step:
 def direct_step(src: Layout, dst: Layout, ndim: int) -> Step:
     """Return the one step that moves every missing element straight to where it is needed."""
     if is_local(src, dst, ndim):
-        return Step(kind="slice", axes=(), source=src, target=dst)
+        return slice_step(src, dst)
     return Step(kind="direct", axes=moving_axes(src, dst, ndim), source=src, target=dst)
 
 
@@ -146,9 +146,9 @@ def reduce_step(src: Layout, axes: tuple[int, ...], dim: int | None) -> Step:
     return Step(kind="reduce_scatter", axes=axes, source=src, target=target)
 
 
-def slice_step(src: Layout, dim: int, axis: int) -> Step:
-    """Return the step that keeps this coordinate's chunk of ``dim`` on a replicated axis."""
-    return Step(kind="slice", axes=(), source=src, target=with_split(src, dim, (axis, 1)))
+def slice_step(src: Layout, dst: Layout) -> Step:
+    """Return the step in which every rank keeps a part of what it holds."""
+    return Step(kind="slice", axes=(), source=src, target=dst)
 
 
 def gather_step(src: Layout, dim: int, shape: Sequence[int]) -> Step:
@@ -237,8 +237,10 @@ class AlphaBeta:
         return _largest(self.alpha, axes) + _largest(self.beta, axes) * received
 
 
-def check_cost(cost: object) -> None:
-    """Raise `LayoutError` for what is neither None nor a hashable `CostModel`."""
+def check_limits(cost: object, max_bytes: object) -> None:
+    """Raise `LayoutError` for what a plan cannot be chosen by: a ``cost`` or a limit, or None."""
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
+        raise LayoutError(f"max_bytes={max_bytes!r} is no number of bytes; give a whole number")
     if cost is None or isinstance(cost, AlphaBeta):
         return
     try:
@@ -275,8 +277,34 @@ def _largest(value: float | tuple[float, ...], axes: Sequence[int]) -> float:
     return value
 
 
+C = TypeVar("C")
+_clears: list[Callable[[], object]] = []
+
+
+def clearable(cache: C) -> C:
+    """Let `clear_caches` drop the entries of a bounded cache; return it."""
+    kept: Any = cache
+    _clears.append(kept.clear if isinstance(kept, dict) else kept.cache_clear)
+    return cache
+
+
+def clear_caches() -> None:
+    """Drop the plans and layouts that were worked out for earlier calls.
+
+    Later calls work them out again. The caches are bounded and hold no tensor, mesh or process
+    group, so that only memory for plans is freed. Communicates nothing.
+
+    Example:
+        >>> clear_caches()
+    """
+    for clear in _clears:
+        clear()
+
+
 # Costs are compared on at most these many ranks, the same on all, so that every rank chooses alike.
 _SAMPLED_RANKS = 64
+# What they pay may be more than all ranks pay on average.
+_CERTAIN = 0.97
 
 
 def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
@@ -284,7 +312,8 @@ def seconds(steps: Sequence[Step], shape: tuple[int, ...], itemsize: int, cost: 
     return sum(step_seconds(step, shape, itemsize, cost) for step in steps)
 
 
-@remembered(8192)
+@clearable
+@lru_cache(maxsize=8192)
 def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostModel) -> float:
     """Return the modelled time of one step, by what its ranks receive on average."""
     if step.kind == "slice":
@@ -309,7 +338,8 @@ def step_seconds(step: Step, shape: tuple[int, ...], itemsize: int, cost: CostMo
     return cost.seconds(step.axes, step.ranks, received)
 
 
-@remembered(256)
+@clearable
+@lru_cache(maxsize=256)
 def sampled(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the coordinates of all ranks, or of a few spread over all axes alike."""
     size = math.prod(mesh_shape)
@@ -343,3 +373,71 @@ def lacking(
             common *= lengths[1]
         total += needed - common
     return total
+
+
+def least_seconds(
+    dst: Layout, shape: tuple[int, ...], itemsize: int, cost: CostModel
+) -> Callable[[Layout], float]:
+    """Return what gives a bound from below on the time from a plain layout to ``dst``.
+
+    At least one call is made, and every byte costs the smallest price. Every rank must receive what
+    it lacks; where ``n`` ranks hold terms of a sum that ``m`` ranks need, each element travels
+    ``n - 1`` times to meet and ``m - 1`` times more. Nothing is known of other models than
+    `AlphaBeta`.
+    """
+    if type(cost) is not AlphaBeta:
+        return lambda here: 0.0
+    alpha, beta = (min(p) if isinstance(p, tuple) else p for p in (cost.alpha, cost.beta))
+    places = sampled(dst.mesh_shape)
+    if dst.size > len(places):
+        beta *= _CERTAIN
+    needing = _degrees(dst, lambda axis: isinstance(dst.placements[axis], Replicate))
+    known: dict[Layout, float] = {}
+
+    def least(here: Layout) -> float:
+        if here not in known:
+            kept = [old == new for old, new in zip(here.placements, dst.placements, strict=True)]
+            partial = [isinstance(old, Partial) for old in here.placements]
+            terms = _degrees(here, lambda axis: partial[axis] and not kept[axis])
+            if terms > 1:
+                # Each coordinate of axes that keep their terms sums a tensor of its own.
+                sums = _degrees(here, lambda axis: partial[axis] and kept[axis])
+                elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
+            else:
+                elements = lacking(here, dst, shape, places) / len(places)
+            local = terms == 1 and is_local(here, dst, len(shape))
+            # Steps count whole bytes, rounded down.
+            left = max(0.0, elements * itemsize - len(dst.mesh_shape))
+            known[here] = 0.0 if local else alpha + beta * left
+        return known[here]
+
+    return least
+
+
+def _degrees(layout: Layout, chosen: Callable[[int], bool]) -> int:
+    """Return the number of ranks along some axes."""
+    return math.prod(degree for axis, degree in enumerate(layout.mesh_shape) if chosen(axis))
+
+
+def is_least(
+    best: Sequence[Step] | None,
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    cost: CostModel,
+) -> bool:
+    """Return whether nothing can be cheaper: what every rank lacks, in one call at one price."""
+    if best is None:
+        return False
+    if src.has_partial or type(cost) is not AlphaBeta:
+        return is_local(src, dst, len(shape)) and not src.has_partial
+    if isinstance(cost.alpha, tuple) or isinstance(cost.beta, tuple):
+        return all(step.kind == "slice" for step in best)
+    calls = [step for step in best if step.kind != "slice"]
+    if not calls:
+        return True
+    straight = Step(kind="direct", axes=calls[0].axes, source=src, target=dst)
+    return len(calls) == 1 and seconds(best, shape, itemsize, cost) <= step_seconds(
+        straight, shape, itemsize, cost
+    )

@@ -1,5 +1,7 @@
 """What can be wrong with a layout, a mesh or a plan; all are found before any communication."""
 
+from functools import partial
+
 
 class LayoutError(ValueError):
     """A layout, a placement, or a pair of layouts that cannot be, or a tensor that does not fit."""
@@ -23,8 +25,5 @@ class NoPlanError(LayoutError):
         self.best_peak = best_peak
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _no_plan, (str(self), self.max_bytes, self.best_peak)
-
-
-def _no_plan(message: str, max_bytes: int, best_peak: int) -> NoPlanError:
-    return NoPlanError(message, max_bytes=max_bytes, best_peak=best_peak)
+        numbers = {"max_bytes": self.max_bytes, "best_peak": self.best_peak}
+        return partial(NoPlanError, str(self), **numbers), ()

@@ -64,20 +64,9 @@ def start(steps: Sequence[BoundStep], local: Tensor, collectives: Collectives) -
         elif number == len(steps):
             return started
         else:
-            return _Rest(steps[number:], started, collectives)
+            rest, pending = steps[number:], [started]
+            return lambda: start(rest, pending.pop()(), collectives)()
     return lambda: result
-
-
-class _Rest:
-    """The steps after the one under way."""
-
-    def __init__(
-        self, steps: Sequence[BoundStep], pending: Finish, collectives: Collectives
-    ) -> None:
-        self._steps, self._pending, self._collectives = steps, [pending], collectives
-
-    def __call__(self) -> Tensor:
-        return start(self._steps, self._pending.pop()(), self._collectives)()
 
 
 def _bound(step: Step, plan: Plan, groups: Mapping[Step, AxisGroup]) -> BoundStep:

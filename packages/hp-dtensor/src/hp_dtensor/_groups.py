@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from itertools import combinations, count
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._caches import remembered
 from ._cost import Step
 from ._errors import LayoutError, MeshError
 from ._planner import Plan
@@ -174,7 +174,7 @@ def transfer_group(
     world = dist.get_world_size() == len(ranks)
     for name, members in [*_by_name(given), *([_named(dist.group.WORLD)] if world else [])]:
         if set(members) == set(ranks):
-            return _between("world" if world else "transfer", name, members)
+            return _between(_finder("world" if world else "transfer", name, members), members)
     own = _own_name(ranks)
     if existing is not None and registered_group(own) is None:
         axes = tuple(axis for axis in range(existing.ndim) if existing.size(axis) > 1)
@@ -186,7 +186,7 @@ def transfer_group(
                 "mesh"
             )
         axis = found.find()
-        return _between(axis.name, group_name(axis.group), axis.ranks)
+        return _between(found.find, axis.ranks)
 
     def find_or_make() -> Axis:
         group = registered_group(own)
@@ -200,12 +200,11 @@ def transfer_group(
             group = make_group(ranks, own)
         return Axis("transfer", group, ranks)
 
-    return AxisGroup(find_or_make, {rank: i for i, rank in enumerate(ranks)}, len(ranks))
+    return _between(find_or_make, ranks)
 
 
-def _between(axis: str, group: str, ranks: tuple[int, ...]) -> AxisGroup:
-    members = {rank: place for place, rank in enumerate(ranks)}
-    return AxisGroup(_finder(axis, group, ranks), members, len(ranks))
+def _between(find: Callable[[], Axis], ranks: tuple[int, ...]) -> AxisGroup:
+    return AxisGroup(find, {rank: place for place, rank in enumerate(ranks)}, len(ranks))
 
 
 def ranks_of_both(plan: Plan) -> tuple[int, ...]:
@@ -287,7 +286,7 @@ def _finder(name: str, group: str, ranks: tuple[int, ...]) -> Callable[[], Axis]
     return lambda: Axis(name, resolve_group(group), ranks)
 
 
-@remembered(256)
+@lru_cache(maxsize=256)
 def _ranks_along(
     number: int, axes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:

@@ -362,7 +362,7 @@ class Layout:
     def intervals_of(
         self, shape: Sequence[int], dim: int, index: Sequence[int]
     ) -> tuple[Interval, ...]:
-        """Return the ranges of one dim at a place in its chain, ascending."""
+        """Return the ranges of one dim at an index of `shard_axes`, ascending."""
         return pieces(shape[dim], self.splits(dim), index)
 
     def run_at(self, coordinate: Sequence[int]) -> Interval:

@@ -271,6 +271,4 @@ def _dtype(tensors: list[Tensor]) -> torch.dtype:
 
 
 def _device(parameters: list[Tensor], gradients: list[Tensor]) -> torch.device:
-    for tensor in (*gradients, *parameters):
-        return tensor.device
-    return torch.device("cpu")
+    return next((x.device for x in (*gradients, *parameters)), torch.device("cpu"))

@@ -158,16 +158,17 @@ class Partial:
         if other.__class__ is Partial:
             return self.op == other.op
         theirs = _torchs(other, "Partial")
-        return theirs is not None and bool(theirs.reduce_op in (self.op, _torch_op(self.op)))
+        return theirs is not None and bool(theirs.reduce_op in (self.op, torch_op(self.op)))
 
     def __hash__(self) -> int:
-        return 1 + hash(_torch_op(self.op))
+        return 1 + hash(torch_op(self.op))
 
     def __str__(self) -> str:
         return f"P({self.op})"
 
 
-def _torch_op(op: str) -> str:
+def torch_op(op: str) -> str:
+    """Return torch's name of a reduction."""
     return _PRODUCT if op == "prod" else op
 
 

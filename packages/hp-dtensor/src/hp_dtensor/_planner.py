@@ -1,33 +1,38 @@
-"""The cheapest steps from one layout to another, under a memory bound, and why."""
+"""The cheapest steps from one layout to another, under a memory bound, and why: `explain`."""
 
 import heapq
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, count
+from typing import TYPE_CHECKING, Any
 
-from ._caches import remembered
 from ._cost import (
     AlphaBeta,
     CostModel,
     Kind,
     Step,
     check_length,
+    check_limits,
+    clearable,
     direct_step,
     gather_step,
-    lacking,
+    is_least,
+    least_seconds,
     most_held,
     move_step,
     reduce_step,
-    sampled,
     seconds,
     slice_step,
     step_seconds,
 )
-from ._errors import NoPlanError
+from ._errors import LayoutError, MeshError, NoPlanError
 from ._layout import (
+    AxisSplit,
     Layout,
+    ShardOrder,
     axis_splits,
     common,
     is_local,
@@ -39,13 +44,17 @@ from ._layout import (
     with_split,
     without,
 )
-from ._placements import Partial, Replicate, Shard, StridedShard
+from ._placements import Partial, Replicate, Shard, StridedShard, in_tuple
 from ._transfer import check_pair, same_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ._prepare import Distributed
 
 # A bound on the work for meshes with many axes; usual ones take some dozen to hundreds of layouts.
 _MOST_LAYOUTS = 4000
-# Prices that are told from a few of many ranks may be lower than all ranks pay together.
-_CERTAIN = 0.97
 
 Steps = tuple[Step, ...]
 Spanned = frozenset[tuple[int, ...]] | None
@@ -90,7 +99,8 @@ class Plan:
         return "\n".join(lines)
 
 
-@remembered(4096)
+@clearable
+@lru_cache(maxsize=4096)
 def make_plan(
     src: Layout,
     dst: Layout,
@@ -130,7 +140,77 @@ def make_plan(
     )
 
 
-@remembered(1024)
+def explain(
+    x: "Distributed | Layout",
+    placements: "Sequence[Any] | Layout | None" = None,
+    *,
+    mesh: "DeviceMesh | None" = None,
+    shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
+    shape: Sequence[int] | None = None,
+    rank: int = 0,
+    itemsize: int = 4,
+    cost: CostModel | None = None,
+    max_bytes: int | None = None,
+    groups: "Sequence[ProcessGroup | DeviceMesh] | None" = None,
+) -> Plan:
+    """Return the plan with which `redistribute` would take ``x`` to ``placements``.
+
+    Communicates nothing. ``str(plan)`` lists the steps with bytes, peak memory, time and why.
+
+    Args:
+        x: A DTensor, a `RaggedTensor` or a `NonMember`, planned with the groups that exist; or a
+            `Layout`, planned as if any set of axes had a group, without torch.
+        placements: As for `redistribute`, or a `Layout`, also on another mesh where ``x`` is one.
+        mesh: The target's mesh; not for a `Layout`.
+        shard_order: The order of axes that shard the same dim, as in `Layout`.
+        shape: The global shape, for a `Layout` only.
+        rank: Whose plan it is, for a `Layout` only.
+        itemsize: Bytes of an element, for a `Layout` only.
+        cost: What plans are compared by; `AlphaBeta` with its defaults if None.
+        max_bytes: The most bytes that a step may hold at once, on any rank.
+        groups: Process groups or meshes of one axis that may carry steps over several axes.
+
+    Returns:
+        The plan of this rank, or of ``rank``: ``steps``, ``bytes_received``, ``step_bytes``,
+        ``peak_bytes``, ``time`` in seconds by the cost model, ``why`` and ``note``.
+
+    Raises:
+        LayoutError: As `redistribute` does; a `Layout` without ``shape``; negative sizes.
+        MeshError: As `redistribute` does; a rank that has no part.
+        NoPlanError: Every plan needs more than ``max_bytes``.
+
+    Example:
+        >>> print(explain(Layout((8,), (Shard(0),)), (Replicate(),), shape=(1024, 1024)))
+    """
+    if not isinstance(x, Layout):
+        # Layouts are planned without loading torch.
+        from ._prepare import options_of, plan_for
+
+        where = (placements, mesh, shard_order)
+        return plan_for(x, where, options_of(cost, max_bytes, groups))
+    check_limits(cost, max_bytes)
+    if shape is None:
+        raise LayoutError("a plan between layouts needs the tensor's global shape=")
+    if mesh is not None:
+        raise MeshError(
+            f"mesh={mesh!r} beside a Layout, which has its own mesh of shape {x.mesh_shape}; "
+            "leave mesh= out"
+        )
+    if not isinstance(placements, Layout):
+        target = in_tuple(placements, len(x.mesh_shape))
+        placements = Layout(x.mesh_shape, target, shard_order, x.ranks)
+    if not x.holds(rank) and not placements.holds(rank):
+        held = sorted({*x.all_ranks(), *placements.all_ranks()})
+        consecutive = held[-1] - held[0] + 1 == len(held)
+        legal = f"{held[0]} to {held[-1]}" if consecutive else str(held)
+        raise MeshError(
+            f"rank={rank} is in neither layout's mesh, so that it has no part; use one of {legal}"
+        )
+    return make_plan(x, placements, tuple(shape), rank, itemsize, cost, max_bytes=max_bytes)
+
+
+@clearable
+@lru_cache(maxsize=1024)
 def _choose(
     src: Layout,
     dst: Layout,
@@ -161,6 +241,9 @@ def _choose(
         # Ranks that differ along an axis that keeps what it has take no part, nor do they help.
         return not unchanged or unchanged.isdisjoint(step.axes or _sliced(step))
 
+    def may_run(step: Step) -> bool:
+        return stays(step) and has_group(step)
+
     def most(step: Step) -> int:
         # What the caller gave stays while later steps work on what earlier ones made of it.
         return step.most(shape) + (0 if step.source == src else most_held(src, shape))
@@ -174,7 +257,7 @@ def _choose(
     fitting = [steps for steps in open_steps if all(map(fits, steps))]
     best = min(fitting, key=price, default=None)
     searchable = one_mesh and src.is_plain and dst.is_plain and 0 not in shape
-    searched = searchable and not _is_least(best, src, dst, shape, itemsize, cost)
+    searched = searchable and not is_least(best, src, dst, shape, itemsize, cost)
     among = f"{len(fitting)} candidates"
     if searched:
         cheaper, ended = search(
@@ -182,7 +265,7 @@ def _choose(
             dst,
             shape,
             lambda step: step_seconds(step, shape, itemsize, cost),
-            lambda step: stays(step) and has_group(step) and fits(step),
+            lambda step: may_run(step) and fits(step),
             least_seconds(dst, shape, itemsize, cost),
             math.inf if best is None else price(best)[0],
         )
@@ -190,14 +273,7 @@ def _choose(
         among += " and of all steps" if ended else "; the search for others gave up"
     if best is None:
         if searchable:
-            low, _ = search(
-                src,
-                dst,
-                shape,
-                most,
-                lambda step: stays(step) and has_group(step),
-                join=max,
-            )
+            low, _ = search(src, dst, shape, most, may_run, join=max)
             open_steps += [low] if low else []
         least = min(max(map(most, steps)) for steps in open_steps) * itemsize
         raise NoPlanError(
@@ -209,64 +285,19 @@ def _choose(
     why = f"the cheapest of {among}"
     if len(open_steps) > len(fitting):
         why += f"; {len(open_steps) - len(fitting)} more hold over {max_bytes} bytes"
-    better = [
-        steps for steps in every if steps not in open_steps and price(steps)[0] < price(best)[0]
-    ]
+    now = price(best)[0]
+    better = [steps for steps in every if steps not in open_steps and price(steps)[0] < now]
     if not better:
         return best, why, ""
     wanted = min(better, key=price)
     axes = next(step.axes for step in wanted if not has_group(step))
-    now, then = price(best)[0], price(wanted)[0]
+    then = price(wanted)[0]
     gain = f"about {now / then:.1f}x faster" if then > 0 else "at no cost"
     note = (
         f"{gain} with one process group over the mesh axes {axes}; flatten the mesh over "
         "them, or give groups="
     )
     return best, why, note
-
-
-def least_seconds(
-    dst: Layout, shape: tuple[int, ...], itemsize: int, cost: CostModel
-) -> Callable[[Layout], float]:
-    """Return what gives a bound from below on the time from a plain layout to ``dst``.
-
-    At least one call is made, and every byte costs the smallest price. Every rank must receive what
-    it lacks; where ``n`` ranks hold terms of a sum that ``m`` ranks need, each element travels
-    ``n - 1`` times to meet and ``m - 1`` times more. Nothing is known of other models than
-    `AlphaBeta`.
-    """
-    if type(cost) is not AlphaBeta:
-        return lambda here: 0.0
-    alpha, beta = (min(p) if isinstance(p, tuple) else p for p in (cost.alpha, cost.beta))
-    places = sampled(dst.mesh_shape)
-    if dst.size > len(places):
-        beta *= _CERTAIN
-    needing = _degrees(dst, lambda axis: isinstance(dst.placements[axis], Replicate))
-    known: dict[Layout, float] = {}
-
-    def least(here: Layout) -> float:
-        if here not in known:
-            kept = [old == new for old, new in zip(here.placements, dst.placements, strict=True)]
-            partial = [isinstance(old, Partial) for old in here.placements]
-            terms = _degrees(here, lambda axis: partial[axis] and not kept[axis])
-            if terms > 1:
-                # Each coordinate of axes that keep their terms sums a tensor of its own.
-                sums = _degrees(here, lambda axis: partial[axis] and kept[axis])
-                elements = sums * math.prod(shape) * (terms + needing - 2) / here.size
-            else:
-                elements = lacking(here, dst, shape, places) / len(places)
-            local = terms == 1 and is_local(here, dst, len(shape))
-            # Steps count whole bytes, rounded down.
-            left = max(0.0, elements * itemsize - len(dst.mesh_shape))
-            known[here] = 0.0 if local else alpha + beta * left
-        return known[here]
-
-    return least
-
-
-def _degrees(layout: Layout, chosen: Callable[[int], bool]) -> int:
-    """Return the number of ranks along some axes."""
-    return math.prod(degree for axis, degree in enumerate(layout.mesh_shape) if chosen(axis))
 
 
 def _sliced(step: Step) -> list[int]:
@@ -282,30 +313,6 @@ def _peak(steps: Sequence[Step], shape: tuple[int, ...], rank: int) -> int:
         given = math.prod(steps[0].source.local_shape(shape, rank))
     peaks = [step.peak(shape, rank) + given * (number > 0) for number, step in enumerate(steps)]
     return max(peaks, default=0)
-
-
-def _is_least(
-    best: Steps | None,
-    src: Layout,
-    dst: Layout,
-    shape: tuple[int, ...],
-    itemsize: int,
-    cost: CostModel,
-) -> bool:
-    """Return whether nothing can be cheaper: what every rank lacks, in one call at one price."""
-    if best is None:
-        return False
-    if src.has_partial or type(cost) is not AlphaBeta:
-        return is_local(src, dst, len(shape)) and not src.has_partial
-    if isinstance(cost.alpha, tuple) or isinstance(cost.beta, tuple):
-        return all(step.kind == "slice" for step in best)
-    calls = [step for step in best if step.kind != "slice"]
-    if not calls:
-        return True
-    straight = Step(kind="direct", axes=calls[0].axes, source=src, target=dst)
-    return len(calls) == 1 and seconds(best, shape, itemsize, cost) <= step_seconds(
-        straight, shape, itemsize, cost
-    )
 
 
 def candidates(
@@ -360,7 +367,7 @@ def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Step
             return False, dst.shard_axes(new.dim).index(axis)
         return True, axis
 
-    found = []
+    found: list[Steps] = []
     for slice_first in (True, False):
         start: list[Step] = []
         here = src
@@ -368,7 +375,7 @@ def reductions_to(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[Step
             for dim in range(len(shape)):
                 for axis in dst.shard_axes(dim):
                     if isinstance(here.placements[axis], Replicate) and _may_split(here, dim):
-                        start.append(slice_step(here, dim, axis))
+                        start.append(slice_step(here, with_split(here, dim, (axis, 1))))
                         here = start[-1].target
         for scatter_targets, scatter_rest in ((True, False), (True, True), (False, False)):
             steps = list(start)
@@ -438,19 +445,13 @@ def single_axis_steps(src: Layout, dst: Layout, shape: tuple[int, ...]) -> list[
     steps: list[Step] = []
     here = src
     if src.ragged is not None and not same_runs(src, dst):
-        target = with_placement(src, src.ragged[0], Replicate())
-        steps.append(direct_step(src, target, len(shape)))
-        here = target
-    while True:
-        step = _slice(here, dst, shape) or _move(here, dst, shape) or _gather(here, dst, shape)
-        if step is None:
-            break
+        here = with_placement(src, src.ragged[0], Replicate())
+        steps.append(direct_step(src, here, len(shape)))
+    while step := _slice(here, dst, shape) or _move(here, dst, shape) or _gather(here, dst, shape):
         steps.append(step)
         here = step.target
     if dst.ragged is not None and here.ragged is None:
-        axis, placement = dst.ragged
-        target = with_placement(here, axis, placement)
-        steps.append(Step(kind="slice", axes=(), source=here, target=target))
+        steps.append(slice_step(here, with_placement(here, *dst.ragged)))
     return steps
 
 
@@ -483,19 +484,22 @@ def merged(steps: Sequence[Step]) -> tuple[Step, ...]:
     result: list[Step] = []
     for step in steps:
         if result and step.kind == "slice" == result[-1].kind:
-            step = Step(kind="slice", axes=(), source=result.pop().source, target=step.target)
+            step = slice_step(result.pop().source, step.target)
         result.append(step)
     return tuple(result)
 
 
+def _next_split(here: Layout, dst: Layout, dim: int) -> AxisSplit | None:
+    """Return the split of ``dst`` that comes after those of ``here``; None if these are others."""
+    have, want = axis_splits(here, dim), axis_splits(dst, dim)
+    return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
+
+
 def _slice(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
     for dim in range(len(shape)):
-        have, want = axis_splits(here, dim), axis_splits(dst, dim)
-        if want[: len(have)] == have and len(want) > len(have):
-            link = want[len(have)]
-            if isinstance(here.placements[link[0]], Replicate):
-                target = with_split(here, dim, link)
-                return Step(kind="slice", axes=(), source=here, target=target)
+        split = _next_split(here, dst, dim)
+        if split is not None and isinstance(here.placements[split[0]], Replicate):
+            return slice_step(here, with_split(here, dim, split))
     return None
 
 
@@ -508,11 +512,9 @@ def _move(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Step | None:
         new = dst.placements[axis]
         if not isinstance(new, Shard | StridedShard) or new.dim == dim:
             continue
-        want, there = axis_splits(dst, new.dim), axis_splits(here, new.dim)
-        if want[: len(there)] == there and want[len(there) : len(there) + 1]:
-            link = want[len(there)]
-            if link[0] == axis:
-                return move_step(here, dim, new.dim, shape, link[1])
+        split = _next_split(here, dst, new.dim)
+        if split is not None and split[0] == axis:
+            return move_step(here, dim, new.dim, shape, split[1])
     return None
 
 
@@ -581,7 +583,7 @@ def _next_steps(here: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[S
     for axis, placement in enumerate(here.placements):
         if isinstance(placement, Replicate) and here.mesh_shape[axis] > 1:
             for dim in dims:
-                yield slice_step(here, dim, axis)
+                yield slice_step(here, with_split(here, dim, (axis, 1)))
     for dim in dims:
         if here.shard_axes(dim):
             yield gather_step(here, dim, shape)

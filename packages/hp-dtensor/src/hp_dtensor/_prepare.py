@@ -13,15 +13,23 @@ from torch.distributed.tensor import DTensor
 
 from ._between_meshes import ConsistencyCheck, NonMember
 from ._boxes import ravel
-from ._caches import BoundedDict
-from ._convert import AnyPlacement, TensorSpec, dense_spec, to_layout, to_torch
-from ._cost import CostModel, Step, check_cost
+from ._convert import (
+    AnyPlacement,
+    TensorSpec,
+    TorchPartial,
+    dense_spec,
+    to_layout,
+    to_torch,
+    torch_step,
+)
+from ._cost import CostModel, Step, check_limits, clearable
 from ._errors import LayoutError, MeshError, NoPlanError
 from ._execute import BoundStep, bind
 from ._groups import (
     AxisGroup,
     group_between,
     group_for,
+    group_names,
     number_of,
     spanned_axes,
     transfer_group,
@@ -60,6 +68,11 @@ class Options(NamedTuple):
 
 
 NO_OPTIONS = Options()
+
+
+def options_of(cost: CostModel | None, max_bytes: int | None, groups: object) -> Options:
+    """Return what was given to choose a plan by; raises `LayoutError` for what are no groups."""
+    return Options(cost, max_bytes, () if groups is None else group_names(groups))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,16 +180,20 @@ def prepare(x: object, target: Target, options: Options) -> Prepared:
         shard_order = checked_order(shard_order)
     chosen = None
     if options is not NO_OPTIONS:
-        chosen = _checked_options(options)
+        check_limits(options.cost, options.max_bytes)
+        chosen = options
     # Equal meshes may have different groups: each has its own number.
     # A mesh that is flattened later brings a group that a better plan may use.
     number, flat = (0, 0) if own is None else (number_of(own), flattened_count(own))
     there = number_of(mesh) if mesh is not None and isinstance(mesh, DeviceMesh) else mesh
     key = (mark, number, flat, there, placements, shard_order, chosen)
-    kept = _prepared.get(key)
+    try:
+        kept = _prepared.get(key)
+    except TypeError:  # what has no hash is no placement, which is said below
+        kept = None
     if kept is not None and kept[0] == start:
         return kept[1]
-    found = _spec_from(start, own)
+    found = tensor_spec(x)
     kept_spelling = None if isinstance(start[0], Layout) else start[0]
     clean: Target = (placements, mesh, shard_order)
     prepared = (
@@ -184,13 +201,16 @@ def prepare(x: object, target: Target, options: Options) -> Prepared:
         if mesh is None
         else _between_meshes(found, clean, options)
     )
-    _prepared.keep(key, (start, prepared))
+    for old in list(_prepared)[: max(0, len(_prepared) - _MOST_PREPARED + 1)]:
+        _prepared.pop(old, None)  # another thread may too
+    _prepared[key] = start, prepared
     return prepared
 
 
 _WITHOUT_SPEC = (RaggedTensor, NonMember, TensorSpec)
 # By the hash of what a tensor starts from: what that is stands beside what was prepared.
-_prepared: BoundedDict[tuple[Any, ...], tuple[tuple[Any, ...], Prepared]] = BoundedDict(2048)
+_prepared: dict[tuple[Any, ...], tuple[tuple[Any, ...], Prepared]] = clearable({})
+_MOST_PREPARED = 2048
 
 
 def tensor_spec(x: object) -> TensorSpec:
@@ -223,19 +243,48 @@ def own_mesh(x: Any) -> DeviceMesh | None:
     return None if isinstance(x, NonMember) else cast(DeviceMesh, x._spec.mesh)
 
 
-def _checked_options(options: Options) -> Options:
-    check_cost(options.cost)
-    limit: object = options.max_bytes
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-        raise LayoutError(f"max_bytes={limit!r} is no number of bytes; give a whole number")
-    return options
+def plan_for(x: Any, target: Any, options: Options) -> Plan:
+    """Return the plan of a redistribution, to a `Layout` in place of placements too.
+
+    Raises `MeshError` on a rank that has no part.
+    """
+    placements, mesh, shard_order = target
+    if isinstance(placements, Layout):
+        placements, shard_order = _on_own_mesh(x, placements)
+        target = placements, mesh, shard_order
+    try:
+        prepared = prepare(x, target, options)
+    except TorchPartial:
+        step = torch_step(x, placements, mesh is not None and mesh != own_mesh(x))
+        plan = plan_for(step.spec, (step.then, mesh, shard_order), options)
+        return replace(plan, note="; ".join(filter(None, (step.note, plan.note))))
+    if prepared.steps is None:
+        ranks = prepared.source.ranks_in_words()
+        if (own := tensor_spec(x).mesh) is not None:
+            ranks = str(list(ranks_of(own)))
+        raise MeshError(
+            f"this rank is not in the mesh of the tensor, so it holds nothing of it; its ranks: "
+            f"{ranks}"
+        )
+    return prepared.plan
 
 
-def _spec_from(start: tuple[Any, ...], mesh: DeviceMesh | None) -> TensorSpec:
-    first, second, third = start
-    if isinstance(first, Layout):
-        return TensorSpec(layout=first, mesh=mesh, shape=second, dtype=third)
-    return dense_spec(cast(DeviceMesh, mesh), first, second, third)
+def _on_own_mesh(x: Distributed, target: Layout) -> tuple[Any, Any]:
+    """Return placements and shard order of a layout; raises `MeshError` for another mesh."""
+    spec = tensor_spec(x)
+    held = spec.layout
+    if target.mesh_shape != held.mesh_shape:
+        raise MeshError(
+            f"the tensor is on a mesh of shape {held.mesh_shape} and the target on one of shape "
+            f"{target.mesh_shape}; give placements and mesh="
+        )
+    ranks = held.ranks if spec.mesh is None else ranks_of(spec.mesh)
+    if target.ranks is not None and target.ranks != replace(held, ranks=ranks).ranks:
+        raise MeshError(
+            f"the tensor is on ranks {list(ranks or ())} and the target on "
+            f"{target.ranks_in_words()}; give placements and mesh="
+        )
+    return target.placements, target.shard_order
 
 
 def _on_one_mesh(

@@ -11,12 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._between_meshes import NonMember
+from ._between_meshes import ConsistencyCheck, NonMember
 from ._convert import AnyPlacement, DensePlacement, TorchPartial, torch_step
 from ._cost import CostModel
 from ._errors import LayoutError
 from ._execute import start
-from ._groups import group_names
 from ._layout import Layout, reduced_layout
 from ._prepare import (
     NO_OPTIONS,
@@ -26,6 +25,7 @@ from ._prepare import (
     Prepared,
     Target,
     local_of,
+    options_of,
     own_mesh,
     prepare,
 )
@@ -207,7 +207,7 @@ def redistribute(
         return trace(x, target, max_bytes, cost, async_op, collectives, groups)
     options = NO_OPTIONS
     if cost is not None or max_bytes is not None or groups is not None:
-        options = Options(cost, max_bytes, () if groups is None else group_names(groups))
+        options = options_of(cost, max_bytes, groups)
     return run(x, target, options, collectives, async_op)
 
 
@@ -287,7 +287,7 @@ def run(
         TorchCollectives() if collectives is None else collectives,
         x if isinstance(x, NonMember) else None,
     )
-    compared = _compared(x, call, recorded, async_op)
+    compared = None if prepared.check is None else _compared(x, call, recorded, async_op)
     if async_op:
         return _pending(x, call, recorded, compared)
     return _recorded(x, call, None) if recorded else _finished(x, call, None)
@@ -320,9 +320,7 @@ def _compared(
     What all have compared before goes on at once in an asynchronous call: whether they mean the
     same again is seen when it is waited for.
     """
-    check = call.prepared.check
-    if check is None:
-        return None
+    check = cast(ConsistencyCheck, call.prepared.check)
     local = local_of(x)
     fault = call.prepared.fault(local)
     compared = check.start(recorded, fault)

@@ -141,6 +141,8 @@ def _apply(x: Tensor, change: Change, adjoint: Change) -> Tensor:
 
 
 def _communicate(x: Tensor, change: Change, adjoint: Change) -> Tensor:
+    # What is sent are bytes: they must be those of the values, not of their conjugates.
+    x = x.resolve_conj()
     result: Tensor = _Linear.apply(x, change, adjoint)  # type: ignore[no-untyped-call]
     return result
 

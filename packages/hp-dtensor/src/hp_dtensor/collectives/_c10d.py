@@ -66,6 +66,7 @@ _OPS: dict[ReduceOp, Any] = {
 }
 
 _Pair = tuple[Tensor, Tensor]
+Finish = Callable[[list[Tensor]], None]  # what is left to do with the outputs
 _AVERAGING = frozenset({"nccl"})  # the backends that reduce with AVG
 # Over gloo several tensors go through a buffer of all inputs and one of all outputs, each copied:
 # from so many bytes on that takes longer than a call for each.
@@ -93,7 +94,7 @@ class _Pending:
         works: Sequence[Any],
         outputs: list[Tensor],
         inputs: Sequence[Tensor] = (),
-        finish: Callable[[list[Tensor]], None] | None = None,
+        finish: Finish | None = None,
         error: Exception | None = None,
     ) -> None:
         self._works = list(works)
@@ -138,18 +139,19 @@ class TorchCollectives:
             return _Done(_copied(inputs, outputs))
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
+        dense, finish = (outs, None) if outputs is None else _dense(outs)
         group = _group(axis)
-        pairs = list(zip(outs, inputs, strict=True))
+        pairs = list(zip(dense, inputs, strict=True))
         if len(pairs) == 1:
             work = _all_gather_single(*pairs[0], group)
-            return _Pending([work], outs, inputs)
+            return _Pending([work], outs, inputs, finish)
         if pairs and _backend(group, inputs[0].device) != "gloo":
-            work = _direct(_c10d_gather, AllgatherOptions(), group, outs, inputs)
-            return _Pending([work], outs, inputs)
+            work = _direct(_c10d_gather, AllgatherOptions(), group, dense, inputs)
+            return _Pending([work], outs, inputs, finish)
         alone, together = _split_to_pack(pairs)
-        finish = None
         if together:
-            packed, finish = _packed(together, 1, axis.size)
+            packed, copy_out = _packed(together, 1, axis.size)
+            finish = _both(copy_out, finish)
             inputs, alone = [*inputs, *packed], [*alone, packed]
         starts = [partial(_all_gather_single, *pair, group) for pair in alone]
         works, error = _started(starts)
@@ -168,18 +170,21 @@ class TorchCollectives:
         check_divisible(axis, inputs)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
+        dense, copy_back = (outs, None) if outputs is None else _dense(outs)
         group = _group(axis)
         reduce, finish = _reduction(op, axis, inputs)
+        if copy_back is not None:
+            finish = _both(copy_back, finish)
         if len(inputs) > 1 and _is_cheaper_packed(group, inputs):
-            pairs = list(zip(outs, inputs, strict=True))
+            pairs = list(zip(dense, inputs, strict=True))
             (output, packed), copy_out = _packed(pairs, axis.size, 1)
             finish, inputs = _both(copy_out, finish), [*inputs, packed]
             work = _reduce_scatter_single(output, packed, reduce, group)
         elif len(inputs) == 1:
-            work = _reduce_scatter_single(outs[0], inputs[0], reduce, group)
+            work = _reduce_scatter_single(dense[0], inputs[0], reduce, group)
         else:
             options = ReduceScatterOptions()
-            work = _direct(_c10d_scatter, options, group, outs, inputs, op=reduce)
+            work = _direct(_c10d_scatter, options, group, dense, inputs, op=reduce)
         return _Pending([work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -189,11 +194,13 @@ class TorchCollectives:
             return _Done(outs)
         group = _group(axis)
         reduce, finish = _reduction(op, axis, outs)
+        dense, copy_out = _dense(outs)
+        finish = _both(copy_out, finish)
         if len(outs) == 1:
-            work = dist.all_reduce(outs[0], op=reduce, group=group, async_op=True)
-            return _Pending([work], outs, (), finish)
+            work = dist.all_reduce(dense[0], op=reduce, group=group, async_op=True)
+            return _Pending([work], outs, dense, finish)
         alike: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in outs:
+        for tensor in dense:
             alike.setdefault(tensor.dtype, []).append(tensor)
         start = group.allreduce_coalesced
         starts = [
@@ -201,7 +208,7 @@ class TorchCollectives:
             for same in alike.values()
         ]
         works, error = _started(starts)
-        return _Pending(works, outs, (), finish, error)
+        return _Pending(works, outs, dense, finish, error)
 
     def all_to_all(
         self,
@@ -215,18 +222,21 @@ class TorchCollectives:
         if axis.size == 1:
             return _Done(_copied([input], None if output is None else [output]))
         input = input.contiguous()
+        copy_out = None
         if output is None:
             rows = input.shape[0] if receive_splits is None else sum(receive_splits)
-            output = input.new_empty((rows, *input.shape[1:]))
+            place = output = input.new_empty((rows, *input.shape[1:]))
+        else:
+            (place,), copy_out = _dense([output])
         work = dist.all_to_all_single(
-            output,
+            place,
             input,
             None if receive_splits is None else list(receive_splits),
             None if send_splits is None else list(send_splits),
             group=_group(axis),
             async_op=True,
         )
-        return _Pending([work], [output], [input])
+        return _Pending([work], [output], [input, place], copy_out)
 
     def send_recv(
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
@@ -239,14 +249,17 @@ class TorchCollectives:
             own = zip(as_tensors(receives[axis.index]), as_tensors(sends[axis.index]), strict=True)
             for output, tensor in own:
                 output.copy_(tensor)
+        arriving = [(peer, x) for peer, x in outs if peer != axis.index]
+        dense, copy_out = _dense([x for _, x in arriving])
+        places = [(peer, x) for (peer, _), x in zip(arriving, dense, strict=True)]
         operations = [
             dist.P2POp(act, tensor, axis.ranks[peer], group)
-            for act, tensors in ((dist.irecv, outs), (dist.isend, sent))
+            for act, tensors in ((dist.irecv, places), (dist.isend, sent))
             for peer, tensor in tensors
             if peer != axis.index
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Pending(works, [x for _, x in outs], [x for _, x in sent])
+        return _Pending(works, [x for _, x in outs], [*dense, *(x for _, x in sent)], copy_out)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
@@ -254,13 +267,14 @@ class TorchCollectives:
         if axis.size == 1:
             return _Done(outs)
         group = _group(axis)
+        dense, copy_out = _dense(outs)
         works, error = _started(
             [
                 partial(dist.broadcast, tensor, axis.ranks[source], group=group, async_op=True)
-                for tensor in outs
+                for tensor in dense
             ]
         )
-        return _Pending(works, outs, error=error)
+        return _Pending(works, outs, dense, copy_out, error)
 
 
 def _started(starts: Sequence[Callable[[], Any]]) -> tuple[list[Any], Exception | None]:
@@ -292,9 +306,7 @@ def _split_to_pack(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
 
 
 @torch.no_grad()
-def _packed(
-    pairs: Sequence[_Pair], rows_in: int, rows_out: int
-) -> tuple[_Pair, Callable[[list[Tensor]], None]]:
+def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair, Finish]:
     """Return one output and one input for all ``pairs``, and what then copies the parts out.
 
     A tensor is columns of all rows: a reduce-scatter cuts rows of the input, an all-gather joins
@@ -317,19 +329,35 @@ def _packed(
     return (whole, flat), copy_out
 
 
+def _dense(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
+    """Return contiguous tensors for the outputs, and what then copies those that are others.
+
+    Gloo writes from an output's first element on, whatever its strides.
+    """
+    dense = [tensor.contiguous() for tensor in outputs]
+    apart = [(x, y) for x, y in zip(outputs, dense, strict=True) if x is not y]
+
+    def copy_out(_: list[Tensor]) -> None:
+        with torch.inference_mode(outputs[0].is_inference()), torch.no_grad():
+            for output, tensor in apart:
+                output.copy_(tensor)
+
+    return dense, copy_out if apart else None
+
+
 def _is_cheaper_packed(group: dist.ProcessGroup, inputs: list[Tensor]) -> bool:
     """Return whether one reduction of all inputs takes less than gloo's, which is one of each."""
     small = sum(map(bytes_of, inputs)) < _ALONE and len({tensor.dtype for tensor in inputs}) == 1
     return small and _backend(group, inputs[0].device) == "gloo"
 
 
-def _both(
-    first: Callable[[list[Tensor]], None], then: Callable[[list[Tensor]], None] | None
-) -> Callable[[list[Tensor]], None]:
+def _both(first: Finish | None, then: Finish | None) -> Finish | None:
+    if first is None or then is None:
+        return first or then
+
     def finish(outputs: list[Tensor]) -> None:
         first(outputs)
-        if then is not None:
-            then(outputs)
+        then(outputs)
 
     return finish
 
@@ -379,9 +407,7 @@ def _copied(inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None) -> list[
     return list(outputs)
 
 
-def _reduction(
-    op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]
-) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
+def _reduction(op: ReduceOp, axis: Axis, tensors: Sequence[Tensor]) -> tuple[Any, Finish | None]:
     # Where the backend has no average the sum is divided once it is complete.
     if op != "avg" or (tensors and _backend(_group(axis), tensors[0].device) in _AVERAGING):
         return _OPS[op], None

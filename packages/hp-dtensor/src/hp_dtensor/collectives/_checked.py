@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
 from itertools import count
@@ -134,7 +134,8 @@ class CheckedCollectives:
         self, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
     ) -> Work:
         """Compare, then pass on; see `Collectives.all_gather`."""
-        self._compare(axis, "all_gather", inputs)
+        fault = _misfit(inputs, outputs, lambda numel: numel * axis.size)
+        self._compare(axis, "all_gather", inputs, fault=fault)
         return self._inner.all_gather(axis, inputs, outputs)
 
     def reduce_scatter(
@@ -145,7 +146,8 @@ class CheckedCollectives:
         op: ReduceOp = "sum",
     ) -> Work:
         """Compare, then pass on; see `Collectives.reduce_scatter`."""
-        self._compare(axis, f"reduce_scatter {op}", inputs)
+        fault = _misfit(inputs, outputs, lambda numel: numel // axis.size)
+        self._compare(axis, f"reduce_scatter {op}", inputs, fault=fault)
         return self._inner.reduce_scatter(axis, inputs, outputs, op)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -167,9 +169,14 @@ class CheckedCollectives:
         received = equal if receive_splits is None else list(receive_splits)
         row = f"{_dtype(input)} rows {list(input.shape[1:])}"
         details = f"sending {sent} and expecting {received}"
-        fault = ""
+        fault, rows = "", input.shape[0]
         if len(sent) != axis.size or len(received) != axis.size:
             fault = f"splits must have {axis.size} lengths, one for each rank of the axis"
+        elif sum(sent) != rows:
+            fault = f"it would send {sum(sent)} rows in {axis.size} blocks and has {rows}"
+        elif output is not None:
+            numel = sum(received) * math.prod(input.shape[1:])
+            fault = _misfit([input], [output], lambda _: numel)
         self._compare(axis, "all_to_all", [input], row, details, fault, sent, received)
         return self._inner.all_to_all(axis, input, send_splits, receive_splits, output)
 
@@ -353,6 +360,23 @@ def _difference(calls: Sequence[_Call]) -> str:
                     f"rank {call.rank} sends {rows} rows to rank {calls[target].rank}, which "
                     f"expects {calls[target].received[source]}: {call}; {calls[target]}"
                 )
+    return ""
+
+
+def _misfit(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, numel: Callable[[int], int]
+) -> str:
+    """Say which output that a rank gave cannot take what comes; empty if all can."""
+    if outputs is None:
+        return ""
+    if len(outputs) != len(inputs):
+        return f"it gives {len(outputs)} outputs for {len(inputs)} inputs"
+    for tensor, output in zip(inputs, outputs, strict=True):
+        if output.dtype != tensor.dtype or output.numel() != numel(tensor.numel()):
+            return (
+                f"its output is {_described([output])}, which must have {numel(tensor.numel())} "
+                f"elements of {_dtype(tensor)}"
+            )
     return ""
 
 

@@ -135,8 +135,8 @@ class Collectives(Protocol):
     Every rank of the axis makes the same calls in the same order. Lists of tensors on one device
     are coalesced into one call where the backend can, all-reduces into one for each dtype;
     broadcasts are a call for each tensor. Inputs must stay untouched
-    until `Work.wait`. Outputs are allocated where they are not given. Nothing here is
-    differentiable; see `AutogradCollectives` for that.
+    until `Work.wait`. Outputs are allocated where they are not given; those that are may have any
+    strides. Nothing here is differentiable; see `AutogradCollectives` for that.
     """
 
     def all_gather(

@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -13,7 +14,6 @@ from torch import Tag, Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from .._caches import remembered
 from .._groups import axes_over
 from .._placements import Replicate
 from .._torch import argument_place, operator_name, written_arguments
@@ -114,7 +114,7 @@ def elementwise_form(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
     return op, args
 
 
-@remembered(1024)
+@lru_cache(maxsize=1024)
 def trait_of(op: Any) -> Trait:
     """Return what ``op`` does; raise `TypeError` unless it computes every element alone."""
     namespace, name = operator_name(op)

@@ -454,7 +454,7 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
     gathers: on all ranks, or on those in ``ranks_only``.
     """
 
-    def walk(state: Any, options: dict[str, Any]) -> Any:
+    def gathered(state: Any, options: dict[str, Any]) -> Any:
         if isinstance(state, RaggedTensor):
             # Made whole, so that torch moves it, or leaves it out, as it would a DTensor.
             with torch.no_grad():
@@ -463,9 +463,9 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         if not _has_ragged(state):
             return gather({"rest": state}, **options).get("rest")
         if isinstance(state, dict):
-            found: Any = {key: walk(value, options) for key, value in state.items()}
+            found: Any = {key: gathered(value, options) for key, value in state.items()}
         else:
-            found = type(state)(walk(value, options) for value in state)
+            found = type(state)(gathered(value, options) for value in state)
         only = options.get("ranks_only", ())
         if only and dist.get_rank(options.get("pg")) not in only:
             return {} if isinstance(found, dict) else None
@@ -475,7 +475,7 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
     def whole(state_dict: Any, **options: Any) -> Any:
         if not _has_ragged(state_dict):
             return gather(state_dict, **options)
-        return walk(state_dict, options)
+        return gathered(state_dict, options)
 
     return whole
 
