@@ -300,7 +300,8 @@ def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) 
     check_size(n, seq_len)
     if mask is not None:
         check_mask(mask)
-    return _chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]  # check_layout saw a hash
+    rest = None if mask is None else mask.rest
+    return _chunks(layout, n, seq_len, rest)  # type: ignore[arg-type]  # check_layout saw a hash
 
 
 @lru_cache(maxsize=32)  # packed data brings another mask with every batch

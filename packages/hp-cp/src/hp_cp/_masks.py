@@ -1,27 +1,50 @@
 """Which keys a query sees, and how many pairs and which keys that makes for some rows."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from inspect import signature
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ._errors import LayoutError, described
 from ._ranges import Band, Ranges, overlaps, union, within
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What FlexAttention calls a mask_mod: of the row of the batch, the query head and the positions of
+# the query and the key, each a tensor without dims, whether the query sees the key.
+MaskMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
-    """The attention mask as a rule on global positions, the same for every batch row and head.
+    """The attention mask as a rule on global positions.
 
     ``causal``: query ``i`` sees key ``j`` where ``j <= i``. ``window`` of ``w``: where
     ``i - w < j <= i`` if causal, else where ``|i - j| < w``. ``cu_seqlens``: packed documents end
-    at these positions, from 0 to the length of the sequence, and see only themselves. Every query
-    sees at least its own position. Raises `LayoutError` for other values.
+    at these positions, from 0 to the length of the sequence, and see only themselves.
+
+    ``mask_mod(b, h, q_idx, kv_idx)`` hides more, as a mask function of FlexAttention does: a query
+    sees the keys that all the rest shows and for which it returns True. ``b`` is the row of the
+    batch, ``h`` the query head of all heads, the indices are positions in the whole sequence, all
+    of them tensors without dims; tensors that the function reads are on the device of q. It must
+    say the same on every rank and every time. The output of a query that sees no key is 0, and its
+    log-sum-exp minus infinity. Layouts and balance follow the rest of the mask. Plans are kept for
+    the function object: make it once and not in every call.
+
+    Raises `LayoutError` for other values.
+
+    Example:
+        >>> prefix = torch.tensor([5, 9])  # of each row of the batch
+        >>> MaskSpec(causal=False, mask_mod=lambda b, h, q, k: (k <= q) | (k < prefix[b]))
     """
 
     causal: bool
     window: int | None = None
     cu_seqlens: tuple[int, ...] | None = None
+    mask_mod: MaskMod | None = None
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
@@ -33,6 +56,13 @@ class MaskSpec:
             )
         if self.cu_seqlens is not None:
             _check_documents(self.cu_seqlens)
+        if self.mask_mod is not None:
+            _check_function(self.mask_mod)
+
+    @property
+    def rest(self) -> "MaskSpec":
+        """Return the mask without its function."""
+        return self if self.mask_mod is None else replace(self, mask_mod=None)
 
     @property
     def band(self) -> Band:
@@ -59,8 +89,24 @@ def check_mask(mask: object) -> None:
     if not isinstance(mask, MaskSpec):
         raise LayoutError(
             f"mask must be a MaskSpec, got {described(mask)}; use MaskSpec(causal=True) or "
-            f"MaskSpec(causal=False)"
+            f"MaskSpec(causal=False), with mask_mod= a function of positions in place of a dense "
+            f"mask"
         )
+
+
+def _check_function(mask_mod: object) -> None:
+    """Raise `LayoutError` unless it can be called with four arguments, and has a hash."""
+    remedy = (
+        "give a function of the row of the batch, the head and the positions of query and key, as "
+        "lambda b, h, q_idx, kv_idx: kv_idx <= q_idx"
+    )
+    if not callable(mask_mod) or isinstance(mask_mod, type):
+        raise LayoutError(f"mask_mod is {described(mask_mod)}, no mask function; {remedy}")
+    try:
+        hash(mask_mod)
+        signature(mask_mod).bind(*range(4))
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"{mask_mod!r} is no mask function: {error}; {remedy}") from error
 
 
 @lru_cache(maxsize=64)

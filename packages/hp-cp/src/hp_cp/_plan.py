@@ -6,7 +6,7 @@ Pure: a plan is made and checked before anything is communicated.
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ._blocks import Block, Document, Part, cut_documents, make_part
+from ._blocks import Block, Document, Look, Part, Tiles, cut_documents, make_part
 from ._errors import DegreeError, InputError, LayoutError, described
 from ._layouts import (
     Auto,
@@ -21,7 +21,7 @@ from ._layouts import (
     lengths_of,
 )
 from ._masks import MaskSpec, check_mask, pairs_of
-from ._ranges import Kernel, Ranges, size, union, within
+from ._ranges import Kernel, Piece, Ranges, members, size, union, within
 from ._routes import SCHEDULES, Ring, Schedule, check_schedule, name_of, ring_of
 
 _LONG = 128  # rows that fill a kernel's tile
@@ -126,9 +126,10 @@ class AttentionPlan:
     def regular(self) -> bool:
         """Return whether blocks are long and have the same shapes in every batch of this length.
 
-        Documents are others in every batch, and a window's edges make many small blocks.
+        Documents are others in every batch, and the edges of windows and functions make many small
+        blocks.
         """
-        if self.mask.window is not None or self.mask.cu_seqlens is not None:
+        if self.mask != MaskSpec(causal=self.mask.causal):
             return False
         return _shortest(self) >= _LONG
 
@@ -136,7 +137,8 @@ class AttentionPlan:
         """Return what ``rank`` computes: its own keys first, then others as they come to it.
 
         Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
-        is without keys. A rank without positions has no blocks.
+        is without keys, but of ``masked`` ones. A rank without positions has no blocks. The
+        function of a mask is asked on the CPU.
         """
         check_rank(rank, self.n)
         by_source = part_of(self, rank // self.ulysses_degree).blocks
@@ -173,7 +175,10 @@ class AttentionPlan:
         return (self._exchanged_rows(rank) * both + keys + halves) * element
 
     def imbalance(self) -> float:
-        """Return the most work of a rank over the mean work; 1 is perfect, and that of no work."""
+        """Return the most work of a rank over the mean work; 1 is perfect, and that of no work.
+
+        Of the mask without its function.
+        """
         pairs = [pairs_of(rows, self.mask, self.seq_len) for rows in self.queries]
         heads = [len(share.q) for share in self.heads]
         work = [p * h for p in pairs for h in heads]
@@ -183,7 +188,7 @@ class AttentionPlan:
         """Return the plan as text: what it is, then each rank's rows, work, bytes and blocks."""
         layout = repr(self.layout)
         if isinstance(self.layout, Auto):
-            layout += f" -> {self.layout.choice(self.n, self.seq_len, self.mask)!r}"
+            layout += f" -> {self.layout.choice(self.n, self.seq_len, self.mask.rest)!r}"
         title = (
             f"{layout}, {self.mask!r}, n={self.n}, seq_len={self.seq_len}, "
             f"schedule={self.schedule!r}, ulysses_degree={self.ulysses_degree}: "
@@ -216,8 +221,14 @@ class AttentionPlan:
 
 
 @lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
-def part_of(plan: AttentionPlan, rank: int) -> Part:
-    """Return the row and the column of a rank of the schedule."""
+def part_of(
+    plan: AttentionPlan, rank: int, *, windows: bool = False, device: str = "cpu"
+) -> Part:
+    """Return the row and the column of a rank of the schedule.
+
+    ``windows`` leaves windows whole, for kernels that take them; ``device`` is where the function
+    of a mask is asked.
+    """
     lengths = plan.lengths
     if plan.ulysses_degree > 1:
         groups = range(0, plan.n, plan.ulysses_degree)
@@ -229,7 +240,24 @@ def part_of(plan: AttentionPlan, rank: int) -> Part:
         plan.mask.band,
         lengths,
         all_keys=SCHEDULES[name_of(plan.schedule)].all_keys,
+        windows=windows,
+        look=None if plan.mask.mask_mod is None else _look_of(plan, device),
     )
+
+
+def _look_of(plan: AttentionPlan, device: str) -> Look:
+    """Return what tells of tiles what the function of the mask shows, of all heads and rows."""
+    import torch
+
+    from ._mask_mod import tiles_of
+
+    queries, groups, where = plan.queries, plan.groups, torch.device(device)
+
+    def look(rank: int, source: int, piece: Piece, side: int) -> Tiles:
+        rows, keys = members(queries[rank], piece.rows), members(groups[source], piece.keys)
+        return tiles_of(plan.mask, (plan.batch, plan.q_heads), rows, keys, side, where)
+
+    return look
 
 
 @lru_cache(maxsize=_BATCHES)
@@ -313,7 +341,7 @@ def plan_attention(
         value_size=value_size,
         itemsize=itemsize,
         chunks=checked_chunks(layout, n, seq_len, mask),
-        lengths=_lengths(layout, n, seq_len, mask),  # type: ignore[arg-type]  # it has a hash
+        lengths=_lengths(layout, n, seq_len, mask.rest),  # type: ignore[arg-type]  # it has a hash
     )
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .._errors import InputError, described
-from .._ranges import Kernel
+from .._masks import MaskMod
+from .._ranges import Kernel, Window
 
 GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
 
@@ -40,7 +41,6 @@ class Dropout:
     Attributes:
         rate: Probability that a weight becomes zero.
         seed: Which random numbers are taken.
-        places: Where the weights of a kernel's call are; ``None`` before there is a call.
 
     Raises:
         InputError: The rate is no probability below 1, or the seed no int that 63 bits hold.
@@ -48,7 +48,6 @@ class Dropout:
 
     rate: float
     seed: int
-    places: Places | None = None
 
     def __post_init__(self) -> None:
         if not _is_finite(self.rate) or not 0 <= self.rate < 1:
@@ -74,6 +73,14 @@ class ScoreOptions:
         softcap: Bound of the scaled scores: ``softcap * tanh(scores / softcap)``; ``None`` means
             no bound.
         dropout: Which weights become zero; ``None`` means none.
+        window: How many keys a query sees left and right of the diagonal that ends in the last
+            query and the last key, each ``None`` where all; ``None`` means no window.
+        mask_mod: Mask function of FlexAttention: of the row of the batch, the head and the
+            positions of query and key, as ``places`` has them, whether the query sees the key. The
+            output of a query without keys is 0, its log-sum-exp minus infinity. ``None`` means
+            that all keys are seen.
+        places: Where the weights of a kernel's call are, with ``dropout`` or ``mask_mod``; ``None``
+            before there is a call.
 
     Raises:
         InputError: A value is no number of its kind.
@@ -82,6 +89,9 @@ class ScoreOptions:
     scale: float | None = None
     softcap: float | None = None
     dropout: Dropout | None = None
+    window: Window | None = None
+    mask_mod: MaskMod | None = None
+    places: Places | None = None
 
     def __post_init__(self) -> None:
         if self.scale is not None and not _is_finite(self.scale):
@@ -99,11 +109,14 @@ class ScoreOptions:
         """Return the factor for queries and keys of this head size."""
         return 1 / math.sqrt(max(head_size, 1)) if self.scale is None else self.scale
 
+    @property
+    def placed(self) -> bool:
+        """Return whether it matters where the weights are in the whole attention."""
+        return self.dropout is not None or self.mask_mod is not None
+
     def at(self, places: Places) -> "ScoreOptions":
         """Return the options for the weights at ``places``."""
-        if self.dropout is None:
-            return self
-        return replace(self, dropout=replace(self.dropout, places=places))
+        return replace(self, places=places)
 
     def lack(self, *known: str) -> str | None:
         """Return why a kernel that has only the ``known`` options cannot serve, or None.
@@ -111,7 +124,7 @@ class ScoreOptions:
         Options that a later version adds are refused by a kernel that does not list them.
         """
         for name in self.__slots__:
-            if name not in known and getattr(self, name) is not None:
+            if name not in (*known, "places") and getattr(self, name) is not None:
                 return f"it has no {name}, got {getattr(self, name)!r}"
         return None
 
