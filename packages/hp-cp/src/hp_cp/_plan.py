@@ -149,7 +149,7 @@ class AttentionPlan:
         nothing more, the other schedules all.
         """
         check_rank(rank, self.n)
-        fetched = part_of(self, rank // self.ulysses_degree).wanted
+        fetched = part_of(self, rank // self.ulysses_degree).receive_rows
         return {source: keys for source, keys in fetched.items() if keys}
 
     def bytes_received(self, rank: int) -> int:
