@@ -63,7 +63,7 @@ def test_inner_rings_that_do_not_divide_are_named() -> None:
     [
         ({"ulysses_degree": 2, "q_heads": 2}, DegreeError, "ulysses_degree=2 and schedule='gath"),
         ({"schedule": "ring"}, DegreeError, "and schedule='ring'; use ulysses_degree=1"),
-        ({"layout": Zigzag()}, LayoutError, r"lie Contiguous, got Zigzag\(\)"),
+        ({"layout": Zigzag()}, LayoutError, r"for Contiguous sequences, got Zigzag\(\)"),
         ({"seq_len": 12}, LayoutError, "12 positions on 4 ranks .* multiple of 8"),
     ],
 )

@@ -238,11 +238,11 @@ def sharded_attention(
     )
     check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
-    q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
+    q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
     out, lse = planned_attention(q, k, v, sinks, plan, groups, kernel, options)
     if lse is not None:
-        lse = from_batch_first(lse.unsqueeze(3), *dims).squeeze(3)
-    return from_batch_first(out, *dims), lse
+        lse = from_bshd(lse.unsqueeze(3), *dims).squeeze(3)
+    return from_bshd(out, *dims), lse
 
 
 def planned_attention(
@@ -255,9 +255,9 @@ def planned_attention(
     backend: AttentionBackend,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned.
+    """Return this rank's rows ``[batch, rows, heads, size]`` of the attention that is planned.
 
-    And their log-sum-exp ``[batch, heads, rows]``, if ``options`` ask for it.
+    And their log-sum-exp ``[batch, rows, heads]``, if ``options`` ask for it.
     """
     schedule = rank_schedule_of(plan, groups.ulysses.index, groups.ring, backend, options.scores)
     back: Callable[[Tensor], Tensor] | None = None
@@ -405,15 +405,15 @@ def check_rows(
     )
 
 
-def to_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """Return a view ``[batch, heads, rows, size]`` with a dense last dim."""
+def to_bshd(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Return a view ``[batch, rows, heads, size]`` with a dense last dim."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.permute(3 - seq_dim - head_dim, head_dim, seq_dim, 3)
+    return x.permute(3 - seq_dim - head_dim, seq_dim, head_dim, 3)
 
 
-def from_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """Undo `to_batch_first`."""
-    order = [3 - seq_dim - head_dim, head_dim, seq_dim, 3]
+def from_bshd(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Undo `to_bshd`."""
+    order = [3 - seq_dim - head_dim, seq_dim, head_dim, 3]
     return x.permute([order.index(dim) for dim in range(4)])
 
 

@@ -2,6 +2,10 @@
 
 Outputs merge by online softmax; gradients of queries, keys and values add up in the accumulator's
 dtype. Kernels know full rectangles and causal squares, and heads in equal groups.
+
+Tensors are ``[batch, rows, heads, size]`` and log-sum-exps ``[batch, rows, heads]``: of a batch of
+one, a range of rows is one piece of memory, which travels without a copy and is what flash kernels
+take. Backends get transposed views, with the dims of `AttentionBackend`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +22,7 @@ from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, S
 
 @dataclass(frozen=True, slots=True)
 class KVShard:
-    """Keys and values of some local rows of their owner, ``[batch, kv_heads, rows, size]``.
+    """Keys and values of some local rows of their owner, ``[batch, rows, kv_heads, size]``.
 
     The head size of values may be another.
     """
@@ -69,18 +73,18 @@ class Positions:
     heads: range
 
     def of(self, block: Block, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the `Places` of a block of the batch of ``like``."""
+        """Return the `Places` of a block of the batch of ``like``, with rows in dim 1."""
         batch = torch.arange(like.shape[0], device=like.device).view(-1, 1, 1)
-        rows = _positions(self.queries, block.queries, like).expand(len(batch), 1, -1)
-        keys = _positions(self.keys[block.source], block.keys, like).expand(len(batch), 1, -1)
+        rows = _positions(self.queries, block.queries, like).expand(len(batch), -1, 1)
+        keys = _positions(self.keys[block.source], block.keys, like).expand(len(batch), -1, 1)
         heads = torch.arange(self.heads.start, self.heads.stop, device=like.device)
         return batch.expand(rows.shape), rows, keys, heads
 
 
 def _positions(held: Ranges, rows: range, like: Tensor) -> Tensor:
-    """Return the positions of some local rows of what is held."""
+    """Return the positions ``[rows, 1]`` of some local rows of what is held."""
     parts = [torch.arange(part.start, part.stop, device=like.device) for part in held]
-    return torch.cat(parts)[as_slice(rows)]
+    return torch.cat(parts)[as_slice(rows)].unsqueeze(1)
 
 
 def forward_blocks(
@@ -166,15 +170,15 @@ def _launched(
 
     Of all these rows at once, or of as many as a grid has places.
     """
-    tiled = [_tiled(x, block) for x in inputs]
+    tiled = [_tiled(x, block).transpose(1, 2) for x in inputs]
     if kernel.positions is not None:
         launch, places = _placed(launch, block, kernel, kernel.positions, inputs[0])
         tiled += places
     if tiled[0].shape[0] <= GRID:
-        return launch(*tiled)
+        return tuple(x.transpose(1, 2) for x in launch(*tiled))
     parts = zip(*(x.split(GRID) for x in tiled), strict=True)
     done = [launch(*part) for part in parts]
-    return tuple(torch.cat(column) for column in zip(*done, strict=True))
+    return tuple(torch.cat(column).transpose(1, 2) for column in zip(*done, strict=True))
 
 
 def _placed(
@@ -191,7 +195,7 @@ def _placed(
         *tensors, batch, rows, keys = part
         return launch(*tensors, options=kernel.options.at(Places(batch, rows, keys, heads)))
 
-    return placed, [_tiled(x, block) for x in places]
+    return placed, [_tiled(x, block).transpose(1, 2) for x in places]
 
 
 def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[list[Block]]:
@@ -207,12 +211,12 @@ def _inputs(
     block: Block, q: Tensor, held: KVShard, kernel: BlockKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = as_slice(Ranks(held.rows).of(block.keys))
-    k, v = (repeat_heads(x[:, :, keys], kernel.repeats) for x in (held.k, held.v))
+    k, v = (repeat_heads(x[:, keys], kernel.repeats) for x in (held.k, held.v))
     return _rows(q, block), k, v
 
 
 def _rows(x: Tensor, block: Block) -> Tensor:
-    return x[:, :, as_slice(block.queries)]
+    return x[:, as_slice(block.queries)]
 
 
 def _tiled(x: Tensor, block: Block) -> Tensor:
@@ -221,15 +225,15 @@ def _tiled(x: Tensor, block: Block) -> Tensor:
     With rows and keys reversed, row ``i`` of an anticausal square sees the keys up to the ``i``-th.
     """
     if block.tiles > 1:
-        x = x.unflatten(2, (block.tiles, -1)).transpose(1, 2).flatten(0, 1)
-    return x.flip(2) if block.kind == "anticausal" else x
+        x = x.unflatten(1, (block.tiles, -1)).flatten(0, 1)
+    return x.flip(1) if block.kind == "anticausal" else x
 
 
 def _untiled(x: Tensor, block: Block) -> Tensor:
     if block.kind == "anticausal":
-        x = x.flip(2)
+        x = x.flip(1)
     if block.tiles > 1:
-        x = x.unflatten(0, (-1, block.tiles)).transpose(1, 2).flatten(2, 3)
+        x = x.unflatten(0, (-1, block.tiles)).flatten(1, 2)
     return x
 
 
@@ -242,9 +246,9 @@ def forward_packed(
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Yield each block with its output and log-sum-exp; ``inputs`` are its rows of q, k and v."""
     q, k, v = _packed(blocks, inputs)
-    out, lse = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, options=options)
+    done = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, options=options)
     rows = [len(block.queries) for block in blocks]
-    for block, *mine in zip(blocks, out.split(rows, 2), lse.split(rows, 2), strict=True):
+    for block, *mine in zip(blocks, *_split(done, (rows, rows)), strict=True):
         part, part_lse = (_turned(x, block) for x in mine)
         yield block, part, part_lse
 
@@ -259,11 +263,10 @@ def backward_packed(
     """Yield each block with its share of dq, dk and dv; ``inputs`` are grad, q, k, v, out, lse."""
     grad, q, k, v, out, lse = _packed(blocks, inputs)
     given = grad, q, k, v, out, lse, *_stretches(blocks)
-    dq, dk, dv = backend.backward_packed(*given, causal=causal, options=options)
+    done = backend.backward_packed(*given, causal=causal, options=options)
     rows = [len(block.queries) for block in blocks]
     keys = [len(block.keys) for block in blocks]
-    shares = zip(dq.split(rows, 2), dk.split(keys, 2), dv.split(keys, 2), strict=True)
-    for block, share in zip(blocks, shares, strict=True):
+    for block, *share in zip(blocks, *_split(done, (rows, keys, keys)), strict=True):
         part_q, part_k, part_v = (_turned(x, block) for x in share)
         yield block, part_q, part_k, part_v
 
@@ -277,14 +280,20 @@ def _stretches(blocks: Sequence[Block]) -> tuple[list[int], list[int]]:
 
 def _packed(blocks: Sequence[Block], inputs: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     turned = [[_turned(x, b) for x in mine] for b, mine in zip(blocks, inputs, strict=True)]
-    return [torch.cat(column, 2) for column in zip(*turned, strict=True)]
+    return [torch.cat(column, 1).transpose(1, 2) for column in zip(*turned, strict=True)]
+
+
+def _split(tensors: Sequence[Tensor], lengths: Sequence[list[int]]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield what a backend returned in the blocks' order, cut to their rows or keys."""
+    for x, of_blocks in zip(tensors, lengths, strict=True):
+        yield x.transpose(1, 2).split(of_blocks, 1)
 
 
 def _turned(x: Tensor, block: Block) -> Tensor:
     """Return anticausal squares from their end, as causal ones, and back."""
     if block.kind != "anticausal":
         return x
-    turned: Tensor = x.unflatten(2, (block.tiles, -1)).flip(3).flatten(2, 3)
+    turned: Tensor = x.unflatten(1, (block.tiles, -1)).flip(2).flatten(1, 2)
     return turned
 
 
@@ -302,15 +311,16 @@ class OnlineSoftmax:
         """Take the attention of a block's rows over its keys."""
         queries = block.queries
         if self._out is None or self._lse is None:
-            if len(queries) == self._q.shape[2]:  # kept as it is while no other part comes
+            if len(queries) == self._q.shape[1]:  # kept as it is while no other part comes
                 self._out, self._lse = out, lse
                 return
             shape = (*self._q.shape[:3], self._value_size)
             self._out = self._q.new_zeros(shape, dtype=self._wide)
-            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=self._wide)
+            self._lse = self._no_lse().fill_(-torch.inf)
         rows = as_slice(queries)
         self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
-        merge(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+        sides = self._out[:, rows], self._lse[:, rows], out, lse
+        merge(*(x.transpose(1, 2) for x in sides))
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return both; without any row both are empty.
@@ -318,20 +328,25 @@ class OnlineSoftmax:
         ``sinks`` ``[q_heads]`` are scores of no key: they are in the sum of weights alone.
         """
         if self._out is None or self._lse is None:
-            lse = self._q.new_empty(self._q.shape[:3], dtype=self._wide)
+            lse = self._no_lse()
             return self._q.new_empty((*self._q.shape[:3], self._value_size)), lse
         if sinks is None:
             return self._out.to(self._q.dtype), self._lse
-        lse = torch.logaddexp(self._lse, sinks.to(self._lse.dtype).unsqueeze(1))
+        lse = torch.logaddexp(self._lse, sinks.to(self._lse.dtype))
         out = self._out * (self._lse - lse).exp().unsqueeze(-1)
         return out.to(self._q.dtype), lse
+
+    def _no_lse(self) -> Tensor:
+        """Return an empty log-sum-exp, rows of a head one behind the other as kernels want it."""
+        batch, rows, heads, _ = self._q.shape
+        return self._q.new_empty((batch, heads, rows), dtype=self._wide).transpose(1, 2)
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the share of these rows in the gradient of ``sinks``; ``lse`` is with them."""
-    weights = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
+    weights = (sinks.to(lse.dtype) - lse).exp()
     total = weights * (grad.to(lse.dtype) * out).sum(-1)
-    return -total.sum((0, 2)).to(sinks.dtype)
+    return -total.sum((0, 1)).to(sinks.dtype)
 
 
 class RowSum:
@@ -339,7 +354,7 @@ class RowSum:
 
     def __init__(self, like: Tensor, rows: int | None = None) -> None:
         self._like = like
-        self._rows = like.shape[2] if rows is None else rows
+        self._rows = like.shape[1] if rows is None else rows
         self._total: Tensor | None = None
 
     def add(self, rows: range, part: Tensor) -> None:
@@ -348,14 +363,14 @@ class RowSum:
         if self._total is None and len(rows) == self._rows:
             self._total = part.to(wide)
             return
-        self.total[:, :, as_slice(rows)] += part
+        self.total[:, as_slice(rows)] += part
 
     @property
     def total(self) -> Tensor:
         """Return the sum so far."""
         if self._total is None:
-            batch, heads, _, width = self._like.shape
-            shape = (batch, heads, self._rows, width)
+            batch, _, heads, width = self._like.shape
+            shape = (batch, self._rows, heads, width)
             self._total = self._like.new_zeros(shape, dtype=accumulator(self._like.dtype))
         return self._total
 
@@ -407,18 +422,18 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def repeat_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
-    """Return kv heads, dim 1, each ``repeats`` times: once for each query head that reads it.
+    """Return kv heads, dim 2, each ``repeats`` times: once for each query head that reads it.
 
     None leaves them alone. Made of views and one copy: a device waits for an index from a list.
     """
     if repeats is None:
         return x
-    heads = zip(x.split(1, 1), repeats, strict=True)
-    return torch.cat([head.expand(-1, times, -1, -1) for head, times in heads], 1)
+    heads = zip(x.split(1, 2), repeats, strict=True)
+    return torch.cat([head.expand(-1, -1, times, -1) for head, times in heads], 2)
 
 
 def sum_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
     """Return the gradient of what was repeated."""
     if repeats is None:
         return x
-    return torch.cat([part.sum(1, keepdim=True) for part in x.split(list(repeats), 1)], 1)
+    return torch.cat([part.sum(2, keepdim=True) for part in x.split(list(repeats), 2)], 2)

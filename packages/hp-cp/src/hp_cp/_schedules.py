@@ -83,13 +83,13 @@ def whole(rows: int) -> Ranges:
 
 
 def room_for(rows: Ranges, like: Pair, dtype: torch.dtype | None = None) -> Pair:
-    """Return empty keys and values ``[batch, kv_heads, rows, size]``, as pairs travel."""
+    """Return empty keys and values ``[batch, rows, kv_heads, size]``, as pairs travel."""
     k, v = like
-    batch, heads, _, width = k.shape
+    batch, _, heads, width = k.shape
     length, dtype = size(rows), dtype or k.dtype
     return (
-        k.new_empty((batch, heads, length, width), dtype=dtype),
-        v.new_empty((batch, heads, length, v.shape[3]), dtype=dtype),
+        k.new_empty((batch, length, heads, width), dtype=dtype),
+        v.new_empty((batch, length, heads, v.shape[3]), dtype=dtype),
     )
 
 
@@ -99,8 +99,8 @@ def packed(k: Tensor, v: Tensor, rows: Ranges) -> Pair:
 
 
 def _dense(x: Tensor, rows: Ranges) -> Tensor:
-    parts = [x[:, :, part.start : part.stop] for part in rows]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts or [x[:, :, :0]], 2)
+    parts = [x[:, part.start : part.stop] for part in rows]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts or [x[:, :0]], 1)
 
 
 class PendingWork:
@@ -217,7 +217,7 @@ def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
     def start(step: int, to: int, origin: int) -> tuple[Pair, Work]:
         rows = whole(schedule.part.lengths[ring.source(schedule.rank, step)])
         part = room_for(rows, (k, v))
-        sends = {to: held} if held[0].shape[2] else {}
+        sends = {to: held} if held[0].shape[1] else {}
         return part, calls.exchange(sends, {origin: part} if rows else {})
 
     for step in range(ring.n):
@@ -293,7 +293,7 @@ class _Straight:
         start = 0
         for rows in self._schedule.part.send_rows[peer]:
             stop = start + len(rows)
-            self._own.add(rows, dk[:, :, start:stop], dv[:, :, start:stop])
+            self._own.add(rows, dk[:, start:stop], dv[:, start:stop])
             start = stop
 
 
@@ -326,15 +326,15 @@ class _Around:
         home = self._step + 1 == ring.n
         next_source = schedule.rank if home else ring.source(schedule.rank, self._step + 1)
         part = room_for(whole(schedule.part.lengths[next_source]), self._like, self._wide)
-        sends = {ring.next_gradient(schedule.rank, self._step): total} if total[0].shape[2] else {}
+        sends = {ring.next_gradient(schedule.rank, self._step): total} if total[0].shape[1] else {}
         origin = ring.next_gradient(schedule.rank, self._step, -1)
-        receives = {origin: part} if part[0].shape[2] else {}
+        receives = {origin: part} if part[0].shape[1] else {}
         self._coming = part, self._calls.exchange(sends, receives)
 
     def finish(self) -> None:
         total = self._arrived()
-        if total is not None and total[0].shape[2]:
-            self._own.add(range(total[0].shape[2]), total[0], total[1])
+        if total is not None and total[0].shape[1]:
+            self._own.add(range(total[0].shape[1]), total[0], total[1])
 
     def _arrived(self) -> Pair | None:
         if self._coming is None:
@@ -389,9 +389,9 @@ def attend(
     *,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention of this rank's rows ``[batch, q_heads, rows, value_size]``.
+    """Return the attention of this rank's rows ``[batch, rows, q_heads, value_size]``.
 
-    With ``return_lse`` also their log-sum-exp ``[batch, q_heads, rows]``, without gradient, else
+    With ``return_lse`` also their log-sum-exp ``[batch, rows, q_heads]``, without gradient, else
     None. Communicates what the schedule does, in the forward and again in the backward, whose
     kernels get the output and log-sum-exp over all keys, and over ``sinks`` ``[q_heads]``.
     """

@@ -130,9 +130,17 @@ def cudnn_cuda_backward(x: BackwardInputs) -> Gradients:
         return flash_cuda_backward(x)
     seed = torch.zeros((), dtype=torch.int64, device=x.q.device)
     state = seed, seed, None, None, None, x.q.shape[2], x.k.shape[2], 0.0, x.causal
-    around = x.grad, x.q, x.k, x.v, x.out.contiguous(), x.lse.unsqueeze(-1).contiguous()
+    grad, out = (_dense_like(y, x.q) for y in (x.grad, x.out))
+    around = grad, x.q, x.k, x.v, out, x.lse.unsqueeze(-1).contiguous()
     dq, dk, dv = _cudnn_backward(*around, *state, scale=x.scale)
     return dq, dk, dv
+
+
+def _dense_like(x: Tensor, q: Tensor) -> Tensor:
+    """Return ``x`` dense in the order of dims of ``q``, which cuDNN may take for granted."""
+    if q.stride(1) > q.stride(2):
+        return x.contiguous()
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def varlen_cuda(

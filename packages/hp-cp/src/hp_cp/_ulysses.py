@@ -47,7 +47,7 @@ def exchange_of(plan: AttentionPlan, groups: RankGroups) -> Exchange:
 
 
 def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
-    """Return ``[batch, heads, rows, size]`` as this rank's heads of the rows of all peers.
+    """Return ``[batch, rows, heads, size]`` as this rank's heads of the rows of all peers.
 
     The head size of v may be another. Rows are in global order of positions. A kv head goes to
     every rank that reads it. One all-to-all; backward one more, in which the copies of a head sum
@@ -86,7 +86,7 @@ class _Exchanged(torch.autograd.Function):
 
 def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
     """Send every peer its heads of this rank's rows; return this rank's heads of all rows."""
-    batch, _, rows, _ = tensors[0].shape
+    batch, rows = tensors[0].shape[:2]
     step, units = _units(tensors)
     counts = _counts(heads, units)
     send = tensors[0].new_empty(rows * batch * sum(counts) * step)
@@ -95,7 +95,7 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         at = 0
         for x, held, unit in zip(tensors, of_rank, units, strict=True):
             stop = at + len(held) * unit
-            part = x[:, held.start : held.stop].permute(2, 0, 1, 3)
+            part = x[:, :, held.start : held.stop].transpose(0, 1)
             if unit == 1:
                 block[:, :, at:stop] = part
             else:
@@ -112,11 +112,8 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
     sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
     sizes = [size * unit for size, unit in zip(sizes, units, strict=True)]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
-    parts = whole.permute(1, 2, 0, 3).unsafe_split_with_sizes(sizes, dim=1)
-    return [
-        x if unit == 1 else _heads(x.permute(2, 0, 1, 3), unit).permute(1, 2, 0, 3).data
-        for x, unit in zip(parts, units, strict=True)
-    ]
+    parts = whole.transpose(0, 1).unsafe_split_with_sizes(sizes, dim=2)
+    return [x if unit == 1 else _heads(x, unit).data for x, unit in zip(parts, units, strict=True)]
 
 
 def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
@@ -135,8 +132,8 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
         stop = start + len(places[i])
         at = 0
         for x, unit in zip(tensors, units, strict=True):
-            end = at + x.shape[1] * unit
-            part = x[:, :, start:stop].permute(2, 0, 1, 3)
+            end = at + x.shape[2] * unit
+            part = x[:, start:stop].transpose(0, 1)
             if unit == 1:
                 places[i][:, :, at:end] = part
             else:
@@ -166,7 +163,7 @@ def _counts(heads: HeadRanges, units: Sequence[int]) -> list[int]:
 
 
 def _heads(x: Tensor, unit: int) -> Tensor:
-    """Return a view of ``[rows, batch, heads * unit, step]`` as heads of ``unit`` steps."""
+    """Return a view of ``[..., heads * unit, step]`` as heads of ``unit`` steps."""
     heads: Tensor = x.unflatten(2, (-1, unit))
     return heads.flatten(3)
 
@@ -178,18 +175,18 @@ def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int],
     rows, batch, _, width = blocks[0].shape
     width *= unit
     disjoint = all(a.stop <= b.start for a, b in zip(heads[i], heads[i][1:], strict=False))
-    shape = (batch, max(held.stop for held in heads[i]), rows, width)
+    shape = (batch, rows, max(held.stop for held in heads[i]), width)
     dtype = blocks[0].dtype
     out = blocks[0].new_empty(shape)
     if not disjoint:
         out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
     for block, start, held in zip(blocks, starts, heads[i], strict=True):
         part = block[:, :, start : start + len(held) * unit]
-        part = (part if unit == 1 else _heads(part, unit)).permute(1, 2, 0, 3)
+        part = (part if unit == 1 else _heads(part, unit)).transpose(0, 1)
         if disjoint:
-            out[:, held.start : held.stop] = part
+            out[:, :, held.start : held.stop] = part
         else:
-            out[:, held.start : held.stop] += part
+            out[:, :, held.start : held.stop] += part
     return out.to(dtype)
 
 
@@ -212,7 +209,7 @@ def sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
 
 
 def swap_halves(x: Tensor, peers: Peers, *, back: bool = False) -> Tensor:
-    """Return ``[batch, heads, rows, size]`` with the second half of the rows of rank ``n - 1 - r``.
+    """Return ``[batch, rows, heads, size]`` with the second half of the rows of rank ``n - 1 - r``.
 
     Rows stay in global order: on later ranks what comes lies before what stays. ``back`` undoes it.
     One exchange of half the rows, and one in the backward; the middle rank of an odd number keeps
@@ -240,8 +237,8 @@ def _exchange_halves(x: Tensor, peers: Peers, back: bool) -> Tensor:
         peers.exchange({}, {}).wait()  # every rank of an axis makes the same calls
         return x.clone()
     comes_first = partner < peers.index
-    halves = x.chunk(2, 2)
+    halves = x.chunk(2, 1)
     stays, goes = halves[::-1] if comes_first and back else halves
     comes = torch.empty_like(goes, memory_format=torch.contiguous_format)
     peers.exchange({partner: goes.contiguous()}, {partner: comes}).wait()
-    return torch.cat([comes, stays] if comes_first and not back else [stays, comes], 2)
+    return torch.cat([comes, stays] if comes_first and not back else [stays, comes], 1)

@@ -140,8 +140,10 @@ class AttentionBackend(Protocol):
     Shapes: q ``[batch, q_heads, rows, head_size]``, k ``[batch, kv_heads, keys, head_size]``, v
     ``[batch, kv_heads, keys, value_size]`` with ``q_heads`` a multiple of ``kv_heads``, out
     ``[batch, q_heads, rows, value_size]``, lse ``[batch, q_heads, rows]`` in natural logarithms and
-    in the accumulator's dtype. Tensors may be views; the last dim is dense. ``causal`` blocks are
-    square. No batch has more than 65,535 rows.
+    in the accumulator's dtype: the dims of ``scaled_dot_product_attention``. Tensors may be views
+    with a dense last dim: memory is mostly in the order ``[batch, rows, heads, size]``, and results
+    in that order are not copied on their way. ``causal`` blocks are square. No batch has more than
+    65,535 rows.
     """
 
     @property
