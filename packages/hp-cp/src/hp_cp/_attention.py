@@ -19,12 +19,12 @@ from ._layouts import Contiguous, Layout, check_layout, told_length
 from ._lineage import check_lineage
 from ._masks import MaskSpec, check_mask
 from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
-from ._plan import AttentionPlan, plan_attention
+from ._plan import AttentionPlan, part_of, plan_attention
 from ._routes import Schedule, check_schedule, ring_of
 from ._schedules import attend, rank_schedule_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
-from .kernels._choose import choose_backend
+from .kernels._choose import Backends, choose_backends
 from .kernels._interface import AttentionBackend, Dropout, ScoreOptions
 
 
@@ -226,20 +226,13 @@ def sharded_attention(
     groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(q, k, v, groups, options)
-    kernel = choose_backend(
-        options.backend,
-        plan.kernels,
-        q.device,
-        q.dtype,
-        q.shape[3],
-        v.shape[3],
-        options.scores,
-        regular=plan.regular,
-    )
+    backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
+    # A mask's function, which may raise, is asked before anything is communicated.
+    part_of(plan, groups.ring.index, windows=backends.windows, device=str(q.device))
     check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
     q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
-    out, lse = planned_attention(q, k, v, sinks, plan, groups, kernel, options)
+    out, lse = planned_attention(q, k, v, sinks, plan, groups, backends, options)
     if lse is not None:
         lse = from_bshd(lse.unsqueeze(3), *dims).squeeze(3)
     return from_bshd(out, *dims), lse
@@ -252,14 +245,15 @@ def planned_attention(
     sinks: Tensor | None,
     plan: AttentionPlan,
     groups: RankGroups,
-    backend: AttentionBackend,
+    backends: Backends,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's rows ``[batch, rows, heads, size]`` of the attention that is planned.
 
     And their log-sum-exp ``[batch, rows, heads]``, if ``options`` ask for it.
     """
-    schedule = rank_schedule_of(plan, groups.ulysses.index, groups.ring, backend, options.scores)
+    place, ring = groups.ulysses.index, groups.ring
+    schedule = rank_schedule_of(plan, place, ring, backends, options.scores, q.device)
     back: Callable[[Tensor], Tensor] | None = None
     if plan.load_balance:
         q = swap_halves(q, schedule.peers)

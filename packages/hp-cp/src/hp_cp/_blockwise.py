@@ -9,14 +9,16 @@ take. Backends get transposed views, with the dims of `AttentionBackend`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ._blocks import Block
+from ._mask_mod import positions
+from ._masks import MaskMod
 from ._mesh import Pair
-from ._ranges import Ranges, Ranks, size
+from ._ranges import Ranges, Ranks, members, size
 from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, ScoreOptions
 
 
@@ -36,32 +38,33 @@ class KVShard:
 class BlockKernel:
     """What computes the blocks of one attention, and with which options.
 
-    ``repeats`` is that of `HeadShare`, ``packer`` the backend where it computes many blocks in one
-    call, ``positions`` where rows and keys are in the whole, if the options ask for it.
+    ``masked`` is the backend for blocks whose pairs a mask function tells, and ``mask_mod`` that
+    function. ``repeats`` is that of `HeadShare`, ``positions`` where rows and keys are in the
+    whole, if options ask for it.
     """
 
     backend: AttentionBackend
-    packer: PackedBackend | None
     repeats: tuple[int, ...] | None
     options: ScoreOptions
+    masked: AttentionBackend | None = None
+    mask_mod: MaskMod | None = None
     positions: "Positions | None" = None
 
-    @staticmethod
-    def of(
-        backend: AttentionBackend,
-        repeats: tuple[int, ...] | None,
-        options: ScoreOptions,
-        positions: "Positions | None" = None,
-    ) -> "BlockKernel":
-        """Return a backend with its options."""
-        packer = backend if isinstance(backend, PackedBackend) and positions is None else None
-        return BlockKernel(
-            backend=backend,
-            packer=packer,
-            repeats=repeats,
-            options=options,
-            positions=positions,
-        )
+    @property
+    def packer(self) -> PackedBackend | None:
+        """Return the backend if it computes many blocks in one call, which have no places."""
+        packs = isinstance(self.backend, PackedBackend) and not self.options.placed
+        return self.backend if packs else None  # type: ignore[return-value]
+
+    def of(self, block: Block) -> tuple[AttentionBackend, ScoreOptions]:
+        """Return what computes a block, and the options for it."""
+        if block.kind == "masked":
+            if self.masked is None:
+                raise RuntimeError("a block of a mask function, for which there is no backend")
+            return self.masked, replace(self.options, mask_mod=self.mask_mod)
+        if block.kind == "window":
+            return self.backend, replace(self.options, window=block.window)
+        return self.backend, self.options
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +78,10 @@ class Positions:
     def of(self, block: Block, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the `Places` of a block of the batch of ``like``, with rows in dim 1."""
         batch = torch.arange(like.shape[0], device=like.device).view(-1, 1, 1)
-        rows = _positions(self.queries, block.queries, like).expand(len(batch), -1, 1)
-        keys = _positions(self.keys[block.source], block.keys, like).expand(len(batch), -1, 1)
+        held = members(self.queries, block.queries), members(self.keys[block.source], block.keys)
+        rows, keys = (positions(x, like.device).view(-1, 1).expand(len(batch), -1, 1) for x in held)
         heads = torch.arange(self.heads.start, self.heads.stop, device=like.device)
         return batch.expand(rows.shape), rows, keys, heads
-
-
-def _positions(held: Ranges, rows: range, like: Tensor) -> Tensor:
-    """Return the positions ``[rows, 1]`` of some local rows of what is held."""
-    parts = [torch.arange(part.start, part.stop, device=like.device) for part in held]
-    return torch.cat(parts)[as_slice(rows)].unsqueeze(1)
 
 
 def forward_blocks(
@@ -100,11 +97,9 @@ def forward_blocks(
     """
     for group in _groups(blocks, kernel):
         inputs = [_inputs(block, q, held, kernel) for block in group]
-        causal = group[0].kind != "full"
+        causal, (_, options) = _is_square(group[0]), kernel.of(group[0])
         if kernel.packer is not None and len(group) > 1:
-            for block, out, lse in forward_packed(
-                group, inputs, kernel.packer, causal, kernel.options
-            ):
+            for block, out, lse in forward_packed(group, inputs, kernel.packer, causal, options):
                 take(block, out, lse)
         else:
             take(group[0], *_forward_alone(group[0], inputs[0], kernel))
@@ -130,9 +125,9 @@ def backward_blocks(
             (_rows(grad, b), *_inputs(b, q, held, kernel), _rows(out, b), _rows(lse, b))
             for b in group
         ]
-        causal = group[0].kind != "full"
+        causal, (_, options) = _is_square(group[0]), kernel.of(group[0])
         if kernel.packer is not None and len(group) > 1:
-            shares = backward_packed(group, inputs, kernel.packer, causal, kernel.options)
+            shares = backward_packed(group, inputs, kernel.packer, causal, options)
             for block, dq, dk, dv in shares:
                 take(block, dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats))
         else:
@@ -142,8 +137,10 @@ def backward_blocks(
 def _forward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor]:
-    def launch(*part: Tensor, options: ScoreOptions = kernel.options) -> tuple[Tensor, ...]:
-        return kernel.backend.forward(*part, causal=block.kind != "full", options=options)
+    backend, options = kernel.of(block)
+
+    def launch(*part: Tensor, options: ScoreOptions = options) -> tuple[Tensor, ...]:
+        return backend.forward(*part, causal=_is_square(block), options=options)
 
     out, lse = _launched(launch, inputs, block, kernel)
     return _untiled(out, block), _untiled(lse, block)
@@ -152,8 +149,10 @@ def _forward_alone(
 def _backward_alone(
     block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def launch(*part: Tensor, options: ScoreOptions = kernel.options) -> tuple[Tensor, ...]:
-        return kernel.backend.backward(*part, causal=block.kind != "full", options=options)
+    backend, options = kernel.of(block)
+
+    def launch(*part: Tensor, options: ScoreOptions = options) -> tuple[Tensor, ...]:
+        return backend.backward(*part, causal=_is_square(block), options=options)
 
     grads = _launched(launch, inputs, block, kernel)
     dq, dk, dv = (_untiled(x, block) for x in grads)
@@ -171,8 +170,9 @@ def _launched(
     Of all these rows at once, or of as many as a grid has places.
     """
     tiled = [_tiled(x, block).transpose(1, 2) for x in inputs]
-    if kernel.positions is not None:
-        launch, places = _placed(launch, block, kernel, kernel.positions, inputs[0])
+    _, options = kernel.of(block)
+    if options.placed and kernel.positions is not None:
+        launch, places = _placed(launch, block, options, kernel.positions, inputs[0])
         tiled += places
     if tiled[0].shape[0] <= GRID:
         return tuple(x.transpose(1, 2) for x in launch(*tiled))
@@ -184,7 +184,7 @@ def _launched(
 def _placed(
     launch: Callable[..., tuple[Tensor, ...]],
     block: Block,
-    kernel: BlockKernel,
+    options: ScoreOptions,
     positions: Positions,
     like: Tensor,
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
@@ -193,7 +193,7 @@ def _placed(
 
     def placed(*part: Tensor) -> tuple[Tensor, ...]:
         *tensors, batch, rows, keys = part
-        return launch(*tensors, options=kernel.options.at(Places(batch, rows, keys, heads)))
+        return launch(*tensors, options=options.at(Places(batch, rows, keys, heads)))
 
     return placed, [_tiled(x, block).transpose(1, 2) for x in places]
 
@@ -202,9 +202,15 @@ def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[list[Block]]:
     """Return the blocks that are computed together: by kernel where the backend can."""
     if kernel.packer is None:
         return [[block] for block in blocks]
-    full = [block for block in blocks if block.kind == "full"]
-    squares = [block for block in blocks if block.kind != "full"]
-    return [group for group in (full, squares) if group]
+    groups: dict[tuple[object, ...], list[Block]] = {}
+    for i, block in enumerate(blocks):
+        alone = i if block.kind == "masked" else None
+        groups.setdefault((_is_square(block), block.window, alone), []).append(block)
+    return list(groups.values())
+
+
+def _is_square(block: Block) -> bool:
+    return block.kind in ("causal", "anticausal")
 
 
 def _inputs(
@@ -314,37 +320,37 @@ class OnlineSoftmax:
             if len(queries) == self._q.shape[1]:  # kept as it is while no other part comes
                 self._out, self._lse = out, lse
                 return
-            shape = (*self._q.shape[:3], self._value_size)
-            self._out = self._q.new_zeros(shape, dtype=self._wide)
-            self._lse = self._no_lse().fill_(-torch.inf)
+            self._out, self._lse = self._start()
         rows = as_slice(queries)
         self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
         sides = self._out[:, rows], self._lse[:, rows], out, lse
         merge(*(x.transpose(1, 2) for x in sides))
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return both; without any row both are empty.
+        """Return both; rows without keys give 0 and minus infinity.
 
         ``sinks`` ``[q_heads]`` are scores of no key: they are in the sum of weights alone.
         """
-        if self._out is None or self._lse is None:
-            lse = self._no_lse()
-            return self._q.new_empty((*self._q.shape[:3], self._value_size)), lse
+        out, lse = (
+            self._start() if self._out is None or self._lse is None else (self._out, self._lse)
+        )
         if sinks is None:
-            return self._out.to(self._q.dtype), self._lse
-        lse = torch.logaddexp(self._lse, sinks.to(self._lse.dtype))
-        out = self._out * (self._lse - lse).exp().unsqueeze(-1)
-        return out.to(self._q.dtype), lse
+            return out.to(self._q.dtype), lse
+        total = torch.logaddexp(lse, sinks.to(lse.dtype))
+        share = (lse - total).exp().masked_fill_(lse == -torch.inf, 0.0)
+        return (out * share.unsqueeze(-1)).to(self._q.dtype), total
 
-    def _no_lse(self) -> Tensor:
-        """Return an empty log-sum-exp, rows of a head one behind the other as kernels want it."""
+    def _start(self) -> tuple[Tensor, Tensor]:
+        """Return what rows without keys give, rows of a head of the log-sum-exp side by side."""
         batch, rows, heads, _ = self._q.shape
-        return self._q.new_empty((batch, heads, rows), dtype=self._wide).transpose(1, 2)
+        out = self._q.new_zeros((batch, rows, heads, self._value_size), dtype=self._wide)
+        lse = self._q.new_full((batch, heads, rows), -torch.inf, dtype=self._wide)
+        return out, lse.transpose(1, 2)
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the share of these rows in the gradient of ``sinks``; ``lse`` is with them."""
-    weights = (sinks.to(lse.dtype) - lse).exp()
+    weights = (sinks.to(lse.dtype) - lse).exp().masked_fill_(lse == -torch.inf, 0.0)
     total = weights * (grad.to(lse.dtype) * out).sum(-1)
     return -total.sum((0, 1)).to(sinks.dtype)
 

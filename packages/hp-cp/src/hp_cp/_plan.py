@@ -221,9 +221,7 @@ class AttentionPlan:
 
 
 @lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
-def part_of(
-    plan: AttentionPlan, rank: int, *, windows: bool = False, device: str = "cpu"
-) -> Part:
+def part_of(plan: AttentionPlan, rank: int, *, windows: bool = False, device: str = "cpu") -> Part:
     """Return the row and the column of a rank of the schedule.
 
     ``windows`` leaves windows whole, for kernels that take them; ``device`` is where the function

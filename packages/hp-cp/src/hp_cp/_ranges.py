@@ -136,11 +136,16 @@ def banded(rows: range, keys: range, band: Band) -> Piece | None:
     return Piece(rows, keys, "window", (left, right))
 
 
+def band_of(window: Window, diagonal: int) -> Band:
+    """Return the band of a window around the diagonal of ``j - i = diagonal``."""
+    left, right = window
+    return None if left is None else diagonal - left, None if right is None else diagonal + right
+
+
 def cut_window(piece: Piece) -> Iterator[Piece]:
     """Yield disjoint pieces without windows that together are what a ``window`` shows."""
     left, right = piece.window
-    last = piece.keys.stop - piece.rows.stop  # of the diagonal
-    band = (None if left is None else last - left), (None if right is None else last + right)
+    band = band_of(piece.window, piece.keys.stop - piece.rows.stop)
     height = len(piece.rows)
     if left is not None and right is not None:
         height = max(1, left + right)

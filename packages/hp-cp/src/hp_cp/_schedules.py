@@ -30,11 +30,13 @@ from ._blockwise import (
     gradient_of_sinks,
 )
 from ._lineage import Origin
+from ._mask_mod import whole_function
 from ._mesh import Pair, Peers
 from ._plan import AttentionPlan, part_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
-from .kernels._interface import AttentionBackend, ScoreOptions
+from .kernels._choose import Backends
+from .kernels._interface import ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +62,33 @@ class RankSchedule:
 
 
 def rank_schedule_of(
-    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, options: ScoreOptions
+    plan: AttentionPlan,
+    place: int,
+    peers: Peers,
+    backends: Backends,
+    options: ScoreOptions,
+    device: torch.device,
 ) -> RankSchedule:
-    """Return the part of the rank at ``peers.index`` that has head share ``place``."""
-    share, positions = plan.heads[place], None
-    if options.dropout is not None:
-        positions = Positions(plan.queries[peers.index], plan.groups, share.q)
-    kernel = BlockKernel.of(backend, share.repeats, options, positions)
+    """Return the part of the rank at ``peers.index`` that has head share ``place``.
+
+    Asks the function of the mask for this rank's rows and keys, on ``device``, the first time.
+    """
+    share, mask_mod = plan.heads[place], None
+    if backends.masked is not None:
+        mask_mod = whole_function(plan.mask)
+    kernel = BlockKernel(
+        backend=backends.blocks,
+        repeats=share.repeats,
+        options=options,
+        masked=backends.masked,
+        mask_mod=mask_mod,
+        positions=Positions(plan.queries[peers.index], plan.groups, share.q)
+        if options.placed or mask_mod is not None
+        else None,
+    )
     return RankSchedule(
         plan=plan,
-        part=part_of(plan, peers.index),
+        part=part_of(plan, peers.index, windows=backends.windows, device=str(device)),
         movement=MOVEMENTS[name_of(plan.schedule)],
         ring=plan.ring,
         peers=peers,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._mask_mod import shown, within
-from .._ranges import Kernel, Window
+from .._ranges import Kernel, Window, band_of
 from ._interface import Dropout, Places, ScoreOptions
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -133,15 +133,11 @@ def _scores(q: Tensor, k: Tensor, tile: _Tile, window: Window, options: ScoreOpt
         share = torch.tanh(scores / options.softcap)
         slope = 1 - share * share
         scores = share * options.softcap
-    left, right = window
-    if left is not None or right is not None:
+    if window != (None, None):
         row = torch.arange(tile.rows[2].start, tile.rows[2].stop, device=q.device)
         key = torch.arange(tile.keys[2].start, tile.keys[2].stop, device=q.device)
-        band = (
-            None if left is None else tile.shift - left,
-            None if right is None else tile.shift + right,
-        )
-        scores = scores.masked_fill(~within(band, row.unsqueeze(1), key), -torch.inf)
+        seen = within(band_of(window, tile.shift), row.unsqueeze(1), key)
+        scores = scores.masked_fill(~seen, -torch.inf)
     if options.mask_mod is not None:
         (part, _, rows), (_, _, keys) = tile.rows, tile.keys
         batch, row, key, heads = _places_of(options)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._mask_mod import within
 from .._masks import MaskMod
-from .._ranges import Kernel, Window
+from .._ranges import Kernel, Window, band_of
 from ._interface import ScoreOptions
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool, ScoreOptions], tuple[Tensor, Tensor]]
@@ -93,13 +93,13 @@ def _flex(
     grouped, aux, cap = q.shape[1] != k.shape[1], AuxRequest(lse=True), options.softcap
     rows, keys = q.shape[2], k.shape[2]
     seen = _mask_of((None, 0) if causal else options.window, keys - rows, options)
-    each = q.shape[:2] if options.mask_mod is not None else (None, None)
+    batch, heads = q.shape[:2] if options.mask_mod is not None else (None, None)
     out, extra = flex_attention(
         q,
         k,
         v,
         None if cap is None else lambda score, *at: cap * torch.tanh(score / cap),
-        None if seen is None else create_block_mask(seen, *each, rows, keys, q.device),
+        None if seen is None else create_block_mask(seen, batch, heads, rows, keys, q.device),
         scale=options.scale,
         enable_gqa=grouped,
         return_aux=aux,
@@ -121,6 +121,5 @@ def _mask_of(window: Window | None, shift: int, options: ScoreOptions) -> MaskMo
         return mask_mod
     if window is None:
         return None
-    left, right = window
-    band = None if left is None else shift - left, None if right is None else shift + right
+    band = band_of(window, shift)
     return lambda b, h, i, j: within(band, i, j)
