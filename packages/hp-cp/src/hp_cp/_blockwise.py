@@ -363,7 +363,7 @@ class RowSum:
         if self._total is None and len(rows) == self._rows:
             self._total = part.to(wide)
             return
-        self.total[:, as_slice(rows)] += part
+        self.total[:, as_slice(rows)].add_(part)  # += on an item would also copy the sum
 
     @property
     def total(self) -> Tensor:
