@@ -66,11 +66,15 @@ class BlockKernel:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where the rows of a rank and the keys of each source are, and which query heads it has."""
+    """Where the rows of a rank and the keys of each source are, and which query heads it has.
+
+    Rows of the batch that are one sequence here have ``row_length`` positions each.
+    """
 
     queries: Ranges
     keys: Sequence[Ranges]
     heads: range
+    row_length: int
 
     def of(self, block: Block, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the `Places` of a block of the batch of ``like``, with rows in dim 1."""
@@ -78,7 +82,8 @@ class Positions:
         rows = _positions(self.queries, block.queries, like).expand(len(batch), -1, 1)
         keys = _positions(self.keys[block.source], block.keys, like).expand(len(batch), -1, 1)
         heads = torch.arange(self.heads.start, self.heads.stop, device=like.device)
-        return batch.expand(rows.shape), rows, keys, heads
+        length = max(1, self.row_length)
+        return batch + rows // length, rows % length, keys % length, heads
 
 
 def _positions(held: Ranges, rows: range, like: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def rank_schedule_of(
     """Return the part of the rank at ``peers.index`` that has head share ``place``."""
     share, positions = plan.heads[place], None
     if options.dropout is not None:
-        positions = Positions(plan.queries[peers.index], plan.groups, share.q)
+        positions = Positions(plan.queries[peers.index], plan.groups, share.q, plan.row_length)
     kernel = BlockKernel.of(backend, share.repeats, options, positions)
     return RankSchedule(
         plan=plan,
