@@ -30,7 +30,7 @@ from hp_cp.kernels._choose import choose_backends
 from hp_dtensor import RecordingCollectives, TorchCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
-from .strategies import cp_mesh, inputs, leaves, visible
+from .strategies import cp_mesh, inputs, leaves, visible, with_gradients
 from .test_backends import PlainBackend
 from .test_models import Case, cases, check, on_rank
 
@@ -305,3 +305,29 @@ def test_a_mask_that_no_backend_takes_is_refused() -> None:
     where = torch.device("meta")
     with pytest.raises(BackendError, match=r"cannot compute full attention .* on meta"):
         choose_backends(PlainBackend(), plan, where, torch.float32, ScoreOptions())
+
+
+@pytest.mark.parametrize("function", [rows_without_keys, prefix])
+def test_documents_of_each_row_and_a_function_are_that_of_both(function: Any) -> None:
+    def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return documents(b, h, q_idx, kv_idx) & function(b, h, q_idx, kv_idx)
+
+    q, k, v, grad = inputs(4, 2, 26)
+    ends = ((0, 7, 26), (0, 3, 12, 26))
+    packed = MaskSpec(causal=True, cu_seqlens=ends, mask_mod=function)
+    found = []
+    for mask in (packed, MaskSpec(causal=True, mask_mod=both)):
+
+        def rank(rank: int, simulated: SimulatedCollectives, mask: MaskSpec = mask) -> list[Tensor]:
+            mine = list(Zigzag().indices(2, 26)[rank])
+            local = leaves(*(x[:, :, mine] for x in (q, k, v)))
+            mesh = simulated.mesh((2,), ("cp",))
+            out = context_parallel_attention(
+                *local, mesh, mask=mask, layout=Zigzag(), seq_len=26, collectives=simulated
+            )
+            return with_gradients(out, local, grad[:, :, mine])
+
+        found.append(SimulatedWorld(2).run(rank))
+    for mine, theirs in zip(*found, strict=True):
+        for x, right in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(x, right, rtol=0, atol=1e-13)

@@ -40,7 +40,8 @@ def test_each_rank_gets_its_heads_of_the_whole_sequence_and_gives_them_back(
     def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
         exchange = exchange_of(door, layout, seq_len, shares)
         mine = list(indices[rank])
-        held = rows_to_heads(*(x[:, :, mine].transpose(1, 2) for x in (q, k, v)), exchange)
+        local = [x[:, :, mine].transpose(1, 2) for x in (q, k, v)]
+        held = rows_to_heads(local[0], local[1], local[2], exchange)
         return [x.transpose(1, 2) for x in (*held, heads_to_rows(held[0], exchange))]
 
     results = SimulatedWorld(n).run(rank)

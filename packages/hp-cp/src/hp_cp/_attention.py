@@ -146,6 +146,9 @@ def context_parallel_attention(
     ranks, for which ranks compare their lengths: one all-reduce per axis of two ints for each
     length that is new to the group. Under autocast the inputs are cast as SDPA casts them.
 
+    Where ``mask`` has the documents of each row of the batch, the rows of all of them are one
+    sequence inside: without a copy for ``[batch, rows, heads, size]``, else with one of q, k and v.
+
     Scores are products times ``scale`` (None: ``size ** -0.5``, of q and k), and with ``softcap``
     then ``softcap * tanh(scores / softcap)``. ``sinks`` ``[q_heads]``, equal on all ranks, are one
     score per head that belongs to no key: it is in the sum of the weights alone, and neither scaled
@@ -226,13 +229,20 @@ def sharded_attention(
     groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(q, k, v, groups, options)
+    executed = plan.executed
     backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
     # A mask's function, which may raise, is asked before anything is communicated.
-    part_of(plan, groups.ring.index, windows=backends.windows, device=str(q.device))
+    part_of(executed, groups.ring.index, windows=backends.windows, device=str(q.device))
     check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
     q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
-    out, lse = planned_attention(q, k, v, sinks, plan, groups, backends, options)
+    batch, rows = q.shape[:2]
+    if plan.mask.per_row:  # the batch is one sequence, in memory too where rows come before heads
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    out, lse = planned_attention(q, k, v, sinks, executed, groups, backends, options)
+    if plan.mask.per_row:
+        out = out.unflatten(1, (batch, rows)).squeeze(0)
+        lse = None if lse is None else lse.unflatten(1, (batch, rows)).squeeze(0)
     if lse is not None:
         lse = from_bshd(lse.unsqueeze(3), *dims).squeeze(3)
     return from_bshd(out, *dims), lse
@@ -391,7 +401,7 @@ def check_rows(
     if rows == plan.lengths[groups.rank]:
         return
     if options.seq_len is None and rows not in plan.lengths:
-        plan.mask.documents(rows * plan.n)
+        plan.mask.check_length(rows * plan.n)
     raise InputError(
         f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
         f"S={plan.seq_len}) gives rank {groups.rank} {plan.lengths[groups.rank]}; shard with "

@@ -69,11 +69,15 @@ class BlockKernel:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where the rows of a rank and the keys of each source are, and which query heads it has."""
+    """Where the rows of a rank and the keys of each source are, and which query heads it has.
+
+    Rows of the batch that are one sequence here have ``row_length`` positions each.
+    """
 
     queries: Ranges
     keys: Sequence[Ranges]
     heads: range
+    row_length: int
 
     def of(self, block: Block, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the `Places` of a block of the batch of ``like``, with rows in dim 1."""
@@ -81,7 +85,8 @@ class Positions:
         held = members(self.queries, block.queries), members(self.keys[block.source], block.keys)
         rows, keys = (positions(x, like.device).view(-1, 1).expand(len(batch), -1, 1) for x in held)
         heads = torch.arange(self.heads.start, self.heads.stop, device=like.device)
-        return batch.expand(rows.shape), rows, keys, heads
+        length = max(1, self.row_length)
+        return batch + rows // length, rows % length, keys % length, heads
 
 
 def forward_blocks(
@@ -369,7 +374,7 @@ class RowSum:
         if self._total is None and len(rows) == self._rows:
             self._total = part.to(wide)
             return
-        self.total[:, as_slice(rows)] += part
+        self.total[:, as_slice(rows)].add_(part)  # += on an item would also copy the sum
 
     @property
     def total(self) -> Tensor:

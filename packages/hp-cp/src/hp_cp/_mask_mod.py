@@ -64,7 +64,8 @@ def within(band: Band, rows: Tensor, keys: Tensor) -> Tensor:
 
 def tiles_of(
     mask: MaskSpec,
-    size: tuple[int, int],
+    batch: range,
+    heads: int,
     rows: Ranges,
     keys: Ranges,
     side: int,
@@ -72,13 +73,13 @@ def tiles_of(
 ) -> Tiles:
     """Return what a mask shows of tiles of rows and keys of one document, at these positions.
 
-    Of all rows of the batch and all heads, ``size``. Asks the function for every pair once: a small
-    share of the arithmetic of the attention over them. Holds some millions of answers at a time,
-    and the host waits for one answer per call.
+    Of these rows of the batch and all heads. Asks the function for every pair once: a small share
+    of the arithmetic of the attention over them. Holds some millions of answers at a time, and the
+    host waits for one answer per call.
     """
-    batch, heads = (torch.arange(n, device=device) for n in size)
+    of_batch, of_heads = (positions((x,), device) for x in (batch, range(heads)))
     at_rows, at_keys = positions(rows, device), positions(keys, device)
-    width = max(1, _PAIRS // max(1, size[0] * size[1] * side) // side) * side
+    width = max(1, _PAIRS // max(1, len(batch) * heads * side) // side) * side
     mask_mod, band = mask.mask_mod, _met(mask.band, rows, keys)
     if mask_mod is None:
         raise RuntimeError("a mask without a function, of which there are no tiles to look at")
@@ -86,7 +87,7 @@ def tiles_of(
     for i in at_rows.split(side):
         parts = []
         for j in at_keys.split(width):
-            seen = shown(mask_mod, batch, heads, i, j)
+            seen = shown(mask_mod, of_batch, of_heads, i, j)
             # Of dims that are expanded one is all.
             seen = seen[tuple(slice(1 if step == 0 else None) for step in seen.stride()[:2])]
             some, every = seen.flatten(0, 1).any(0), seen.flatten(0, 1).all(0)

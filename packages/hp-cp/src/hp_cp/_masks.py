@@ -24,7 +24,9 @@ class MaskSpec:
 
     ``causal``: query ``i`` sees key ``j`` where ``j <= i``. ``window`` of ``w``: where
     ``i - w < j <= i`` if causal, else where ``|i - j| < w``. ``cu_seqlens``: packed documents end
-    at these positions, from 0 to the length of the sequence, and see only themselves.
+    at these positions, from 0 to the length of the sequence, and see only themselves; a tuple of
+    such tuples has the documents of each row of the batch, which all rows share otherwise. So far
+    every query sees at least its own position.
 
     ``mask_mod(b, h, q_idx, kv_idx)`` hides more, as a mask function of FlexAttention does: a query
     sees the keys that all the rest shows and for which it returns True. ``b`` is the row of the
@@ -43,7 +45,7 @@ class MaskSpec:
 
     causal: bool
     window: int | None = None
-    cu_seqlens: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
     mask_mod: MaskMod | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +67,23 @@ class MaskSpec:
         return self if self.mask_mod is None else replace(self, mask_mod=None)
 
     @property
+    def ends(self) -> tuple[tuple[int, ...], ...]:
+        """Return where documents end, of each row of the batch or once for all; empty without."""
+        if self.cu_seqlens is None:
+            return ()
+        return self.cu_seqlens if self.per_row else (self.cu_seqlens,)  # type: ignore[return-value]
+
+    @property
+    def per_row(self) -> bool:
+        """Return whether each row of the batch has its documents."""
+        return self.cu_seqlens is not None and isinstance(self.cu_seqlens[0], tuple)
+
+    @property
+    def rows(self) -> "tuple[MaskSpec, ...]":
+        """Return the mask of each row of the batch, or once for all."""
+        return _rows_of(self) if len(self.ends) > 1 else (self,)
+
+    @property
     def band(self) -> Band:
         """Return the least and the greatest ``j - i`` that is seen, None where there is none."""
         reach = None if self.window is None else self.window - 1
@@ -73,15 +92,33 @@ class MaskSpec:
     def documents(self, seq_len: int) -> Ranges:
         """Return the documents' positions, in order, without empty ones.
 
-        Raises `LayoutError` where ``cu_seqlens`` are those of another length.
+        Raises `LayoutError` where ``cu_seqlens`` are those of another length, or of several rows.
         """
-        ends = (0, seq_len) if self.cu_seqlens is None else self.cu_seqlens
-        if ends[-1] != seq_len:
+        self.check_length(seq_len)
+        if len(self.ends) > 1:
             raise LayoutError(
-                f"cu_seqlens end at {ends[-1]} but the sequence has {seq_len} positions; give the "
-                f"ends of the documents of the whole sequence, from 0 to {seq_len}"
+                f"cu_seqlens have the documents of {len(self.ends)} rows of the batch, where those "
+                f"that all rows share are needed; use the masks of each row, mask.rows"
             )
-        return _between(ends)
+        return _between(self.ends[0] if self.ends else (0, seq_len))
+
+    def check_length(self, seq_len: int) -> None:
+        """Raise `LayoutError` where ``cu_seqlens`` are those of another length."""
+        if self.ends and self.ends[0][-1] != seq_len:
+            raise LayoutError(
+                f"cu_seqlens end at {self.ends[0][-1]} but the sequence has {seq_len} positions; "
+                f"give the ends of the documents of the whole sequence, from 0 to {seq_len}"
+            )
+
+    def one_behind_the_other(self, seq_len: int) -> "MaskSpec":
+        """Return the mask of all rows of the batch as one sequence."""
+        ends = [row * seq_len + end for row, own in enumerate(self.ends) for end in own[1:]]
+        return replace(self, cu_seqlens=(0, *ends))
+
+
+@lru_cache(maxsize=16)
+def _rows_of(mask: MaskSpec) -> tuple[MaskSpec, ...]:
+    return tuple(replace(mask, cu_seqlens=ends) for ends in mask.ends)
 
 
 def check_mask(mask: object) -> None:
@@ -114,16 +151,24 @@ def _between(ends: tuple[int, ...]) -> Ranges:
     return tuple(range(*pair) for pair in pairwise(ends) if pair[0] < pair[1])
 
 
-def _check_documents(ends: object) -> None:
-    if isinstance(ends, tuple) and any(isinstance(end, (tuple, list)) for end in ends):
+def _check_documents(given: object) -> None:
+    if not isinstance(given, tuple) or not given or not isinstance(given[0], tuple):
+        _check_row(given)
+        return
+    for row in given:
+        _check_row(row)
+    if len(lengths := {row[-1] for row in given}) > 1:
         raise LayoutError(
-            "cu_seqlens are shared by all rows of the batch, got documents of several rows; pack "
-            "the rows into one, one behind the other, or attend each with its own mask"
+            f"cu_seqlens of the rows of a batch end at {sorted(lengths)}, but all rows are of one "
+            f"length; let each end there, with padding as a document of its own"
         )
+
+
+def _check_row(ends: object) -> None:
     if not isinstance(ends, tuple) or not all(type(end) is int for end in ends):
         raise LayoutError(
             f"cu_seqlens must be a tuple of ints, got {described(ends)}; of a tensor use "
-            f"tuple(cu_seqlens.tolist())"
+            f"tuple(cu_seqlens.tolist()), or give such a tuple for each row of the batch"
         )
     if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
         raise LayoutError(
@@ -137,7 +182,14 @@ def _short(ends: tuple[object, ...]) -> str:
 
 
 def pairs_of(chunks: Sequence[range], mask: MaskSpec, seq_len: int) -> int:
-    """Return the number of query-key pairs that the mask shows the positions in ``chunks``."""
+    """Return the number of query-key pairs that the mask shows the positions in ``chunks``.
+
+    Of all rows of the batch, where each has its documents.
+    """
+    return sum(_pairs_of(chunks, row, seq_len) for row in mask.rows)
+
+
+def _pairs_of(chunks: Sequence[range], mask: MaskSpec, seq_len: int) -> int:
     lowest, highest = mask.band
     total = 0
     for rows, document in _by_document(chunks, mask, seq_len):

@@ -3,7 +3,7 @@
 Pure: a plan is made and checked before anything is communicated.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ._blocks import Block, Document, Look, Part, Tiles, cut_documents, make_part
@@ -65,6 +65,9 @@ class AttentionPlan:
     on its share of the heads, and the schedule runs over the ``n / u`` groups: its ranks, which
     `Block.source` counts, are ``rank // u``. The parts of dK and dV sum in the order in which these
     ranks meet an owner's keys, which is the same every time but not ascending.
+
+    Where each row of the batch has its documents, rows of blocks and of what is fetched count
+    through the batch: a rank's rows of the first row, then of the second.
     """
 
     mask: MaskSpec
@@ -83,6 +86,28 @@ class AttentionPlan:
     itemsize: int
     chunks: Chunks = field(hash=False, compare=False, repr=False)
     lengths: tuple[int, ...] = field(hash=False, compare=False, repr=False)
+    sequences: int = field(default=1, repr=False)
+
+    @property
+    def executed(self) -> "AttentionPlan":
+        """Return the plan that ranks carry out: this one, or that of all rows as one sequence.
+
+        Where each row of the batch has its documents, a batch of ``B`` rows is one sequence of
+        ``B * seq_len`` positions, its ``sequences``, whose cut is that of a row, ``B`` times.
+        """
+        return _executed(self) if self.mask.per_row else self
+
+    @property
+    def row_length(self) -> int:
+        """Return the number of positions of one row of the batch."""
+        return self.seq_len // self.sequences
+
+    @property
+    def row_chunks(self) -> Chunks:
+        """Return how the ranks cut one row of the batch."""
+        if self.sequences == 1:
+            return self.chunks
+        return tuple(tuple(c for c in held if c.stop <= self.row_length) for held in self.chunks)
 
     @property
     def groups(self) -> Chunks:
@@ -141,7 +166,7 @@ class AttentionPlan:
         function of a mask is asked on the CPU.
         """
         check_rank(rank, self.n)
-        by_source = part_of(self, rank // self.ulysses_degree).blocks
+        by_source = part_of(self.executed, rank // self.ulysses_degree).blocks
         return tuple(block for blocks in by_source.values() for block in blocks)
 
     def fetches(self, rank: int) -> dict[int, Ranges]:
@@ -151,7 +176,7 @@ class AttentionPlan:
         nothing more, the other schedules all.
         """
         check_rank(rank, self.n)
-        fetched = part_of(self, rank // self.ulysses_degree).receive_rows
+        fetched = part_of(self.executed, rank // self.ulysses_degree).receive_rows
         return {source: keys for source, keys in fetched.items() if keys}
 
     def bytes_received(self, rank: int) -> int:
@@ -165,6 +190,8 @@ class AttentionPlan:
         ``2 (n - 1) / n (2 Q + U)``, with each kv head counted for each rank that reads it.
         """
         check_rank(rank, self.n)
+        if (plan := self.executed) is not self:
+            return plan.bytes_received(rank)
         group, place = divmod(rank, self.ulysses_degree)
         element = self.batch * self.itemsize
         both = self.head_size + self.value_size  # of queries and outputs, or of keys and values
@@ -250,12 +277,36 @@ def _look_of(plan: AttentionPlan, device: str) -> Look:
     from ._mask_mod import tiles_of
 
     queries, groups, where = plan.queries, plan.groups, torch.device(device)
+    length, batch = plan.row_length, range(plan.batch)
 
     def look(rank: int, source: int, piece: Piece, side: int) -> Tiles:
-        rows, keys = members(queries[rank], piece.rows), members(groups[source], piece.keys)
-        return tiles_of(plan.mask, (plan.batch, plan.q_heads), rows, keys, side, where)
+        sides = members(queries[rank], piece.rows), members(groups[source], piece.keys)
+        row = sides[0][0].start // length  # of the batch, where its rows are one sequence
+        rows, keys = (
+            tuple(range(x.start - row * length, x.stop - row * length) for x in held)
+            for held in sides
+        )
+        of_batch = batch if plan.sequences == 1 else range(row, row + 1)
+        return tiles_of(plan.mask, of_batch, plan.q_heads, rows, keys, side, where)
 
     return look
+
+
+@lru_cache(maxsize=_BATCHES)
+def _executed(plan: AttentionPlan) -> AttentionPlan:
+    def of_all(chunks: Ranges) -> Ranges:
+        starts = range(0, plan.batch * plan.seq_len, plan.seq_len) if plan.seq_len else ()
+        return tuple(range(at + c.start, at + c.stop) for at in starts for c in chunks)
+
+    return replace(
+        plan,
+        mask=plan.mask.one_behind_the_other(plan.seq_len),
+        seq_len=plan.batch * plan.seq_len,
+        batch=1,
+        sequences=plan.batch,
+        chunks=tuple(map(of_all, plan.chunks)),
+        lengths=tuple(plan.batch * length for length in plan.lengths),
+    )
 
 
 @lru_cache(maxsize=_BATCHES)
@@ -323,6 +374,7 @@ def plan_attention(
     ring_of(schedule, n // ulysses_degree)
     if load_balance:
         check_balance(layout, n, seq_len, ulysses_degree, schedule)
+    check_documents(mask, batch, load_balance)
     return AttentionPlan(
         mask=mask,
         layout=layout,
@@ -396,6 +448,20 @@ def check_flags(*, keep_kv: object, load_balance: object) -> None:
         raise InputError(f"keep_kv is {described(keep_kv)}; use True, False or None")
     if type(load_balance) is not bool:
         raise InputError(f"load_balance is {described(load_balance)}; use True or False")
+
+
+def check_documents(mask: MaskSpec, batch: int, load_balance: bool) -> None:
+    """Raise unless a mask with documents of each row has as many rows as the batch."""
+    if mask.per_row and len(mask.ends) != batch:
+        raise InputError(
+            f"cu_seqlens have the documents of {len(mask.ends)} rows, but the batch has {batch}; "
+            f"give one tuple for each row of the batch, or one for all of them"
+        )
+    if mask.per_row and load_balance:
+        raise LayoutError(
+            "load_balance swaps the halves of rows that share their documents; use layout=Zigzag() "
+            "where each row of the batch has its own"
+        )
 
 
 def check_rank(rank: int, n: int) -> None:

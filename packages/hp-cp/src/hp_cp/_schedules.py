@@ -73,18 +73,16 @@ def rank_schedule_of(
 
     Asks the function of the mask for this rank's rows and keys, on ``device``, the first time.
     """
-    share, mask_mod = plan.heads[place], None
-    if backends.masked is not None:
-        mask_mod = whole_function(plan.mask)
+    share, rows = plan.heads[place], plan.queries[peers.index]
+    mask_mod = None if backends.masked is None else whole_function(plan.mask)
+    placed = options.placed or mask_mod is not None
     kernel = BlockKernel(
         backend=backends.blocks,
         repeats=share.repeats,
         options=options,
         masked=backends.masked,
         mask_mod=mask_mod,
-        positions=Positions(plan.queries[peers.index], plan.groups, share.q)
-        if options.placed or mask_mod is not None
-        else None,
+        positions=Positions(rows, plan.groups, share.q, plan.row_length) if placed else None,
     )
     return RankSchedule(
         plan=plan,
@@ -199,31 +197,31 @@ def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
 
 def _direct(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """One exchange per step: from the owner ``step`` ranks before, to that ``step`` ranks after."""
-    n, last = schedule.peers.size, packed(k, v, ())
-    sent: Ranges = ()
+    n, rank, part = schedule.peers.size, schedule.rank, schedule.part
+    if k.shape[0] == 1 and any(part.send_rows.values()):
+        k, v = packed(k, v, schedule.own_rows)  # whose ranges are dense then
+    packs: dict[Ranges, Pair] = {}
 
     def start(step: int) -> tuple[Pair, Work]:
-        nonlocal last, sent
-        source, target = (schedule.rank - step) % n, (schedule.rank + step) % n
-        if schedule.part.send_rows[target] != sent:
-            last, sent = (
-                packed(k, v, schedule.part.send_rows[target]),
-                schedule.part.send_rows[target],
-            )
-        part = room_for(schedule.part.receive_rows[source], (k, v))
-        sends = {target: last} if sent else {}
-        receives = {source: part} if schedule.part.receive_rows[source] else {}
-        return part, calls.exchange(sends, receives)
+        source, target = (rank - step) % n, (rank + step) % n
+        room = room_for(part.receive_rows[source], (k, v))
+        sends = {}
+        if rows := part.send_rows[target]:
+            if rows not in packs:
+                packs.clear()  # only the last one is kept
+                packs[rows] = packed(k, v, rows)
+            sends[target] = packs[rows]
+        return room, calls.exchange(sends, {source: room} if part.receive_rows[source] else {})
 
     arriving = start(1)
     yield schedule.rank, KVShard(k, v, schedule.own_rows)
     for step in range(1, n):
-        source = (schedule.rank - step) % n
-        part, work = arriving
+        source = (rank - step) % n
+        room, work = arriving
         work.wait()
         if step + 1 < n:
             arriving = start(step + 1)
-        yield source, KVShard(*part, schedule.part.receive_rows[source])
+        yield source, KVShard(*room, part.receive_rows[source])
 
 
 def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:

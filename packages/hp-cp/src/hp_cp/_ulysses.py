@@ -125,10 +125,27 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
     step, units = _units(tensors)
     index, lengths = exchange.peers.index, lengths_of(exchange.chunks)
     counts = _counts(heads, units)
-    send = tensors[0].new_empty((sum(lengths), batch, counts[index], step))
+    rows, per_row = lengths[index], batch * step
+    received = exchange.peers.all_to_all(
+        _by_rank(tensors, units, exchange.chunks).flatten(),
+        [length * per_row * counts[index] for length in lengths],
+        [rows * per_row * count for count in counts],
+    )
+    blocks = list(_blocks(received, counts, rows, batch, step))
+    return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
+
+
+def _by_rank(tensors: Sequence[Tensor], units: Sequence[int], chunks: Chunks) -> Tensor:
+    """Return ``[rows, batch, units, step]`` of all tensors, the rows of each rank in turn."""
+    order = in_global_order(chunks)
+    if len(tensors) == 1 and order == sorted(order):  # dense for a batch of one
+        return tensors[0].transpose(0, 1)
+    batch, length, _, size = tensors[0].shape
+    count = sum(x.shape[2] * unit for x, unit in zip(tensors, units, strict=True))
+    send = tensors[0].new_empty((length, batch, count, size // units[0]))
+    places = send.split([len(chunk) for held in chunks for chunk in held])
     start = 0
-    places = list(send.split([len(chunk) for held in exchange.chunks for chunk in held]))
-    for i in in_global_order(exchange.chunks):
+    for i in order:
         stop = start + len(places[i])
         at = 0
         for x, unit in zip(tensors, units, strict=True):
@@ -140,14 +157,7 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
                 _heads(places[i][:, :, at:end], unit).copy_(part)
             at = end
         start = stop
-    rows, per_row = lengths[index], batch * step
-    received = exchange.peers.all_to_all(
-        send.flatten(),
-        [length * per_row * counts[index] for length in lengths],
-        [rows * per_row * count for count in counts],
-    )
-    blocks = list(_blocks(received, counts, rows, batch, step))
-    return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
+    return send
 
 
 def _units(tensors: Sequence[Tensor]) -> tuple[int, list[int]]:
@@ -186,7 +196,7 @@ def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int],
         if disjoint:
             out[:, :, held.start : held.stop] = part
         else:
-            out[:, :, held.start : held.stop] += part
+            out[:, :, held.start : held.stop].add_(part)
     return out.to(dtype)
 
 
