@@ -310,7 +310,8 @@ def test_a_mask_that_no_backend_takes_is_refused() -> None:
 @pytest.mark.parametrize("function", [rows_without_keys, prefix])
 def test_documents_of_each_row_and_a_function_are_that_of_both(function: Any) -> None:
     def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return documents(b, h, q_idx, kv_idx) & function(b, h, q_idx, kv_idx)
+        seen: Tensor = documents(b, h, q_idx, kv_idx) & function(b, h, q_idx, kv_idx)
+        return seen
 
     q, k, v, grad = inputs(4, 2, 26)
     ends = ((0, 7, 26), (0, 3, 12, 26))

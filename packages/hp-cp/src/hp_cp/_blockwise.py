@@ -8,8 +8,10 @@ one, a range of rows is one piece of memory, which travels without a copy and is
 take. Backends get transposed views, with the dims of `AttentionBackend`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +20,18 @@ from ._blocks import Block
 from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
-from ._ranges import Ranges, Ranks, members, size
-from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, ScoreOptions
+from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union
+from .kernels._interface import (
+    GRID,
+    AttentionBackend,
+    PackedBackend,
+    Places,
+    ScoreOptions,
+    ints_on,
+)
+
+_RUNS = 2  # stretches of rows from which on they are gathered and scattered by index
+_SMALL = 1024  # rows of a block up to which a copy costs less than launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +101,44 @@ class Positions:
         return batch + rows // length, rows % length, keys % length, heads
 
 
+Group = list[list[Block]]  # computed together: layers of blocks that share no row
+
+
 def forward_blocks(
     blocks: Sequence[Block],
     q: Tensor,
     held: KVShard,
     kernel: BlockKernel,
-    take: Callable[[Block, Tensor, Tensor], None],
+    take: Callable[[Ranges, Tensor, Tensor], None],
 ) -> None:
-    """Hand each block to ``take`` with the output and log-sum-exp of its rows, new tensors.
+    """Hand rows to ``take`` with their outputs and log-sum-exps, new tensors, block by block.
 
-    Nothing of a block is kept here while the next one is computed.
+    Blocks that are launched together, and small ones, come together where they share no row: as
+    ascending ranges of rows. Nothing of them is kept here while the next ones are computed.
     """
     for group in _groups(blocks, kernel):
-        inputs = [_inputs(block, q, held, kernel) for block in group]
-        causal, (_, options) = _is_square(group[0]), kernel.of(group[0])
-        if kernel.packer is not None and len(group) > 1:
-            for block, out, lse in forward_packed(group, inputs, kernel.packer, causal, options):
-                take(block, out, lse)
-        else:
-            take(group[0], *_forward_alone(group[0], inputs[0], kernel))
+        _forward_group(group, q, held, kernel, take)
+
+
+def _forward_group(
+    group: Group,
+    q: Tensor,
+    held: KVShard,
+    kernel: BlockKernel,
+    take: Callable[[Ranges, Tensor, Tensor], None],
+) -> None:
+    blocks = [block for layer in group for block in layer]
+    inputs = [_inputs(block, q, held, kernel) for block in blocks]
+    if kernel.packer is not None and len(blocks) > 1:
+        out, lse = forward_packed(blocks, inputs, kernel.packer, kernel.of(blocks[0])[1])
+    else:
+        done = [_forward_alone(*each, kernel) for each in zip(blocks, inputs, strict=True)]
+        out, lse = map(_one_behind_the_other, zip(*done, strict=True))
+    stop = 0
+    for layer in group:
+        start, stop = stop, stop + sum(len(block.queries) for block in layer)
+        rows = slice(start, stop)
+        take(tuple(block.queries for block in layer), out[:, rows], lse[:, rows])
 
 
 def backward_blocks(
@@ -118,25 +149,40 @@ def backward_blocks(
     out: Tensor,
     lse: Tensor,
     kernel: BlockKernel,
-    take: Callable[[Block, Tensor, Tensor, Tensor], None],
+    take: Callable[[Ranges, Ranges, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Hand each block to ``take`` with its share of dq, dk and dv.
+    """Hand rows and keys to ``take`` with their shares of dq, dk and dv, as in `forward_blocks`.
 
-    ``out`` and ``lse`` are over all keys. Nothing of a block is kept here while the next one is
-    computed.
+    ``out`` and ``lse`` are over all keys.
     """
     for group in _groups(blocks, kernel):
-        inputs = [
-            (_rows(grad, b), *_inputs(b, q, held, kernel), _rows(out, b), _rows(lse, b))
-            for b in group
-        ]
-        causal, (_, options) = _is_square(group[0]), kernel.of(group[0])
-        if kernel.packer is not None and len(group) > 1:
-            shares = backward_packed(group, inputs, kernel.packer, causal, options)
-            for block, dq, dk, dv in shares:
-                take(block, dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats))
-        else:
-            take(group[0], *_backward_alone(group[0], inputs[0], kernel))
+        each = [block for layer in group for block in layer]
+        rows, keys = tuple(b.queries for b in each), tuple(b.keys for b in each)
+        take(rows, keys, *_backward_group(each, grad, q, held, out, lse, kernel))
+
+
+def _backward_group(
+    blocks: Sequence[Block],
+    grad: Tensor,
+    q: Tensor,
+    held: KVShard,
+    out: Tensor,
+    lse: Tensor,
+    kernel: BlockKernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = [
+        (_rows(grad, b), *_inputs(b, q, held, kernel), _rows(out, b), _rows(lse, b)) for b in blocks
+    ]
+    if kernel.packer is not None and len(blocks) > 1:
+        dq, dk, dv = backward_packed(blocks, inputs, kernel.packer, kernel.of(blocks[0])[1])
+        return dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats)
+    done = [_backward_alone(*each, kernel) for each in zip(blocks, inputs, strict=True)]
+    dq, dk, dv = map(_one_behind_the_other, zip(*done, strict=True))
+    return dq, dk, dv
+
+
+def _one_behind_the_other(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _forward_alone(
@@ -203,15 +249,34 @@ def _placed(
     return placed, [_tiled(x, block).transpose(1, 2) for x in places]
 
 
-def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[list[Block]]:
-    """Return the blocks that are computed together: by kernel where the backend can."""
+def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[Group]:
+    """Return the blocks that are computed together.
+
+    By kernel where the backend packs them, in layers. Else they are computed one by one: large ones
+    are added up at once, small ones a layer at a time, as a copy of them costs less than the
+    launches of a sum for each.
+    """
     if kernel.packer is None:
-        return [[block] for block in blocks]
+        layers = _layers([block for block in blocks if len(block.queries) <= _SMALL])
+        return [[layer] for layer in layers] + [[[b]] for b in blocks if len(b.queries) > _SMALL]
     groups: dict[tuple[object, ...], list[Block]] = {}
     for i, block in enumerate(blocks):
         alone = i if block.kind == "masked" else None
         groups.setdefault((_is_square(block), block.window, alone), []).append(block)
-    return list(groups.values())
+    return [_layers(group) for group in groups.values()]
+
+
+def _layers(blocks: Iterable[Block]) -> list[list[Block]]:
+    """Return the blocks in as few lists as may be of which each has every row once, ascending."""
+    layers: list[list[Block]] = []
+    for block in sorted(blocks, key=lambda b: (b.queries.start, b.keys.start)):
+        for layer in layers:
+            if layer[-1].queries.stop <= block.queries.start:
+                layer.append(block)
+                break
+        else:
+            layers.append([block])
+    return layers
 
 
 def _is_square(block: Block) -> bool:
@@ -252,34 +317,26 @@ def forward_packed(
     blocks: Sequence[Block],
     inputs: Sequence[tuple[Tensor, Tensor, Tensor]],
     backend: PackedBackend,
-    causal: bool,
     options: ScoreOptions,
-) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Yield each block with its output and log-sum-exp; ``inputs`` are its rows of q, k and v."""
+) -> list[Tensor]:
+    """Return output and log-sum-exp, block by block; ``inputs`` are their rows of q, k and v."""
     q, k, v = _packed(blocks, inputs)
+    causal = _is_square(blocks[0])
     done = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, options=options)
-    rows = [len(block.queries) for block in blocks]
-    for block, *mine in zip(blocks, *_split(done, (rows, rows)), strict=True):
-        part, part_lse = (_turned(x, block) for x in mine)
-        yield block, part, part_lse
+    return _unpacked(done, blocks, ("queries", "queries"))
 
 
 def backward_packed(
     blocks: Sequence[Block],
     inputs: Sequence[tuple[Tensor, ...]],
     backend: PackedBackend,
-    causal: bool,
     options: ScoreOptions,
-) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
-    """Yield each block with its share of dq, dk and dv; ``inputs`` are grad, q, k, v, out, lse."""
+) -> list[Tensor]:
+    """Return dq, dk and dv, block by block; ``inputs`` are grad, q, k, v, out and lse of each."""
     grad, q, k, v, out, lse = _packed(blocks, inputs)
     given = grad, q, k, v, out, lse, *_stretches(blocks)
-    done = backend.backward_packed(*given, causal=causal, options=options)
-    rows = [len(block.queries) for block in blocks]
-    keys = [len(block.keys) for block in blocks]
-    for block, *share in zip(blocks, *_split(done, (rows, keys, keys)), strict=True):
-        part_q, part_k, part_v = (_turned(x, block) for x in share)
-        yield block, part_q, part_k, part_v
+    done = backend.backward_packed(*given, causal=_is_square(blocks[0]), options=options)
+    return _unpacked(done, blocks, ("queries", "keys", "keys"))
 
 
 def _stretches(blocks: Sequence[Block]) -> tuple[list[int], list[int]]:
@@ -294,10 +351,18 @@ def _packed(blocks: Sequence[Block], inputs: Sequence[tuple[Tensor, ...]]) -> li
     return [torch.cat(column, 1).transpose(1, 2) for column in zip(*turned, strict=True)]
 
 
-def _split(tensors: Sequence[Tensor], lengths: Sequence[list[int]]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield what a backend returned in the blocks' order, cut to their rows or keys."""
-    for x, of_blocks in zip(tensors, lengths, strict=True):
-        yield x.transpose(1, 2).split(of_blocks, 1)
+def _unpacked(
+    done: Sequence[Tensor], blocks: Sequence[Block], sides: Sequence[Literal["queries", "keys"]]
+) -> list[Tensor]:
+    """Return what a backend returned, with the rows of anticausal squares in their order."""
+    whole = [x.transpose(1, 2) for x in done]
+    if all(block.kind != "anticausal" for block in blocks):
+        return whole
+    turned = []
+    for x, side in zip(whole, sides, strict=True):
+        parts = x.split([len(getattr(block, side)) for block in blocks], 1)
+        turned.append(torch.cat([_turned(*each) for each in zip(parts, blocks, strict=True)], 1))
+    return turned
 
 
 def _turned(x: Tensor, block: Block) -> Tensor:
@@ -317,19 +382,42 @@ class OnlineSoftmax:
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._begun: Ranges = ()  # rows that have had keys
 
-    def merge(self, block: Block, out: Tensor, lse: Tensor) -> None:
-        """Take the attention of a block's rows over its keys."""
-        queries = block.queries
+    def merge(self, rows: Ranges, out: Tensor, lse: Tensor) -> None:
+        """Take the attention of some rows, ascending, over further keys."""
+        fresh = not any(overlaps(rows, self._begun))
+        self._begun = union((*self._begun, *joined(rows)))
         if self._out is None or self._lse is None:
-            if len(queries) == self._q.shape[1]:  # kept as it is while no other part comes
+            if size(rows) == self._q.shape[1]:  # kept as it is while no other part comes
                 self._out, self._lse = out, lse
                 return
             self._out, self._lse = self._start()
-        rows = as_slice(queries)
         self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
-        sides = self._out[:, rows], self._lse[:, rows], out, lse
-        merge(*(x.transpose(1, 2) for x in sides))
+        runs = joined(rows)
+        if len(runs) > _RUNS:
+            self._merge_scattered(ints_on(runs, torch.int64, out), out, lse, fresh)
+            return
+        sides = out, lse.to(self._wide)
+        for run, *theirs in zip(runs, *(x.split([*map(len, runs)], 1) for x in sides), strict=True):
+            mine = [x[:, as_slice(run)] for x in (self._out, self._lse)]
+            if fresh:  # what a merge with rows without keys gives
+                mine[0].copy_(theirs[0])
+                mine[1].copy_(theirs[1])
+            else:
+                merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
+
+    def _merge_scattered(self, places: Tensor, out: Tensor, lse: Tensor, fresh: bool) -> None:
+        total, total_lse = self._out, self._lse
+        if total is None or total_lse is None:
+            raise RuntimeError("rows are merged into a sum that was not begun")
+        theirs = out.to(self._wide), lse.to(self._wide)
+        if not fresh:
+            mine = total.index_select(1, places), total_lse.index_select(1, places)
+            merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
+            theirs = mine
+        total.index_copy_(1, places, theirs[0])
+        total_lse.index_copy_(1, places, theirs[1])
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return both; rows without keys give 0 and minus infinity.
@@ -368,13 +456,17 @@ class RowSum:
         self._rows = like.shape[1] if rows is None else rows
         self._total: Tensor | None = None
 
-    def add(self, rows: range, part: Tensor) -> None:
-        """Add a new tensor to some rows."""
+    def add(self, rows: Ranges, part: Tensor) -> None:
+        """Add a new tensor to some rows, which it has in this order; they may come again."""
         wide = accumulator(self._like.dtype)
-        if self._total is None and len(rows) == self._rows:
+        runs = _runs(rows)
+        if self._total is None and len(runs) == 1 and len(runs[0]) == self._rows:
             self._total = part.to(wide)
-            return
-        self.total[:, as_slice(rows)].add_(part)  # += on an item would also copy the sum
+        elif len(runs) > _RUNS and all(a.stop <= b.start for a, b in pairwise(runs)):
+            self.total.index_add_(1, ints_on(runs, torch.int64, part), part.to(wide))
+        else:
+            for run, share in zip(runs, part.split([*map(len, runs)], 1), strict=True):
+                self.total[:, as_slice(run)].add_(share)  # += on an item would also copy the sum
 
     @property
     def total(self) -> Tensor:
@@ -393,9 +485,9 @@ class KVGradient:
         self._places = Ranks(rows)
         self._k, self._v = (RowSum(x, size(rows)) for x in like)
 
-    def add(self, keys: range, dk: Tensor, dv: Tensor) -> None:
-        """Add a block's share."""
-        rows = self._places.of(keys)
+    def add(self, keys: Ranges, dk: Tensor, dv: Tensor) -> None:
+        """Add the shares of some keys, which they have in this order; they may come again."""
+        rows = tuple(map(self._places.of, keys))
         self._k.add(rows, dk)
         self._v.add(rows, dv)
 
@@ -403,6 +495,17 @@ class KVGradient:
     def pair(self) -> Pair:
         """Return both sums."""
         return self._k.total, self._v.total
+
+
+def _runs(rows: Ranges) -> Ranges:
+    """Return ranges in their order, those joined of which one begins where the last one ends."""
+    runs = [rows[0]]
+    for piece in rows[1:]:
+        if piece.start == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, piece.stop)
+        else:
+            runs.append(piece)
+    return tuple(runs)
 
 
 def as_slice(rows: range) -> slice:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Work
 
-from ._blocks import Block, Part
+from ._blocks import Part
 from ._blockwise import (
     BlockKernel,
     KVGradient,
@@ -307,11 +307,8 @@ class _Straight:
         peer, (dk, dv), work = self._coming
         self._coming = None
         work.wait()
-        start = 0
-        for rows in self._schedule.part.send_rows[peer]:
-            stop = start + len(rows)
-            self._own.add(rows, dk[:, start:stop], dv[:, start:stop])
-            start = stop
+        if rows := self._schedule.part.send_rows[peer]:
+            self._own.add(rows, dk, dv)
 
 
 class _Around:
@@ -351,7 +348,7 @@ class _Around:
     def finish(self) -> None:
         total = self._arrived()
         if total is not None and total[0].shape[1]:
-            self._own.add(range(total[0].shape[1]), total[0], total[1])
+            self._own.add((range(total[0].shape[1]),), total[0], total[1])
 
     def _arrived(self) -> Pair | None:
         if self._coming is None:
@@ -459,10 +456,15 @@ class _Attend(torch.autograd.Function):
                 blocks = schedule.part.blocks[source]
 
                 def add(
-                    block: Block, part: Tensor, dk: Tensor, dv: Tensor, share: KVGradient = share
+                    rows: Ranges,
+                    keys: Ranges,
+                    part: Tensor,
+                    dk: Tensor,
+                    dv: Tensor,
+                    share: KVGradient = share,
                 ) -> None:
-                    dq.add(block.queries, part)
-                    share.add(block.keys, dk, dv)
+                    dq.add(rows, part)
+                    share.add(keys, dk, dv)
 
                 backward_blocks(blocks, grad, q, held, out, lse, schedule.kernel, add)
                 if source != schedule.rank:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from .._errors import InputError, described
 from .._masks import MaskMod
-from .._ranges import Kernel, Window
+from .._ranges import Kernel, Ranges, Window
+from .._torch import has_values
 
 GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
 
@@ -231,3 +233,28 @@ class PackedBackend(AttentionBackend, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the blocks' shares of dq, dk, dv; ``out`` and ``lse`` are over all keys."""
         ...
+
+
+def ints_on(values: tuple[int, ...] | Ranges, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return integers, or those of ranges, as a tensor on the device of ``like``.
+
+    The last ones are kept, of each device and stream: layers and steps of one mask have the same.
+    """
+    if not has_values(like):
+        return torch.empty(_count(values), dtype=dtype, device=like.device)
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+    return _ints_on(values, dtype, like.device, stream)
+
+
+@lru_cache(maxsize=64)
+def _ints_on(
+    values: tuple[int, ...] | Ranges, dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    flat = [i for x in values for i in (x if isinstance(x, range) else (x,))]
+    # Pinned, so that the host need not wait for the device to take them.
+    made = torch.tensor(flat, dtype=dtype, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
+
+
+def _count(values: tuple[int, ...] | Ranges) -> int:
+    return sum(len(x) if isinstance(x, range) else 1 for x in values)
