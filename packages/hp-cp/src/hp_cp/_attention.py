@@ -269,7 +269,7 @@ def planned_attention(
 
     And their log-sum-exp ``[batch, rows, heads]``, if ``options`` ask for it.
     """
-    schedule = rank_schedule_of(plan, groups.ulysses.index, groups.ring, backend, options.scores)
+    schedule = rank_schedule_of(plan, groups, backend, options.scores)
     back: Callable[[Tensor], Tensor] | None = None
     if plan.load_balance:
         q = swap_halves(q, schedule.peers)
@@ -279,7 +279,7 @@ def planned_attention(
         q, k, v = rows_to_heads(q, k, v, exchange)
         back = partial(heads_to_rows, exchange=exchange)
         if sinks is not None:
-            mine = plan.heads[groups.ulysses.index].q
+            mine = exchange.shares[groups.ulysses.index].q
             sinks = sinks[mine.start : mine.stop]
     out, lse = attend(q, k, v, sinks, schedule, return_lse=options.return_lse)
     if back is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ._blocks import Block
 from ._mesh import Pair
 from ._ranges import Ranges, Ranks, size
-from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, ScoreOptions
+from .kernels._interface import GRID, AttentionBackend, PackedBackend, Places, ScoreOptions, packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BlockKernel:
         positions: "Positions | None" = None,
     ) -> "BlockKernel":
         """Return a backend with its options."""
-        packer = backend if isinstance(backend, PackedBackend) and positions is None else None
+        packer = backend if packs(backend) and positions is None else None
         return BlockKernel(
             backend=backend,
             packer=packer,

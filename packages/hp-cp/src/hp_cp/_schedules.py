@@ -30,8 +30,8 @@ from ._blockwise import (
     gradient_of_sinks,
 )
 from ._lineage import Origin
-from ._mesh import Pair, Peers
-from ._plan import AttentionPlan, part_of
+from ._mesh import Pair, Peers, RankGroups
+from ._plan import AttentionPlan, rank_plan_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
 from .kernels._interface import AttentionBackend, ScoreOptions
@@ -60,19 +60,19 @@ class RankSchedule:
 
 
 def rank_schedule_of(
-    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, options: ScoreOptions
+    plan: AttentionPlan, groups: RankGroups, backend: AttentionBackend, options: ScoreOptions
 ) -> RankSchedule:
-    """Return the part of the rank at ``peers.index`` that has head share ``place``."""
-    share, positions = plan.heads[place], None
+    """Return the part of this rank in a plan that is carried out."""
+    mine, positions = rank_plan_of(plan, groups.rank), None
     if options.dropout is not None:
-        positions = Positions(plan.queries[peers.index], plan.groups, share.q, plan.row_length)
-    kernel = BlockKernel.of(backend, share.repeats, options, positions)
+        positions = Positions(mine.queries, mine.keys, mine.share.q, plan.row_length)
+    kernel = BlockKernel.of(backend, mine.share.repeats, options, positions)
     return RankSchedule(
         plan=plan,
-        part=part_of(plan, peers.index),
+        part=mine.part,
         movement=MOVEMENTS[name_of(plan.schedule)],
-        ring=plan.ring,
-        peers=peers,
+        ring=mine.ring,
+        peers=groups.ring,
         kernel=kernel,
     )
 
