@@ -1,5 +1,6 @@
 """Calls: which collectives, and what they receive, by every way of counting."""
 
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -223,3 +224,67 @@ def test_after_a_timeout_inside_the_pass_no_other_call_is_waited_for() -> None:
     peers = Waiting(True, True)
     assert str(failed(peers, waits=True, error=None)) == "timed out"
     assert peers.waited == 1
+
+
+class CountingMesh:
+    """A mesh that counts how often it is asked for its group."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self.asked = 0
+
+    def get_group(self, mesh_dim: Any = None) -> Any:
+        """Return the group."""
+        self.asked += 1
+        return self._mesh.get_group(mesh_dim)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mesh, name)
+
+
+def test_a_known_attention_asks_for_its_group_once_and_is_planned_once() -> None:
+    cuts = []
+
+    class Counted(Zigzag):
+        def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Any:
+            cuts.append(n)
+            return super().chunks(n, seq_len, mask)
+
+    tensors = inputs(4, 4, 16)
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> tuple[list[int], int]:
+        mesh, asked = CountingMesh(collectives.mesh((2,), ("cp",))), []
+        q, k, v, _ = (x.chunk(2, 2)[rank] for x in tensors)
+        planning = 0
+        for _ in range(3):
+            before = mesh.asked
+            calls: list[str] = []
+            sys.setprofile(
+                lambda frame, event, _, calls=calls: calls.append(event_of(frame, event))
+            )
+            try:
+                context_parallel_attention(
+                    q,
+                    k,
+                    v,
+                    mesh,
+                    mask=CAUSAL,
+                    layout=Counted(),
+                    seq_len=16,
+                    collectives=collectives,
+                )
+            finally:
+                sys.setprofile(None)
+            planning = sum(name in ("_plan.py", "_layouts.py", "_masks.py") for name in calls)
+            asked.append(mesh.asked - before)
+        return asked, planning
+
+    for asked, planning in SimulatedWorld(2).run(rank):
+        assert asked == [1, 1, 1]
+        assert planning <= 40  # functions called in these files; a new plan takes hundreds
+    assert len(cuts) <= 2  # both ranks may be the first at once
+
+
+def event_of(frame: Any, event: str) -> str:
+    """Return the file of a function that is called, of others nothing."""
+    return Path(frame.f_code.co_filename).name if event == "call" else ""

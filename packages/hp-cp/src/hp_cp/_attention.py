@@ -231,8 +231,8 @@ def sharded_attention(
     plan = plan_inputs(q, k, v, groups, options)
     executed = plan.executed
     backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
-    # A mask's function, which may raise, is asked before anything is communicated.
-    part_of(executed, groups.ring.index, windows=backends.windows, device=str(q.device))
+    if plan.mask.mask_mod is not None:  # asked before anything is communicated, as it may raise
+        part_of(executed, groups.ring.index, windows=backends.windows, device=str(q.device))
     check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
     q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
@@ -262,8 +262,7 @@ def planned_attention(
 
     And their log-sum-exp ``[batch, rows, heads]``, if ``options`` ask for it.
     """
-    place, ring = groups.ulysses.index, groups.ring
-    schedule = rank_schedule_of(plan, place, ring, backends, options.scores, q.device)
+    schedule = rank_schedule_of(plan, groups, backends, options.scores, q.device)
     back: Callable[[Tensor], Tensor] | None = None
     if plan.load_balance:
         q = swap_halves(q, schedule.peers)
@@ -273,7 +272,7 @@ def planned_attention(
         q, k, v = rows_to_heads(q, k, v, exchange)
         back = partial(heads_to_rows, exchange=exchange)
         if sinks is not None:
-            mine = plan.heads[groups.ulysses.index].q
+            mine = exchange.shares[groups.ulysses.index].q
             sinks = sinks[mine.start : mine.stop]
     out, lse = attend(q, k, v, sinks, schedule, return_lse=options.return_lse)
     if back is None:

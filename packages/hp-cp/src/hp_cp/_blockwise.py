@@ -28,6 +28,7 @@ from .kernels._interface import (
     Places,
     ScoreOptions,
     ints_on,
+    packs,
 )
 
 _RUNS = 2  # stretches of rows from which on they are gathered and scattered by index
@@ -65,8 +66,7 @@ class BlockKernel:
     @property
     def packer(self) -> PackedBackend | None:
         """Return the backend if it computes many blocks in one call, which have no places."""
-        packs = isinstance(self.backend, PackedBackend) and not self.options.placed
-        return self.backend if packs else None  # type: ignore[return-value]
+        return self.backend if packs(self.backend) and not self.options.placed else None
 
     def of(self, block: Block) -> tuple[AttentionBackend, ScoreOptions]:
         """Return what computes a block, and the options for it."""

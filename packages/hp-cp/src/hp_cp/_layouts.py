@@ -324,15 +324,21 @@ def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chun
     return chunks
 
 
+@lru_cache(maxsize=32)
 def lengths_of(chunks: Chunks) -> tuple[int, ...]:
     """Return each rank's number of positions."""
     return tuple(sum(map(len, rank)) for rank in chunks)
 
 
-def in_global_order(chunks: Chunks) -> list[int]:
-    """Return the order that sorts all chunks, listed rank by rank, by their global start."""
+@lru_cache(maxsize=32)
+def out_of_order(chunks: Chunks) -> tuple[int, ...]:
+    """Return the order that sorts all chunks, listed rank by rank, by their global start.
+
+    Empty where they are in order as they are listed.
+    """
     starts = [chunk.start for rank in chunks for chunk in rank]
-    return sorted(range(len(starts)), key=starts.__getitem__)
+    order = tuple(sorted(range(len(starts)), key=starts.__getitem__))
+    return () if order == tuple(range(len(starts))) else order
 
 
 def cut(edges: Iterable[int]) -> list[range]:

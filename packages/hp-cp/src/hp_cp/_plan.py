@@ -292,6 +292,42 @@ def _look_of(plan: AttentionPlan, device: str) -> Look:
     return look
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one rank does, of all that a plan says: made once for a plan and a rank.
+
+    ``queries`` are the positions of its rows in the schedule and ``keys`` those of each rank's keys
+    there; ``chunks`` are those of its Ulysses neighbours, and ``shares`` their heads, among which
+    it has the place ``place``.
+    """
+
+    ring: Ring | None
+    queries: Ranges
+    keys: Chunks
+    chunks: Chunks
+    shares: tuple[HeadShare, ...]
+    place: int
+
+    @property
+    def share(self) -> HeadShare:
+        """Return this rank's heads."""
+        return self.shares[self.place]
+
+
+@lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
+def rank_plan_of(plan: AttentionPlan, rank: int) -> RankPlan:
+    """Return what a rank of a plan that is carried out does."""
+    group, place = divmod(rank, plan.ulysses_degree)
+    return RankPlan(
+        ring=plan.ring,
+        queries=plan.queries[group],
+        keys=plan.groups,
+        chunks=plan.chunks[rank - place : rank - place + plan.ulysses_degree],
+        shares=plan.heads,
+        place=place,
+    )
+
+
 @lru_cache(maxsize=_BATCHES)
 def _executed(plan: AttentionPlan) -> AttentionPlan:
     def of_all(chunks: Ranges) -> Ranges:
@@ -359,6 +395,30 @@ def plan_attention(
     or does not partition the sequence, `InputError` for sizes and flags that are none. So do the
     plan's methods for a rank that is none of ``n``.
     """
+    given = (mask, layout, n, seq_len, schedule, ulysses_degree, keep_kv, load_balance, batch)
+    sizes = (q_heads, kv_heads, head_size, value_size, itemsize)
+    try:
+        return _known(*given, *sizes)  # type: ignore[arg-type]  # a layout may have no hash
+    except TypeError:  # which the checks name
+        return _checked(*given, *sizes)
+
+
+def _checked(
+    mask: MaskSpec,
+    layout: Layout | None,
+    n: int,
+    seq_len: int,
+    schedule: Schedule,
+    ulysses_degree: int,
+    keep_kv: bool | None,
+    load_balance: bool,
+    batch: int,
+    q_heads: int | None,
+    kv_heads: int | None,
+    head_size: int,
+    value_size: int | None,
+    itemsize: int,
+) -> AttentionPlan:
     layout = Contiguous() if layout is None else layout
     check_schedule(schedule)
     check_mask(mask)
@@ -393,6 +453,9 @@ def plan_attention(
         chunks=checked_chunks(layout, n, seq_len, mask),
         lengths=_lengths(layout, n, seq_len, mask.rest),  # type: ignore[arg-type]  # it has a hash
     )
+
+
+_known = lru_cache(maxsize=_BATCHES, typed=True)(_checked)  # typed: True is no 1
 
 
 @lru_cache(maxsize=_BATCHES)

@@ -31,8 +31,8 @@ from ._blockwise import (
 )
 from ._lineage import Origin
 from ._mask_mod import whole_function
-from ._mesh import Pair, Peers
-from ._plan import AttentionPlan, part_of
+from ._mesh import Pair, Peers, RankGroups
+from ._plan import AttentionPlan, part_of, rank_plan_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
 from .kernels._choose import Backends
@@ -63,33 +63,34 @@ class RankSchedule:
 
 def rank_schedule_of(
     plan: AttentionPlan,
-    place: int,
-    peers: Peers,
+    groups: RankGroups,
     backends: Backends,
     options: ScoreOptions,
     device: torch.device,
 ) -> RankSchedule:
-    """Return the part of the rank at ``peers.index`` that has head share ``place``.
+    """Return the part of this rank in a plan that is carried out.
 
     Asks the function of the mask for this rank's rows and keys, on ``device``, the first time.
     """
-    share, rows = plan.heads[place], plan.queries[peers.index]
+    mine, positions = rank_plan_of(plan, groups.rank), None
     mask_mod = None if backends.masked is None else whole_function(plan.mask)
-    placed = options.placed or mask_mod is not None
+    if options.placed or mask_mod is not None:
+        positions = Positions(mine.queries, mine.keys, mine.share.q, plan.row_length)
     kernel = BlockKernel(
         backend=backends.blocks,
-        repeats=share.repeats,
+        repeats=mine.share.repeats,
         options=options,
         masked=backends.masked,
         mask_mod=mask_mod,
-        positions=Positions(rows, plan.groups, share.q, plan.row_length) if placed else None,
+        positions=positions,
     )
+    where = str(device) if mask_mod is not None else "cpu"
     return RankSchedule(
         plan=plan,
-        part=part_of(plan, peers.index, windows=backends.windows, device=str(device)),
+        part=part_of(plan, groups.ring.index, windows=backends.windows, device=where),
         movement=MOVEMENTS[name_of(plan.schedule)],
-        ring=plan.ring,
-        peers=peers,
+        ring=mine.ring,
+        peers=groups.ring,
         kernel=kernel,
     )
 

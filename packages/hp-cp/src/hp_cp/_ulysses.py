@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._blockwise import accumulator
-from ._layouts import Chunks, in_global_order, lengths_of
+from ._layouts import Chunks, lengths_of, out_of_order
 from ._mesh import Peers, RankGroups
-from ._plan import AttentionPlan, HeadShare
+from ._plan import AttentionPlan, HeadShare, rank_plan_of
 
 HeadRanges = Sequence[Sequence[range]]
 
@@ -38,12 +38,8 @@ Move = Callable[[Sequence[Tensor], HeadRanges, Exchange], list[Tensor]]
 
 def exchange_of(plan: AttentionPlan, groups: RankGroups) -> Exchange:
     """Return the Ulysses exchange of this rank and its neighbours."""
-    first = groups.rank - groups.ulysses.index
-    return Exchange(
-        peers=groups.ulysses,
-        chunks=plan.chunks[first : first + plan.ulysses_degree],
-        shares=plan.heads,
-    )
+    mine = rank_plan_of(plan, groups.rank)
+    return Exchange(peers=groups.ulysses, chunks=mine.chunks, shares=mine.shares)
 
 
 def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
@@ -137,15 +133,15 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
 
 def _by_rank(tensors: Sequence[Tensor], units: Sequence[int], chunks: Chunks) -> Tensor:
     """Return ``[rows, batch, units, step]`` of all tensors, the rows of each rank in turn."""
-    order = in_global_order(chunks)
-    if len(tensors) == 1 and order == sorted(order):  # dense for a batch of one
+    order = out_of_order(chunks)
+    if len(tensors) == 1 and not order:  # dense for a batch of one
         return tensors[0].transpose(0, 1)
     batch, length, _, size = tensors[0].shape
     count = sum(x.shape[2] * unit for x, unit in zip(tensors, units, strict=True))
     send = tensors[0].new_empty((length, batch, count, size // units[0]))
     places = send.split([len(chunk) for held in chunks for chunk in held])
     start = 0
-    for i in order:
+    for i in order or range(len(places)):
         stop = start + len(places[i])
         at = 0
         for x, unit in zip(tensors, units, strict=True):
@@ -211,8 +207,7 @@ def _blocks(
 
 def sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
     """Return rows that came rank by rank in the order of their positions."""
-    order = in_global_order(chunks)
-    if order == sorted(order):
+    if not (order := out_of_order(chunks)):
         return rows
     parts = rows.split([len(chunk) for held in chunks for chunk in held], dim)
     return torch.cat([parts[i] for i in order], dim)

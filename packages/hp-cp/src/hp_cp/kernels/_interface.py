@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -194,7 +194,11 @@ class AttentionBackend(Protocol):
         ...
 
 
-@runtime_checkable
+def packs(backend: AttentionBackend) -> "TypeGuard[PackedBackend]":
+    """Return whether a backend is a `PackedBackend`, which isinstance takes long to tell."""
+    return hasattr(backend, "forward_packed") and hasattr(backend, "backward_packed")
+
+
 class PackedBackend(AttentionBackend, Protocol):
     """A backend that also computes many blocks of one kind in one call.
 
