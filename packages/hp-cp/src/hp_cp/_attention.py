@@ -162,7 +162,7 @@ def context_parallel_attention(
 
     Keys and values come by the ``schedule``, and by the same way again in the backward unless
     ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
-    all-gather (sends from rank to rank where lengths differ) and one exchange per other rank for
+    all-gather (sends from rank to rank where lengths differ) and one exchange with all ranks for
     gradients; ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
     ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``
     exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the

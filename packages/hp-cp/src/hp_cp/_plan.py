@@ -6,7 +6,16 @@ Pure: a plan is made and checked before anything is communicated.
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ._blocks import Block, Document, Part, cut_documents, make_part
+from ._blocks import (
+    Block,
+    Document,
+    Part,
+    cut_documents,
+    gathered_part,
+    make_part,
+    pieces_of,
+    places_of,
+)
 from ._errors import DegreeError, InputError, LayoutError, described
 from ._layouts import (
     Auto,
@@ -265,7 +274,8 @@ class RankPlan:
 
     ``part`` is that of its rank of the schedule, ``queries`` the positions of its rows and
     ``keys`` those of each rank's keys there; ``chunks`` are those of its Ulysses neighbours, and
-    ``shares`` their heads, among which it has the place ``place``.
+    ``shares`` their heads, among which it has the place ``place``. Where all keys are gathered
+    they are one more source, behind the ranks, and ``places`` says where each rank's chunks are.
     """
 
     part: Part
@@ -275,6 +285,7 @@ class RankPlan:
     chunks: Chunks
     shares: tuple[HeadShare, ...]
     place: int
+    places: tuple[Ranges, ...] = ()
 
     @property
     def share(self) -> HeadShare:
@@ -286,11 +297,21 @@ class RankPlan:
 def rank_plan_of(plan: AttentionPlan, rank: int) -> RankPlan:
     """Return what a rank of a plan that is carried out does."""
     group, place = divmod(rank, plan.ulysses_degree)
+    part, keys, queries = part_of(plan, group), plan.groups, plan.queries
+    places: tuple[Ranges, ...] = ()
+    if SCHEDULES[name_of(plan.schedule)].gathers and len(keys) > 1:
+        pieces = pieces_of(keys)
+        places = places_of(pieces)
+        part = gathered_part(part, group, queries, pieces)
+        starts = [place.start for held in places for place in held]
+        in_memory = sorted(zip(starts, (x for held in pieces for x in held), strict=True))
+        keys = (*keys, tuple(chunk for _, piece in in_memory for chunk in piece))
     return RankPlan(
-        part=part_of(plan, group),
+        part=part,
         ring=plan.ring,
-        queries=plan.queries[group],
-        keys=plan.groups,
+        queries=queries[group],
+        keys=keys,
+        places=places,
         chunks=plan.chunks[rank - place : rank - place + plan.ulysses_degree],
         shares=plan.heads,
         place=place,
