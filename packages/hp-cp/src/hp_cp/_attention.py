@@ -19,7 +19,7 @@ from ._layouts import Contiguous, Layout, check_layout, told_length
 from ._lineage import check_lineage
 from ._masks import MaskSpec, check_mask
 from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
-from ._plan import AttentionPlan, part_of, plan_attention
+from ._plan import AttentionPlan, executed_part_of, plan_attention
 from ._routes import Schedule, check_schedule, ring_of
 from ._schedules import attend, rank_schedule_of
 from ._torch import keep_eager
@@ -162,7 +162,7 @@ def context_parallel_attention(
 
     Keys and values come by the ``schedule``, and by the same way again in the backward unless
     ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
-    all-gather (sends from rank to rank where lengths differ) and one exchange per other rank for
+    all-gather (sends from rank to rank where lengths differ) and one exchange with all ranks for
     gradients; ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
     ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``
     exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the
@@ -232,7 +232,7 @@ def sharded_attention(
     executed = plan.executed
     backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
     if plan.mask.mask_mod is not None:  # asked before anything is communicated, as it may raise
-        part_of(executed, groups.ring.index, windows=backends.windows, device=str(q.device))
+        executed_part_of(executed, groups.ring.index, backends.windows, str(q.device))
     check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
     q, k, v = (to_bshd(x, *dims) for x in (q, k, v))

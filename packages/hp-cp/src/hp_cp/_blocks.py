@@ -8,8 +8,8 @@ from its column; the others' parts are not needed for them.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise, starmap
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from ._ranges import (
     cut_window,
     joined,
     overlaps,
+    size,
     union,
 )
 
@@ -413,3 +414,124 @@ def rows_shown(rank: int, documents: Iterable[Document], band: Band) -> dict[int
                     by = mine.key - mine.start
                     shown.setdefault(rows.reader, []).append(range(a + by, b + by))
     return {peer: union(pieces) for peer, pieces in shown.items()}
+
+
+Pieces = tuple[tuple[Ranges, ...], ...]  # positions of each part of each rank's rows
+
+
+def pieces_of(groups: Chunks) -> Pieces:
+    """Return the parts of each rank's keys that are gathered side by side.
+
+    The chunks where no rank has more than two, else all of a rank as one. Under `Zigzag` the last
+    rank's chunks are side by side, one range, which is cut as those of the others.
+    """
+    firsts = {len(held[0]) for held in groups if len(held) == 2}
+    if max(map(len, groups), default=0) > 2:
+        return tuple((held,) for held in groups)
+    if len(firsts) == 1 and all(groups):
+        (first,) = firsts
+        groups = tuple(
+            held if len(held) == 2 else tuple(filter(None, (held[0][:first], held[0][first:])))
+            for held in groups
+        )
+    return tuple(tuple((chunk,) for chunk in held) for held in groups)
+
+
+def places_of(pieces: Pieces) -> tuple[Ranges, ...]:
+    """Return where the pieces of each rank's keys are in memory after all are gathered.
+
+    All second pieces and then all first ones: under `Zigzag` what the second chunk of a rank sees
+    of all keys is then one range.
+    """
+    places: list[list[range]] = [[range(0)] * len(held) for held in pieces]
+    start = 0
+    for i in reversed(range(max(map(len, pieces), default=0))):
+        for rank, held in enumerate(pieces):
+            if i < len(held):
+                places[rank][i] = range(start, start + size(held[i]))
+                start += len(places[rank][i])
+    return tuple(map(tuple, places))
+
+
+def gathered_part(part: Part, rank: int, queries: Chunks, pieces: Pieces) -> Part:
+    """Return a part whose keys of others are one source, the number ``n`` of ranks, of all keys.
+
+    Its blocks count rows of memory as `places_of` has them, and are as few as that allows: own
+    rectangles move there where that saves some.
+    """
+    n, places = len(pieces), places_of(pieces)
+    found: list[tuple[list[Block], list[Block]]] = []
+    for rows in ((), local_rows(map(len, queries[rank]))):
+        own: list[Piece] = []
+        every: list[Piece] = []
+        for source, blocks_of_source in part.blocks.items():
+            cuts = local_rows(map(size, pieces[source]))
+            for piece in (x for block in blocks_of_source for x in _single(block)):
+                if source == rank and not rows:
+                    own.append(piece)
+                    continue
+                for cut in _cut_piece(piece, rows or (piece.rows,), cuts):
+                    if source == rank and cut.kind != "full":
+                        own.append(cut)
+                        continue
+                    i = next(i for i, held in enumerate(cuts) if cut.keys.start in held)
+                    keys = _shifted(cut.keys, places[source][i].start - cuts[i].start)
+                    every.append(Piece(cut.rows, keys, cut.kind))
+        found.append((_stacked(_joined_blocks(own, rank)), _stacked(_joined_blocks(every, n))))
+    own_blocks, blocks = min(found, key=lambda both: len(both[0]) + len(both[1]))
+    return replace(
+        part,
+        blocks={rank: tuple(own_blocks), n: tuple(blocks)},
+        receive_rows={n: joined([range(sum(part.lengths))])},
+    )
+
+
+def local_rows(lengths: Iterable[int]) -> Ranges:
+    """Return the local rows of parts of these lengths."""
+    edges = [0, *accumulate(lengths)]
+    return tuple(starmap(range, pairwise(edges)))
+
+
+def _single(block: Block) -> Iterator[Piece]:
+    """Yield the squares of a block, or the block."""
+    rows, keys = len(block.queries) // block.tiles, len(block.keys) // block.tiles
+    for i in range(block.tiles):
+        yield Piece(
+            block.queries[i * rows : (i + 1) * rows],
+            block.keys[i * keys : (i + 1) * keys],
+            block.kind,
+        )
+
+
+def _cut_piece(piece: Piece, rows: Ranges, keys: Ranges) -> Iterator[Piece]:
+    """Yield a piece cut to ranges of rows and of keys: a square to squares and rectangles."""
+    if piece.kind in ("full", "masked"):
+        for _, _, mine in overlaps([piece.rows], rows):
+            for _, _, theirs in overlaps([piece.keys], keys):
+                yield Piece(mine, theirs, piece.kind)
+    elif piece.kind in ("causal", "anticausal"):
+        by = piece.keys.start - piece.rows.start
+        both = [x for _, _, x in overlaps([piece.rows], rows)]
+        cuts = [x for _, _, x in overlaps(both, [_shifted(held, -by) for held in keys])]
+        for i, square in enumerate(cuts):
+            for other in cuts[:i] if piece.kind == "causal" else cuts[i + 1 :]:
+                yield Piece(square, _shifted(other, by), "full")
+            yield Piece(square, _shifted(square, by), piece.kind)
+    else:
+        raise RuntimeError(f"a block of kind {piece.kind!r} is not known over gathered keys")
+
+
+def _stacked(blocks: Iterable[Block]) -> list[Block]:
+    """Return blocks with rectangles joined that have the same keys and follow each other."""
+    out: list[Block] = []
+    for block in sorted(blocks, key=lambda b: (b.kind, b.keys.start, b.keys.stop, b.queries.start)):
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and (last.kind, block.kind, last.keys) == ("full", "full", block.keys)
+            and last.queries.stop == block.queries.start
+        ):
+            block = _grown(out.pop(), range(last.queries.start, block.queries.stop), block.keys, 1)
+            block = replace(block, keys=last.keys)
+        out.append(block)
+    return out

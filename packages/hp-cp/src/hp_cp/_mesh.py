@@ -69,12 +69,12 @@ class Peers:
         ).wait()
         _CONNECTED.add(self.axis.group)
 
-    def all_gather(self, pair: Pair, outputs: Pair) -> Work:
-        """Concatenate equal pairs of the whole axis into ``outputs``."""
-        return self.collectives.all_gather(self.axis, list(pair), list(outputs))
+    def all_gather(self, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        """Concatenate equal parts of the whole axis into ``outputs``."""
+        return self.collectives.all_gather(self.axis, parts, outputs)
 
     def exchange(
-        self, sends: Mapping[int, Tensor | Pair], receives: Mapping[int, Tensor | Pair]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`."""
         return self.collectives.send_recv(self.axis, self._placed(sends), self._placed(receives))
@@ -84,7 +84,7 @@ class Peers:
         splits = self._widened(send), self._widened(receive)
         return AutogradCollectives(self.collectives).all_to_all(x, self.axis, *splits)
 
-    def _placed(self, tensors: Mapping[int, Tensor | Pair]) -> Mapping[int, Tensor | Pair]:
+    def _placed(self, tensors: Mapping[int, Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:
         if self.whole:
             return tensors
         return {self.members[peer]: tensor for peer, tensor in tensors.items()}

@@ -6,7 +6,18 @@ Pure: a plan is made and checked before anything is communicated.
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ._blocks import Block, Document, Look, Part, Tiles, cut_documents, make_part
+from ._blocks import (
+    Block,
+    Document,
+    Look,
+    Part,
+    Tiles,
+    cut_documents,
+    gathered_part,
+    make_part,
+    pieces_of,
+    places_of,
+)
 from ._errors import DegreeError, InputError, LayoutError, described
 from ._layouts import (
     Auto,
@@ -298,7 +309,8 @@ class RankPlan:
 
     ``queries`` are the positions of its rows in the schedule and ``keys`` those of each rank's keys
     there; ``chunks`` are those of its Ulysses neighbours, and ``shares`` their heads, among which
-    it has the place ``place``.
+    it has the place ``place``. Where all keys are gathered they are one more source, behind the
+    ranks, and ``places`` says where each rank's chunks are.
     """
 
     ring: Ring | None
@@ -307,6 +319,7 @@ class RankPlan:
     chunks: Chunks
     shares: tuple[HeadShare, ...]
     place: int
+    places: tuple[Ranges, ...] = ()
 
     @property
     def share(self) -> HeadShare:
@@ -318,14 +331,40 @@ class RankPlan:
 def rank_plan_of(plan: AttentionPlan, rank: int) -> RankPlan:
     """Return what a rank of a plan that is carried out does."""
     group, place = divmod(rank, plan.ulysses_degree)
+    keys = plan.groups
+    places: tuple[Ranges, ...] = ()
+    if gathers(plan):
+        pieces = pieces_of(keys)
+        places = places_of(pieces)
+        starts = [place.start for held in places for place in held]
+        in_memory = sorted(zip(starts, (x for held in pieces for x in held), strict=True))
+        keys = (*keys, tuple(chunk for _, piece in in_memory for chunk in piece))
     return RankPlan(
         ring=plan.ring,
         queries=plan.queries[group],
-        keys=plan.groups,
+        keys=keys,
+        places=places,
         chunks=plan.chunks[rank - place : rank - place + plan.ulysses_degree],
         shares=plan.heads,
         place=place,
     )
+
+
+def gathers(plan: AttentionPlan) -> bool:
+    """Return whether all keys of several ranks come at once, as one more source."""
+    return SCHEDULES[name_of(plan.schedule)].gathers and plan.n > plan.ulysses_degree
+
+
+@lru_cache(maxsize=4 * _BATCHES)
+def executed_part_of(plan: AttentionPlan, rank: int, windows: bool, device: str) -> Part:
+    """Return what a rank of the schedule carries out, with the arguments of `part_of`.
+
+    Over gathered keys, which are not in the order of positions, windows are cut.
+    """
+    if not gathers(plan):
+        return part_of(plan, rank, windows=windows, device=device)
+    part = part_of(plan, rank, device=device)
+    return gathered_part(part, rank, plan.queries, pieces_of(plan.groups))
 
 
 @lru_cache(maxsize=_BATCHES)

@@ -90,7 +90,7 @@ def members(pieces: Iterable[range], places: range) -> Ranges:
     for piece in pieces:
         found.append(piece[max(0, places.start - before) : max(0, places.stop - before)])
         before += len(piece)
-    return joined(found)
+    return tuple(filter(None, found))
 
 
 @dataclass(frozen=True, slots=True)

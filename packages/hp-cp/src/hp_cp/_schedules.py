@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Work
 
-from ._blocks import Part
+from ._blocks import Part, local_rows
 from ._blockwise import (
     BlockKernel,
     KVGradient,
@@ -32,7 +32,7 @@ from ._blockwise import (
 from ._lineage import Origin
 from ._mask_mod import whole_function
 from ._mesh import Pair, Peers, RankGroups
-from ._plan import AttentionPlan, part_of, rank_plan_of
+from ._plan import AttentionPlan, executed_part_of, rank_plan_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
 from .kernels._choose import Backends
@@ -49,6 +49,7 @@ class RankSchedule:
     ring: Ring | None
     peers: Peers
     kernel: BlockKernel
+    places: tuple[Ranges, ...]
 
     @property
     def rank(self) -> int:
@@ -87,9 +88,10 @@ def rank_schedule_of(
     where = str(device) if mask_mod is not None else "cpu"
     return RankSchedule(
         plan=plan,
-        part=part_of(plan, groups.ring.index, windows=backends.windows, device=where),
+        part=executed_part_of(plan, groups.ring.index, backends.windows, where),
         movement=MOVEMENTS[name_of(plan.schedule)],
         ring=mine.ring,
+        places=mine.places,
         peers=groups.ring,
         kernel=kernel,
     )
@@ -133,11 +135,13 @@ class PendingWork:
         self._peers = peers
         self._under_way: set[_Call] = set()
 
-    def all_gather(self, x: Pair, output: Pair) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         """Start one; see `Peers.all_gather`."""
-        return _Call(self._peers.all_gather(x, output), self._under_way)
+        return _Call(self._peers.all_gather(parts, outputs), self._under_way)
 
-    def exchange(self, sends: Mapping[int, Pair], receives: Mapping[int, Pair]) -> Work:
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> Work:
         """Start one; see `Peers.exchange`."""
         return _Call(self._peers.exchange(sends, receives), self._under_way)
 
@@ -179,21 +183,33 @@ Arrivals = Iterator[tuple[int, KVShard]]
 
 
 def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
-    """One all-gather; point to point where lengths differ or not all of an axis takes part."""
-    mine = packed(k, v, schedule.own_rows)
-    if len(set(schedule.part.lengths)) == 1 and schedule.peers.whole:
-        all_k, all_v = (x.new_empty((schedule.peers.size, *x.shape)) for x in mine)
-        work = calls.all_gather(mine, (all_k.flatten(0, 1), all_v.flatten(0, 1)))
-        parts = dict(enumerate(zip(all_k.unbind(0), all_v.unbind(0), strict=True)))
+    """One all-gather; point to point where lengths differ or not all of an axis takes part.
+
+    Memory is ``[rows, batch, kv_heads, size]``, so that what all ranks send is one range of it.
+    """
+    places, rank = schedule.places, schedule.rank
+    given = k.transpose(0, 1), v.transpose(0, 1)
+    every = tuple(x.new_empty((sum(schedule.part.lengths), *x.shape[1:])) for x in given)
+    mine = _ranges_of(given, local_rows(map(len, places[rank])))
+    if len({tuple(map(len, held)) for held in places}) == 1 and schedule.peers.whole:
+        regions = [range(held[0].start, held[-1].stop) for held in zip(*places, strict=True)]
+        work = calls.all_gather(mine, _ranges_of(every, regions))
     else:
-        parts = {s: room_for(rows, (k, v)) for s, rows in schedule.part.receive_rows.items()}
-        sends = {peer: mine for peer in schedule.part.receive_rows if schedule.own_rows}
-        receives = {s: part for s, part in parts.items() if schedule.part.receive_rows[s]}
-        work = calls.exchange(sends, receives)
-    yield schedule.rank, KVShard(k, v, schedule.own_rows)
+        parts = {s: _ranges_of(every, held) for s, held in enumerate(places) if held}
+        for room, part in zip(parts.pop(rank, ()), mine, strict=True):
+            room.copy_(part)
+        peers = range(len(places)) if mine else ()
+        work = calls.exchange({peer: mine for peer in peers if peer != rank}, parts)
+    yield rank, KVShard(k, v, schedule.own_rows)
     work.wait()
+    all_k, all_v = (x.transpose(0, 1) for x in every)
     for source, rows in schedule.part.receive_rows.items():
-        yield source, KVShard(*parts[source], rows)
+        yield source, KVShard(all_k, all_v, rows)
+
+
+def _ranges_of(tensors: Sequence[Tensor], rows: Sequence[range]) -> list[Tensor]:
+    """Return ranges of the first dim of each tensor, dense."""
+    return [x[part.start : part.stop].contiguous() for x in tensors for part in rows]
 
 
 def _direct(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
@@ -293,8 +309,6 @@ class _Straight:
         if share is not None:
             dk, dv = share
             sends[source] = dk.to(self._dtype), dv.to(self._dtype)
-        elif schedule.part.receive_rows[source]:  # gathered, but not seen by any row here
-            sends[source] = _zeros(room_for(schedule.part.receive_rows[source], self._like))
         part = room_for(schedule.part.send_rows[peer], self._like)
         if schedule.part.send_rows[peer]:
             receives[peer] = part
@@ -310,6 +324,50 @@ class _Straight:
         work.wait()
         if rows := self._schedule.part.send_rows[peer]:
             self._own.add(rows, dk, dv)
+
+
+class _Scattered:
+    """All at once, from each rank to each, in the dtype of the keys; added in the order of ranks.
+
+    A reduce-scatter would bring as many bytes, but sums in that dtype, in an order of its own.
+    """
+
+    def __init__(
+        self, schedule: RankSchedule, own: KVGradient, like: Pair, calls: PendingWork
+    ) -> None:
+        self._schedule = schedule
+        self._own = own
+        self._like = like
+        self._calls = calls
+        self._coming: tuple[dict[int, list[Tensor]], Work] | None = None
+
+    def add(self, source: int, share: Pair | None) -> None:
+        schedule, places = self._schedule, self._schedule.places
+        if share is None:  # what is gathered comes back, also if it is seen by no row here
+            share = _zeros(room_for(schedule.part.receive_rows[source], self._like))
+        mine = local_rows(map(len, places[schedule.rank]))
+        for rows, place in zip(mine, places[schedule.rank], strict=True):
+            self._own.add((rows,), *(x[:, place.start : place.stop] for x in share))
+        by_rows = [x.to(self._like[0].dtype).transpose(0, 1) for x in share]
+        rooms = [x.transpose(0, 1) for x in self._like]
+        peers = [peer for peer in range(len(places)) if peer != schedule.rank]
+        sends = {peer: _ranges_of(by_rows, places[peer]) for peer in peers if places[peer]}
+        receives = {
+            peer: [x.new_empty((len(rows), *x.shape[1:])) for x in rooms for rows in mine]
+            for peer in (peers if mine else ())
+        }
+        self._coming = receives, self._calls.exchange(sends, receives)
+
+    def finish(self) -> None:
+        if self._coming is None:
+            return
+        (parts, work), self._coming = self._coming, None
+        work.wait()
+        mine = local_rows(map(len, self._schedule.places[self._schedule.rank]))
+        for part in parts.values():
+            dk, dv = part[: len(mine)], part[len(mine) :]
+            for rows, *both in zip(mine, dk, dv, strict=True):
+                self._own.add((rows,), *(x.transpose(0, 1) for x in both))
 
 
 class _Around:
@@ -378,7 +436,7 @@ class Movement(NamedTuple):
 
 
 MOVEMENTS: dict[ScheduleName, Movement] = {
-    "gather": Movement(_gather, _Straight),
+    "gather": Movement(_gather, _Scattered),
     "direct": Movement(_direct, _Straight),
     "ring": Movement(_around, _Around),
     "double_ring": Movement(_around, _Around),

@@ -245,5 +245,5 @@ def _exchange_halves(x: Tensor, peers: Peers, back: bool) -> Tensor:
     halves = x.chunk(2, 1)
     stays, goes = halves[::-1] if comes_first and back else halves
     comes = torch.empty_like(goes, memory_format=torch.contiguous_format)
-    peers.exchange({partner: goes.contiguous()}, {partner: comes}).wait()
+    peers.exchange({partner: [goes.contiguous()]}, {partner: [comes]}).wait()
     return torch.cat([comes, stays] if comes_first and not back else [stays, comes], 1)
