@@ -35,8 +35,11 @@ def masked(draw: st.DrawFn, longest: int = 60, shortest: int = 0) -> tuple[MaskS
     return MaskSpec(causal=draw(st.booleans()), window=window, cu_seqlens=documents), seq_len
 
 
-def visible(mask: MaskSpec, seq_len: int) -> Tensor:
-    """Return which key each query sees, ``bool [seq, seq]``, by the definition of `MaskSpec`."""
+def visible(mask: MaskSpec, seq_len: int, batch: int = 1, heads: int = 1) -> Tensor:
+    """Return which key each query sees, ``bool [seq, seq]``, by the definition of `MaskSpec`.
+
+    With a function ``[batch, heads, seq, seq]``, asked pair by pair.
+    """
     i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None, :]
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
     if mask.causal:
@@ -48,6 +51,10 @@ def visible(mask: MaskSpec, seq_len: int) -> Tensor:
         for end in mask.cu_seqlens[1:-1]:
             document[end:] += 1
         seen &= document[:, None] == document[None, :]
+    if mask.mask_mod is not None:
+        seen = seen.repeat(batch, heads, 1, 1)
+        for at in seen.nonzero():
+            seen[tuple(at)] = mask.mask_mod(*at)
     return seen
 
 

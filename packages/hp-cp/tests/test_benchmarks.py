@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 DRAW_PLANS = Path(__file__).parents[1] / "benchmarks" / "draw_plans.py"
 
@@ -26,3 +27,19 @@ def test_plans_are_drawn_into_the_file_that_is_named(
     monkeypatch.setattr("sys.argv", ["draw_plans.py", str(tmp_path / "plans.svg")])
     runpy.run_path(str(DRAW_PLANS), run_name="__main__")
     assert (tmp_path / "plans.svg").read_text().startswith("<svg")
+
+
+def test_the_gpu_script_checks_on_a_cpu_what_is_there_and_says_what_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu.py"])
+    script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
+    rows = script["kernels"](torch.device("cpu"), script["SMALL"])
+    results = {what: result for _, what, result in rows}
+    assert not [row for row in rows if "FAILED" in row[2]]
+    assert results["eager, function, float32"].startswith("error")
+    assert results["sdpa, causal, bfloat16"].startswith("error")
+    for backend in ("efficient", "cudnn", "varlen", "flex"):
+        skipped = [result for what, result in results.items() if what.startswith(backend)]
+        assert len(skipped) == 10
+        assert all(result.startswith("SKIPPED: it has") for result in skipped)

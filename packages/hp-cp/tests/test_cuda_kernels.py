@@ -228,3 +228,25 @@ def test_one_key_goes_to_flash_which_cudnn_does_not_take(monkeypatch: pytest.Mon
             out, lse = CUDNN.forward(q, k, k, causal=False, options=PLAIN)
             CUDNN.backward(q, q, k, k, out, lse, causal=False, options=PLAIN)
     assert given == [("_flash", 1), ("_flash_backward", 1), ("_cudnn", 2), ("_cudnn_backward", 2)]
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_cudnns_backward_is_given_dense_outputs_in_the_order_of_the_queries(
+    rows_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Tensor] = []
+
+    def noted(*args: Any, **_: Any) -> Any:
+        given.extend(args[:6])
+        return args[1:4]
+
+    monkeypatch.setattr(_torch, "_cudnn_backward", noted)
+    whole = torch.randn(1, 60, 8, 16).transpose(1, 2)  # [batch, heads, rows, size]
+    part = whole[:, :, 20:40]
+    q = part if rows_first else part.contiguous()
+    lse = torch.randn(1, 20, 8).transpose(1, 2)
+    _torch.cudnn_cuda_backward(BackwardInputs(part, q, q, q, part, lse, False, None))
+    grad, _, _, _, out, sums = given
+    assert grad.stride()[1:] == out.stride()[1:] == q.stride()[1:]
+    assert sums.is_contiguous()
+    assert [x.data_ptr() == part.data_ptr() for x in (grad, out)] == [rows_first] * 2

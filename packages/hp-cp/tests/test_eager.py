@@ -101,12 +101,12 @@ def test_it_is_as_exact_as_the_fused_kernel(dtype: torch.dtype, causal: bool) ->
 def test_scores_of_a_tile_are_all_that_is_held(tile: Callable[[int], None]) -> None:
     shapes: set[tuple[int, ...]] = set()
     tile(2 * 8 * 32)
-    for each in _eager._tiles(random(5, 8, 33, 4), random(5, 2, 32, 4), causal=False):
+    for each in _eager._tiles(random(5, 8, 33, 4), random(5, 2, 32, 4), (None, None)):
         rows = random(5, 8, 33, 1)[each.rows]
         shapes.add(tuple(rows.shape[:3]))
     assert shapes == {(1, 8, 2), (1, 8, 1)}
     tile(3 * 8 * 33 * 32)
-    tiles = _eager._tiles(random(5, 8, 33, 4), random(5, 2, 32, 4), causal=False)
+    tiles = _eager._tiles(random(5, 8, 33, 4), random(5, 2, 32, 4), (None, None))
     assert [each.rows[0] for each in tiles] == [slice(0, 3), slice(3, 5)]
 
 

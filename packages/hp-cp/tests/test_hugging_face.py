@@ -265,6 +265,32 @@ def test_documents_of_a_flattening_collator_are_found(given: str) -> None:
     assert error_of(found, expected) <= BOUND
 
 
+@pytest.mark.parametrize("given", ["position_ids", "mask"])
+@pytest.mark.parametrize("name", ["Qwen3", "Mistral"])
+def test_each_row_of_a_batch_has_its_documents(name: str, given: str) -> None:
+    ends = (DOCUMENTS, (0, 5, SEQ_LEN))
+    lengths = [[b - a for a, b in pairwise(of_row)] for of_row in ends]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in of_row]) for of_row in lengths])
+    ids = tokens(2)
+    labels = ids.masked_fill(positions == 0, -100)
+    batch: dict[str, Any] = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    model = model_of(name)
+    options: dict[str, Any] = {}
+    expected = alone(model, batch)
+    if given == "mask":
+        del batch["position_ids"]
+        options["mask"] = MaskSpec(causal=True, cu_seqlens=ends)
+    assert error_of(simulated(model, batch, layout=Greedy(2), **options), expected) <= BOUND
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_other_rows_than_the_batch_is_refused(rows: int) -> None:
+    mesh, _ = one_rank()
+    mask = MaskSpec(causal=True, cu_seqlens=((0, SEQ_LEN),) * rows)
+    with pytest.raises(InputError, match=f"documents of {rows} rows, but the batch has 2; give"):
+        shard_batch({"input_ids": tokens()}, mesh, mask=mask)
+
+
 def test_padding_at_the_end_of_rows_changes_nothing() -> None:
     ids, seen = tokens(), torch.ones(2, SEQ_LEN, dtype=torch.int64)
     seen[0, 20:] = 0
@@ -544,7 +570,6 @@ def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
         ("labels must be", {"input_ids": tokens(), "labels": tokens()[:1]}),
         ("zeros before ones", {"input_ids": tokens(), "attention_mask": tokens() > 9}),
         ("pixel_values of shape", {"input_ids": tokens(), "pixel_values": torch.zeros(2, 3, 8, 8)}),
-        ("other tokens in other rows", {"input_ids": tokens(), "position_ids": tokens()}),
         ("at least one", {"input_ids": tokens()[:, :1]}),
     ],
 )

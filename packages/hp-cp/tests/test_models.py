@@ -108,11 +108,14 @@ def defined(case: Case) -> list[Tensor]:
     scores = leaves["q"] @ k.mT * (case.sizes[0] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible(case.mask, case.seq_len), -torch.inf)
+    seen = visible(case.mask, case.seq_len, 2, case.heads[0])
+    scores = scores.masked_fill(~seen, -torch.inf)
     if case.sinks:
         beside = leaves["sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, beside], -1)
-    weights = scores.softmax(-1)[..., : case.seq_len]
+    alone = (scores == -torch.inf).all(-1, keepdim=True)  # rows without keys
+    weights = scores.masked_fill(alone, 0.0).softmax(-1).masked_fill(alone, 0.0)
+    weights = weights[..., : case.seq_len]
     if rate := case.options.get("dropout_p"):
         weights = weights * kept(case) / (1 - rate)
     out = weights @ v

@@ -1,6 +1,7 @@
 """Blocks of one kind go to a backend in one call, where it takes several."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from hp_cp import (
     Contiguous,
+    Greedy,
     Layout,
     MaskSpec,
+    PerDocument,
     ScoreOptions,
     context_parallel_attention,
     plan_attention,
@@ -20,6 +23,7 @@ from hp_cp import (
 from hp_cp.kernels._interface import PackedBackend
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
+from .operations import Called
 from .strategies import all_layouts, dense_attention, inputs, leaves, masked, single, with_gradients
 from .test_backends import PlainBackend
 
@@ -165,3 +169,41 @@ def test_more_squares_than_a_grid_has_places_are_several_launches(
     expected = with_gradients(plain, whole, alone(tensors[3]))
     for result, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(alone(result), reference, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", PackedPlain()], ids=["alone", "packed"])
+@pytest.mark.parametrize("layout", [Greedy(4), PerDocument()], ids=repr)
+def test_sums_of_documents_cost_as_many_operations_for_few_as_for_many(
+    layout: Layout, backend: Any
+) -> None:
+    counted = []
+    for documents in (20, 60):
+        ends = sorted(Random(documents).sample(range(1, 16 * documents), documents - 1))
+        mask = MaskSpec(causal=True, cu_seqlens=(0, *ends, 16 * documents))
+        indices = layout.indices(4, 16 * documents, mask)
+        q, k, v, grad = inputs(2, 2, 16 * documents)
+
+        def rank(
+            rank: int,
+            simulated: SimulatedCollectives,
+            indices: Any = indices,
+            mask: MaskSpec = mask,
+            given: tuple[Tensor, ...] = (q, k, v, grad),
+        ) -> tuple[int, int]:
+            local = leaves(*(x[:, :, list(indices[rank])] for x in given[:3]))
+            mesh = simulated.mesh((4,), ("cp",))
+            options: Any = {"mask": mask, "layout": layout, "backend": backend}
+            with Called() as called:
+                out = context_parallel_attention(
+                    *local, mesh, seq_len=len(given[0][0, 0]), collectives=simulated, **options
+                )
+                torch.autograd.grad(out, local, given[3][:, :, list(indices[rank])])
+            sums = ("lerp", "logaddexp", "add_", "copy_", "index")
+            kernels = sum(n for name, n in called.times.items() if "flash" in name)
+            return kernels, sum(n for name, n in called.times.items() if any(map(name.count, sums)))
+
+        counted.append(SimulatedWorld(4).run(rank)[0])
+    (few, sums), (many, same) = counted
+    assert backend != "sdpa" or many > few
+    assert same <= 1.5 * sums
+    assert same < 80

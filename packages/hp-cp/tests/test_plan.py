@@ -69,7 +69,8 @@ def test_blocks_of_swapped_halves_cover_the_mask_exactly_once(
     case: tuple[MaskSpec, int], n: int, half: int
 ) -> None:
     seq_len = 2 * n * half
-    ends = [end * seq_len // max(1, case[1]) for end in case[0].cu_seqlens or (0, case[1])]
+    given = (*case[0].ends, (0, case[1]))[0]
+    ends = [end * seq_len // max(1, case[1]) for end in given]
     mask = MaskSpec(
         causal=case[0].causal, window=case[0].window, cu_seqlens=(0, *ends[1:-1], seq_len)
     )

@@ -63,7 +63,7 @@ def test_inner_rings_that_do_not_divide_are_named() -> None:
     [
         ({"ulysses_degree": 2, "q_heads": 2}, DegreeError, "ulysses_degree=2 and schedule='gath"),
         ({"schedule": "ring"}, DegreeError, "and schedule='ring'; use ulysses_degree=1"),
-        ({"layout": Zigzag()}, LayoutError, r"lie Contiguous, got Zigzag\(\)"),
+        ({"layout": Zigzag()}, LayoutError, r"for Contiguous sequences, got Zigzag\(\)"),
         ({"seq_len": 12}, LayoutError, "12 positions on 4 ranks .* multiple of 8"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_mask_that_is_no_spec_is_refused(mask: Any, said: str) -> None:
         ({"window": 2.0}, "window=2.0 is no number of keys"),
         ({"cu_seqlens": [0, 8]}, r"tuple of ints, got an object of type list; .*tolist\(\)\)"),
         ({"cu_seqlens": (0, 2.0)}, "tuple of ints"),
-        ({"cu_seqlens": ((0, 3, 8), (0, 8))}, "shared by all rows of the batch"),
+        ({"cu_seqlens": ((0, 3, 8), (0, 9))}, "rows of a batch end at"),
         ({"cu_seqlens": (1, 8)}, r"ascend from 0 .* got \(1, 8\)"),
         ({"cu_seqlens": (0, 5, 3, 8)}, "ascend from 0"),
         ({"cu_seqlens": (0,)}, "ascend from 0"),

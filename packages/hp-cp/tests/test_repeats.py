@@ -22,9 +22,9 @@ CAUSAL = MaskSpec(causal=True)
 def test_heads_are_repeated_as_repeat_interleave_does_and_summed_as_its_gradient(
     repeats: list[int],
 ) -> None:
-    x = torch.arange(24.0 * len(repeats), dtype=torch.float64).view(2, len(repeats), 3, 4)
+    x = torch.arange(24.0 * len(repeats), dtype=torch.float64).view(2, 3, len(repeats), 4)
     y = x.clone().requires_grad_()
-    expected = y.repeat_interleave(torch.tensor(repeats), 1)
+    expected = y.repeat_interleave(torch.tensor(repeats), 2)
     assert torch.equal(repeat_heads(x, repeats), expected)
     grad = torch.arange(expected.numel(), dtype=torch.float64).view(expected.shape)
     assert torch.equal(sum_heads(grad, repeats), torch.autograd.grad(expected, y, grad)[0])

@@ -40,8 +40,9 @@ def test_each_rank_gets_its_heads_of_the_whole_sequence_and_gives_them_back(
     def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
         exchange = exchange_of(door, layout, seq_len, shares)
         mine = list(indices[rank])
-        held = rows_to_heads(q[:, :, mine], k[:, :, mine], v[:, :, mine], exchange)
-        return [*held, heads_to_rows(held[0], exchange)]
+        local = [x[:, :, mine].transpose(1, 2) for x in (q, k, v)]
+        held = rows_to_heads(local[0], local[1], local[2], exchange)
+        return [x.transpose(1, 2) for x in (*held, heads_to_rows(held[0], exchange))]
 
     results = SimulatedWorld(n).run(rank)
     for share, mine, (held_q, held_k, held_v, back) in zip(shares, indices, results, strict=True):
@@ -57,12 +58,12 @@ def test_the_gradient_of_a_head_sums_those_of_all_ranks_that_read_it(
     n: int, heads: tuple[int, int], seq_len: int, layout: Layout
 ) -> None:
     kv_heads, q_heads = heads[0], heads[0] * heads[1] * n
-    tensors = inputs(q_heads, kv_heads, seq_len)[:3]
+    tensors = [x.transpose(1, 2) for x in inputs(q_heads, kv_heads, seq_len)[:3]]
     shares = split_heads(q_heads, kv_heads, n)
 
     def rank(rank: int, door: SimulatedCollectives) -> tuple[Tensor, ...]:
         mine = list(layout.indices(n, seq_len)[rank])
-        q, k, v = (x[:, :, mine].requires_grad_() for x in tensors)
+        q, k, v = (x[:, mine].requires_grad_() for x in tensors)
         held = rows_to_heads(q, k, v, exchange_of(door, layout, seq_len, shares))
         grads = [torch.full_like(x, rank + 1.0) for x in held]
         return torch.autograd.grad(held, (q, k, v), grads)
@@ -70,11 +71,11 @@ def test_the_gradient_of_a_head_sums_those_of_all_ranks_that_read_it(
     for dq, dk, dv in SimulatedWorld(n).run(rank):
         for head in range(q_heads):
             (owner,) = (rank for rank in range(n) if head in shares[rank].q)
-            assert (dq[:, head] == owner + 1.0).all()
+            assert (dq[:, :, head] == owner + 1.0).all()
         for head in range(kv_heads):
             total = sum(rank + 1.0 for rank in range(n) if head in shares[rank].kv)
-            assert (dk[:, head] == total).all()
-            assert (dv[:, head] == total).all()
+            assert (dk[:, :, head] == total).all()
+            assert (dv[:, :, head] == total).all()
 
 
 @settings(deadline=None, max_examples=20)
@@ -82,7 +83,7 @@ def test_the_gradient_of_a_head_sums_those_of_all_ranks_that_read_it(
 def test_some_ranks_of_an_axis_exchange_among_themselves(
     groups: int, degree: int, seq_len: int
 ) -> None:
-    q, _, _, _ = inputs(3, 1, seq_len)
+    q = inputs(3, 1, seq_len)[0].transpose(1, 2)
     shares = split_heads(3, 3, degree)
 
     def rank(rank: int, door: SimulatedCollectives) -> Tensor:
@@ -95,8 +96,8 @@ def test_some_ranks_of_an_axis_exchange_among_themselves(
 
     for i, held in enumerate(SimulatedWorld(groups * degree).run(rank)):
         first = i - i % degree
-        whole = torch.cat([q + r for r in range(first, first + degree)], 2)
-        assert torch.equal(held, whole[:, list(shares[i % degree].q)])
+        whole = torch.cat([q + r for r in range(first, first + degree)], 1)
+        assert torch.equal(held, whole[:, :, list(shares[i % degree].q)])
 
 
 MASKS = [

@@ -260,7 +260,8 @@ def check_options(call: Call) -> None:
     """Raise `InputError` for a dense mask or dropout."""
     if call.option("attn_mask") is not None:
         raise InputError(
-            "attn_mask is a dense mask, which no rank holds whole; use is_causal or a MaskSpec"
+            "attn_mask is a dense mask, which no rank holds whole; use is_causal, or give the "
+            "style a MaskSpec, with mask_mod= a function of positions in place of the tensor"
         )
     if call.option("dropout_p"):
         raise InputError(

@@ -19,12 +19,12 @@ from ._layouts import Contiguous, Layout, check_layout, told_length
 from ._lineage import check_lineage
 from ._masks import MaskSpec, check_mask
 from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
-from ._plan import AttentionPlan, plan_attention
+from ._plan import AttentionPlan, executed_part_of, plan_attention
 from ._routes import Schedule, check_schedule, ring_of
 from ._schedules import attend, rank_schedule_of
 from ._torch import keep_eager
 from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
-from .kernels._choose import choose_backend
+from .kernels._choose import Backends, choose_backends
 from .kernels._interface import AttentionBackend, Dropout, ScoreOptions
 
 
@@ -146,6 +146,9 @@ def context_parallel_attention(
     ranks, for which ranks compare their lengths: one all-reduce per axis of two ints for each
     length that is new to the group. Under autocast the inputs are cast as SDPA casts them.
 
+    Where ``mask`` has the documents of each row of the batch, the rows of all of them are one
+    sequence inside: without a copy for ``[batch, rows, heads, size]``, else with one of q, k and v.
+
     Scores are products times ``scale`` (None: ``size ** -0.5``, of q and k), and with ``softcap``
     then ``softcap * tanh(scores / softcap)``. ``sinks`` ``[q_heads]``, equal on all ranks, are one
     score per head that belongs to no key: it is in the sum of the weights alone, and neither scaled
@@ -159,7 +162,7 @@ def context_parallel_attention(
 
     Keys and values come by the ``schedule``, and by the same way again in the backward unless
     ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
-    all-gather (sends from rank to rank where lengths differ) and one exchange per other rank for
+    all-gather (sends from rank to rank where lengths differ) and one exchange with all ranks for
     gradients; ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
     ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``
     exchanges heads for rows among ``u`` neighbouring ranks, one all-to-all of q, k, v, one of the
@@ -226,23 +229,23 @@ def sharded_attention(
     groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
     q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(q, k, v, groups, options)
-    kernel = choose_backend(
-        options.backend,
-        plan.kernels,
-        q.device,
-        q.dtype,
-        q.shape[3],
-        v.shape[3],
-        options.scores,
-        regular=plan.regular,
-    )
+    executed = plan.executed
+    backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
+    if plan.mask.mask_mod is not None:  # asked before anything is communicated, as it may raise
+        executed_part_of(executed, groups.ring.index, backends.windows, str(q.device))
     check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
-    q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
-    out, lse = planned_attention(q, k, v, sinks, plan, groups, kernel, options)
+    q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
+    batch, rows = q.shape[:2]
+    if plan.mask.per_row:  # the batch is one sequence, in memory too where rows come before heads
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    out, lse = planned_attention(q, k, v, sinks, executed, groups, backends, options)
+    if plan.mask.per_row:
+        out = out.unflatten(1, (batch, rows)).squeeze(0)
+        lse = None if lse is None else lse.unflatten(1, (batch, rows)).squeeze(0)
     if lse is not None:
-        lse = from_batch_first(lse.unsqueeze(3), *dims).squeeze(3)
-    return from_batch_first(out, *dims), lse
+        lse = from_bshd(lse.unsqueeze(3), *dims).squeeze(3)
+    return from_bshd(out, *dims), lse
 
 
 def planned_attention(
@@ -252,14 +255,14 @@ def planned_attention(
     sinks: Tensor | None,
     plan: AttentionPlan,
     groups: RankGroups,
-    backend: AttentionBackend,
+    backends: Backends,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's rows ``[batch, heads, rows, size]`` of the attention that is planned.
+    """Return this rank's rows ``[batch, rows, heads, size]`` of the attention that is planned.
 
-    And their log-sum-exp ``[batch, heads, rows]``, if ``options`` ask for it.
+    And their log-sum-exp ``[batch, rows, heads]``, if ``options`` ask for it.
     """
-    schedule = rank_schedule_of(plan, groups.ulysses.index, groups.ring, backend, options.scores)
+    schedule = rank_schedule_of(plan, groups, backends, options.scores, q.device)
     back: Callable[[Tensor], Tensor] | None = None
     if plan.load_balance:
         q = swap_halves(q, schedule.peers)
@@ -269,7 +272,7 @@ def planned_attention(
         q, k, v = rows_to_heads(q, k, v, exchange)
         back = partial(heads_to_rows, exchange=exchange)
         if sinks is not None:
-            mine = plan.heads[groups.ulysses.index].q
+            mine = exchange.shares[groups.ulysses.index].q
             sinks = sinks[mine.start : mine.stop]
     out, lse = attend(q, k, v, sinks, schedule, return_lse=options.return_lse)
     if back is None:
@@ -397,7 +400,7 @@ def check_rows(
     if rows == plan.lengths[groups.rank]:
         return
     if options.seq_len is None and rows not in plan.lengths:
-        plan.mask.documents(rows * plan.n)
+        plan.mask.check_length(rows * plan.n)
     raise InputError(
         f"q has {rows} local tokens but {type(plan.layout).__name__}(n={plan.n}, "
         f"S={plan.seq_len}) gives rank {groups.rank} {plan.lengths[groups.rank]}; shard with "
@@ -405,15 +408,15 @@ def check_rows(
     )
 
 
-def to_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """Return a view ``[batch, heads, rows, size]`` with a dense last dim."""
+def to_bshd(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Return a view ``[batch, rows, heads, size]`` with a dense last dim."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.permute(3 - seq_dim - head_dim, head_dim, seq_dim, 3)
+    return x.permute(3 - seq_dim - head_dim, seq_dim, head_dim, 3)
 
 
-def from_batch_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """Undo `to_batch_first`."""
-    order = [3 - seq_dim - head_dim, head_dim, seq_dim, 3]
+def from_bshd(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """Undo `to_bshd`."""
+    order = [3 - seq_dim - head_dim, seq_dim, head_dim, 3]
     return x.permute([order.index(dim) for dim in range(4)])
 
 

@@ -84,7 +84,13 @@ class PerDocument(Layout):
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
         """Return up to two ranges per document and rank."""
         check_size(n, seq_len)
-        return _per_document(n, check_given(mask, self).documents(seq_len))
+        mask = check_given(mask, self)
+        if len(mask.ends) > 1:
+            raise LayoutError(
+                f"{self!r} cuts documents, which are others in each row of the batch; use Greedy() "
+                f"or Auto(), which cut all rows alike by their work"
+            )
+        return _per_document(n, mask.documents(seq_len))
 
 
 def held_per_document(n: int, documents: Ranges) -> Iterator[Ranges]:
@@ -184,6 +190,8 @@ _TIE = 1.02
 def _cheapest(n: int, seq_len: int, mask: MaskSpec, pairs_per_row: float) -> Layout:
     costs: dict[Layout, float] = {}
     for layout in _CANDIDATES:
+        if isinstance(layout, PerDocument) and len(mask.ends) > 1:
+            continue
         cost, limit = 0.0, min(costs.values(), default=math.inf)
         for held in _held(layout, n, seq_len, mask):
             pairs = pairs_of(held, mask, seq_len)
@@ -204,9 +212,12 @@ def _held(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> Iterable[Rang
 
 
 def rows_fetched(held: tuple[range, ...], mask: MaskSpec, seq_len: int) -> int:
-    """Return how many rows of other ranks the positions ``held`` see."""
-    seen = keys_of(held, mask, seq_len)
-    return size(seen) - sum(len(both) for _, _, both in overlaps(seen, held))
+    """Return how many rows of other ranks the positions ``held`` see, in all rows of the batch."""
+    rows = 0
+    for row in mask.rows:
+        seen = keys_of(held, row, seq_len)
+        rows += size(seen) - sum(len(both) for _, _, both in overlaps(seen, held))
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +245,8 @@ class Pinned(Layout):
 
 def told_length(layout: Layout | None, mask: MaskSpec | None) -> int | None:
     """Return where the documents of a mask end, or of the mask that a layout is pinned to."""
-    if isinstance(mask, MaskSpec) and mask.cu_seqlens is not None:
-        return mask.cu_seqlens[-1]
+    if isinstance(mask, MaskSpec) and mask.ends:
+        return mask.ends[0][-1]
     return told_length(layout.layout, layout.mask) if isinstance(layout, Pinned) else None
 
 
@@ -300,27 +311,34 @@ def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) 
     check_size(n, seq_len)
     if mask is not None:
         check_mask(mask)
-    return _chunks(layout, n, seq_len, mask)  # type: ignore[arg-type]  # check_layout saw a hash
+    rest = None if mask is None else mask.rest
+    return _chunks(layout, n, seq_len, rest)  # type: ignore[arg-type]  # check_layout saw a hash
 
 
 @lru_cache(maxsize=32)  # packed data brings another mask with every batch
 def _chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
     if mask is not None:
-        mask.documents(seq_len)
+        mask.check_length(seq_len)
     chunks = layout.chunks(n, seq_len, mask)
     check_partition(chunks, n, seq_len, layout)
     return chunks
 
 
+@lru_cache(maxsize=32)
 def lengths_of(chunks: Chunks) -> tuple[int, ...]:
     """Return each rank's number of positions."""
     return tuple(sum(map(len, rank)) for rank in chunks)
 
 
-def in_global_order(chunks: Chunks) -> list[int]:
-    """Return the order that sorts all chunks, listed rank by rank, by their global start."""
+@lru_cache(maxsize=32)
+def out_of_order(chunks: Chunks) -> tuple[int, ...]:
+    """Return the order that sorts all chunks, listed rank by rank, by their global start.
+
+    Empty where they are in order as they are listed.
+    """
     starts = [chunk.start for rank in chunks for chunk in rank]
-    return sorted(range(len(starts)), key=starts.__getitem__)
+    order = tuple(sorted(range(len(starts)), key=starts.__getitem__))
+    return () if order == tuple(range(len(starts))) else order
 
 
 def cut(edges: Iterable[int]) -> list[range]:

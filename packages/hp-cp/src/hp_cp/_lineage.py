@@ -86,7 +86,7 @@ def _find_other(
             origin = getattr(node, "origin", None)
             if not isinstance(origin, Origin):
                 waiting.extend(parent for parent, _ in node.next_functions)
-            elif (origin.plan.n, origin.plan.seq_len) == (plan.n, plan.seq_len):
+            elif (origin.plan.n, origin.plan.row_length) == (plan.n, plan.row_length):
                 if not _cuts_alike(origin.plan, plan):
                     return origin.plan
                 break
@@ -96,7 +96,7 @@ def _find_other(
 def _cuts_alike(a: AttentionPlan, b: AttentionPlan) -> bool:
     if a.chunks is b.chunks or a.chunks == b.chunks:
         return True
-    return [joined(held) for held in a.chunks] == [joined(held) for held in b.chunks]
+    return list(map(joined, a.row_chunks)) == list(map(joined, b.row_chunks))
 
 
 def _remedy(before: AttentionPlan, plan: AttentionPlan) -> str:
@@ -109,6 +109,6 @@ def _remedy(before: AttentionPlan, plan: AttentionPlan) -> str:
 
 
 def _brief(mask: MaskSpec) -> str:
-    documents = "" if mask.cu_seqlens is None else f", {len(mask.cu_seqlens) - 1} documents"
+    documents = f", {sum(map(len, mask.ends)) - len(mask.ends)} documents" if mask.ends else ""
     window = "" if mask.window is None else f", window={mask.window}"
     return f"a mask of causal={mask.causal}{window}{documents}"

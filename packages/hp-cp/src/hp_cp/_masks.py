@@ -1,27 +1,52 @@
 """Which keys a query sees, and how many pairs and which keys that makes for some rows."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from inspect import signature
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from ._errors import LayoutError, described
 from ._ranges import Band, Ranges, overlaps, union, within
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What FlexAttention calls a mask_mod: of the row of the batch, the query head and the positions of
+# the query and the key, each a tensor without dims, whether the query sees the key.
+MaskMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
-    """The attention mask as a rule on global positions, the same for every batch row and head.
+    """The attention mask as a rule on global positions.
 
     ``causal``: query ``i`` sees key ``j`` where ``j <= i``. ``window`` of ``w``: where
     ``i - w < j <= i`` if causal, else where ``|i - j| < w``. ``cu_seqlens``: packed documents end
-    at these positions, from 0 to the length of the sequence, and see only themselves. Every query
-    sees at least its own position. Raises `LayoutError` for other values.
+    at these positions, from 0 to the length of the sequence, and see only themselves; a tuple of
+    such tuples has the documents of each row of the batch, which all rows share otherwise. So far
+    every query sees at least its own position.
+
+    ``mask_mod(b, h, q_idx, kv_idx)`` hides more, as a mask function of FlexAttention does: a query
+    sees the keys that all the rest shows and for which it returns True. ``b`` is the row of the
+    batch, ``h`` the query head of all heads, the indices are positions in the whole sequence, all
+    of them tensors without dims; tensors that the function reads are on the device of q. It must
+    say the same on every rank and every time. The output of a query that sees no key is 0, and its
+    log-sum-exp minus infinity. Layouts and balance follow the rest of the mask. Plans are kept for
+    the function object: make it once and not in every call.
+
+    Raises `LayoutError` for other values.
+
+    Example:
+        >>> prefix = torch.tensor([5, 9])  # of each row of the batch
+        >>> MaskSpec(causal=False, mask_mod=lambda b, h, q, k: (k <= q) | (k < prefix[b]))
     """
 
     causal: bool
     window: int | None = None
-    cu_seqlens: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
+    mask_mod: MaskMod | None = None
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
@@ -33,6 +58,30 @@ class MaskSpec:
             )
         if self.cu_seqlens is not None:
             _check_documents(self.cu_seqlens)
+        if self.mask_mod is not None:
+            _check_function(self.mask_mod)
+
+    @property
+    def rest(self) -> "MaskSpec":
+        """Return the mask without its function."""
+        return self if self.mask_mod is None else replace(self, mask_mod=None)
+
+    @property
+    def ends(self) -> tuple[tuple[int, ...], ...]:
+        """Return where documents end, of each row of the batch or once for all; empty without."""
+        if self.cu_seqlens is None:
+            return ()
+        return self.cu_seqlens if self.per_row else (self.cu_seqlens,)  # type: ignore[return-value]
+
+    @property
+    def per_row(self) -> bool:
+        """Return whether each row of the batch has its documents."""
+        return self.cu_seqlens is not None and isinstance(self.cu_seqlens[0], tuple)
+
+    @property
+    def rows(self) -> "tuple[MaskSpec, ...]":
+        """Return the mask of each row of the batch, or once for all."""
+        return _rows_of(self) if len(self.ends) > 1 else (self,)
 
     @property
     def band(self) -> Band:
@@ -43,15 +92,33 @@ class MaskSpec:
     def documents(self, seq_len: int) -> Ranges:
         """Return the documents' positions, in order, without empty ones.
 
-        Raises `LayoutError` where ``cu_seqlens`` are those of another length.
+        Raises `LayoutError` where ``cu_seqlens`` are those of another length, or of several rows.
         """
-        ends = (0, seq_len) if self.cu_seqlens is None else self.cu_seqlens
-        if ends[-1] != seq_len:
+        self.check_length(seq_len)
+        if len(self.ends) > 1:
             raise LayoutError(
-                f"cu_seqlens end at {ends[-1]} but the sequence has {seq_len} positions; give the "
-                f"ends of the documents of the whole sequence, from 0 to {seq_len}"
+                f"cu_seqlens have the documents of {len(self.ends)} rows of the batch, where those "
+                f"that all rows share are needed; use the masks of each row, mask.rows"
             )
-        return _between(ends)
+        return _between(self.ends[0] if self.ends else (0, seq_len))
+
+    def check_length(self, seq_len: int) -> None:
+        """Raise `LayoutError` where ``cu_seqlens`` are those of another length."""
+        if self.ends and self.ends[0][-1] != seq_len:
+            raise LayoutError(
+                f"cu_seqlens end at {self.ends[0][-1]} but the sequence has {seq_len} positions; "
+                f"give the ends of the documents of the whole sequence, from 0 to {seq_len}"
+            )
+
+    def one_behind_the_other(self, seq_len: int) -> "MaskSpec":
+        """Return the mask of all rows of the batch as one sequence."""
+        ends = [row * seq_len + end for row, own in enumerate(self.ends) for end in own[1:]]
+        return replace(self, cu_seqlens=(0, *ends))
+
+
+@lru_cache(maxsize=16)
+def _rows_of(mask: MaskSpec) -> tuple[MaskSpec, ...]:
+    return tuple(replace(mask, cu_seqlens=ends) for ends in mask.ends)
 
 
 def check_mask(mask: object) -> None:
@@ -59,8 +126,24 @@ def check_mask(mask: object) -> None:
     if not isinstance(mask, MaskSpec):
         raise LayoutError(
             f"mask must be a MaskSpec, got {described(mask)}; use MaskSpec(causal=True) or "
-            f"MaskSpec(causal=False)"
+            f"MaskSpec(causal=False), with mask_mod= a function of positions in place of a dense "
+            f"mask"
         )
+
+
+def _check_function(mask_mod: object) -> None:
+    """Raise `LayoutError` unless it can be called with four arguments, and has a hash."""
+    remedy = (
+        "give a function of the row of the batch, the head and the positions of query and key, as "
+        "lambda b, h, q_idx, kv_idx: kv_idx <= q_idx"
+    )
+    if not callable(mask_mod) or isinstance(mask_mod, type):
+        raise LayoutError(f"mask_mod is {described(mask_mod)}, no mask function; {remedy}")
+    try:
+        hash(mask_mod)
+        signature(mask_mod).bind(*range(4))
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"{mask_mod!r} is no mask function: {error}; {remedy}") from error
 
 
 @lru_cache(maxsize=64)
@@ -68,16 +151,24 @@ def _between(ends: tuple[int, ...]) -> Ranges:
     return tuple(range(*pair) for pair in pairwise(ends) if pair[0] < pair[1])
 
 
-def _check_documents(ends: object) -> None:
-    if isinstance(ends, tuple) and any(isinstance(end, (tuple, list)) for end in ends):
+def _check_documents(given: object) -> None:
+    if not isinstance(given, tuple) or not given or not isinstance(given[0], tuple):
+        _check_row(given)
+        return
+    for row in given:
+        _check_row(row)
+    if len(lengths := {row[-1] for row in given}) > 1:
         raise LayoutError(
-            "cu_seqlens are shared by all rows of the batch, got documents of several rows; pack "
-            "the rows into one, one behind the other, or attend each with its own mask"
+            f"cu_seqlens of the rows of a batch end at {sorted(lengths)}, but all rows are of one "
+            f"length; let each end there, with padding as a document of its own"
         )
+
+
+def _check_row(ends: object) -> None:
     if not isinstance(ends, tuple) or not all(type(end) is int for end in ends):
         raise LayoutError(
             f"cu_seqlens must be a tuple of ints, got {described(ends)}; of a tensor use "
-            f"tuple(cu_seqlens.tolist())"
+            f"tuple(cu_seqlens.tolist()), or give such a tuple for each row of the batch"
         )
     if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
         raise LayoutError(
@@ -91,7 +182,14 @@ def _short(ends: tuple[object, ...]) -> str:
 
 
 def pairs_of(chunks: Sequence[range], mask: MaskSpec, seq_len: int) -> int:
-    """Return the number of query-key pairs that the mask shows the positions in ``chunks``."""
+    """Return the number of query-key pairs that the mask shows the positions in ``chunks``.
+
+    Of all rows of the batch, where each has its documents.
+    """
+    return sum(_pairs_of(chunks, row, seq_len) for row in mask.rows)
+
+
+def _pairs_of(chunks: Sequence[range], mask: MaskSpec, seq_len: int) -> int:
     lowest, highest = mask.band
     total = 0
     for rows, document in _by_document(chunks, mask, seq_len):

@@ -1,7 +1,7 @@
 """Whom a rank communicates with: its Ulysses neighbours, and the ranks of its schedule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -35,6 +35,12 @@ class Peers:
     axis: Axis
     members: tuple[int, ...]
     collectives: Collectives
+    index: int = field(init=False)  # this rank's place among them
+    whole: bool = field(init=False)  # whether they are all ranks of the axis
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", self.members.index(self.axis.index))
+        object.__setattr__(self, "whole", len(self.members) == self.axis.size)
 
     @staticmethod
     def on(axis: Axis, collectives: Collectives) -> "Peers":
@@ -45,16 +51,6 @@ class Peers:
     def size(self) -> int:
         """Return how many there are, this rank among them."""
         return len(self.members)
-
-    @property
-    def index(self) -> int:
-        """Return this rank's place among them."""
-        return self.members.index(self.axis.index)
-
-    @property
-    def whole(self) -> bool:
-        """Return whether they are all ranks of the axis."""
-        return self.size == self.axis.size
 
     def connect(self, device: torch.device) -> None:
         """Let all ranks of the axis join its first batch of sends, once for each group.
@@ -73,12 +69,12 @@ class Peers:
         ).wait()
         _CONNECTED.add(self.axis.group)
 
-    def all_gather(self, pair: Pair, outputs: Pair) -> Work:
-        """Concatenate equal pairs of the whole axis into ``outputs``."""
-        return self.collectives.all_gather(self.axis, list(pair), list(outputs))
+    def all_gather(self, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        """Concatenate equal parts of the whole axis into ``outputs``."""
+        return self.collectives.all_gather(self.axis, parts, outputs)
 
     def exchange(
-        self, sends: Mapping[int, Tensor | Pair], receives: Mapping[int, Tensor | Pair]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`."""
         return self.collectives.send_recv(self.axis, self._placed(sends), self._placed(receives))
@@ -88,10 +84,14 @@ class Peers:
         splits = self._widened(send), self._widened(receive)
         return AutogradCollectives(self.collectives).all_to_all(x, self.axis, *splits)
 
-    def _placed(self, tensors: Mapping[int, Tensor | Pair]) -> dict[int, Tensor | Pair]:
+    def _placed(self, tensors: Mapping[int, Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:
+        if self.whole:
+            return tensors
         return {self.members[peer]: tensor for peer, tensor in tensors.items()}
 
-    def _widened(self, splits: Sequence[int]) -> list[int]:
+    def _widened(self, splits: Sequence[int]) -> Sequence[int]:
+        if self.whole:
+            return splits
         wide = [0] * self.axis.size
         for member, rows in zip(self.members, splits, strict=True):
             wide[member] = rows
@@ -142,9 +142,14 @@ def axes_of(mesh: AxisMesh) -> list[Axis]:
 
 def place_of(mesh: AxisMesh) -> tuple[int, int]:
     """Return the number of ranks that share a sequence, and this rank's place among them."""
-    n = place = 0
-    for axis in axes_of(mesh):
-        n, place = max(n, 1) * axis.size, place * axis.size + axis.index
+    return _place_on(axes_of(mesh))
+
+
+def _place_on(axes: Sequence[Axis]) -> tuple[int, int]:
+    n, place = 1, 0
+    for axis in axes:
+        size = axis.size
+        n, place = n * size, place * size + axis.index
     return n, place
 
 
@@ -172,7 +177,7 @@ def rank_groups_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives
     ``ulysses_degree`` in turn. Raises `DegreeError` for a mesh or a degree that does not fit.
     """
     axes = axes_of(mesh)
-    n, rank = place_of(mesh)
+    n, rank = _place_on(axes)
     if len(axes) == 2:
         outer, inner = axes
         if ulysses_degree != inner.size:

@@ -3,10 +3,21 @@
 Pure: a plan is made and checked before anything is communicated.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ._blocks import Block, Document, Part, cut_documents, make_part
+from ._blocks import (
+    Block,
+    Document,
+    Look,
+    Part,
+    Tiles,
+    cut_documents,
+    gathered_part,
+    make_part,
+    pieces_of,
+    places_of,
+)
 from ._errors import DegreeError, InputError, LayoutError, described
 from ._layouts import (
     Auto,
@@ -21,7 +32,7 @@ from ._layouts import (
     lengths_of,
 )
 from ._masks import MaskSpec, check_mask, pairs_of
-from ._ranges import Kernel, Ranges, size, union, within
+from ._ranges import Kernel, Piece, Ranges, members, size, union, within
 from ._routes import SCHEDULES, Ring, Schedule, check_schedule, name_of, ring_of
 
 _LONG = 128  # rows that fill a kernel's tile
@@ -65,6 +76,9 @@ class AttentionPlan:
     on its share of the heads, and the schedule runs over the ``n / u`` groups: its ranks, which
     `Block.source` counts, are ``rank // u``. The parts of dK and dV sum in the order in which these
     ranks meet an owner's keys, which is the same every time but not ascending.
+
+    Where each row of the batch has its documents, rows of blocks and of what is fetched count
+    through the batch: a rank's rows of the first row, then of the second.
     """
 
     mask: MaskSpec
@@ -83,6 +97,28 @@ class AttentionPlan:
     itemsize: int
     chunks: Chunks = field(hash=False, compare=False, repr=False)
     lengths: tuple[int, ...] = field(hash=False, compare=False, repr=False)
+    sequences: int = field(default=1, repr=False)
+
+    @property
+    def executed(self) -> "AttentionPlan":
+        """Return the plan that ranks carry out: this one, or that of all rows as one sequence.
+
+        Where each row of the batch has its documents, a batch of ``B`` rows is one sequence of
+        ``B * seq_len`` positions, its ``sequences``, whose cut is that of a row, ``B`` times.
+        """
+        return _executed(self) if self.mask.per_row else self
+
+    @property
+    def row_length(self) -> int:
+        """Return the number of positions of one row of the batch."""
+        return self.seq_len // self.sequences
+
+    @property
+    def row_chunks(self) -> Chunks:
+        """Return how the ranks cut one row of the batch."""
+        if self.sequences == 1:
+            return self.chunks
+        return tuple(tuple(c for c in held if c.stop <= self.row_length) for held in self.chunks)
 
     @property
     def groups(self) -> Chunks:
@@ -126,9 +162,10 @@ class AttentionPlan:
     def regular(self) -> bool:
         """Return whether blocks are long and have the same shapes in every batch of this length.
 
-        Documents are others in every batch, and a window's edges make many small blocks.
+        Documents are others in every batch, and the edges of windows and functions make many small
+        blocks.
         """
-        if self.mask.window is not None or self.mask.cu_seqlens is not None:
+        if self.mask != MaskSpec(causal=self.mask.causal):
             return False
         return _shortest(self) >= _LONG
 
@@ -136,10 +173,11 @@ class AttentionPlan:
         """Return what ``rank`` computes: its own keys first, then others as they come to it.
 
         Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
-        is without keys. A rank without positions has no blocks.
+        is without keys, but of ``masked`` ones. A rank without positions has no blocks. The
+        function of a mask is asked on the CPU.
         """
         check_rank(rank, self.n)
-        by_source = part_of(self, rank // self.ulysses_degree).blocks
+        by_source = part_of(self.executed, rank // self.ulysses_degree).blocks
         return tuple(block for blocks in by_source.values() for block in blocks)
 
     def fetches(self, rank: int) -> dict[int, Ranges]:
@@ -149,7 +187,7 @@ class AttentionPlan:
         nothing more, the other schedules all.
         """
         check_rank(rank, self.n)
-        fetched = part_of(self, rank // self.ulysses_degree).wanted
+        fetched = part_of(self.executed, rank // self.ulysses_degree).receive_rows
         return {source: keys for source, keys in fetched.items() if keys}
 
     def bytes_received(self, rank: int) -> int:
@@ -163,6 +201,8 @@ class AttentionPlan:
         ``2 (n - 1) / n (2 Q + U)``, with each kv head counted for each rank that reads it.
         """
         check_rank(rank, self.n)
+        if (plan := self.executed) is not self:
+            return plan.bytes_received(rank)
         group, place = divmod(rank, self.ulysses_degree)
         element = self.batch * self.itemsize
         both = self.head_size + self.value_size  # of queries and outputs, or of keys and values
@@ -173,7 +213,10 @@ class AttentionPlan:
         return (self._exchanged_rows(rank) * both + keys + halves) * element
 
     def imbalance(self) -> float:
-        """Return the most work of a rank over the mean work; 1 is perfect, and that of no work."""
+        """Return the most work of a rank over the mean work; 1 is perfect, and that of no work.
+
+        Of the mask without its function.
+        """
         pairs = [pairs_of(rows, self.mask, self.seq_len) for rows in self.queries]
         heads = [len(share.q) for share in self.heads]
         work = [p * h for p in pairs for h in heads]
@@ -183,7 +226,7 @@ class AttentionPlan:
         """Return the plan as text: what it is, then each rank's rows, work, bytes and blocks."""
         layout = repr(self.layout)
         if isinstance(self.layout, Auto):
-            layout += f" -> {self.layout.choice(self.n, self.seq_len, self.mask)!r}"
+            layout += f" -> {self.layout.choice(self.n, self.seq_len, self.mask.rest)!r}"
         title = (
             f"{layout}, {self.mask!r}, n={self.n}, seq_len={self.seq_len}, "
             f"schedule={self.schedule!r}, ulysses_degree={self.ulysses_degree}: "
@@ -216,8 +259,12 @@ class AttentionPlan:
 
 
 @lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
-def part_of(plan: AttentionPlan, rank: int) -> Part:
-    """Return the row and the column of a rank of the schedule."""
+def part_of(plan: AttentionPlan, rank: int, *, windows: bool = False, device: str = "cpu") -> Part:
+    """Return the row and the column of a rank of the schedule.
+
+    ``windows`` leaves windows whole, for kernels that take them; ``device`` is where the function
+    of a mask is asked.
+    """
     lengths = plan.lengths
     if plan.ulysses_degree > 1:
         groups = range(0, plan.n, plan.ulysses_degree)
@@ -229,6 +276,111 @@ def part_of(plan: AttentionPlan, rank: int) -> Part:
         plan.mask.band,
         lengths,
         all_keys=SCHEDULES[name_of(plan.schedule)].all_keys,
+        windows=windows,
+        look=None if plan.mask.mask_mod is None else _look_of(plan, device),
+    )
+
+
+def _look_of(plan: AttentionPlan, device: str) -> Look:
+    """Return what tells of tiles what the function of the mask shows, of all heads and rows."""
+    import torch
+
+    from ._mask_mod import tiles_of
+
+    queries, groups, where = plan.queries, plan.groups, torch.device(device)
+    length, batch = plan.row_length, range(plan.batch)
+
+    def look(rank: int, source: int, piece: Piece, side: int) -> Tiles:
+        sides = members(queries[rank], piece.rows), members(groups[source], piece.keys)
+        row = sides[0][0].start // length  # of the batch, where its rows are one sequence
+        rows, keys = (
+            tuple(range(x.start - row * length, x.stop - row * length) for x in held)
+            for held in sides
+        )
+        of_batch = batch if plan.sequences == 1 else range(row, row + 1)
+        return tiles_of(plan.mask, of_batch, plan.q_heads, rows, keys, side, where)
+
+    return look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one rank does, of all that a plan says: made once for a plan and a rank.
+
+    ``queries`` are the positions of its rows in the schedule and ``keys`` those of each rank's keys
+    there; ``chunks`` are those of its Ulysses neighbours, and ``shares`` their heads, among which
+    it has the place ``place``. Where all keys are gathered they are one more source, behind the
+    ranks, and ``places`` says where each rank's chunks are.
+    """
+
+    ring: Ring | None
+    queries: Ranges
+    keys: Chunks
+    chunks: Chunks
+    shares: tuple[HeadShare, ...]
+    place: int
+    places: tuple[Ranges, ...] = ()
+
+    @property
+    def share(self) -> HeadShare:
+        """Return this rank's heads."""
+        return self.shares[self.place]
+
+
+@lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
+def rank_plan_of(plan: AttentionPlan, rank: int) -> RankPlan:
+    """Return what a rank of a plan that is carried out does."""
+    group, place = divmod(rank, plan.ulysses_degree)
+    keys = plan.groups
+    places: tuple[Ranges, ...] = ()
+    if gathers(plan):
+        pieces = pieces_of(keys)
+        places = places_of(pieces)
+        starts = [place.start for held in places for place in held]
+        in_memory = sorted(zip(starts, (x for held in pieces for x in held), strict=True))
+        keys = (*keys, tuple(chunk for _, piece in in_memory for chunk in piece))
+    return RankPlan(
+        ring=plan.ring,
+        queries=plan.queries[group],
+        keys=keys,
+        places=places,
+        chunks=plan.chunks[rank - place : rank - place + plan.ulysses_degree],
+        shares=plan.heads,
+        place=place,
+    )
+
+
+def gathers(plan: AttentionPlan) -> bool:
+    """Return whether all keys of several ranks come at once, as one more source."""
+    return SCHEDULES[name_of(plan.schedule)].gathers and plan.n > plan.ulysses_degree
+
+
+@lru_cache(maxsize=4 * _BATCHES)
+def executed_part_of(plan: AttentionPlan, rank: int, windows: bool, device: str) -> Part:
+    """Return what a rank of the schedule carries out, with the arguments of `part_of`.
+
+    Over gathered keys, which are not in the order of positions, windows are cut.
+    """
+    if not gathers(plan):
+        return part_of(plan, rank, windows=windows, device=device)
+    part = part_of(plan, rank, device=device)
+    return gathered_part(part, rank, plan.queries, pieces_of(plan.groups))
+
+
+@lru_cache(maxsize=_BATCHES)
+def _executed(plan: AttentionPlan) -> AttentionPlan:
+    def of_all(chunks: Ranges) -> Ranges:
+        starts = range(0, plan.batch * plan.seq_len, plan.seq_len) if plan.seq_len else ()
+        return tuple(range(at + c.start, at + c.stop) for at in starts for c in chunks)
+
+    return replace(
+        plan,
+        mask=plan.mask.one_behind_the_other(plan.seq_len),
+        seq_len=plan.batch * plan.seq_len,
+        batch=1,
+        sequences=plan.batch,
+        chunks=tuple(map(of_all, plan.chunks)),
+        lengths=tuple(plan.batch * length for length in plan.lengths),
     )
 
 
@@ -282,6 +434,30 @@ def plan_attention(
     or does not partition the sequence, `InputError` for sizes and flags that are none. So do the
     plan's methods for a rank that is none of ``n``.
     """
+    given = (mask, layout, n, seq_len, schedule, ulysses_degree, keep_kv, load_balance, batch)
+    sizes = (q_heads, kv_heads, head_size, value_size, itemsize)
+    try:
+        return _known(*given, *sizes)  # type: ignore[arg-type]  # a layout may have no hash
+    except TypeError:  # which the checks name
+        return _checked(*given, *sizes)
+
+
+def _checked(
+    mask: MaskSpec,
+    layout: Layout | None,
+    n: int,
+    seq_len: int,
+    schedule: Schedule,
+    ulysses_degree: int,
+    keep_kv: bool | None,
+    load_balance: bool,
+    batch: int,
+    q_heads: int | None,
+    kv_heads: int | None,
+    head_size: int,
+    value_size: int | None,
+    itemsize: int,
+) -> AttentionPlan:
     layout = Contiguous() if layout is None else layout
     check_schedule(schedule)
     check_mask(mask)
@@ -297,6 +473,7 @@ def plan_attention(
     ring_of(schedule, n // ulysses_degree)
     if load_balance:
         check_balance(layout, n, seq_len, ulysses_degree, schedule)
+    check_documents(mask, batch, load_balance)
     return AttentionPlan(
         mask=mask,
         layout=layout,
@@ -313,8 +490,11 @@ def plan_attention(
         value_size=value_size,
         itemsize=itemsize,
         chunks=checked_chunks(layout, n, seq_len, mask),
-        lengths=_lengths(layout, n, seq_len, mask),  # type: ignore[arg-type]  # it has a hash
+        lengths=_lengths(layout, n, seq_len, mask.rest),  # type: ignore[arg-type]  # it has a hash
     )
+
+
+_known = lru_cache(maxsize=_BATCHES, typed=True)(_checked)  # typed: True is no 1
 
 
 @lru_cache(maxsize=_BATCHES)
@@ -370,6 +550,20 @@ def check_flags(*, keep_kv: object, load_balance: object) -> None:
         raise InputError(f"keep_kv is {described(keep_kv)}; use True, False or None")
     if type(load_balance) is not bool:
         raise InputError(f"load_balance is {described(load_balance)}; use True or False")
+
+
+def check_documents(mask: MaskSpec, batch: int, load_balance: bool) -> None:
+    """Raise unless a mask with documents of each row has as many rows as the batch."""
+    if mask.per_row and len(mask.ends) != batch:
+        raise InputError(
+            f"cu_seqlens have the documents of {len(mask.ends)} rows, but the batch has {batch}; "
+            f"give one tuple for each row of the batch, or one for all of them"
+        )
+    if mask.per_row and load_balance:
+        raise LayoutError(
+            "load_balance swaps the halves of rows that share their documents; use layout=Zigzag() "
+            "where each row of the batch has its own"
+        )
 
 
 def check_rank(rank: int, n: int) -> None:

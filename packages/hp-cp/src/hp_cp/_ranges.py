@@ -13,7 +13,8 @@ from typing import Literal
 
 Ranges = tuple[range, ...]
 Band = tuple[int | None, int | None]  # the least and the greatest `j - i`, where there is one
-Kind = Literal["full", "causal", "anticausal"]
+Kind = Literal["full", "causal", "anticausal", "window", "masked"]
+Window = tuple[int | None, int | None]  # how far left and right of the diagonal, where bounded
 Kernel = Literal["full", "causal"]  # an anticausal square is a causal one, read from its end
 
 _stop = attrgetter("stop")
@@ -83,30 +84,73 @@ class Ranks:
         return range(start, start + len(piece))
 
 
+def members(pieces: Iterable[range], places: range) -> Ranges:
+    """Return the members of a set that are at some places of its order."""
+    found, before = [], 0
+    for piece in pieces:
+        found.append(piece[max(0, places.start - before) : max(0, places.stop - before)])
+        before += len(piece)
+    return tuple(filter(None, found))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Query rows and key columns, by position, and which of the pairs are seen.
 
     ``full``: all. Squares: ``causal``, row ``r`` sees the keys up to the ``r``-th; ``anticausal``,
-    from the ``r``-th on.
+    from the ``r``-th on. ``window``: those ``window`` places left and right of the diagonal that
+    ends in the last row and the last key, None where that side is open. ``masked``: those that the
+    mask shows at their positions.
     """
 
     rows: range
     keys: range
     kind: Kind
+    window: Window = (None, None)
 
 
-def cut_band(rows: range, keys: range, band: Band) -> Iterator[Piece]:
-    """Yield disjoint pieces that together are what the band shows of ``rows`` x ``keys``."""
+def banded(rows: range, keys: range, band: Band) -> Piece | None:
+    """Return what the band shows of ``rows`` x ``keys`` as one piece; None where that is nothing.
+
+    Without the rows that see no key and the keys that no row sees, so that the diagonal of a window
+    is inside of it.
+    """
     lowest, highest = band
-    first = rows.start if highest is None else keys.start - highest
-    last = rows.stop if lowest is None else keys.stop - lowest
-    rows = within(rows, range(first, max(first, last)))
-    height = max(1, len(rows))
-    if lowest is not None and highest is not None:
-        height = max(1, highest - lowest)
-    for start in range(rows.start, rows.stop, height):
-        yield from _cut_tile(range(start, min(start + height, rows.stop)), keys, lowest, highest)
+    if highest is not None:
+        rows = rows[max(0, keys.start - highest - rows.start) :]
+        keys = keys[: max(0, rows.stop + highest - keys.start)]
+    if lowest is not None:
+        rows = rows[: max(0, keys.stop - lowest - rows.start)]
+        keys = keys[max(0, rows.start + lowest - keys.start) :]
+    if not rows or not keys:
+        return None
+    left = right = None
+    if lowest is not None and rows.stop - 1 + lowest > keys.start:
+        left = keys.stop - rows.stop - lowest
+    if highest is not None and rows.start + highest < keys.stop - 1:
+        right = rows.stop + highest - keys.stop
+    if left is None and right is None:
+        return Piece(rows, keys, "full")
+    if (left, right) == (None, 0) and len(rows) == len(keys):
+        return Piece(rows, keys, "causal")
+    return Piece(rows, keys, "window", (left, right))
+
+
+def band_of(window: Window, diagonal: int) -> Band:
+    """Return the band of a window around the diagonal of ``j - i = diagonal``."""
+    left, right = window
+    return None if left is None else diagonal - left, None if right is None else diagonal + right
+
+
+def cut_window(piece: Piece) -> Iterator[Piece]:
+    """Yield disjoint pieces without windows that together are what a ``window`` shows."""
+    left, right = piece.window
+    band = band_of(piece.window, piece.keys.stop - piece.rows.stop)
+    height = len(piece.rows)
+    if left is not None and right is not None:
+        height = max(1, left + right)
+    for i in range(0, len(piece.rows), height):
+        yield from _cut_tile(piece.rows[i : i + height], piece.keys, *band)
 
 
 def _cut_tile(rows: range, keys: range, lowest: int | None, highest: int | None) -> Iterator[Piece]:

@@ -72,12 +72,14 @@ class ScheduleSpec:
     """How keys and values travel under the schedules of one name.
 
     ``all_keys``: all keys of all ranks travel, and not only what the mask shows. ``keeps_kv``: by
-    default others' keys and values stay for the backward. ``ring`` makes the way around so many
+    default others' keys and values stay for the backward. ``gathers``: all keys come at once, and
+    are attended together. ``ring`` makes the way around so many
     ranks; None where keys come straight from their owner.
     """
 
     all_keys: bool
     keeps_kv: bool = False
+    gathers: bool = False
     ring: Callable[[Schedule, int], Ring] | None = None
 
 
@@ -99,7 +101,7 @@ def _double_ring(schedule: Schedule, n: int) -> Ring:
 
 
 SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
-    "gather": ScheduleSpec(all_keys=True, keeps_kv=True),
+    "gather": ScheduleSpec(all_keys=True, keeps_kv=True, gathers=True),
     "direct": ScheduleSpec(all_keys=False),
     "ring": ScheduleSpec(all_keys=True, ring=_single_ring),
     "double_ring": ScheduleSpec(all_keys=True, ring=_double_ring),

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dtensor import Work
 
-from ._blocks import Block, Part
+from ._blocks import Part, local_rows
 from ._blockwise import (
     BlockKernel,
     KVGradient,
@@ -30,11 +30,13 @@ from ._blockwise import (
     gradient_of_sinks,
 )
 from ._lineage import Origin
-from ._mesh import Pair, Peers
-from ._plan import AttentionPlan, part_of
+from ._mask_mod import whole_function
+from ._mesh import Pair, Peers, RankGroups
+from ._plan import AttentionPlan, executed_part_of, rank_plan_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
-from .kernels._interface import AttentionBackend, ScoreOptions
+from .kernels._choose import Backends
+from .kernels._interface import ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class RankSchedule:
     ring: Ring | None
     peers: Peers
     kernel: BlockKernel
+    places: tuple[Ranges, ...]
 
     @property
     def rank(self) -> int:
@@ -60,19 +63,36 @@ class RankSchedule:
 
 
 def rank_schedule_of(
-    plan: AttentionPlan, place: int, peers: Peers, backend: AttentionBackend, options: ScoreOptions
+    plan: AttentionPlan,
+    groups: RankGroups,
+    backends: Backends,
+    options: ScoreOptions,
+    device: torch.device,
 ) -> RankSchedule:
-    """Return the part of the rank at ``peers.index`` that has head share ``place``."""
-    share, positions = plan.heads[place], None
-    if options.dropout is not None:
-        positions = Positions(plan.queries[peers.index], plan.groups, share.q)
-    kernel = BlockKernel.of(backend, share.repeats, options, positions)
+    """Return the part of this rank in a plan that is carried out.
+
+    Asks the function of the mask for this rank's rows and keys, on ``device``, the first time.
+    """
+    mine, positions = rank_plan_of(plan, groups.rank), None
+    mask_mod = None if backends.masked is None else whole_function(plan.mask)
+    if options.placed or mask_mod is not None:
+        positions = Positions(mine.queries, mine.keys, mine.share.q, plan.row_length)
+    kernel = BlockKernel(
+        backend=backends.blocks,
+        repeats=mine.share.repeats,
+        options=options,
+        masked=backends.masked,
+        mask_mod=mask_mod,
+        positions=positions,
+    )
+    where = str(device) if mask_mod is not None else "cpu"
     return RankSchedule(
         plan=plan,
-        part=part_of(plan, peers.index),
+        part=executed_part_of(plan, groups.ring.index, backends.windows, where),
         movement=MOVEMENTS[name_of(plan.schedule)],
-        ring=plan.ring,
-        peers=peers,
+        ring=mine.ring,
+        places=mine.places,
+        peers=groups.ring,
         kernel=kernel,
     )
 
@@ -83,13 +103,13 @@ def whole(rows: int) -> Ranges:
 
 
 def room_for(rows: Ranges, like: Pair, dtype: torch.dtype | None = None) -> Pair:
-    """Return empty keys and values ``[batch, kv_heads, rows, size]``, as pairs travel."""
+    """Return empty keys and values ``[batch, rows, kv_heads, size]``, as pairs travel."""
     k, v = like
-    batch, heads, _, width = k.shape
+    batch, _, heads, width = k.shape
     length, dtype = size(rows), dtype or k.dtype
     return (
-        k.new_empty((batch, heads, length, width), dtype=dtype),
-        v.new_empty((batch, heads, length, v.shape[3]), dtype=dtype),
+        k.new_empty((batch, length, heads, width), dtype=dtype),
+        v.new_empty((batch, length, heads, v.shape[3]), dtype=dtype),
     )
 
 
@@ -99,8 +119,8 @@ def packed(k: Tensor, v: Tensor, rows: Ranges) -> Pair:
 
 
 def _dense(x: Tensor, rows: Ranges) -> Tensor:
-    parts = [x[:, :, part.start : part.stop] for part in rows]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts or [x[:, :, :0]], 2)
+    parts = [x[:, part.start : part.stop] for part in rows]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts or [x[:, :0]], 1)
 
 
 class PendingWork:
@@ -115,11 +135,13 @@ class PendingWork:
         self._peers = peers
         self._under_way: set[_Call] = set()
 
-    def all_gather(self, x: Pair, output: Pair) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         """Start one; see `Peers.all_gather`."""
-        return _Call(self._peers.all_gather(x, output), self._under_way)
+        return _Call(self._peers.all_gather(parts, outputs), self._under_way)
 
-    def exchange(self, sends: Mapping[int, Pair], receives: Mapping[int, Pair]) -> Work:
+    def exchange(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
+    ) -> Work:
         """Start one; see `Peers.exchange`."""
         return _Call(self._peers.exchange(sends, receives), self._under_way)
 
@@ -161,50 +183,62 @@ Arrivals = Iterator[tuple[int, KVShard]]
 
 
 def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
-    """One all-gather; point to point where lengths differ or not all of an axis takes part."""
-    mine = packed(k, v, schedule.own_rows)
-    if len(set(schedule.part.lengths)) == 1 and schedule.peers.whole:
-        all_k, all_v = (x.new_empty((schedule.peers.size, *x.shape)) for x in mine)
-        work = calls.all_gather(mine, (all_k.flatten(0, 1), all_v.flatten(0, 1)))
-        parts = dict(enumerate(zip(all_k.unbind(0), all_v.unbind(0), strict=True)))
+    """One all-gather; point to point where lengths differ or not all of an axis takes part.
+
+    Memory is ``[rows, batch, kv_heads, size]``, so that what all ranks send is one range of it.
+    """
+    places, rank = schedule.places, schedule.rank
+    given = k.transpose(0, 1), v.transpose(0, 1)
+    every = tuple(x.new_empty((sum(schedule.part.lengths), *x.shape[1:])) for x in given)
+    mine = _ranges_of(given, local_rows(map(len, places[rank])))
+    if len({tuple(map(len, held)) for held in places}) == 1 and schedule.peers.whole:
+        regions = [range(held[0].start, held[-1].stop) for held in zip(*places, strict=True)]
+        work = calls.all_gather(mine, _ranges_of(every, regions))
     else:
-        parts = {s: room_for(rows, (k, v)) for s, rows in schedule.part.receive_rows.items()}
-        sends = {peer: mine for peer in schedule.part.receive_rows if schedule.own_rows}
-        receives = {s: part for s, part in parts.items() if schedule.part.receive_rows[s]}
-        work = calls.exchange(sends, receives)
-    yield schedule.rank, KVShard(k, v, schedule.own_rows)
+        parts = {s: _ranges_of(every, held) for s, held in enumerate(places) if held}
+        for room, part in zip(parts.pop(rank, ()), mine, strict=True):
+            room.copy_(part)
+        peers = range(len(places)) if mine else ()
+        work = calls.exchange({peer: mine for peer in peers if peer != rank}, parts)
+    yield rank, KVShard(k, v, schedule.own_rows)
     work.wait()
+    all_k, all_v = (x.transpose(0, 1) for x in every)
     for source, rows in schedule.part.receive_rows.items():
-        yield source, KVShard(*parts[source], rows)
+        yield source, KVShard(all_k, all_v, rows)
+
+
+def _ranges_of(tensors: Sequence[Tensor], rows: Sequence[range]) -> list[Tensor]:
+    """Return ranges of the first dim of each tensor, dense."""
+    return [x[part.start : part.stop].contiguous() for x in tensors for part in rows]
 
 
 def _direct(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """One exchange per step: from the owner ``step`` ranks before, to that ``step`` ranks after."""
-    n, last = schedule.peers.size, packed(k, v, ())
-    sent: Ranges = ()
+    n, rank, part = schedule.peers.size, schedule.rank, schedule.part
+    if k.shape[0] == 1 and any(part.send_rows.values()):
+        k, v = packed(k, v, schedule.own_rows)  # whose ranges are dense then
+    packs: dict[Ranges, Pair] = {}
 
     def start(step: int) -> tuple[Pair, Work]:
-        nonlocal last, sent
-        source, target = (schedule.rank - step) % n, (schedule.rank + step) % n
-        if schedule.part.send_rows[target] != sent:
-            last, sent = (
-                packed(k, v, schedule.part.send_rows[target]),
-                schedule.part.send_rows[target],
-            )
-        part = room_for(schedule.part.receive_rows[source], (k, v))
-        sends = {target: last} if sent else {}
-        receives = {source: part} if schedule.part.receive_rows[source] else {}
-        return part, calls.exchange(sends, receives)
+        source, target = (rank - step) % n, (rank + step) % n
+        room = room_for(part.receive_rows[source], (k, v))
+        sends = {}
+        if rows := part.send_rows[target]:
+            if rows not in packs:
+                packs.clear()  # only the last one is kept
+                packs[rows] = packed(k, v, rows)
+            sends[target] = packs[rows]
+        return room, calls.exchange(sends, {source: room} if part.receive_rows[source] else {})
 
     arriving = start(1)
     yield schedule.rank, KVShard(k, v, schedule.own_rows)
     for step in range(1, n):
-        source = (schedule.rank - step) % n
-        part, work = arriving
+        source = (rank - step) % n
+        room, work = arriving
         work.wait()
         if step + 1 < n:
             arriving = start(step + 1)
-        yield source, KVShard(*part, schedule.part.receive_rows[source])
+        yield source, KVShard(*room, part.receive_rows[source])
 
 
 def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
@@ -217,7 +251,7 @@ def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
     def start(step: int, to: int, origin: int) -> tuple[Pair, Work]:
         rows = whole(schedule.part.lengths[ring.source(schedule.rank, step)])
         part = room_for(rows, (k, v))
-        sends = {to: held} if held[0].shape[2] else {}
+        sends = {to: held} if held[0].shape[1] else {}
         return part, calls.exchange(sends, {origin: part} if rows else {})
 
     for step in range(ring.n):
@@ -275,8 +309,6 @@ class _Straight:
         if share is not None:
             dk, dv = share
             sends[source] = dk.to(self._dtype), dv.to(self._dtype)
-        elif schedule.part.receive_rows[source]:  # gathered, but not seen by any row here
-            sends[source] = _zeros(room_for(schedule.part.receive_rows[source], self._like))
         part = room_for(schedule.part.send_rows[peer], self._like)
         if schedule.part.send_rows[peer]:
             receives[peer] = part
@@ -290,11 +322,52 @@ class _Straight:
         peer, (dk, dv), work = self._coming
         self._coming = None
         work.wait()
-        start = 0
-        for rows in self._schedule.part.send_rows[peer]:
-            stop = start + len(rows)
-            self._own.add(rows, dk[:, :, start:stop], dv[:, :, start:stop])
-            start = stop
+        if rows := self._schedule.part.send_rows[peer]:
+            self._own.add(rows, dk, dv)
+
+
+class _Scattered:
+    """All at once, from each rank to each, in the dtype of the keys; added in the order of ranks.
+
+    A reduce-scatter would bring as many bytes, but sums in that dtype, in an order of its own.
+    """
+
+    def __init__(
+        self, schedule: RankSchedule, own: KVGradient, like: Pair, calls: PendingWork
+    ) -> None:
+        self._schedule = schedule
+        self._own = own
+        self._like = like
+        self._calls = calls
+        self._coming: tuple[dict[int, list[Tensor]], Work] | None = None
+
+    def add(self, source: int, share: Pair | None) -> None:
+        schedule, places = self._schedule, self._schedule.places
+        if share is None:  # what is gathered comes back, also if it is seen by no row here
+            share = _zeros(room_for(schedule.part.receive_rows[source], self._like))
+        mine = local_rows(map(len, places[schedule.rank]))
+        for rows, place in zip(mine, places[schedule.rank], strict=True):
+            self._own.add((rows,), *(x[:, place.start : place.stop] for x in share))
+        by_rows = [x.to(self._like[0].dtype).transpose(0, 1) for x in share]
+        rooms = [x.transpose(0, 1) for x in self._like]
+        peers = [peer for peer in range(len(places)) if peer != schedule.rank]
+        sends = {peer: _ranges_of(by_rows, places[peer]) for peer in peers if places[peer]}
+        receives = {
+            peer: [x.new_empty((len(rows), *x.shape[1:])) for x in rooms for rows in mine]
+            for peer in (peers if mine else ())
+        }
+        self._coming = receives, self._calls.exchange(sends, receives)
+
+    def finish(self) -> None:
+        if self._coming is None:
+            return
+        (parts, work), self._coming = self._coming, None
+        work.wait()
+        mine = local_rows(map(len, self._schedule.places[self._schedule.rank]))
+        for part in parts.values():
+            dk, dv = part[: len(mine)], part[len(mine) :]
+            for rows, *both in zip(mine, dk, dv, strict=True):
+                self._own.add((rows,), *(x.transpose(0, 1) for x in both))
 
 
 class _Around:
@@ -326,15 +399,15 @@ class _Around:
         home = self._step + 1 == ring.n
         next_source = schedule.rank if home else ring.source(schedule.rank, self._step + 1)
         part = room_for(whole(schedule.part.lengths[next_source]), self._like, self._wide)
-        sends = {ring.next_gradient(schedule.rank, self._step): total} if total[0].shape[2] else {}
+        sends = {ring.next_gradient(schedule.rank, self._step): total} if total[0].shape[1] else {}
         origin = ring.next_gradient(schedule.rank, self._step, -1)
-        receives = {origin: part} if part[0].shape[2] else {}
+        receives = {origin: part} if part[0].shape[1] else {}
         self._coming = part, self._calls.exchange(sends, receives)
 
     def finish(self) -> None:
         total = self._arrived()
-        if total is not None and total[0].shape[2]:
-            self._own.add(range(total[0].shape[2]), total[0], total[1])
+        if total is not None and total[0].shape[1]:
+            self._own.add((range(total[0].shape[1]),), total[0], total[1])
 
     def _arrived(self) -> Pair | None:
         if self._coming is None:
@@ -363,7 +436,7 @@ class Movement(NamedTuple):
 
 
 MOVEMENTS: dict[ScheduleName, Movement] = {
-    "gather": Movement(_gather, _Straight),
+    "gather": Movement(_gather, _Scattered),
     "direct": Movement(_direct, _Straight),
     "ring": Movement(_around, _Around),
     "double_ring": Movement(_around, _Around),
@@ -389,9 +462,9 @@ def attend(
     *,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention of this rank's rows ``[batch, q_heads, rows, value_size]``.
+    """Return the attention of this rank's rows ``[batch, rows, q_heads, value_size]``.
 
-    With ``return_lse`` also their log-sum-exp ``[batch, q_heads, rows]``, without gradient, else
+    With ``return_lse`` also their log-sum-exp ``[batch, rows, q_heads]``, without gradient, else
     None. Communicates what the schedule does, in the forward and again in the backward, whose
     kernels get the output and log-sum-exp over all keys, and over ``sinks`` ``[q_heads]``.
     """
@@ -442,10 +515,15 @@ class _Attend(torch.autograd.Function):
                 blocks = schedule.part.blocks[source]
 
                 def add(
-                    block: Block, part: Tensor, dk: Tensor, dv: Tensor, share: KVGradient = share
+                    rows: Ranges,
+                    keys: Ranges,
+                    part: Tensor,
+                    dk: Tensor,
+                    dv: Tensor,
+                    share: KVGradient = share,
                 ) -> None:
-                    dq.add(block.queries, part)
-                    share.add(block.keys, dk, dv)
+                    dq.add(rows, part)
+                    share.add(keys, dk, dv)
 
                 backward_blocks(blocks, grad, q, held, out, lse, schedule.kernel, add)
                 if source != schedule.rank:

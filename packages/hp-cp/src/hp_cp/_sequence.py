@@ -266,17 +266,21 @@ def position_ids(
 ) -> Tensor:
     """Return the positions of this rank's rows, ``int64 [rows]``; communicates nothing.
 
-    They count from the start of the sequence, or of each document where the mask has some. Raises
-    `LayoutError` as `shard_sequence` does.
+    They count from the start of the sequence, or of each document where the mask has some:
+    ``[batch, rows]`` where it has those of each row of the batch. Raises `LayoutError` as
+    `shard_sequence` does.
     """
     n, rank = place_of(mesh)
     chunks = checked_chunks(Contiguous() if layout is None else layout, n, seq_len, mask)
-    documents = (range(seq_len),) if mask is None else mask.documents(seq_len)
-    parts = []
-    for _, i, part in overlaps(chunks[rank], documents):
-        start = documents[i].start
-        parts.append(torch.arange(part.start - start, part.stop - start, device=device))
-    return torch.cat(parts or [torch.arange(0, device=device)])
+    whole = MaskSpec(causal=True) if mask is None else mask
+    found = []
+    for row in whole.rows:
+        documents, parts = row.documents(seq_len), [torch.arange(0, device=device)]
+        for _, i, part in overlaps(chunks[rank], documents):
+            start = documents[i].start
+            parts.append(torch.arange(part.start - start, part.stop - start, device=device))
+        found.append(torch.cat(parts))
+    return torch.stack(found) if whole.per_row else found[0]
 
 
 def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:
@@ -343,10 +347,12 @@ def shift_labels(
 ) -> Tensor:
     """Return a copy that holds at each position the label of the next, ``ignored`` at the end.
 
-    With a mask of packed documents each document's last label is ignored. For whole sequences,
-    before `shard_sequence`: a rank's last label belongs to another rank. Raises `InputError` for
-    labels that are no tensor with that dim or whose dtype has no ``ignored``, and `LayoutError` for
-    a mask that is no `MaskSpec` or whose documents are those of another length.
+    With a mask of packed documents each document's last label is ignored; where it has those of
+    each row of the batch, labels are ``[batch, sequence]`` or the other way round. For whole
+    sequences, before `shard_sequence`: a rank's last label belongs to another rank. Raises
+    `InputError` for labels that are no tensor with that dim or these rows, or whose dtype has no
+    ``ignored``, and `LayoutError` for a mask that is no `MaskSpec` or whose documents are those of
+    another length.
     """
     if not isinstance(labels, Tensor):
         raise InputError(f"labels must be a tensor, got {described(labels)}; use torch.tensor(...)")
@@ -354,9 +360,20 @@ def shift_labels(
     _check_ignored(labels.dtype, ignored)
     whole = MaskSpec(causal=True) if mask is None else mask
     check_mask(whole)
-    ends = [document.stop - 1 for document in whole.documents(labels.shape[dim])]
-    last = torch.tensor(ends, dtype=torch.int64, device=labels.device)
-    return labels.roll(-1, dim).index_fill_(dim, last, ignored)
+    shifted, rows = labels.roll(-1, dim), whole.rows
+    parts: Sequence[Tensor] = [shifted]
+    if whole.per_row:
+        if labels.ndim != 2 or labels.shape[1 - dim] != len(rows):
+            raise InputError(
+                f"labels of shape {tuple(labels.shape)} are not {len(rows)} rows, of which "
+                f"cu_seqlens have the documents; give labels [{len(rows)}, sequence]"
+            )
+        parts, dim = shifted.unbind(1 - dim), 0
+    for part, row in zip(parts, rows, strict=True):
+        ends = [document.stop - 1 for document in row.documents(part.shape[dim])]
+        last = torch.tensor(ends, dtype=torch.int64, device=labels.device)
+        part.index_fill_(dim, last, ignored)
+    return shifted
 
 
 def _check_ignored(dtype: torch.dtype, ignored: object) -> None:

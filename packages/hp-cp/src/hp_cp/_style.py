@@ -33,10 +33,10 @@ from ._attention import (
     check_dims,
     check_rows,
     check_tensors,
-    from_batch_first,
+    from_bshd,
     plan_inputs,
     sharded_attention,
-    to_batch_first,
+    to_bshd,
 )
 from ._blockwise import repeat_heads
 from ._errors import BackendError, DegreeError, InputError, described
@@ -305,11 +305,11 @@ def exchange_around(
     check_rows(q, plan, groups, options)
     exchange = exchange_of(plan, groups)
     dims = options.seq_dim, options.head_dim
-    q, k, v = (to_batch_first(x, *dims) for x in (q, k, v))
+    q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
     q, k, v = rows_to_heads(q, k, v, exchange)
     repeats = exchange.shares[groups.ulysses.index].repeats  # the module groups heads evenly
     k, v = (repeat_heads(x, repeats) for x in (k, v))
-    q, k, v = (from_batch_first(x, *dims) for x in (q, k, v))
+    q, k, v = (from_bshd(x, *dims) for x in (q, k, v))
     shape = (*q.shape[:3], v.shape[3])
     result = forward(q, k, v)
 
@@ -326,8 +326,8 @@ def exchange_around(
     def back(value: Any) -> Any:
         if not has_rows(value):
             return value
-        mine = heads_to_rows(to_batch_first(value, *dims), exchange)
-        return from_batch_first(note_rows(mine, plan), *dims)
+        mine = heads_to_rows(to_bshd(value, *dims), exchange)
+        return from_bshd(note_rows(mine, plan), *dims)
 
     if isinstance(result, tuple) and hasattr(result, "_fields"):
         return type(result)(*map(back, result))

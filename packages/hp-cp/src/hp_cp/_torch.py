@@ -26,6 +26,7 @@ _backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attenti
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+Window = tuple[int | None, int | None]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -40,6 +41,7 @@ class BackwardInputs(NamedTuple):
     lse: Tensor
     causal: bool
     scale: float | None
+    window: "Window | None" = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -78,9 +80,22 @@ _EFFICIENT_ROWS = 32  # its log-sum-exp has a multiple of so many rows
 
 
 def flash_cuda(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: Window | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and its log-sum-exp, of 16-bit dtypes; heads are dim 1."""
+    """Return attention and its log-sum-exp, of 16-bit dtypes; heads are dim 1.
+
+    ``window`` counts from the diagonal that ends in the last row and key.
+    """
+    if window is not None:
+        rows_first = (x.transpose(1, 2) for x in (q, k, v))
+        state = None, None, q.shape[2], k.shape[2], 0.0, causal, False
+        out, lse, *_ = _varlen(*rows_first, *state, scale=scale, **_bounds(window))
+        return out.transpose(1, 2), lse
     out, lse, *_ = _flash(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 
@@ -90,8 +105,22 @@ def flash_cuda_backward(x: BackwardInputs) -> Gradients:
     seed = torch.zeros(2, dtype=torch.uint64, device=x.q.device)
     state = None, None, x.q.shape[2], x.k.shape[2], 0.0, x.causal, seed, seed
     *tensors, lse = x.tensors
+    if x.window is not None:
+        rows_first = (y.transpose(1, 2) for y in tensors)
+        given = *rows_first, lse.contiguous(), *state
+        grads = _varlen_backward(*given, scale=x.scale, **_bounds(x.window))
+        dq, dk, dv = (y.transpose(1, 2) for y in grads)
+        return dq, dk, dv
     dq, dk, dv = _flash_backward(*tensors, lse.contiguous(), *state, scale=x.scale)
     return dq, dk, dv
+
+
+def _bounds(window: Window | None) -> dict[str, int]:
+    """Return the arguments for a window, of which -1 leaves a side open."""
+    if window is None:
+        return {}
+    left, right = (-1 if side is None else side for side in window)
+    return {"window_size_left": left, "window_size_right": right}
 
 
 def efficient_cuda(
@@ -130,9 +159,17 @@ def cudnn_cuda_backward(x: BackwardInputs) -> Gradients:
         return flash_cuda_backward(x)
     seed = torch.zeros((), dtype=torch.int64, device=x.q.device)
     state = seed, seed, None, None, None, x.q.shape[2], x.k.shape[2], 0.0, x.causal
-    around = x.grad, x.q, x.k, x.v, x.out.contiguous(), x.lse.unsqueeze(-1).contiguous()
+    grad, out = (_dense_like(y, x.q) for y in (x.grad, x.out))
+    around = grad, x.q, x.k, x.v, out, x.lse.unsqueeze(-1).contiguous()
     dq, dk, dv = _cudnn_backward(*around, *state, scale=x.scale)
     return dq, dk, dv
+
+
+def _dense_like(x: Tensor, q: Tensor) -> Tensor:
+    """Return ``x`` dense in the order of dims of ``q``, which cuDNN may take for granted."""
+    if q.stride(1) > q.stride(2):
+        return x.contiguous()
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def varlen_cuda(
@@ -143,9 +180,11 @@ def varlen_cuda(
     longest: tuple[int, int],
     causal: bool,
     scale: float | None,
+    window: Window | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of stretches of rows ``[rows, heads, size]``, and ``[heads, rows]``."""
-    out, lse, *_ = _varlen(q, k, v, *edges, *longest, 0.0, causal, False, scale=scale)
+    state = *edges, *longest, 0.0, causal, False
+    out, lse, *_ = _varlen(q, k, v, *state, scale=scale, **_bounds(window))
     return out, lse
 
 
@@ -155,7 +194,7 @@ def varlen_cuda_backward(
     """Return the gradients of q, k and v."""
     seed = torch.zeros(2, dtype=torch.uint64, device=x.q.device)
     state = *edges, *longest, 0.0, x.causal, seed, seed
-    dq, dk, dv = _varlen_backward(*x.tensors, *state, scale=x.scale)
+    dq, dk, dv = _varlen_backward(*x.tensors, *state, scale=x.scale, **_bounds(x.window))
     return dq, dk, dv
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._blockwise import accumulator
-from ._layouts import Chunks, in_global_order, lengths_of
+from ._layouts import Chunks, lengths_of, out_of_order
 from ._mesh import Peers, RankGroups
-from ._plan import AttentionPlan, HeadShare
+from ._plan import AttentionPlan, HeadShare, rank_plan_of
 
 HeadRanges = Sequence[Sequence[range]]
 
@@ -38,16 +38,12 @@ Move = Callable[[Sequence[Tensor], HeadRanges, Exchange], list[Tensor]]
 
 def exchange_of(plan: AttentionPlan, groups: RankGroups) -> Exchange:
     """Return the Ulysses exchange of this rank and its neighbours."""
-    first = groups.rank - groups.ulysses.index
-    return Exchange(
-        peers=groups.ulysses,
-        chunks=plan.chunks[first : first + plan.ulysses_degree],
-        shares=plan.heads,
-    )
+    mine = rank_plan_of(plan, groups.rank)
+    return Exchange(peers=groups.ulysses, chunks=mine.chunks, shares=mine.shares)
 
 
 def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
-    """Return ``[batch, heads, rows, size]`` as this rank's heads of the rows of all peers.
+    """Return ``[batch, rows, heads, size]`` as this rank's heads of the rows of all peers.
 
     The head size of v may be another. Rows are in global order of positions. A kv head goes to
     every rank that reads it. One all-to-all; backward one more, in which the copies of a head sum
@@ -86,7 +82,7 @@ class _Exchanged(torch.autograd.Function):
 
 def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
     """Send every peer its heads of this rank's rows; return this rank's heads of all rows."""
-    batch, _, rows, _ = tensors[0].shape
+    batch, rows = tensors[0].shape[:2]
     step, units = _units(tensors)
     counts = _counts(heads, units)
     send = tensors[0].new_empty(rows * batch * sum(counts) * step)
@@ -95,7 +91,7 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         at = 0
         for x, held, unit in zip(tensors, of_rank, units, strict=True):
             stop = at + len(held) * unit
-            part = x[:, held.start : held.stop].permute(2, 0, 1, 3)
+            part = x[:, :, held.start : held.stop].transpose(0, 1)
             if unit == 1:
                 block[:, :, at:stop] = part
             else:
@@ -112,11 +108,8 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
     sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
     sizes = [size * unit for size, unit in zip(sizes, units, strict=True)]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
-    parts = whole.permute(1, 2, 0, 3).unsafe_split_with_sizes(sizes, dim=1)
-    return [
-        x if unit == 1 else _heads(x.permute(2, 0, 1, 3), unit).permute(1, 2, 0, 3).data
-        for x, unit in zip(parts, units, strict=True)
-    ]
+    parts = whole.transpose(0, 1).unsafe_split_with_sizes(sizes, dim=2)
+    return [x if unit == 1 else _heads(x, unit).data for x, unit in zip(parts, units, strict=True)]
 
 
 def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
@@ -128,29 +121,39 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
     step, units = _units(tensors)
     index, lengths = exchange.peers.index, lengths_of(exchange.chunks)
     counts = _counts(heads, units)
-    send = tensors[0].new_empty((sum(lengths), batch, counts[index], step))
+    rows, per_row = lengths[index], batch * step
+    received = exchange.peers.all_to_all(
+        _by_rank(tensors, units, exchange.chunks).flatten(),
+        [length * per_row * counts[index] for length in lengths],
+        [rows * per_row * count for count in counts],
+    )
+    blocks = list(_blocks(received, counts, rows, batch, step))
+    return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
+
+
+def _by_rank(tensors: Sequence[Tensor], units: Sequence[int], chunks: Chunks) -> Tensor:
+    """Return ``[rows, batch, units, step]`` of all tensors, the rows of each rank in turn."""
+    order = out_of_order(chunks)
+    if len(tensors) == 1 and not order:  # dense for a batch of one
+        return tensors[0].transpose(0, 1)
+    batch, length, _, size = tensors[0].shape
+    count = sum(x.shape[2] * unit for x, unit in zip(tensors, units, strict=True))
+    send = tensors[0].new_empty((length, batch, count, size // units[0]))
+    places = send.split([len(chunk) for held in chunks for chunk in held])
     start = 0
-    places = list(send.split([len(chunk) for held in exchange.chunks for chunk in held]))
-    for i in in_global_order(exchange.chunks):
+    for i in order or range(len(places)):
         stop = start + len(places[i])
         at = 0
         for x, unit in zip(tensors, units, strict=True):
-            end = at + x.shape[1] * unit
-            part = x[:, :, start:stop].permute(2, 0, 1, 3)
+            end = at + x.shape[2] * unit
+            part = x[:, start:stop].transpose(0, 1)
             if unit == 1:
                 places[i][:, :, at:end] = part
             else:
                 _heads(places[i][:, :, at:end], unit).copy_(part)
             at = end
         start = stop
-    rows, per_row = lengths[index], batch * step
-    received = exchange.peers.all_to_all(
-        send.flatten(),
-        [length * per_row * counts[index] for length in lengths],
-        [rows * per_row * count for count in counts],
-    )
-    blocks = list(_blocks(received, counts, rows, batch, step))
-    return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
+    return send
 
 
 def _units(tensors: Sequence[Tensor]) -> tuple[int, list[int]]:
@@ -166,7 +169,7 @@ def _counts(heads: HeadRanges, units: Sequence[int]) -> list[int]:
 
 
 def _heads(x: Tensor, unit: int) -> Tensor:
-    """Return a view of ``[rows, batch, heads * unit, step]`` as heads of ``unit`` steps."""
+    """Return a view of ``[..., heads * unit, step]`` as heads of ``unit`` steps."""
     heads: Tensor = x.unflatten(2, (-1, unit))
     return heads.flatten(3)
 
@@ -178,18 +181,18 @@ def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int],
     rows, batch, _, width = blocks[0].shape
     width *= unit
     disjoint = all(a.stop <= b.start for a, b in zip(heads[i], heads[i][1:], strict=False))
-    shape = (batch, max(held.stop for held in heads[i]), rows, width)
+    shape = (batch, rows, max(held.stop for held in heads[i]), width)
     dtype = blocks[0].dtype
     out = blocks[0].new_empty(shape)
     if not disjoint:
         out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
     for block, start, held in zip(blocks, starts, heads[i], strict=True):
         part = block[:, :, start : start + len(held) * unit]
-        part = (part if unit == 1 else _heads(part, unit)).permute(1, 2, 0, 3)
+        part = (part if unit == 1 else _heads(part, unit)).transpose(0, 1)
         if disjoint:
-            out[:, held.start : held.stop] = part
+            out[:, :, held.start : held.stop] = part
         else:
-            out[:, held.start : held.stop] += part
+            out[:, :, held.start : held.stop].add_(part)
     return out.to(dtype)
 
 
@@ -204,15 +207,14 @@ def _blocks(
 
 def sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:
     """Return rows that came rank by rank in the order of their positions."""
-    order = in_global_order(chunks)
-    if order == sorted(order):
+    if not (order := out_of_order(chunks)):
         return rows
     parts = rows.split([len(chunk) for held in chunks for chunk in held], dim)
     return torch.cat([parts[i] for i in order], dim)
 
 
 def swap_halves(x: Tensor, peers: Peers, *, back: bool = False) -> Tensor:
-    """Return ``[batch, heads, rows, size]`` with the second half of the rows of rank ``n - 1 - r``.
+    """Return ``[batch, rows, heads, size]`` with the second half of the rows of rank ``n - 1 - r``.
 
     Rows stay in global order: on later ranks what comes lies before what stays. ``back`` undoes it.
     One exchange of half the rows, and one in the backward; the middle rank of an odd number keeps
@@ -240,8 +242,8 @@ def _exchange_halves(x: Tensor, peers: Peers, back: bool) -> Tensor:
         peers.exchange({}, {}).wait()  # every rank of an axis makes the same calls
         return x.clone()
     comes_first = partner < peers.index
-    halves = x.chunk(2, 2)
+    halves = x.chunk(2, 1)
     stays, goes = halves[::-1] if comes_first and back else halves
     comes = torch.empty_like(goes, memory_format=torch.contiguous_format)
-    peers.exchange({partner: goes.contiguous()}, {partner: comes}).wait()
-    return torch.cat([comes, stays] if comes_first and not back else [stays, comes], 2)
+    peers.exchange({partner: [goes.contiguous()]}, {partner: [comes]}).wait()
+    return torch.cat([comes, stays] if comes_first and not back else [stays, comes], 1)

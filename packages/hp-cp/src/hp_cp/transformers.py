@@ -231,9 +231,10 @@ def shard_batch(
         mesh: That of `context_parallel`.
         layout: That of `context_parallel`; one that follows the mask follows ``mask``, in all
             layers, whatever their own masks.
-        mask: Packed documents, as ``cu_seqlens``, for all rows of the batch. None means those at
-            which ``position_ids`` or ``cu_seq_lens_q`` of the batch start anew, as from
-            ``DataCollatorWithFlattening``, else none. Causality and windows are the layers' own.
+        mask: Packed documents, as ``cu_seqlens``, for all or each of the rows of the batch. None
+            means those at which ``position_ids`` or ``cu_seq_lens_q`` of the batch start anew, as
+            from ``DataCollatorWithFlattening``, else none. Causality and windows are the layers'
+            own.
         dropout_seed: For models with dropout of attention weights in training: an int that ranks
             of one sequence share, another one for every step and batch. The same weights become
             zero on any number of ranks.
@@ -243,9 +244,9 @@ def shard_batch(
 
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
-            ``attention_mask`` with zeros before ones, or whose padding has labels, rows with
-            different documents, fewer tokens than ranks, a seed that is no int of at least 0,
-            DTensors.
+            ``attention_mask`` with zeros before ones, or whose padding has labels, a mask with
+            the documents of another number of rows, fewer tokens than ranks, a seed that is no int
+            of at least 0, DTensors.
         LayoutError: As from `shard_sequence`.
     """
     n, _ = place_of(mesh)
@@ -255,6 +256,11 @@ def shard_batch(
     if dropout_seed is not None and (type(dropout_seed) is not int or dropout_seed < 0):
         raise InputError(f"dropout_seed={described(dropout_seed)} is no int of at least 0")
     mask = _mask_of(rest, seq_len, mask)
+    if mask.per_row and len(mask.ends) != rows:
+        raise InputError(
+            f"the mask has the documents of {len(mask.ends)} rows, but the batch has {rows}; give "
+            f"one tuple of cu_seqlens for each row, or one for all of them"
+        )
     pinned = Pinned(layout, mask)
     lengths = lengths_of(checked_chunks(pinned, n, seq_len, mask))
     if min(lengths) < 1:
@@ -279,7 +285,8 @@ def shard_batch(
     found = shard_sequence(cut, mesh, pinned, {key: dims[key] for key in cut}, mask)
     if rest.get("position_ids") is None:
         device = next(iter(cut.values())).device
-        found["position_ids"] = position_ids(mesh, pinned, seq_len, mask, device=device)[None]
+        positions = position_ids(mesh, pinned, seq_len, mask, device=device)
+        found["position_ids"] = positions if mask.per_row else positions[None]
     shard = SequenceShard(
         layout=layout,
         mask=mask,
@@ -562,13 +569,10 @@ def _mask_of(batch: dict[str, Any], seq_len: int, mask: MaskSpec | None) -> Mask
     anew = positions.diff(dim=1) != 1
     if not bool(anew.any()):
         return MaskSpec(causal=True)
-    if not bool((anew == anew[:1]).all()):
-        raise InputError(
-            "position_ids start anew at other tokens in other rows of the batch; pack the rows "
-            "into one, one behind the other, or give shard_batch the mask"
-        )
-    starts = (anew[0].nonzero()[:, 0] + 1).tolist()
-    return MaskSpec(causal=True, cu_seqlens=(0, *starts, seq_len))
+    if bool((anew == anew[:1]).all()):
+        anew = anew[:1]
+    ends = tuple((0, *(row.nonzero()[:, 0] + 1).tolist(), seq_len) for row in anew)
+    return MaskSpec(causal=True, cu_seqlens=ends[0] if len(ends) == 1 else ends)
 
 
 def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:

@@ -1,6 +1,7 @@
 """From a name, or an object that a caller brings, to a backend that can do the work."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_dtensor import AxisMesh
 
 from .._errors import BackendError, described
+from .._plan import AttentionPlan
 from .._ranges import Kernel
 from ._eager import EAGER
 from ._flex import FlexBackend
@@ -70,6 +72,51 @@ def check_device(backend: str | AttentionBackend, mesh: AxisMesh) -> None:
             f"backend {chosen.name!r} computes nothing on {device.type}, the device of the mesh: "
             f"{reasons[0]}; use 'auto'"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """What computes the blocks of a plan.
+
+    ``masked`` those of which a mask function tells the pairs, if the mask has one, ``blocks`` the
+    others; ``windows`` says that it takes whole windows.
+    """
+
+    blocks: AttentionBackend
+    masked: AttentionBackend | None = None
+    windows: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of that for most blocks."""
+        return self.blocks.name
+
+
+def choose_backends(
+    backend: str | AttentionBackend,
+    plan: AttentionPlan,
+    device: torch.device,
+    dtype: torch.dtype,
+    options: ScoreOptions,
+) -> Backends:
+    """Return the backend of that name, or the one given, and what computes masked blocks.
+
+    That is the same one if it takes mask functions, else the first of ``auto`` that does. Raises
+    `BackendError` where one lacks what it is to compute; nothing is communicated.
+    """
+    sizes = plan.head_size, plan.value_size
+    given = device, dtype, *sizes
+    chosen = choose_backend(backend, plan.kernels, *given, options, regular=plan.regular)
+    masked = None
+    if plan.mask.mask_mod is not None:
+        with_function = replace(options, mask_mod=plan.mask.mask_mod)
+        takes = chosen.supports("full", *given, with_function) is None
+        name: str | AttentionBackend = chosen if takes else "auto"
+        masked = choose_backend(name, ("full",), *given, with_function, regular=False)
+    windows = plan.mask.window is not None and (
+        chosen.supports("full", *given, replace(options, window=(1, 1))) is None
+    )
+    return Backends(chosen, masked, windows)
 
 
 def choose_backend(

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._ranges import Kernel
-from ._interface import Dropout, ScoreOptions
+from .._mask_mod import shown, within
+from .._ranges import Kernel, Window, band_of
+from ._interface import Dropout, Places, ScoreOptions
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LOW = 0xFFFFFFFF
@@ -38,7 +39,7 @@ class EagerBackend:
             return "tensors on meta have no numbers"
         if dtype not in _DTYPES:
             return f"it takes {', '.join(map(str, _DTYPES))}, not {dtype}"
-        return options.lack("scale", "softcap", "dropout")
+        return options.lack("scale", "softcap", "dropout", "window", "mask_mod")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
@@ -46,12 +47,13 @@ class EagerBackend:
         """Return the output and the log-sum-exp."""
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3], dtype=_wide(q).dtype)
-        for tile in _tiles(q, k, causal):
-            scores = _scores(q[tile.rows], k[tile.keys], tile, causal, options).capped
+        window = (None, 0) if causal else options.window or (None, None)
+        for tile in _tiles(q, k, window):
+            scores = _scores(q[tile.rows], k[tile.keys], tile, window, options).capped
             total = scores.logsumexp(-1, keepdim=True)
-            weights = (scores - total).exp()
+            weights = (scores - _finite(total, options)).exp()
             if options.dropout is not None:
-                weights *= _kept(options.dropout, tile, weights.dtype)
+                weights *= _kept(options.dropout, _places_of(options), tile, weights.dtype)
             out[tile.rows] = _times(weights, _wide(v[tile.keys]))
             lse[tile.rows] = total.squeeze(-1)
         return out, lse
@@ -71,15 +73,16 @@ class EagerBackend:
         """Return this block's share of dq, dk, dv."""
         dq = torch.empty_like(q)
         dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
-        for tile in _tiles(q, k, causal):
-            rows, keys = tile
+        window = (None, 0) if causal else options.window or (None, None)
+        for tile in _tiles(q, k, window):
+            rows, keys = tile.rows, tile.keys
             wide_q, wide_k, wide_grad = _wide(q[rows]), _wide(k[keys]), _wide(grad[rows])
-            scores, slope = _scores(q[rows], k[keys], tile, causal, options)
-            weights = (scores - lse[rows].unsqueeze(-1)).exp()
+            scores, slope = _scores(q[rows], k[keys], tile, window, options)
+            weights = (scores - _finite(lse[rows], options).unsqueeze(-1)).exp()
             to_weights = _times(wide_grad, _wide(v[keys]).transpose(2, 3))
             left = weights
             if options.dropout is not None:
-                kept = _kept(options.dropout, tile, weights.dtype)
+                kept = _kept(options.dropout, _places_of(options), tile, weights.dtype)
                 to_weights, left = to_weights * kept, weights * kept
             dv[keys] += _times_over_rows(left, wide_grad, v)
             mean = (wide_grad * out[rows]).sum(-1, keepdim=True)
@@ -92,23 +95,28 @@ class EagerBackend:
 
 
 class _Tile(NamedTuple):
-    """Rows of some elements of the batch, and the keys that any of them sees."""
+    """Rows of some elements of the batch, and the keys that any of them sees.
+
+    ``shift`` is the key on the diagonal of row 0.
+    """
 
     rows: tuple[slice, slice, slice]
     keys: tuple[slice, slice, slice]
+    shift: int
 
 
-def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Tile]:
-    batch, heads, rows, _ = q.shape
-    height = min(rows, max(1, _ELEMENTS // max(1, heads * k.shape[2])))
-    depth = min(batch, max(1, _ELEMENTS // max(1, heads * k.shape[2] * height)))
-    every = slice(None)
+def _tiles(q: Tensor, k: Tensor, window: Window) -> Iterator[_Tile]:
+    (batch, heads, rows, _), length, (left, right) = q.shape, k.shape[2], window
+    height = min(rows, max(1, _ELEMENTS // max(1, heads * length)))
+    depth = min(batch, max(1, _ELEMENTS // max(1, heads * length * height)))
+    every, shift = slice(None), length - rows
     for first in range(0, batch, max(1, depth)):
         part = slice(first, min(first + depth, batch))
         for start in range(0, rows, max(1, height)):
             stop = min(start + height, rows)
-            seen = slice(0, stop if causal else k.shape[2])
-            yield _Tile((part, every, slice(start, stop)), (part, every, seen))
+            begin = 0 if left is None else max(0, start + shift - left)
+            end = length if right is None else min(length, stop + shift + right)
+            yield _Tile((part, every, slice(start, stop)), (part, every, slice(begin, end)), shift)
 
 
 class _Scores(NamedTuple):
@@ -118,30 +126,40 @@ class _Scores(NamedTuple):
     slope: Tensor | None
 
 
-def _scores(q: Tensor, k: Tensor, tile: _Tile, causal: bool, options: ScoreOptions) -> _Scores:
+def _scores(q: Tensor, k: Tensor, tile: _Tile, window: Window, options: ScoreOptions) -> _Scores:
     scores = _times(_wide(q), _wide(k).transpose(2, 3)) * options.scale_of(q.shape[3])
     slope = None
     if options.softcap is not None:
         share = torch.tanh(scores / options.softcap)
         slope = 1 - share * share
         scores = share * options.softcap
-    if causal:
+    if window != (None, None):
         row = torch.arange(tile.rows[2].start, tile.rows[2].stop, device=q.device)
-        key = torch.arange(k.shape[2], device=q.device)
-        scores = scores.masked_fill(key > row.unsqueeze(1), -torch.inf)
+        key = torch.arange(tile.keys[2].start, tile.keys[2].stop, device=q.device)
+        seen = within(band_of(window, tile.shift), row.unsqueeze(1), key)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if options.mask_mod is not None:
+        (part, _, rows), (_, _, keys) = tile.rows, tile.keys
+        batch, row, key, heads = _places_of(options)
+        seen = shown(options.mask_mod, batch[part, 0, 0], heads, row[0, 0, rows], key[0, 0, keys])
+        scores = scores.masked_fill(~seen, -torch.inf)
     return _Scores(scores, slope)
 
 
-def _kept(dropout: Dropout, tile: _Tile, dtype: torch.dtype) -> Tensor:
+def _places_of(options: ScoreOptions) -> Places:
+    if options.places is None:
+        raise RuntimeError("dropout and mask functions need the places of the weights")
+    return options.places
+
+
+def _kept(dropout: Dropout, places: Places, tile: _Tile, dtype: torch.dtype) -> Tensor:
     """Return the factor of every weight ``[batch, heads, rows, keys]``: zero where it is dropped.
 
     A hash of counters: each of the seed, the row of the batch, the position of the query, the head
     and the position of the key is mixed into 32 bits.
     """
-    if dropout.places is None:
-        raise RuntimeError("dropout needs the places of the weights")
-    (part, every, rows), (_, _, keys) = tile
-    batch, row, key, heads = dropout.places
+    (part, every, rows), (_, _, keys) = tile.rows, tile.keys
+    batch, row, key, heads = places
     seed = torch.full((), dropout.seed, device=heads.device)
     state = _mixed(_mixed(seed & _LOW) ^ (seed >> 32))
     state = _mixed(state * _STEP + batch[part, every, rows])
@@ -157,6 +175,11 @@ def _mixed(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
     return x ^ (x >> 16)
+
+
+def _finite(lse: Tensor, options: ScoreOptions) -> Tensor:
+    """Return log-sum-exps with 0 for those of rows without keys, whose weights are to be 0."""
+    return lse if options.mask_mod is None else lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _wide(x: Tensor) -> Tensor:

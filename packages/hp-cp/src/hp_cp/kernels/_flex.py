@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._ranges import Kernel
+from .._mask_mod import within
+from .._masks import MaskMod
+from .._ranges import Kernel, Window, band_of
 from ._interface import ScoreOptions
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool, ScoreOptions], tuple[Tensor, Tensor]]
@@ -31,7 +33,7 @@ def recomputed_gradients(
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         part, part_lse = attention(q, k, v, causal, options)
-        weight = (part_lse.detach() - lse).exp()
+        weight = (part_lse.detach() - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
         wide = grad.to(weight.dtype)
         to_lse = weight * (wide * (part.detach() - out)).sum(-1)
         to_part = (wide * weight.unsqueeze(-1)).to(part.dtype)
@@ -58,7 +60,7 @@ class FlexBackend:
             return f"it has no backward on {device.type}"
         if not dtype.is_floating_point:
             return f"it takes floating dtypes, not {dtype}"
-        return options.lack("scale", "softcap")
+        return options.lack("scale", "softcap", "window", "mask_mod")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
@@ -86,25 +88,38 @@ def _flex(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     # Imported where it is called: it loads much that nothing else here needs.
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    grouped, aux = q.shape[1] != k.shape[1], AuxRequest(lse=True)
-    score = _score_of(causal, options.softcap)
-    scale = options.scale
-    out, extra = flex_attention(q, k, v, score, scale=scale, enable_gqa=grouped, return_aux=aux)
+    grouped, aux, cap = q.shape[1] != k.shape[1], AuxRequest(lse=True), options.softcap
+    rows, keys = q.shape[2], k.shape[2]
+    seen = _mask_of((None, 0) if causal else options.window, keys - rows, options)
+    batch, heads = q.shape[:2] if options.mask_mod is not None else (None, None)
+    out, extra = flex_attention(
+        q,
+        k,
+        v,
+        None if cap is None else lambda score, *at: cap * torch.tanh(score / cap),
+        None if seen is None else create_block_mask(seen, batch, heads, rows, keys, q.device),
+        scale=options.scale,
+        enable_gqa=grouped,
+        return_aux=aux,
+    )
     if extra.lse is None:
         raise RuntimeError("flex_attention returned no log-sum-exp, for which it was asked")
     return out, extra.lse
 
 
-def _score_of(causal: bool, softcap: float | None) -> Callable[..., Tensor] | None:
-    """Return what becomes of a scaled score at its batch row, head, row and key."""
-    if not causal and softcap is None:
+def _mask_of(window: Window | None, shift: int, options: ScoreOptions) -> MaskMod | None:
+    """Return the mask function of a call's rows and keys, counted from its first ones."""
+    function, places = options.mask_mod, options.places
+    if function is not None and places is not None:
+        batch, rows, keys, heads = places
+
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return function(batch[b, 0, 0], heads[h], rows[0, 0, i], keys[0, 0, j])
+
+        return mask_mod
+    if window is None:
         return None
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
-        return torch.where(k <= q, score, -float("inf")) if causal else score
-
-    return score_mod
+    band = band_of(window, shift)
+    return lambda b, h, i, j: within(band, i, j)

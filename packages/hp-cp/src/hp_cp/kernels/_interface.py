@@ -3,13 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .._errors import InputError, described
-from .._ranges import Kernel
+from .._masks import MaskMod
+from .._ranges import Kernel, Ranges, Window
+from .._torch import has_values
 
 GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
 
@@ -40,7 +43,6 @@ class Dropout:
     Attributes:
         rate: Probability that a weight becomes zero.
         seed: Which random numbers are taken.
-        places: Where the weights of a kernel's call are; ``None`` before there is a call.
 
     Raises:
         InputError: The rate is no probability below 1, or the seed no int that 63 bits hold.
@@ -48,7 +50,6 @@ class Dropout:
 
     rate: float
     seed: int
-    places: Places | None = None
 
     def __post_init__(self) -> None:
         if not _is_finite(self.rate) or not 0 <= self.rate < 1:
@@ -74,6 +75,14 @@ class ScoreOptions:
         softcap: Bound of the scaled scores: ``softcap * tanh(scores / softcap)``; ``None`` means
             no bound.
         dropout: Which weights become zero; ``None`` means none.
+        window: How many keys a query sees left and right of the diagonal that ends in the last
+            query and the last key, each ``None`` where all; ``None`` means no window.
+        mask_mod: Mask function of FlexAttention: of the row of the batch, the head and the
+            positions of query and key, as ``places`` has them, whether the query sees the key. The
+            output of a query without keys is 0, its log-sum-exp minus infinity. ``None`` means
+            that all keys are seen.
+        places: Where the weights of a kernel's call are, with ``dropout`` or ``mask_mod``; ``None``
+            before there is a call.
 
     Raises:
         InputError: A value is no number of its kind.
@@ -82,6 +91,9 @@ class ScoreOptions:
     scale: float | None = None
     softcap: float | None = None
     dropout: Dropout | None = None
+    window: Window | None = None
+    mask_mod: MaskMod | None = None
+    places: Places | None = None
 
     def __post_init__(self) -> None:
         if self.scale is not None and not _is_finite(self.scale):
@@ -99,11 +111,14 @@ class ScoreOptions:
         """Return the factor for queries and keys of this head size."""
         return 1 / math.sqrt(max(head_size, 1)) if self.scale is None else self.scale
 
+    @property
+    def placed(self) -> bool:
+        """Return whether it matters where the weights are in the whole attention."""
+        return self.dropout is not None or self.mask_mod is not None
+
     def at(self, places: Places) -> "ScoreOptions":
         """Return the options for the weights at ``places``."""
-        if self.dropout is None:
-            return self
-        return replace(self, dropout=replace(self.dropout, places=places))
+        return replace(self, places=places)
 
     def lack(self, *known: str) -> str | None:
         """Return why a kernel that has only the ``known`` options cannot serve, or None.
@@ -111,7 +126,7 @@ class ScoreOptions:
         Options that a later version adds are refused by a kernel that does not list them.
         """
         for name in self.__slots__:
-            if name not in known and getattr(self, name) is not None:
+            if name not in (*known, "places") and getattr(self, name) is not None:
                 return f"it has no {name}, got {getattr(self, name)!r}"
         return None
 
@@ -127,8 +142,10 @@ class AttentionBackend(Protocol):
     Shapes: q ``[batch, q_heads, rows, head_size]``, k ``[batch, kv_heads, keys, head_size]``, v
     ``[batch, kv_heads, keys, value_size]`` with ``q_heads`` a multiple of ``kv_heads``, out
     ``[batch, q_heads, rows, value_size]``, lse ``[batch, q_heads, rows]`` in natural logarithms and
-    in the accumulator's dtype. Tensors may be views; the last dim is dense. ``causal`` blocks are
-    square. No batch has more than 65,535 rows.
+    in the accumulator's dtype: the dims of ``scaled_dot_product_attention``. Tensors may be views
+    with a dense last dim: memory is mostly in the order ``[batch, rows, heads, size]``, and results
+    in that order are not copied on their way. ``causal`` blocks are square. No batch has more than
+    65,535 rows.
     """
 
     @property
@@ -177,7 +194,11 @@ class AttentionBackend(Protocol):
         ...
 
 
-@runtime_checkable
+def packs(backend: AttentionBackend) -> "TypeGuard[PackedBackend]":
+    """Return whether a backend is a `PackedBackend`, which isinstance takes long to tell."""
+    return hasattr(backend, "forward_packed") and hasattr(backend, "backward_packed")
+
+
 class PackedBackend(AttentionBackend, Protocol):
     """A backend that also computes many blocks of one kind in one call.
 
@@ -216,3 +237,28 @@ class PackedBackend(AttentionBackend, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the blocks' shares of dq, dk, dv; ``out`` and ``lse`` are over all keys."""
         ...
+
+
+def ints_on(values: tuple[int, ...] | Ranges, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return integers, or those of ranges, as a tensor on the device of ``like``.
+
+    The last ones are kept, of each device and stream: layers and steps of one mask have the same.
+    """
+    if not has_values(like):
+        return torch.empty(_count(values), dtype=dtype, device=like.device)
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+    return _ints_on(values, dtype, like.device, stream)
+
+
+@lru_cache(maxsize=64)
+def _ints_on(
+    values: tuple[int, ...] | Ranges, dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    flat = [i for x in values for i in (x if isinstance(x, range) else (x,))]
+    # Pinned, so that the host need not wait for the device to take them.
+    made = torch.tensor(flat, dtype=dtype, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
+
+
+def _count(values: tuple[int, ...] | Ranges) -> int:
+    return sum(len(x) if isinstance(x, range) else 1 for x in values)

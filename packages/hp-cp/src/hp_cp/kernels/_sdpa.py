@@ -66,7 +66,7 @@ def hardware_of(device: torch.device) -> Hardware:
     )
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor]]
+Forward = Callable[..., tuple[Tensor, Tensor]]  # of q, k, v, causal, scale, and a window
 Backward = Callable[[BackwardInputs], Gradients]
 
 
@@ -78,6 +78,7 @@ class Kernels:
     elements. They are compiled for compute capabilities from ``since`` on, for some dtypes later;
     on those of ``narrow`` (first and last) the backward has no head sizes from 193 to 224. Without
     ``two_sizes``, values of another head size than queries and keys are padded to one size.
+    ``windows`` are taken as a further argument.
     """
 
     forward: Forward
@@ -89,6 +90,7 @@ class Kernels:
     dtypes_since: Mapping[torch.dtype, Capability] = field(default_factory=dict)
     narrow: tuple[tuple[Capability, Capability], ...] = ()
     two_sizes: bool = False
+    windows: bool = False
 
     def lack(
         self,
@@ -162,8 +164,9 @@ class FusedBackend:
             known = " and ".join(self.kernels)
             return f"it has kernels with log-sum-exp for {known}, not for {device.type}"
         capability = hardware_of(device).capability
-        lack = self.kernels[device.type].lack(dtype, head_size, value_size, capability)
-        return lack or options.lack("scale")
+        kernels = self.kernels[device.type]
+        lack = kernels.lack(dtype, head_size, value_size, capability)
+        return lack or options.lack("scale", *(("window",) if kernels.windows else ()))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, options: ScoreOptions
@@ -171,11 +174,12 @@ class FusedBackend:
         """Return the output and the log-sum-exp."""
         kernels = self.kernels[q.device.type]
         size, value_size = q.shape[3], v.shape[3]
+        window = () if options.window is None else (options.window,)
         if size == value_size or kernels.two_sizes:
-            return kernels.forward(q, k, v, causal, options.scale)
+            return kernels.forward(q, k, v, causal, options.scale, *window)
         wide = max(size, value_size)
         q, k, v = (pad_heads(x, wide) for x in (q, k, v))
-        out, lse = kernels.forward(q, k, v, causal, options.scale_of(size))
+        out, lse = kernels.forward(q, k, v, causal, options.scale_of(size), *window)
         return cut_heads(out, value_size), lse
 
     def backward(
@@ -194,11 +198,12 @@ class FusedBackend:
         kernels = self.kernels[q.device.type]
         size, value_size = q.shape[3], v.shape[3]
         if size == value_size or kernels.two_sizes:
-            return kernels.backward(BackwardInputs(grad, q, k, v, out, lse, causal, options.scale))
+            rest = causal, options.scale, options.window
+            return kernels.backward(BackwardInputs(grad, q, k, v, out, lse, *rest))
         wide = max(size, value_size)
         grad, q, k, v, out = (pad_heads(x, wide) for x in (grad, q, k, v, out))
-        scale = options.scale_of(size)
-        dq, dk, dv = kernels.backward(BackwardInputs(grad, q, k, v, out, lse, causal, scale))
+        rest = causal, options.scale_of(size), options.window
+        dq, dk, dv = kernels.backward(BackwardInputs(grad, q, k, v, out, lse, *rest))
         return cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
 
 
@@ -237,6 +242,7 @@ SDPA = FusedBackend(
             longest=256,
             since=_AMPERE,
             narrow=(((8, 6), (8, 9)), ((12, 0), (12, 1))),
+            windows=True,
         ),
     },
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import BackwardInputs, varlen_cuda, varlen_cuda_backward
-from ._interface import GRID, ScoreOptions
+from ._interface import GRID, ScoreOptions, ints_on
 from ._sdpa import SDPA, FusedBackend, cut_heads, pad_heads
 
 
@@ -40,7 +40,7 @@ class VarlenBackend(FusedBackend):
         for stretches in _launches(rows, keys, batch):
             edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
             part = stretches.of_rows(q), stretches.of_keys(k), stretches.of_keys(v)
-            done.append(varlen_cuda(*part, edges, stretches.longest, causal, scale))
+            done.append(varlen_cuda(*part, edges, stretches.longest, causal, scale, options.window))
         out, lse = _joined((part for part, _ in done), 0), _joined((part for _, part in done), 1)
         return _unflat(cut_heads(out, value_size), batch), lse.view(
             lse.shape[0], batch, -1
@@ -73,7 +73,7 @@ class VarlenBackend(FusedBackend):
             edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
             mine, theirs = stretches.of_rows, stretches.of_keys
             part = mine(grad), mine(q), theirs(k), theirs(v), mine(out), mine(lse, 1)
-            finished = BackwardInputs(*part, causal, scale)
+            finished = BackwardInputs(*part, causal, scale, options.window)
             done.append(varlen_cuda_backward(finished, edges, stretches.longest))
         dq, dk, dv = (_joined(parts, 0) for parts in zip(*done, strict=True))
         dq, dk, dv = cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
@@ -131,10 +131,7 @@ def _unflat(x: Tensor, batch: int) -> Tensor:
 
 def _edges(lengths: Sequence[int], x: Tensor) -> Tensor:
     """Return where stretches begin and end."""
-    edges = [0, *accumulate(lengths)]
-    # Pinned, so that the host need not wait for the device to take them.
-    made = torch.tensor(edges, dtype=torch.int32, pin_memory=x.is_cuda)
-    return made.to(x.device, non_blocking=True)
+    return ints_on((0, *accumulate(lengths)), torch.int32, x)
 
 
 VARLEN = VarlenBackend("varlen", {"cuda": SDPA.kernels["cuda"]})
