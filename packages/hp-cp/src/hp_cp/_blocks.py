@@ -401,24 +401,19 @@ def _single(block: Block) -> Iterator[Piece]:
 
 
 def _cut_piece(piece: Piece, rows: Ranges, keys: Ranges) -> Iterator[Piece]:
-    """Yield a piece cut to ranges of rows and of keys: a causal square to squares and rectangles.
-
-    Other squares are of one range of positions, which no chunk's end cuts.
-    """
-    if piece.kind == "anticausal":
-        yield piece
-    elif piece.kind == "full":
+    """Yield a piece cut to ranges of rows and of keys: a square to squares and rectangles."""
+    if piece.kind == "full":
         for _, _, mine in overlaps([piece.rows], rows):
             for _, _, theirs in overlaps([piece.keys], keys):
                 yield Piece(mine, theirs, "full")
-    elif piece.kind == "causal":
+    elif piece.kind in ("causal", "anticausal"):
         by = piece.keys.start - piece.rows.start
         both = [x for _, _, x in overlaps([piece.rows], rows)]
         cuts = [x for _, _, x in overlaps(both, [_shifted(held, -by) for held in keys])]
         for i, square in enumerate(cuts):
-            for before in cuts[:i]:
-                yield Piece(square, _shifted(before, by), "full")
-            yield Piece(square, _shifted(square, by), "causal")
+            for seen in cuts[:i] if piece.kind == "causal" else cuts[i + 1 :]:
+                yield Piece(square, _shifted(seen, by), "full")
+            yield Piece(square, _shifted(square, by), piece.kind)
     else:
         raise RuntimeError(f"a block of kind {piece.kind!r} is not known over gathered keys")
 
