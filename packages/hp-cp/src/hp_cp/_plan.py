@@ -170,7 +170,8 @@ class AttentionPlan:
         """Return what ``rank`` computes: its own keys first, then others as they come to it.
 
         Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
-        is without keys. A rank without positions has no blocks.
+        is without keys. A rank without positions has no blocks. Gathered keys are attended
+        together: blocks of several sources are one launch there.
         """
         check_rank(rank, self.n)
         by_source = part_of(self.executed, rank // self.ulysses_degree).blocks
