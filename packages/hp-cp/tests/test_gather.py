@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hp_cp import Contiguous, Layout, MaskSpec, Zigzag, context_parallel_attention, plan_attention
@@ -19,6 +19,7 @@ from .strategies import all_layouts, inputs, leaves, masked, visible, with_gradi
 
 @settings(deadline=None, max_examples=50)
 @given(masked(48), st.integers(2, 6), all_layouts)
+@example((MaskSpec(causal=False, window=7), 37), 4, Zigzag())  # squares over both of its chunks
 def test_blocks_over_gathered_keys_show_what_the_mask_shows(
     case: tuple[MaskSpec, int], n: int, layout: Layout
 ) -> None:

@@ -174,7 +174,8 @@ class AttentionPlan:
 
         Blocks are disjoint, together they are the mask's rows of this rank, and no row of any block
         is without keys, but of ``masked`` ones. A rank without positions has no blocks. The
-        function of a mask is asked on the CPU.
+        function of a mask is asked on the CPU. Gathered keys are attended together: blocks of
+        several sources are one launch there.
         """
         check_rank(rank, self.n)
         by_source = part_of(self.executed, rank // self.ulysses_degree).blocks
