@@ -70,6 +70,7 @@ def test_an_all_reduce_on_every_name_reaches_its_ranks(ranks: Pool, dims: Parall
     "dims",
     [
         ParallelDims(dp_replicate=2, cp=2, tp=2, ep=2, ulysses_degree=2),
+        ParallelDims(tp=2, ep=2, etp=4, free_etp=True),
         ParallelDims(cp=2, ep=2, tp=2, etp=2, ep_mode="peer", order=DEFAULT_ORDER[::-1]),
     ],
     ids=ParallelDims.summary,

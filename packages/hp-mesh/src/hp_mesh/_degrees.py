@@ -225,13 +225,18 @@ def experts_fold_into_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
     )
 
 
-def resolved_rules(ep_mode: str) -> Mapping[str, DegreeRule]:
+def resolved_rules(ep_mode: str, *, free_etp: bool = False) -> Mapping[str, DegreeRule]:
     """Return the rules that degrees keep, besides that they multiply to the world, by their codes.
 
-    They read positive degrees by name, and raise KeyError for one that is not there.
+    They read positive degrees by name, and raise KeyError for one that is not there. With
+    ``free_etp`` folded experts may be cut over another number of ranks than the layers.
     """
     rules: dict[str, DegreeRule] = {"etp": experts_cut_like_layers, "ulysses": ulysses_divides_cp}
-    return rules if ep_mode == "peer" else {**rules, "sparse": experts_fold_into_layers}
+    if ep_mode == "peer":
+        return rules
+    if free_etp:
+        del rules["etp"]
+    return {**rules, "sparse": experts_fold_into_layers}
 
 
 def rule_violations(

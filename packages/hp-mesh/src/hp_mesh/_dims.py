@@ -44,7 +44,9 @@ class ParallelDims(_Origin):
     from the world; ``dp_shard=None`` is -1 unless another is. ``ep_mode="folded"``: experts live on
     ranks that the dense layers already use, ``ep * etp * efsdp == dp_shard * cp * tp``.
     ``ep_mode="peer"``: ``ep`` is one more factor of the world, and for dense layers and data one
-    more axis of data parallelism. ``etp`` is 1 or ``tp``, ``ulysses_degree`` divides ``cp``.
+    more axis of data parallelism. ``etp`` is 1 or ``tp``, ``ulysses_degree`` divides ``cp``. With
+    ``free_etp`` folded experts may be cut over any ``etp``, as in Megatron-LM; its groups are then
+    neighbours among the ranks of ``dp_shard * cp * tp`` and need not be those of ``tp``.
 
     ``order`` lists the axes, outermost first: ranks that are neighbours differ along the last. A
     folded ``ep`` has no place of its own in it and may be left out. ``fsdp_folds_cp=False`` shards
@@ -67,6 +69,7 @@ class ParallelDims(_Origin):
     ep_mode: Literal["folded", "peer"] = "folded"
     order: tuple[str, ...] = DEFAULT_ORDER
     fsdp_folds_cp: bool = True
+    free_etp: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_etp_from_tp", False)
@@ -99,22 +102,28 @@ class ParallelDims(_Origin):
     def from_config(cls, config: object, world_size: int) -> "ParallelDims":
         """Return the resolved degrees that a mapping or any object's attributes give.
 
-        Absent and None mean default, except that ``etp`` is then ``tp``, as in Megatron-LM; the
-        constructor's own default is 1, as torchtitan's is, and `summary` says where ``etp`` was
-        taken from ``tp``. ``dp`` is read as an older name of ``dp_shard``. Other names are ignored.
+        Names are the fields of this class, ``dp`` for ``dp_shard``, and those that torchtitan,
+        Megatron-LM, accelerate and DeepSpeed use; other names are ignored. Absent and None mean
+        default, except that ``etp`` is then ``tp`` unless a name is torchtitan's, accelerate's or
+        DeepSpeed's: so it is in Megatron-LM. The constructor's own default is 1, and `summary` says
+        where ``etp`` was taken from ``tp``.
 
         Args:
             config: The degrees by name, among other things; an empty mapping is all defaults.
             world_size: Number of ranks.
 
         Raises:
-            ParallelDimsError: A value is no degree, the degrees do not make the world, the
-                configuration has another ``world_size``, or it has none of the names that are read
-                or can have no names at all, as a number or a list.
+            ParallelDimsError: A value is no degree, the degrees do not make the world, two names of
+                one degree differ, a name is nearly one of those that are read, the configuration
+                has another ``world_size``, or it has none of the names or can have none, as a
+                number or a list.
+
+        Example:
+            >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard
+            2
         """
-        arguments, found = arguments_from_config(config, world_size)
+        arguments, found, etp_is_tp = arguments_from_config(config, world_size)
         given = {**_DEFAULTS, **arguments, "world_size": world_size}
-        etp_is_tp = "etp" not in arguments
         dims = cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
         return dims
@@ -252,7 +261,8 @@ class ParallelDims(_Origin):
         model = {} if model is None else model
         subject = self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
         nodes = () if topology is None else explain_topology(self.layout(), topology)
-        return (*explain_rules(subject, self.ep_mode), *nodes)
+        rules = explain_rules(subject, self.ep_mode, free_etp=self.free_etp)
+        return (*rules, *nodes)
 
     def _cutting(self) -> Cutting:
         return Cutting(

@@ -50,10 +50,12 @@ class _Seen(Mapping[str, Value]):
         return len(self._content)
 
 
-def explain_rules(subject: Subject, ep_mode: str) -> tuple[Explanation, ...]:
+def explain_rules(
+    subject: Subject, ep_mode: str, *, free_etp: bool = False
+) -> tuple[Explanation, ...]:
     """Return an explanation of each rule of degrees and of each rule of models."""
     explanations = [_explain_product(subject.degrees, world_axes(ep_mode))]
-    for code, degree_rule in resolved_rules(ep_mode).items():
+    for code, degree_rule in resolved_rules(ep_mode, free_etp=free_etp).items():
         degrees = _Seen(subject.degrees)
         found = [*degree_rule(degrees)]
         explanations.append(_conclude(code, degree_rule, degrees, _Seen({}), found))

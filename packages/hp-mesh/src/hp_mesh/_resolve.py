@@ -56,7 +56,8 @@ def settle(
                 violations += error.violations
         if etp_is_tp and "tp" in degrees:
             degrees["etp"] = degrees["tp"]
-        violations += rule_violations(_known(fields, degrees), resolved_rules(mode))
+        rules = resolved_rules(mode, free_etp=fields.get("free_etp", False))
+        violations += rule_violations(_known(fields, degrees), rules)
         if "order" in fields:
             violations += order_violations(mode, fields["order"])
     raise_errors(violations)
@@ -69,7 +70,7 @@ def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[An
         name: partial(as_degree, name, inferable=name in axes, optional=name in optional)
         for name in (*DEGREES, *OPTIONAL)
     }
-    parsers["fsdp_folds_cp"] = partial(as_flag, "fsdp_folds_cp")
+    parsers |= {name: partial(as_flag, name) for name in ("fsdp_folds_cp", "free_etp")}
     return parsers | {"ep_mode": as_mode, "order": as_order}
 
 
@@ -138,4 +139,5 @@ def summarize(fields: Mapping[str, Any], *, etp_from_tp: bool = False) -> str:
     words |= {word: fields[name] for word, name in others.items() if fields[name] is not None}
     words |= {"ep_mode": "peer"} if fields["ep_mode"] == "peer" else {}
     words |= {} if fields["fsdp_folds_cp"] else {"fsdp_folds_cp": False}
+    words |= {"free_etp": True} if fields["free_etp"] else {}
     return " ".join(f"{name}={value}" for name, value in words.items())

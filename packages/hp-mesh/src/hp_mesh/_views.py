@@ -73,7 +73,8 @@ def _dense_cuts(cutting: Cutting) -> tuple[Cut, ...]:
 def _expert_cuts(cutting: Cutting) -> tuple[Cut, ...]:
     if cutting.peer:
         return _peer_cuts(cutting, (), "efsdp")
-    if cutting.degrees["etp"] == 1:
+    etp = cutting.degrees["etp"]
+    if etp == 1 or etp != cutting.degrees["tp"]:
         return (Cut(parts=("dp_shard", "cp", "tp"), axes=("efsdp", "ep", "etp")),)
     # A weight that is cut over etp meets activations that are cut over tp: the same ranks.
     return Cut(parts=("dp_shard", "cp"), axes=("efsdp", "ep")), Cut(parts=("tp",), axes=("etp",))
