@@ -262,7 +262,15 @@ DEEPSPEED = {"tensor_parallel.autotp_size": "tp", "ep_size": "ep"}
 @pytest.mark.parametrize("names", [TORCHTITAN, MEGATRON, ACCELERATE], ids=len)
 @pytest.mark.parametrize("kind", [dict, SimpleNamespace])
 def test_names_of_frameworks_give_their_degrees(names: dict[str, str], kind: Any) -> None:
-    degrees = {"dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 2, "pp": 2, "ep": 3, "etp": 2}
+    degrees: dict[str, Any] = {
+        "dp_replicate": 2,
+        "dp_shard": 3,
+        "cp": 2,
+        "tp": 2,
+        "pp": 2,
+        "ep": 3,
+        "etp": 2,
+    }
     fields = {*names.values()}
     expected = ParallelDims(
         **{name: degrees[name] for name in fields}, world_size=prod_of(degrees, fields)

@@ -18,11 +18,9 @@ from hp_mesh import (
     ParallelDimsError,
     ParallelMesh,
     Topology,
-    _world,
-    build_expert_parallel_mesh,
-    build_world_mesh,
-    reset_world_mesh,
 )
+from hp_mesh import world as slot
+from hp_mesh.world import build_expert_parallel_mesh, build_world_mesh, reset_world_mesh
 
 Pool = Callable[[int], RankPool]
 ORDER = ("pp", "dp_replicate", "dp_shard")
@@ -316,7 +314,7 @@ def build_where_one_rank_has_a_world_mesh(rank: int) -> str:
     build_world_mesh(dp=4)
     with pytest.MonkeyPatch.context() as patch:
         if rank != 0:
-            patch.setattr(_world, "_world_mesh", None)
+            patch.setattr(slot, "_world_mesh", None)
         try:
             build_world_mesh(dp=4)
             message = "built"

@@ -15,15 +15,19 @@ from ._config import (
     read_toml,
     read_yaml,
 )
-from ._degrees import DEFAULT_ORDER
-from ._errors import Report, raise_errors
-from ._explain import Explanation, explain_rules, explain_topology
-from ._layout import RankLayout
+from ._degrees import (
+    DEFAULT_ORDER,
+    as_world,
+    resolved_degrees,
+    settle,
+    summarize,
+    world_axes,
+)
+from ._errors import Explanation, Report, raise_errors
+from ._layout import RankLayout, ViewConfig
 from ._model import read_numbers
-from ._resolve import as_world, resolved_degrees, settle, summarize
-from ._rules import Subject, check_rules
-from ._topology import Topology, topology_violations
-from ._views import Cutting
+from ._rules import Subject, check_rules, explain_rules
+from ._topology import Topology, explain_topology, topology_violations
 
 if TYPE_CHECKING:
     from ._mesh import ParallelMesh
@@ -213,11 +217,13 @@ class ParallelDims(_Origin):
         numbers, wrong = read_numbers(model, seq_len, global_batch)
         return Subject(
             degrees=self._resolved() | {"ulysses_degree": self.ulysses_degree or 1},
-            sharding=self._cutting().sharding,
+            sharding=self._view_config().sharding,
             numbers=numbers,
             wrong=wrong,
             causal_balance=causal_balance,
             sequence_parallel=sequence_parallel,
+            ep_mode=self.ep_mode,
+            free_etp=self.free_etp,
         )
 
     def validate(
@@ -261,11 +267,10 @@ class ParallelDims(_Origin):
         model = {} if model is None else model
         subject = self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
         nodes = () if topology is None else explain_topology(self.layout(), topology)
-        rules = explain_rules(subject, self.ep_mode, free_etp=self.free_etp)
-        return (*rules, *nodes)
+        return (*explain_rules(subject, world_axes(self.ep_mode)), *nodes)
 
-    def _cutting(self) -> Cutting:
-        return Cutting(
+    def _view_config(self) -> ViewConfig:
+        return ViewConfig(
             degrees=self._resolved(),
             ulysses_degree=self.ulysses_degree,
             peer=self.ep_mode == "peer",
@@ -274,7 +279,7 @@ class ParallelDims(_Origin):
 
     def layout(self) -> RankLayout:
         """Return which rank sits where; a pure function of the degrees and the order."""
-        return RankLayout(self._cutting(), self.order)
+        return RankLayout(self._view_config(), self.order)
 
     def build_mesh(
         self,

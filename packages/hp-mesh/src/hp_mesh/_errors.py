@@ -6,6 +6,7 @@ from math import isqrt
 from typing import Literal, TypeAlias, overload
 
 Level: TypeAlias = Literal["error", "advice"]
+Verdict: TypeAlias = Literal["holds", "error", "advice", "skipped", "idle"]
 
 LARGEST = 2**32  # of all that is counted here: ranks, and a model's sizes
 MOST_CHOICES = 24  # that one sentence lists
@@ -68,6 +69,26 @@ class Violation:
 def _join_choices(numbers: tuple[int, ...]) -> str:
     shown, more = numbers[:MOST_CHOICES], len(numbers) - MOST_CHOICES
     return join_words([*shown, f"{more} more"] if more > 0 else shown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What one rule says.
+
+    Attributes:
+        rule: The code that its violations have.
+        sentence: The rule itself.
+        values: The numbers that it looked at.
+        verdict: ``"holds"``, ``"error"`` or ``"advice"``; ``"skipped"`` where a field that it needs
+            is absent; ``"idle"`` where the degrees leave it nothing to ask.
+        text: All of that as one line.
+    """
+
+    rule: str
+    sentence: str
+    values: Mapping[str, object] = field(hash=False)
+    verdict: Verdict
+    text: str
 
 
 class Report(Sequence[Violation]):
