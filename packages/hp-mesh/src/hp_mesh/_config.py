@@ -1,13 +1,15 @@
 """Constructor arguments from mappings, configuration objects, files and command lines."""
 
+import json
 import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Number
 from os import PathLike, fspath
-from typing import Any
+from os.path import splitext
+from typing import Any, BinaryIO
 
 from ._degrees import BASE_AXES, as_degree
 from ._errors import ParallelDimsError, Violation, join_words, show
@@ -32,6 +34,7 @@ SETTINGS = (*HELP, *OTHERS)
 FIELDS = (*SETTINGS, "world_size")
 MOST_NAMES = 6  # of a configuration's own that a sentence lists
 MOST_LETTERS = 30  # of each
+MOST_LEVELS = 64  # of a file whose values may be shown
 SEQUENCE = "sequence"  # sequence parallel ranks that exchange heads: cp and ulysses_degree at once
 ALIKE = 0.8  # of `difflib`, from which on a name is taken for a misspelled one
 SHORTEST = 10  # letters of a misspelled name; shorter ones resemble too much
@@ -318,8 +321,7 @@ def arguments_from_args(args: Namespace) -> dict[str, Any]:
 
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     """Return a TOML file's content, or the table under a name such as ``"run.mesh"``."""
-    with open(path, "rb") as file:
-        return _table(fspath(path), tomllib.load(file), table)
+    return _read(path, table, tomllib.load)
 
 
 def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
@@ -328,12 +330,62 @@ def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]
         import yaml
     except ImportError as error:
         raise ImportError("reading YAML needs PyYAML: pip install pyyaml") from error
+    try:
+        return _read(path, table, yaml.safe_load)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _read_json(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
+    return _read(path, table, json.load)
+
+
+READERS = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": _read_json}
+
+
+def read_file(path: str, table: str | None = None) -> Mapping[str, Any]:
+    """Return the content of a TOML, YAML or JSON file, which its suffix tells apart, or a table.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It has another suffix, holds no text of its format, or is nested too deeply to
+            be shown again; as `ParallelDimsError` where it holds no such table.
+    """
+    reader = READERS.get(splitext(path)[1].lower())
+    if reader is None:
+        raise ValueError(f"its name must end in {join_words(READERS)}")
+    try:
+        found = reader(path, table)
+    except RecursionError:
+        deep = True
+    else:
+        deep = _is_deep(found)
+    if deep:
+        raise ValueError(f"its values are nested in more than {MOST_LEVELS} levels")
+    return found
+
+
+def _is_deep(content: object) -> bool:
+    level = [content]
+    for _ in range(MOST_LEVELS):
+        # YAML may name one value in several places, and even inside itself.
+        inner = {id(value): value for outer in level for value in _values(outer)}
+        level = [*inner.values()]
+    return bool(level)
+
+
+def _values(content: object) -> Iterable[object]:
+    if isinstance(content, Mapping):
+        return content.values()
+    return content if isinstance(content, list) else ()
+
+
+def _read(
+    path: str | PathLike[str], table: str | None, parse: Callable[[BinaryIO], Any]
+) -> Mapping[str, Any]:
     with open(path, "rb") as file:
-        return _table(fspath(path), yaml.safe_load(file), table)
-
-
-def _table(path: str, content: Any, table: str | None) -> Mapping[str, Any]:
-    here = path
+        content = parse(file)
+    here = fspath(path)
     for name in table.split(".") if table else ():
         names = [*content] if isinstance(content, Mapping) else []
         if name not in names:
