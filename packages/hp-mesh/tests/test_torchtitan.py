@@ -100,7 +100,7 @@ def test_meshes_of_a_single_rank() -> None:
 
 def test_experts_take_ranks_of_data_parallelism() -> None:
     assert make(**{**ONES, "dp_shard": 2, "ep": 2, "world_size": 2}).ep_enabled
-    # torchtitan takes this and cuts the ranks of the experts down to three.
+    # torchtitan takes this at construction.
     with pytest.raises(ParallelDimsError, match="ep=3 does not divide"):
         make(**{**ONES, "dp_replicate": 2, "dp_shard": 2, "ep": 3, "world_size": 4})
 

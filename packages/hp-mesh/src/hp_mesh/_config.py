@@ -1,18 +1,17 @@
 """Constructor arguments from mappings, configuration objects, files and command lines."""
 
-import json
-import tomllib
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from difflib import get_close_matches
 from numbers import Number
 from os import PathLike, fspath
 from os.path import splitext
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._degrees import BASE_AXES, as_degree
 from ._errors import ParallelDimsError, Violation, join_words, show
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
 
 HELP = {
     "dp_replicate": "data-parallel replicas of the sharded model",
@@ -251,14 +250,20 @@ def _misspelled(config: object) -> Iterator[Violation]:
     for name in _own_names(config):
         if len(name) < SHORTEST or name in NAMES or any(each in name for each in known):
             continue
-        near = get_close_matches(name, known, n=1, cutoff=ALIKE)
+        near = _near(name, known)
         value = read_field(config, name) if near else None
         if type(value) is int and value not in (0, 1):
             yield Violation(
                 rule="fields",
                 values={name: value},
-                reason=f"{name}={value} is read by no name; did you mean {near[0]}?",
+                reason=f"{name}={value} is read by no name; did you mean {near}?",
             )
+
+
+def _near(name: str, known: Iterable[str]) -> str | None:
+    from difflib import get_close_matches  # takes a while to load, and is seldom needed
+
+    return next(iter(get_close_matches(name, [*known], n=1, cutoff=ALIKE)), None)
 
 
 def _unread(config: object) -> Violation:
@@ -267,8 +272,8 @@ def _unread(config: object) -> Violation:
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     has = join_words([*(name[:MOST_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
     others = join_words(f"{d.framework} ({', '.join(d.names)})" for d in DIALECTS if d != OWN)
-    near = {name: get_close_matches(name, NAMES, n=1, cutoff=ALIKE) for name in names}
-    meant = join_words((f"{n[:MOST_LETTERS]} for {m[0]}" for n, m in near.items() if m), "and")
+    near = ((name, _near(name, NAMES)) for name in names)
+    meant = join_words((f"{name[:MOST_LETTERS]} for {m}" for name, m in near if m), "and")
     return Violation(
         rule="fields",
         values={"config": type(config).__name__},
@@ -300,7 +305,7 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
     return {key: value for key, value in mapping.items() if key in FIELDS}, unknown
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: "ArgumentParser") -> None:
     """Add ``--dp-replicate``, ``--dp-shard``, ... ``--ep-mode`` and ``--order``, all optional.
 
     Values stay text here, so that a wrong one gets the error that every other way in gives.
@@ -313,7 +318,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
 
 
-def arguments_from_args(args: Namespace) -> dict[str, Any]:
+def arguments_from_args(args: "Namespace") -> dict[str, Any]:
     """Return the constructor arguments that were given on the command line."""
     given = {name: read_field(args, name) for name in SETTINGS}
     return {name: value for name, value in given.items() if value is not None}
@@ -321,6 +326,8 @@ def arguments_from_args(args: Namespace) -> dict[str, Any]:
 
 def read_toml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
     """Return a TOML file's content, or the table under a name such as ``"run.mesh"``."""
+    import tomllib
+
     return _read(path, table, tomllib.load)
 
 
@@ -337,6 +344,8 @@ def read_yaml(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]
 
 
 def _read_json(path: str | PathLike[str], table: str | None) -> Mapping[str, Any]:
+    import json
+
     return _read(path, table, json.load)
 
 

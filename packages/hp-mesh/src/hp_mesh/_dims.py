@@ -1,6 +1,5 @@
 """`ParallelDims`: the degrees of one training run."""
 
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -30,6 +29,8 @@ from ._rules import Subject, check_rules, explain_rules
 from ._topology import Topology, explain_topology, topology_violations
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
     from ._mesh import ParallelMesh
 
 
@@ -156,12 +157,12 @@ class ParallelDims(_Origin):
         return cls.from_dict(read_yaml(path, table))
 
     @staticmethod
-    def add_arguments(parser: ArgumentParser) -> None:
+    def add_arguments(parser: "ArgumentParser") -> None:
         """Add one optional argument for each degree, and ``--order``, to a command line."""
         add_arguments(parser)
 
     @classmethod
-    def from_args(cls, args: Namespace, world_size: int | None = None) -> "ParallelDims":
+    def from_args(cls, args: "Namespace", world_size: int | None = None) -> "ParallelDims":
         """Return the degrees given on a command line; what is not given has its default."""
         return cls(**arguments_from_args(args), world_size=world_size)
 
