@@ -187,7 +187,7 @@ def one_is_inferred(degrees: Mapping[str, int]) -> Iterator[Violation]:
         )
 
 
-def settle(
+def resolve_fields(
     given: Mapping[str, Any],
     found: Iterable[Violation] = (),
     *,
@@ -276,7 +276,7 @@ def resolved_degrees(fields: Mapping[str, Any]) -> dict[str, int]:
     unknown = [name for name, degree in degrees.items() if degree == INFERRED]
     if not unknown:
         world = prod(degrees[name] for name in world_axes(fields["ep_mode"]))
-        return degrees_of(settle({**fields, "world_size": world}))
+        return degrees_of(resolve_fields({**fields, "world_size": world}))
     raise ParallelDimsError(
         [
             Violation(

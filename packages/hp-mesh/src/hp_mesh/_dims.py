@@ -17,8 +17,8 @@ from ._config import (
 from ._degrees import (
     DEFAULT_ORDER,
     as_world,
+    resolve_fields,
     resolved_degrees,
-    settle,
     summarize,
     world_axes,
 )
@@ -45,21 +45,37 @@ class _Origin:
 class ParallelDims(_Origin):
     """How many ranks each axis has, checked as far as the numbers given allow.
 
-    ``dp_replicate * dp_shard * cp * tp * pp`` is the world. One of these may be -1 and then follows
-    from the world; ``dp_shard=None`` is -1 unless another is. ``ep_mode="folded"``: experts live on
-    ranks that the dense layers already use, ``ep * etp * efsdp == dp_shard * cp * tp``.
-    ``ep_mode="peer"``: ``ep`` is one more factor of the world, and for dense layers and data one
-    more axis of data parallelism. ``etp`` is 1 or ``tp``, ``ulysses_degree`` divides ``cp``. With
-    ``free_etp`` folded experts may be cut over any ``etp``, as in Megatron-LM; its groups are then
-    neighbours among the ranks of ``dp_shard * cp * tp`` and need not be those of ``tp``.
+    ``dp_replicate * dp_shard * cp * tp * pp`` is the world, and one of these may be -1: it follows
+    from the world. Single values are checked at once, their product as soon as the world is known,
+    here or in `resolve`. Degrees may be integers of any type or strings that spell one. A value:
+    frozen, hashable, equal by its fields. Needs no torch and communicates nothing.
 
-    ``order`` lists the axes, outermost first: ranks that are neighbours differ along the last. A
-    folded ``ep`` has no place of its own in it and may be left out. ``fsdp_folds_cp=False`` shards
-    over ``dp_shard`` alone; gradients are then to be reduced over ``replicate``, which has ``cp``.
+    Attributes:
+        dp_replicate: Replicas of the sharded model.
+        dp_shard: Ranks that shard parameters; None is -1 unless another degree is.
+        cp: Parts of one sequence.
+        tp: Parts of one layer.
+        pp: Pipeline stages.
+        ep: Ranks that hold different experts.
+        etp: Ranks that share one expert: 1 or ``tp``, or any number with ``free_etp``.
+        ulysses_degree: Ranks of ``cp`` that exchange heads instead of sequence; it divides ``cp``.
+        world_size: Number of ranks.
+        ep_mode: ``"folded"``: experts live on ranks that the dense layers already use,
+            ``ep * etp * efsdp == dp_shard * cp * tp``. ``"peer"``: ``ep`` is one more factor of the
+            world, and for dense layers and data one more axis of data parallelism.
+        order: The axes, outermost first: ranks that are neighbours differ along the last. A folded
+            ``ep`` has no place of its own in it and may be left out. Also one string with commas.
+        fsdp_folds_cp: Parameters are sharded over ``cp`` too. Without, gradients are to be reduced
+            over ``replicate``, which has ``cp``.
+        free_etp: Folded experts may be cut over any ``etp``, as in Megatron-LM; its groups are then
+            neighbours among the ranks of ``dp_shard * cp * tp`` and need not be those of ``tp``.
 
-    Degrees may also be integers of other types or strings that spell one, ``order`` one string with
-    commas. Raises one `ParallelDimsError` with all that can be told to be wrong: single values at
-    once, the product as soon as the world is known, here or in `resolve`. Needs no torch.
+    Raises:
+        ParallelDimsError: With all that can be told to be wrong.
+
+    Example:
+        >>> ParallelDims(cp=2, tp=2, ep=4, world_size=16).dp_shard
+        4
     """
 
     dp_replicate: int = 1
@@ -78,7 +94,7 @@ class ParallelDims(_Origin):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_etp_from_tp", False)
-        for name, value in settle(self._fields()).items():
+        for name, value in resolve_fields(self._fields()).items():
             object.__setattr__(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,8 +113,14 @@ class ParallelDims(_Origin):
     def resolve(self, world_size: int) -> "ParallelDims":
         """Return the copy for this world with every degree a number; idempotent.
 
-        Raises `ParallelDimsError` if the degrees do not make this world, or if they were given or
-        resolved for another.
+        Args:
+            world_size: Number of ranks.
+
+        Returns:
+            A configuration without None or -1 among its degrees, or this one if it is that already.
+
+        Raises:
+            ParallelDimsError: The degrees do not make this world, or are for another.
         """
         world = as_world(self._fields(), world_size)
         return self if self.world_size == world else replace(self, world_size=world)
@@ -129,7 +151,7 @@ class ParallelDims(_Origin):
         """
         arguments, found, etp_is_tp = arguments_from_config(config, world_size)
         given = {**_DEFAULTS, **arguments, "world_size": world_size}
-        dims = cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
+        dims = cls(**resolve_fields(given, found, needs_world=True, etp_is_tp=etp_is_tp))
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
         return dims
 
@@ -137,7 +159,7 @@ class ParallelDims(_Origin):
     def from_dict(cls, mapping: Mapping[str, Any]) -> "ParallelDims":
         """Return the degrees whose `to_dict` this is; an unknown key is an error."""
         arguments, unknown = arguments_from_dict(mapping)
-        return cls(**settle({**_DEFAULTS, **arguments}, unknown))
+        return cls(**resolve_fields({**_DEFAULTS, **arguments}, unknown))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain integers, None and a list, ready for JSON."""
@@ -264,7 +286,22 @@ class ParallelDims(_Origin):
         sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
-        """Return every rule with its numbers and what it says of them; arguments as in `check`."""
+        """Return every rule with its numbers and what it says of them.
+
+        Args:
+            model: As in `check`; None has no fields.
+            seq_len: Tokens of one sequence.
+            global_batch: Samples of one step over all ranks.
+            causal_balance: As in `check`.
+            sequence_parallel: As in `check`.
+            topology: With one, a line for each axis says whether it leaves a node.
+
+        Returns:
+            One explanation for each rule, in a fixed order.
+
+        Raises:
+            ParallelDimsError: As in `check`.
+        """
         model = {} if model is None else model
         subject = self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
         nodes = () if topology is None else explain_topology(self.layout(), topology)
@@ -279,7 +316,11 @@ class ParallelDims(_Origin):
         )
 
     def layout(self) -> RankLayout:
-        """Return which rank sits where; a pure function of the degrees and the order."""
+        """Return which rank sits where; a pure function of the degrees and the order.
+
+        Raises:
+            ParallelDimsError: A degree is still to be inferred.
+        """
         return RankLayout(self._view_config(), self.order)
 
     def build_mesh(

@@ -38,12 +38,15 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One broken rule.
+    """One broken rule; its text lists the first of many legal numbers and counts the rest.
 
-    ``rule`` is a stable code, ``values`` every number that the rule looked at, ``legal`` what each
-    name that could be changed may be, the others as given; a name such as ``cp*tp`` is the product
-    of several that must change together. ``level`` ``"advice"`` works but costs. The text lists the
-    first of many legal numbers and counts the rest.
+    Attributes:
+        rule: A stable code.
+        reason: What is wrong, with the numbers.
+        values: Every number that the rule looked at.
+        legal: What each name that could be changed may be, the others as given; a name such as
+            ``cp*tp`` is the product of several that must change together.
+        level: ``"error"``, or ``"advice"`` for what works but costs.
     """
 
     rule: str

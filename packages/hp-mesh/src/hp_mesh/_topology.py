@@ -14,7 +14,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
 class Topology:
     """How many ranks a node has; node ``i`` holds the ranks from ``i * ranks_per_node`` on.
 
-    Raises `ParallelDimsError` unless it is a positive integer.
+    Attributes:
+        ranks_per_node: Ranks that share the fast links of one node.
+
+    Raises:
+        ParallelDimsError: It is no positive integer.
     """
 
     ranks_per_node: int

@@ -130,9 +130,15 @@ def choose_row(getter: str, present: tuple[str, ...]) -> Row:
 class HybridShard:
     """How data-parallel ranks form replicas, each of which shards the parameters inside itself.
 
-    Give ``replicas``, or ``shard_degree``, the ranks of one replica, or both. With neither there is
-    one replica per node of ``ranks_per_node`` ranks, by default what the launcher has set as
-    ``LOCAL_WORLD_SIZE``. A value that is not a positive integer raises `ParallelDimsError`.
+    Attributes:
+        replicas: Number of replicas.
+        shard_degree: Ranks of one replica. With neither this nor ``replicas`` there is one replica
+            for each node.
+        ranks_per_node: Ranks of a node, by default what the launcher has set as
+            ``LOCAL_WORLD_SIZE``.
+
+    Raises:
+        ParallelDimsError: A value is no positive integer.
     """
 
     replicas: int | None = None
@@ -147,9 +153,12 @@ class HybridShard:
     def split(self, dp_size: int, world_size: int) -> tuple[int, int]:
         """Return the number of replicas and the shard degree; their product is ``dp_size``.
 
-        ``dp_size`` counts data-parallel ranks, ``world_size`` all ranks, on nodes of equal size.
-        Raises `ParallelDimsError` where no such product exists, as with more nodes than
-        data-parallel ranks.
+        Args:
+            dp_size: Number of data-parallel ranks.
+            world_size: Number of all ranks, on nodes of equal size.
+
+        Raises:
+            ParallelDimsError: No such product exists, as with more nodes than data-parallel ranks.
         """
         sizes = {"dp_size": dp_size, "world_size": world_size}
         degrees = {"replicas": self.replicas, "shard_degree": self.shard_degree}
@@ -217,10 +226,12 @@ DegreeLike: TypeAlias = int | HasDegree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldMesh:
-    """Meshes of all views, and the axes that were asked for, outermost first.
+    """Meshes of all views, and the axes that were asked for.
 
-    ``mesh`` resolves every name, ``axes`` are those that the getters know: an axis of one rank is
-    among them if its degree was given. ``ep`` lies on ranks of the data-parallel axes.
+    Attributes:
+        mesh: Resolves every name.
+        axes: Those that the getters know, outermost first: an axis of one rank is among them if its
+            degree was given. ``ep`` has ranks of the data-parallel axes.
     """
 
     mesh: ParallelMesh
@@ -246,16 +257,31 @@ def build_world_mesh(
 ) -> WorldMesh:
     """Build the mesh of all ranks, keep it for `get_world_mesh` and return it for the getters.
 
-    Degrees are integers or objects with a ``degree``. ``dp`` is flat as an integer, -1 for all that
-    the others leave, and HSDP as a `HybridShard`; without any degree all ranks are ``dp``, with any
-    other it must be given. Axes lie as in `ParallelDims`, ``tp`` innermost. ``ep`` takes its ranks
-    from those that shard the dense parameters: it divides ``dp_shard * cp``, and -1 is
-    ``dp_shard``, which with ``cp=1`` are the very ranks of ``dp_shard``. Experts are cut over
-    ``tp`` as the other layers are.
-
     Collective, as `ParallelDims.build_mesh` is: all process groups that a getter returns exist
-    afterwards. Raises `ParallelDimsError` for degrees that do not make the world, `MeshError`
-    without a default process group, where ranks disagree, and if there is a world mesh already.
+    afterwards. Degrees are integers or objects with a ``degree``; the order of the axes is that of
+    `ParallelDims`, ``tp`` innermost.
+
+    Args:
+        dp: Data-parallel ranks: flat as an integer, -1 for all that the others leave, and HSDP as a
+            `HybridShard`. Without any degree all ranks are ``dp``, with any other it must be given.
+        tp: Parts of one layer.
+        cp: Parts of one sequence.
+        pp: Pipeline stages.
+        ep: Ranks with different experts, of those that shard the dense parameters: it divides
+            ``dp_shard * cp``, and -1 is ``dp_shard``, which with ``cp=1`` are the very ranks of
+            ``dp_shard``. Experts are cut over ``tp`` as the other layers are.
+        device_type: As in `ParallelDims.build_mesh`.
+
+    Returns:
+        The mesh that `get_world_mesh` returns from now on.
+
+    Raises:
+        ParallelDimsError: The degrees do not make the world.
+        MeshError: There is no default process group, ranks disagree, or there is a world mesh.
+
+    Example:
+        >>> world = build_world_mesh(dp=HybridShard(replicas=2), tp=8)
+        >>> fully_shard(model, mesh=get_dp_model_mesh(world))
     """
     global _world_mesh
     world_size = _world_size()
@@ -292,9 +318,16 @@ def reset_world_mesh() -> None:
 def build_expert_parallel_mesh(degree: DegreeLike, device_type: str | None = None) -> WorldMesh:
     """Build the mesh of all ranks with the axes ``ep_replicate`` and ``ep_shard``, innermost last.
 
-    ``degree`` is the size of ``ep_shard``, the world if negative; ``ep_replicate`` is the rest. To
-    the getters both together are ``dp``. Not kept: close it with ``.mesh.close()``. Collective, and
-    raises, as `ParallelDims.build_mesh`.
+    Collective. To the getters both axes together are ``dp``. Not kept: close it with
+    ``.mesh.close()``.
+
+    Args:
+        degree: Size of ``ep_shard``, the world if negative; ``ep_replicate`` is the rest.
+        device_type: As in `ParallelDims.build_mesh`.
+
+    Raises:
+        ParallelDimsError: The degree does not divide the world.
+        MeshError: As in `ParallelDims.build_mesh`.
     """
     world_size = _world_size()
     try:
@@ -370,11 +403,15 @@ def get_dp_model_mesh(mesh: AnyMesh) -> DeviceMesh:
     Two axes with HSDP, replicas outermost, else one. Ranks of ``cp`` hold the same parameters and
     join the sharding. Not for data: see `get_dp_mesh`.
 
-    This and all other getters only look up: they neither communicate nor create process groups. In
-    a `ParallelMesh` an axis is present if it has several ranks, and so is data parallelism. In a
-    torch mesh the axes are those of its names. Raises `LayoutError` where the axes needed are
-    absent, and for a torch mesh also where they are several that are to be one: `flatten_mesh`
-    makes one of them.
+    This and all other getters only look up: they neither communicate nor create process groups.
+
+    Args:
+        mesh: A world mesh; a `ParallelMesh`, where an axis is present if it has several ranks, and
+            so is data parallelism; or a torch mesh, whose axes are those of its names.
+
+    Raises:
+        LayoutError: The axes needed are absent, or in a torch mesh several that are to be one:
+            `flatten_mesh` makes one of them.
     """
     return _look_up("get_dp_model_mesh", mesh)
 
@@ -456,9 +493,14 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     """Return the axes of a torch mesh folded into one; keep it, since each call may create groups.
 
     Collective over the mesh that ``mesh`` is a slice of, and a slice of that one again, so that
-    FSDP and tensor parallel combine both. ``name`` is by default the names of the axes with ``_``
-    between them. Raises `LayoutError` for what is no torch mesh or has no names, or where the name
-    is taken.
+    FSDP and tensor parallel combine both.
+
+    Args:
+        mesh: A torch mesh with names.
+        name: Of the folded axis; by default the names of its axes with ``_`` between them.
+
+    Raises:
+        LayoutError: It is no torch mesh or has no names, or the name is taken.
     """
     _check_flattened(mesh, name)
     names = _names(mesh)
