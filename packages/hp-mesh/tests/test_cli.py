@@ -19,7 +19,7 @@ from hp_mesh.cli import main
 from hp_mesh.cli._degrees import constructor_line, read_dims, word_line
 from hp_mesh.cli._elide import ends, rank_list
 from hp_mesh.cli._main import COMMANDS
-from hp_mesh.plan import MODELS
+from hp_mesh.planner import MODELS
 
 from .strategies import dims, divisors
 

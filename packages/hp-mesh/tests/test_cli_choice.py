@@ -13,7 +13,16 @@ from hp_mesh.cli import _plan
 from hp_mesh.cli._choice import choose, why_chosen
 from hp_mesh.cli._plan_rows import plan_rows
 from hp_mesh.cli._reasons import GIB
-from hp_mesh.plan import MODELS, Candidate, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
+from hp_mesh.planner import (
+    MODELS,
+    Candidate,
+    Cluster,
+    MemorySplit,
+    Plan,
+    TimeSplit,
+    TrainSpec,
+    plan,
+)
 
 from .test_cli import document, run
 

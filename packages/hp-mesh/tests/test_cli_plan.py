@@ -14,7 +14,16 @@ from hp_mesh.cli._choice import choose
 from hp_mesh.cli._plan_rows import plan_rows
 from hp_mesh.cli._reasons import GIB, memory_parts, time_parts, why_it_loses
 from hp_mesh.cli._rejections import group_rejections
-from hp_mesh.plan import MODELS, Candidate, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
+from hp_mesh.planner import (
+    MODELS,
+    Candidate,
+    Cluster,
+    MemorySplit,
+    Plan,
+    TimeSplit,
+    TrainSpec,
+    plan,
+)
 
 from .test_cli import document, run
 from .test_svg import SVG, assert_inside, boxes, parse, texts

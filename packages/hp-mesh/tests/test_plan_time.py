@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims
-from hp_mesh.plan import (
+from hp_mesh.planner import (
     ACCELERATORS,
     CONSTANTS,
     MODELS,
@@ -20,8 +20,8 @@ from hp_mesh.plan import (
     estimate,
     plan,
 )
-from hp_mesh.plan._links import Links
-from hp_mesh.plan._point import groups_of, point_of
+from hp_mesh.planner._links import Links
+from hp_mesh.planner._point import groups_of, point_of
 
 from .plan_strategies import clusters, runs, shapes
 

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from ._world import build_world_mesh as build_world_mesh
     from ._world import get_world_mesh as get_world_mesh
     from ._world import reset_world_mesh as reset_world_mesh
-    from .plan import Accelerator as Accelerator
-    from .plan import Candidate as Candidate
-    from .plan import Cluster as Cluster
-    from .plan import ModelShape as ModelShape
-    from .plan import Plan as Plan
-    from .plan import TrainSpec as TrainSpec
-    from .plan import plan as plan
+    from .planner import Accelerator as Accelerator
+    from .planner import Candidate as Candidate
+    from .planner import Cluster as Cluster
+    from .planner import ModelShape as ModelShape
+    from .planner import Plan as Plan
+    from .planner import TrainSpec as TrainSpec
+    from .planner import plan as plan
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ _LATER = {
         "get_world_mesh",
         "reset_world_mesh",
     ),
-    ".plan": ("Accelerator", "Candidate", "Cluster", "ModelShape", "Plan", "TrainSpec", "plan"),
+    ".planner": ("Accelerator", "Candidate", "Cluster", "ModelShape", "Plan", "TrainSpec", "plan"),
 }
 __all__ = [
     "DEFAULT_ORDER",
@@ -121,7 +121,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     for module, names in _LATER.items():
         if name in names:
-            loaded = import_module(module, __name__)
-            # The planner's package is called as its function of the same name.
-            return loaded if name == "plan" else getattr(loaded, name)
+            return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 
-from ..plan import Candidate, Plan
+from ..planner import Candidate, Plan
 from ._reasons import GIB, percent
 
 TIGHT = 0.95  # of the limit; an estimate above it leaves little room for its own error

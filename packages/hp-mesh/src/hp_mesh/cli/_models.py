@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import join_words
-from ..plan import MODELS, ModelShape
+from ..planner import MODELS, ModelShape
 from ._files import read_mapping
 from ._problems import refusal
 

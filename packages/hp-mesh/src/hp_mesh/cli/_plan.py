@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .._dims import ParallelDims
-from ..plan import ACCELERATORS, Cluster, ModelShape, TrainSpec, plan
+from ..planner import ACCELERATORS, Cluster, ModelShape, TrainSpec, plan
 from ._blocks import Answer
 from ._command import Command, add_model, add_picture, add_world
 from ._models import read_shape

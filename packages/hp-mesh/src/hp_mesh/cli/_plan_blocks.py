@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from ..plan import Candidate, Plan
+from ..planner import Candidate, Plan
 from ._blocks import Bar, Bars, Block, Cell, Line, Table, Tone, cells
 from ._choice import choose, why_chosen
 from ._degrees import constructor_line, word_line

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ..plan import Candidate, Plan
+from ..planner import Candidate, Plan
 from ._choice import choose
 from ._documents import dims_document
 from ._reasons import memory_parts, time_parts

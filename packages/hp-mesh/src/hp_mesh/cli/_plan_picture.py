@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..plan import Candidate, Plan
+from ..planner import Candidate, Plan
 from ._choice import choose
 from ._degrees import word_line
 from ._palette import EDGE, FAINT, GROUND, LIMIT, MEMORY_COLOURS, TIME_COLOURS

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from ..plan import Candidate, Plan
+from ..planner import Candidate, Plan
 from ._choice import CLOSE
 
 SPLIT = ("dp_replicate", "dp_shard")

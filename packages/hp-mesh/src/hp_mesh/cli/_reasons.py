@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 
-from ..plan import Candidate, MemorySplit
+from ..planner import Candidate, MemorySplit
 
 GIB = 2**30
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .._errors import Violation
-from ..plan import Rejection
+from ..planner import Rejection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

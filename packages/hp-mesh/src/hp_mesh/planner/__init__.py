@@ -1,8 +1,5 @@
 """Which configuration of a run to try first: memory and time of every valid one, without torch."""
 
-import sys
-from types import ModuleType
-
 from ._catalogue import MODELS as MODELS
 from ._cluster import ACCELERATORS as ACCELERATORS
 from ._cluster import Accelerator as Accelerator
@@ -34,15 +31,3 @@ __all__ = [
     "estimate",
     "plan",
 ]
-
-
-class _CallableModule(ModuleType):
-    """This subpackage, which is called as its function of the same name is."""
-
-    def __call__(self, model: ModelShape, cluster: Cluster, train: TrainSpec) -> Plan:
-        return plan(model, cluster, train)
-
-
-# The subpackage and the function share one name, so that importing either from outside gives
-# something that can be called.
-sys.modules[__name__].__class__ = _CallableModule
