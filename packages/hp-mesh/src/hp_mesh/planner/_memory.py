@@ -3,35 +3,27 @@
 from math import ceil
 from typing import NamedTuple
 
-from ._constants import (
-    FRAGMENTATION,
-    GRADIENT_BYTES,
-    HALF_BYTES,
-    LOGIT_BYTES,
-    MASK_BYTES,
-    MASTER_BYTES,
-    MOMENT_BYTES,
-    SCORE_BYTES,
-    SHARED_LOSS_BYTES,
-)
-from ._point import Point
-from ._result import MemorySplit
-from ._shape import ModelShape
-from ._train import Recompute, TrainSpec
+from ._calibration import Calibration
+from ._configuration import Degrees
+from ._model import ModelShape
+from ._result import MemorySplit, Setting
+from ._train import Recompute, TrainSpec, Zero
 
 
 class Rank(NamedTuple):
     """What the first or the last pipeline rank holds, by what it grows with.
 
-    ``layers`` and ``expert_layers`` count its layers, ``owned`` its own parameters. ``gathered``
-    are bytes of buffers and ``passing`` those that come and go beside them. ``rows`` are the bytes
-    of buffers for each token of a microbatch, ``outputs`` those for each microbatch in flight too,
-    and ``logits`` the logits of each token.
+    ``layers`` and ``expert_layers`` count its layers. ``parameters``, ``gradients`` and
+    ``optimizer`` are bytes of states, ``gathered`` those of buffers and ``passing`` those that come
+    and go beside them. ``rows`` are the bytes of buffers for each token of a microbatch,
+    ``outputs`` those for each microbatch in flight too, and ``logits`` the logits of each token.
     """
 
     layers: int
     expert_layers: int
-    owned: float
+    parameters: float
+    gradients: float
+    optimizer: float
     gathered: float
     passing: float
     rows: float
@@ -39,125 +31,222 @@ class Rank(NamedTuple):
     logits: float
 
 
+def stage_layers(model: ModelShape, pp: int, virtual_stages: int) -> tuple[int, int]:
+    """Return the layers of the pipeline rank that has most, and of the last one.
+
+    The last also has the output matrix. Virtual stages have equally many layers; where those do not
+    divide them, the first and the last have fewer, as Megatron-LM counts embedding and loss as
+    layers. Without virtual stages the last rank has as many layers fewer as make the slowest rank
+    fastest.
+    """
+    layers = model.layers
+    if pp == 1:
+        return layers, layers
+    if virtual_stages > 1:
+        each = ceil(layers / (pp * virtual_stages))
+        missing = each * pp * virtual_stages - layers
+        return each * virtual_stages, max(0, each * virtual_stages - ceil(missing / 2))
+    head = model.embedding_parameters / model.layer_work
+    fewest = ceil(layers / pp)
+    last = layers - fewest * (pp - 1)
+    best, slowest = (fewest, last), max(fewest, last + head)
+    while slowest > fewest + 1 and last > 0:
+        fewest += 1
+        last = max(0, layers - fewest * (pp - 1))
+        if max(fewest, last + head) < slowest:
+            best, slowest = (fewest, last), max(fewest, last + head)
+    return best[0], max(0, best[1])
+
+
 class MemoryModel:
     """The memory of a model's training, for any degrees.
 
-    States follow ZeRO stage 3 (arXiv 1910.02054, section 5): float32 weights, gradients and AdamW
-    moments over ``fsdp`` for dense parameters and ``efsdp`` for experts. Activations follow arXiv
-    2205.05198, sections 4 and 5, with sequence parallelism, for gated layers and grouped queries
-    too; ``fused`` kernels keep less, and there are no masks of dropout then.
+    States follow the stages of ZeRO (arXiv 1910.02054, section 5) over ``fsdp`` for dense
+    parameters and ``efsdp`` for experts. Activations follow arXiv 2205.05198, sections 4 and 5,
+    with sequence parallelism, for gated layers and grouped queries too; fused kernels keep less,
+    and there are no masks of dropout then. Eager elementwise kernels keep what each of them gives,
+    and one gathered input of tensor-parallel products in each layer (measured: nanotron).
     """
 
-    def __init__(self, model: ModelShape, train: TrainSpec) -> None:
-        self._model, self._train = model, train
+    def __init__(self, model: ModelShape, train: TrainSpec, calibration: Calibration) -> None:
+        self._model, self._train, self._constants = model, train, calibration
         self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._stages: dict[tuple[int, int], tuple[int, int]] = {}
         self._dense_layer = model.dense_layer_parameters
         self._shared_layer = model.shared_layer_parameters
         self._experts = model.experts * model.one_expert_parameters if model.expert_layers else 0
+        self._eager = eager = train.fused == "attention"
+        self._logit_bytes = calibration.eager_logit_bytes if eager else calibration.logit_bytes
+        self._fragmentation = (
+            calibration.eager_fragmentation if eager else calibration.fragmentation
+        )
+        self._shared_loss_bytes = 0.0 if eager else calibration.shared_loss_bytes
+        self._logit_tokens = calibration.fused_loss_tokens if train.fused_loss else float("inf")
 
-    def ranks(self, point: Point) -> tuple[Rank, ...]:
-        """Return the first and the last pipeline rank of a point, which may be one."""
-        if point.pp == 1:
-            return (self._rank(point, first=True, last=True),)
+    def stage_layers(self, pp: int, virtual_stages: int) -> tuple[int, int]:
+        """Return `stage_layers` of the model."""
+        key = pp, virtual_stages
+        if key not in self._stages:
+            self._stages[key] = stage_layers(self._model, pp, virtual_stages)
+        return self._stages[key]
+
+    def ranks(self, degrees: Degrees, setting: Setting) -> tuple[Rank, ...]:
+        """Return the first and the last pipeline rank of some degrees, which may be one."""
+        if degrees.pp == 1:
+            return (self._rank(degrees, setting, first=True, last=True),)
         return (
-            self._rank(point, first=True, last=False),
-            self._rank(point, first=False, last=True),
+            self._rank(degrees, setting, first=True, last=False),
+            self._rank(degrees, setting, first=False, last=True),
         )
 
     def split(
         self,
-        point: Point,
+        degrees: Degrees,
         ranks: tuple[Rank, ...],
+        setting: Setting,
         micro_batch: int,
         microbatches: int,
         recompute: Recompute,
     ) -> MemorySplit:
-        """Return the bytes on the rank, of a point's ``ranks``, that needs most."""
-        splits = [self._split(point, rank, micro_batch, microbatches, recompute) for rank in ranks]
+        """Return the bytes on the rank, of the degrees' ``ranks``, that needs most."""
+        splits = [
+            self._split(degrees, rank, setting, micro_batch, microbatches, recompute)
+            for rank in ranks
+        ]
         return max(splits, key=lambda split: split.total)
 
     def _split(
-        self, point: Point, rank: Rank, micro_batch: int, microbatches: int, recompute: Recompute
+        self,
+        degrees: Degrees,
+        rank: Rank,
+        setting: Setting,
+        micro_batch: int,
+        microbatches: int,
+        recompute: Recompute,
     ) -> MemorySplit:
-        tokens = micro_batch * self._train.seq_len / point.cp
-        in_flight = min(self._in_flight(point.pp, last=rank.logits > 0), microbatches)
-        kept, working = self._activations(point, rank, recompute)
-        logits = tokens * rank.logits * LOGIT_BYTES
+        tokens = micro_batch * self._train.seq_len / degrees.cp
+        in_flight = _in_flight(degrees.pp, setting, last=rank.logits > 0)
+        in_flight = min(in_flight, microbatches)
+        kept, working = self._activations(degrees, rank, recompute)
+        logits = min(tokens, self._logit_tokens) * rank.logits * self._logit_bytes
         # The logits are gone when the first layer is computed again, and leave their place.
         again = max(0.0, tokens * working + rank.passing - logits)
         buffers = rank.gathered + tokens * (rank.rows + rank.outputs * in_flight)
         return MemorySplit(
-            parameters=MASTER_BYTES * rank.owned,
-            gradients=GRADIENT_BYTES * rank.owned,
-            optimizer=MOMENT_BYTES * rank.owned,
-            activations=FRAGMENTATION * (tokens * kept * in_flight + again),
-            logits=FRAGMENTATION * logits,
-            buffers=FRAGMENTATION * buffers,
+            parameters=rank.parameters,
+            gradients=rank.gradients,
+            optimizer=rank.optimizer,
+            activations=self._fragmentation * (tokens * kept * in_flight + again),
+            logits=self._fragmentation * logits,
+            buffers=self._fragmentation * buffers,
         )
 
-    def _rank(self, point: Point, *, first: bool, last: bool) -> Rank:
-        model, tp, pp = self._model, point.tp, point.pp
-        layers = ceil(model.layers / pp)
+    def _rank(self, degrees: Degrees, setting: Setting, *, first: bool, last: bool) -> Rank:
+        model, constants, tp, pp = self._model, self._constants, degrees.tp, degrees.pp
+        half = constants.half_bytes
+        most, fewest = self.stage_layers(pp, setting.virtual_stages)
+        layers = fewest if last else most
         expert_layers = min(layers, model.expert_layers)
         blocks = (layers - expert_layers) * self._dense_layer + expert_layers * self._shared_layer
         ends = (first + (last and not (first and model.tied))) * model.embedding_parameters / tp
         dense = blocks / tp + ends
-        layer_experts = self._experts / (point.ep * point.etp)
+        layer_experts = self._experts / (degrees.ep * degrees.etp)
         experts = expert_layers * layer_experts
-        if pp == 1:
-            # The block in use and the next one, and the ends, which stay for the whole step.
-            wide = self._dense_layer if expert_layers < layers else self._shared_layer
-            block = wide / tp + layer_experts
-            gathered = HALF_BYTES * (2 * block + ends)
-            sharded = wide / tp * (point.fsdp > 1) + layer_experts * (point.efsdp > 1)
-            passing = (HALF_BYTES + GRADIENT_BYTES) * sharded
-            outputs = 0.0
-        else:
-            # Gathering for every microbatch would cost more than keeping, and gradients are added
-            # up before they are reduced. Outputs are kept until their gradients come back.
-            sharded = dense * (point.fsdp > 1) + experts * (point.efsdp > 1)
-            gathered = HALF_BYTES * (dense + experts) + GRADIENT_BYTES * sharded
-            passing = 0.0
-            outputs = HALF_BYTES * model.hidden / tp * self._train.virtual_stages
+        # The block in use and the next one, and the ends, which stay for the whole step.
+        wide = self._dense_layer if expert_layers < layers else self._shared_layer
+        block = wide / tp + layer_experts
+        sharded_block = wide / tp * (degrees.fsdp > 1) + layer_experts * (degrees.efsdp > 1)
+        sharded = dense * (degrees.fsdp > 1) + experts * (degrees.efsdp > 1)
+        owned, whole = dense / degrees.fsdp + experts / degrees.efsdp, dense + experts
+        parameters, gradients, optimizer, gathered, passing = self._states(
+            setting.zero, pp, owned, whole, sharded, block, sharded_block, ends
+        )
+        if self._eager and degrees.dp > 1:
+            # bf16 gradients to reduce, beside the sums of the step.
+            gathered += half * whole
+        if setting.schedule == "dualpipe":
+            # Both ends of the pipeline hold each stage.
+            parameters += half * whole
+        outputs = 0.0
+        if pp > 1:
+            # Outputs are kept until their gradients come back.
+            outputs = half * model.hidden / tp * setting.virtual_stages
         rows, logits = 0.0, model.vocab / tp if last else 0.0
         if tp > 1:
             # Rows that a tensor-parallel group gathers, and their gradient before it is reduced.
-            rows += 2 * HALF_BYTES * model.hidden + SHARED_LOSS_BYTES * logits
+            rows += 2 * half * model.hidden
+            if self._logit_tokens == float("inf"):
+                rows += self._shared_loss_bytes * logits
         if expert_layers:
-            routed = model.top_k / (tp if point.etp == 1 else 1)
-            rows += 4 * HALF_BYTES * routed * model.hidden
-        owned = dense / point.fsdp + experts / point.efsdp
-        return Rank(layers, expert_layers, owned, gathered, passing, rows, outputs, logits)
+            routed = model.top_k / (tp if degrees.etp == 1 else 1)
+            rows += 4 * half * routed * model.hidden
+        return Rank(
+            layers, expert_layers, parameters, gradients, optimizer, gathered, passing, rows,
+            outputs, logits,
+        )  # fmt: skip
 
-    def _in_flight(self, pp: int, *, last: bool) -> float:
-        """Return of how many microbatches a rank holds activations (section 4.3 of the paper)."""
-        rest = (pp - 1) / self._train.virtual_stages
-        if self._train.schedule == "1f1b":
-            return 1 if last else pp
-        return pp - rest if last else pp + rest
+    def _states(
+        self,
+        zero: Zero,
+        pp: int,
+        owned: float,
+        whole: float,
+        sharded: float,
+        block: float,
+        sharded_block: float,
+        ends: float,
+    ) -> tuple[float, float, float, float, float]:
+        """Return the bytes of parameters, gradients, optimizer, gathered and passing buffers.
 
-    def _activations(self, point: Point, rank: Rank, recompute: Recompute) -> tuple[float, float]:
+        ``owned`` of the ``whole`` parameters of a rank are its shard; ``sharded`` are those of
+        which other ranks have a part.
+        """
+        half, master = self._constants.half_bytes, self._constants.master_bytes
+        gradient, moments = self._train.gradient_bytes, self._train.moment_bytes
+        if zero is None and pp > 1:
+            # Gathering for every microbatch would cost more than keeping, and gradients are added
+            # up before they are reduced.
+            kept = half * whole + gradient * sharded
+            return master * owned, gradient * owned, moments * owned, kept, 0.0
+        if zero in (None, 3):
+            gathered = half * (2 * block + ends)
+            passing = (half + gradient) * sharded_block
+            return master * owned, gradient * owned, moments * owned, gathered, passing
+        if zero == 2:
+            parameters = half * whole + master * owned
+            passing = gradient * sharded_block
+            return parameters, gradient * owned, moments * owned, 0.0, passing
+        share = owned if zero == 1 else whole
+        parameters = half * whole + master * share
+        return parameters, gradient * whole, moments * share, 0.0, 0.0
+
+    def _activations(
+        self, degrees: Degrees, rank: Rank, recompute: Recompute
+    ) -> tuple[float, float]:
         """Return the bytes per token that all layers of a rank keep, and one more needs at work."""
-        key = (point.tp, point.etp, rank.layers, rank.expert_layers, recompute)
+        key = (degrees.tp, degrees.etp, rank.layers, rank.expert_layers, recompute)
         if key not in self._kept:
             kinds = (False, rank.layers - rank.expert_layers), (True, rank.expert_layers)
+            again = self._train.recompute_layers
+            share = 1.0 if again is None else min(1.0, again / max(1, rank.layers))
             kept = working = 0.0
             for experts, count in kinds:
                 if count:
-                    one = self._layer(recompute, point.tp, point.etp, experts=experts)
-                    whole = self._layer("none", point.tp, point.etp, experts=experts)
-                    kept += count * one
+                    one = self._layer(recompute, degrees.tp, degrees.etp, experts=experts)
+                    whole = self._layer("none", degrees.tp, degrees.etp, experts=experts)
+                    kept += count * (share * one + (1 - share) * whole)
                     working = max(working, whole - one)
             self._kept[key] = kept, working
         return self._kept[key]
 
     def _layer(self, recompute: Recompute, tp: int, etp: int, *, experts: bool) -> float:
         """Return the bytes per token that one layer keeps on each tensor-parallel rank."""
-        model = self._model
+        model, constants, fused = self._model, self._constants, self._train.fused
         hidden, query, kv = model.hidden, model.query_width, model.kv_width
+        half = constants.half_bytes
         width = model.shared_ffn if experts else model.ffn
         if recompute == "full":
-            return HALF_BYTES * hidden / tp
+            return half * hidden / tp
         rows = model.top_k if experts else 0
         # Rows of the exchange are whole where every tensor-parallel rank has a part of the expert.
         routed = rows * 2 * hidden / (tp if etp == 1 else 1)
@@ -165,14 +254,33 @@ class MemoryModel:
             # The layer's input, attention's output, and of the products query, value and the first
             # input matrix; a down projection's output goes into the next layer's input alone.
             kept = hidden + 2 * query + kv + width
-            return HALF_BYTES * (kept / tp + routed)
+            return half * (kept / tp + routed)
+        if fused == "attention":
+            # Inputs and outputs of norms, rotary embedding, activation and product.
+            inputs = model.matrices - 1
+            kept = 3 * hidden + 3 * query + 3 * kv + (inputs + 2) * width
+            kept += rows * (inputs + 2) * model.expert_width
+            return half * (kept / tp + hidden + routed)
         # What norms give to the products, and activations to the down projection, is kept too where
         # it is not computed again inside fused kernels.
-        fused = self._train.fused
         wide = model.matrices - 1 if fused else model.matrices
         kept = (2 if fused else 4) * hidden + 2 * query + 2 * kv + wide * width
         kept += rows * wide * model.expert_width
-        others = 0 if fused else MASK_BYTES * hidden
+        others = 0.0 if fused else constants.mask_bytes * hidden
         if recompute == "none" and not fused:
-            others += SCORE_BYTES * model.heads * self._train.seq_len
-        return HALF_BYTES * (kept / tp + routed) + others / tp
+            others += constants.score_bytes * model.heads * self._train.seq_len
+        return half * (kept / tp + routed) + others / tp
+
+
+def _in_flight(pp: int, setting: Setting, *, last: bool) -> float:
+    """Return of how many microbatches a rank holds activations.
+
+    arXiv 2205.05198, section 4.3; ZB-H1 holds those of 1F1B (arXiv 2401.10241, section 2.1),
+    DualPipe one more on every rank (arXiv 2412.19437, table 2).
+    """
+    if setting.schedule == "dualpipe":
+        return pp + 1 if pp > 1 else 1
+    if setting.schedule == "interleaved":
+        rest = (pp - 1) / setting.virtual_stages
+        return pp - rest if last else pp + rest
+    return 1 if last else pp

@@ -1,24 +1,39 @@
 """Every valid configuration of a world, estimated and ranked."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
 from .._errors import Violation, divisors, raise_errors
+from ._calibration import Calibration
 from ._cluster import Cluster
-from ._legal import DENSE_AXES, Legality, batch_violations
+from ._configuration import Degrees, Group, degrees_of, groups_of
+from ._legal import DENSE_AXES, Legality, batch_violations, settings_of
 from ._memory import MemoryModel, Rank
-from ._numbers import choice_violations, integer_violations, kind_violations
-from ._plan import Plan
-from ._point import Group, Point, groups_of, point_of
-from ._ranking import Ranking
-from ._result import GIB, Candidate, Fit, MemorySplit, Rejection, TimeSplit, classify
-from ._shape import ModelShape
-from ._time import TimeModel, Traffic
+from ._model import ModelShape
+from ._result import (
+    CLASSES,
+    GIB,
+    Candidate,
+    Comparison,
+    MemorySplit,
+    Plan,
+    Ranking,
+    Rejection,
+    Setting,
+    TimeSplit,
+    classify,
+)
+from ._time import TimeModel
 from ._train import RECOMPUTE, Recompute, TrainSpec
+from ._trust import trust_of
+from ._values import choice_violations, integer_violations, kind_violations
 
-CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
+DEFAULT = Calibration()
+# How many sets of degrees are looked at between two reports of progress.
+REPORTED = 256
 
 
 class Found(NamedTuple):
@@ -26,49 +41,78 @@ class Found(NamedTuple):
 
     place: int
     cost: float
-    point: Point
+    degrees: Degrees
     micro_batch: int
     recompute: Recompute
+    setting: Setting
 
 
-class Site(NamedTuple):
-    """A point with all that its settings share."""
+class Cost(NamedTuple):
+    """What all micro batches and kinds of recomputation of some degrees share."""
 
-    point: Point
+    degrees: Degrees
     groups: Mapping[str, Group]
-    ranks: tuple[Rank, ...]
-    traffic: Traffic
+    traffic: tuple[float, float, float]
+    ranks: Mapping[Setting, tuple[Rank, ...]]
 
 
-def plan(model: ModelShape, cluster: Cluster, train: TrainSpec) -> Plan:
+def plan(
+    model: ModelShape,
+    cluster: Cluster,
+    train: TrainSpec,
+    *,
+    calibration: Calibration = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
     """Return every valid configuration of a run, ranked, and why the others are rejected.
 
     All degrees of the world, and the micro batches and kinds of recomputation where ``train``
-    leaves them open. Where a setting is already too large, those that only need more are left out.
-    Experts are folded into the dense ranks, axes are in the default order, sequences go round a
-    ring without Ulysses, and a model without experts has ``ep`` and ``etp`` 1; `estimate` takes
-    other configurations too. Deterministic; nothing is communicated and torch is not needed. Raises
-    `ParallelDimsError` for arguments of other types and an accelerator without a rate for fp8.
+    leaves them open; of schedules and ZeRO stages that are left open, each configuration has its
+    best. Where a setting is already too large, those that only need more are left out. Experts are
+    folded into the dense ranks, axes are in the default order, and a model without experts has
+    ``ep`` and ``etp`` 1; `estimate` takes other configurations too. Deterministic; nothing is
+    communicated and torch is not needed.
+
+    Args:
+        model: What is trained.
+        cluster: On what.
+        train: How; what it leaves open is searched.
+        calibration: Constants of the cost model.
+        progress: Called now and then with how many sets of degrees were estimated, of how many.
+
+    Returns:
+        The plan, whose candidates are built when they are looked at.
+
+    Raises:
+        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+
+    Example:
+        >>> plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train).best
     """
     raise_errors(_kind_violations(model, cluster, train))
-    search = Search(model, cluster, train)
-    legal = Legality(model, train)
+    search = Search(model, cluster, train, calibration)
+    legality = Legality(model, train)
+    every = list(legality.legal(cluster.world_size))
     found: list[Found] = []
-    for point in legal.points(cluster.world_size):
-        settings, violations = search.settings(search.site(point, DEFAULT_ORDER))
+    for done, degrees in enumerate(every):
+        if progress and done % REPORTED == 0:
+            progress(done, len(every))
+        settings, violations = search.settings(search.cost(degrees, DEFAULT_ORDER))
         found += settings
         if violations:
             axes = DENSE_AXES if not model.experts else (*DENSE_AXES, "ep", "etp")
-            degrees = {axis: getattr(point, axis) for axis in axes}
-            legal.rejected.append(Rejection(degrees=degrees, violations=violations))
-    found.sort()
+            named = {axis: getattr(degrees, axis) for axis in axes}
+            legality.rejected.append(Rejection(degrees=named, violations=violations))
+    if progress:
+        progress(len(every), len(every))
+    found.sort(key=lambda entry: entry[:5])
     places = [entry.place for entry in found]
     return Plan(
         model=model,
         cluster=cluster,
         train=train,
         candidates=Ranking(found, search.candidate),
-        rejected=tuple(legal.rejected),
+        rejected=tuple(legality.rejected),
         fitting=places.count(0),
         bordering=places.count(1),
     )
@@ -81,13 +125,33 @@ def estimate(
     dims: ParallelDims,
     micro_batch: int | None = None,
     recompute: Recompute | None = None,
+    *,
+    calibration: Calibration = DEFAULT,
 ) -> Candidate:
     """Return the memory and time of one configuration.
 
-    ``dims`` without a world take the cluster's. ``micro_batch`` and ``recompute`` are ``train``'s
-    where None, and where that leaves them open too, the best ones. With a ``ulysses_degree`` its
-    ranks exchange heads, equally many each, and keys and values go round the rest of ``cp``. Raises
-    `ParallelDimsError` with every rule that the configuration breaks.
+    ``micro_batch`` and ``recompute`` are ``train``'s where None, and where that leaves them open
+    too, the best ones, as are schedule and ZeRO stage. With a ``ulysses_degree`` its ranks exchange
+    heads, equally many each, and the rest of ``cp`` is over keys and values.
+
+    Args:
+        model: What is trained.
+        cluster: On what.
+        train: How.
+        dims: The degrees; those without a world take the cluster's.
+        micro_batch: Sequences of a microbatch.
+        recompute: What the backward computes again.
+        calibration: Constants of the cost model.
+
+    Returns:
+        The candidate. Its ``violations`` say why it does not fit, `Plan.compare` what it lacks to
+        the best of its run, its ``trust`` how far to trust it.
+
+    Raises:
+        ParallelDimsError: With every rule that the configuration breaks.
+
+    Example:
+        >>> estimate(model, cluster, train, ParallelDims(tp=8, world_size=64)).explain()
     """
     wrong = list(_kind_violations(model, cluster, train))
     wrong += kind_violations("dims", dims, ParallelDims)
@@ -101,51 +165,159 @@ def estimate(
     raise_errors(wrong)
     if dims.world_size is None:
         dims = dims.resolve(cluster.world_size)
-    point = point_of(dims)
-    if point.world != cluster.world_size:
-        wrong += [_other_world(point.world, cluster.world_size)]
+    degrees = degrees_of(dims)
+    if degrees.world != cluster.world_size:
+        wrong += [_other_world(degrees.world, cluster.world_size)]
     if not dims.fsdp_folds_cp and dims.cp > 1:
         wrong += [_unfolded(dims.cp)]
-    wrong += Legality(model, train).violations(dims, point)
+    wrong += Legality(model, train).violations(dims, degrees)
     raise_errors(wrong)
-    search = Search(model, cluster, train)
-    site = search.site(point, dims.order, dims.ep_mode)
-    found, violations = search.settings(site, micro_batch, recompute)
+    search = Search(model, cluster, train, calibration)
+    cost = search.cost(degrees, dims.order, dims.ep_mode)
+    found, violations = search.settings(cost, micro_batch, recompute)
     raise_errors(violations)
-    return search.candidate(min(found), dims)
+    return search.candidate(min(found, key=lambda entry: entry[:5]), dims)
+
+
+def compare(
+    model: ModelShape,
+    cluster: Cluster,
+    train: TrainSpec,
+    dims: ParallelDims,
+    *,
+    calibration: Calibration = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Return what one configuration costs, and what it lacks to the best of the same run.
+
+    Args:
+        model: What is trained.
+        cluster: On what.
+        train: How; what it leaves open is the best for either.
+        dims: The degrees of the configuration.
+        calibration: Constants of the cost model.
+        progress: As in `plan`.
+
+    Returns:
+        Both configurations, the differences of their parts, and why the given one does not fit.
+
+    Raises:
+        ParallelDimsError: With every rule that the configuration breaks.
+
+    Example:
+        >>> print(compare(model, cluster, train, ParallelDims(tp=8, pp=4, world_size=256)))
+    """
+    own = estimate(model, cluster, train, dims, calibration=calibration)
+    found = plan(model, cluster, train, calibration=calibration, progress=progress)
+    return found.compare(own)
+
+
+def smallest_world(
+    model: ModelShape,
+    cluster: Cluster,
+    train: TrainSpec,
+    *,
+    largest: int = 2**20,
+    calibration: Calibration = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+) -> int | None:
+    """Return the smallest number of devices, in whole nodes, on which a configuration fits.
+
+    Powers of two nodes are tried first, then the numbers between the last two, a sixteenth of
+    the larger apart at least.
+
+    Args:
+        model: What is trained.
+        cluster: Devices and links; its own ``world_size`` is not read.
+        train: How.
+        largest: The most devices to try.
+        calibration: Constants of the cost model.
+        progress: Called with how many worlds were tried, of how many at most.
+
+    Returns:
+        The number of devices, None where nothing fits on ``largest`` either.
+
+    Raises:
+        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+
+    Example:
+        >>> smallest_world(MODELS["llama3-405b"], Cluster(world_size=8, accelerator="H100"), train)
+        128
+    """
+    raise_errors(_kind_violations(model, cluster, train))
+    node = cluster.ranks_per_node
+    worlds = [node * 2**power for power in range(64) if node * 2**power <= largest]
+    tried = 0
+
+    def fits(world: int) -> bool:
+        nonlocal tried
+        if progress:
+            progress(tried, len(worlds) + 7)
+        tried += 1
+        search = Search(model, replace(cluster, world_size=world), train, calibration)
+        return any(
+            search.fits(search.cost(degrees, DEFAULT_ORDER))
+            for degrees in Legality(model, train).legal(world)
+        )
+
+    enough = next((world for world in worlds if fits(world)), None)
+    if enough is None:
+        return None
+    step = max(node, enough // 16 // node * node)
+    between = range(enough // 2 // node * node + step, enough, step)
+    return next((world for world in between if fits(world)), enough)
 
 
 class Search:
     """The estimates of one run, with what many configurations share computed once."""
 
-    def __init__(self, model: ModelShape, cluster: Cluster, train: TrainSpec) -> None:
+    def __init__(
+        self, model: ModelShape, cluster: Cluster, train: TrainSpec, calibration: Calibration
+    ) -> None:
         raise_errors(_precision_violations(cluster, train))
         self._model, self._cluster, self._train = model, cluster, train
-        self._memory = MemoryModel(model, train)
-        self._time = TimeModel(model, cluster, train)
-        self._limit = cluster.device.memory_gib * GIB * train.memory_fraction
+        self._memory = MemoryModel(model, train, calibration)
+        share = cluster.memory_fraction
+        share = train.memory_fraction if share is None else share
+        self._limit = cluster.device.memory_gib * GIB * share
+        self._time = TimeModel(model, cluster, train, calibration, self._memory, self._limit)
+        self._variants: dict[int, list[Setting]] = {}
 
-    def site(self, point: Point, order: Sequence[str], ep_mode: str = "folded") -> Site:
-        """Return a point with what its settings share, for an order of the axes."""
-        groups = groups_of(point, order, peer=ep_mode == "peer")
-        return Site(point, groups, self._memory.ranks(point), self._time.traffic(point, groups))
+    def cost(self, degrees: Degrees, order: Sequence[str], ep_mode: str = "folded") -> Cost:
+        """Return what the settings of some degrees share, for an order of the axes."""
+        groups = groups_of(degrees, order, peer=ep_mode == "peer")
+        if degrees.pp not in self._variants:
+            self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
+        ranks = {
+            setting: self._memory.ranks(degrees, setting) for setting in self._variants[degrees.pp]
+        }
+        return Cost(degrees, groups, self._time.traffic(degrees, groups), ranks)
 
     def settings(
-        self,
-        site: Site,
-        micro_batch: int | None = None,
-        recompute: Recompute | None = None,
+        self, cost: Cost, micro_batch: int | None = None, recompute: Recompute | None = None
     ) -> tuple[list[Found], tuple[Violation, ...]]:
-        """Return the settings to run a point with, or what is wrong with the one that is fixed."""
+        """Return the settings to run some degrees with, or what is wrong with the one given."""
         given = self._train.micro_batch if micro_batch is None else micro_batch
-        point, local = site.point, self._train.global_batch // site.point.dp
+        degrees, local = cost.degrees, self._train.global_batch // cost.degrees.dp
         sizes = divisors(local) if given is None else (given,)
-        broken = {size: tuple(batch_violations(point, self._train, size)) for size in sizes}
-        legal = [size for size in sizes if not broken[size]]
-        if not legal:
-            return [], broken[sizes[0]]
         kinds = self._kinds(self._train.recompute if recompute is None else recompute)
-        return list(self._sweep(site, legal, kinds)), ()
+        best: dict[tuple[int, Recompute], Found] = {}
+        broken: tuple[Violation, ...] = ()
+        for setting, ranks in cost.ranks.items():
+            reasons = {
+                size: tuple(batch_violations(degrees, self._train, setting, size)) for size in sizes
+            }
+            legal = [size for size in sizes if not reasons[size]]
+            broken = broken or reasons[sizes[0]]
+            for found in self._sweep(cost, setting, ranks, legal, kinds):
+                key = found.micro_batch, found.recompute
+                if key not in best or found[:2] < best[key][:2]:
+                    best[key] = found
+        return list(best.values()), () if best else broken
+
+    def fits(self, cost: Cost) -> bool:
+        """Return whether some degrees fit with whichever setting needs least."""
+        return any(found.place == 0 for found in self.settings(cost)[0])
 
     def _kinds(self, fixed: Recompute | None) -> tuple[Recompute, ...]:
         """Return the kinds of recomputation to try, the one that needs least memory first."""
@@ -158,46 +330,63 @@ class Search:
             if kind != "selective" or not self._train.fused
         )
 
-    def _sweep(self, site: Site, sizes: list[int], kinds: tuple[Recompute, ...]) -> Iterator[Found]:
+    def _sweep(
+        self,
+        cost: Cost,
+        setting: Setting,
+        ranks: tuple[Rank, ...],
+        sizes: Sequence[int],
+        kinds: tuple[Recompute, ...],
+    ) -> Iterator[Found]:
         for kind in kinds:
             for size in sizes:
-                memory, time = self._splits(site, size, kind)
+                memory, time = self._splits(cost, setting, ranks, size, kind)
                 fit = classify(memory.total, self._limit)
-                cost = time().total if fit != "does not fit" else memory.total
-                yield Found(CLASSES.index(fit), cost, site.point, size, kind)
+                price = time().total if fit != "does not fit" else memory.total
+                yield Found(CLASSES.index(fit), price, cost.degrees, size, kind, setting)
                 if fit == "does not fit":
                     if size == sizes[0] and kind == kinds[0]:
                         return
                     break
 
     def _splits(
-        self, site: Site, micro_batch: int, recompute: Recompute
+        self,
+        cost: Cost,
+        setting: Setting,
+        ranks: tuple[Rank, ...],
+        micro_batch: int,
+        recompute: Recompute,
     ) -> tuple[MemorySplit, Callable[[], TimeSplit]]:
         """Return the memory of a setting, and what gives its time."""
-        point = site.point
-        microbatches = self._train.global_batch // (point.dp * micro_batch)
-        memory = self._memory.split(point, site.ranks, micro_batch, microbatches, recompute)
+        degrees = cost.degrees
+        count = self._train.global_batch // (degrees.dp * micro_batch)
+        memory = self._memory.split(degrees, ranks, setting, micro_batch, count, recompute)
         return memory, lambda: self._time.split(
-            point, site.groups, site.traffic, micro_batch, microbatches, recompute, memory
+            degrees, cost.groups, cost.traffic, setting, micro_batch, count, recompute, memory
         )
 
     def candidate(self, found: Found, dims: ParallelDims | None = None) -> Candidate:
         """Return all that is estimated of a configuration."""
-        point = found.point
-        dims = point.dims() if dims is None else dims
-        site = self.site(point, dims.order, dims.ep_mode)
-        memory, time = self._splits(site, found.micro_batch, found.recompute)
+        degrees = found.degrees
+        dims = degrees.dims() if dims is None else dims
+        cost = self.cost(degrees, dims.order, dims.ep_mode)
+        memory, time = self._splits(
+            cost, found.setting, cost.ranks[found.setting], found.micro_batch, found.recompute
+        )
+        own = time()
         return Candidate(
             dims=dims,
             micro_batch=found.micro_batch,
-            microbatches=self._train.global_batch // (point.dp * found.micro_batch),
+            microbatches=self._train.global_batch // (degrees.dp * found.micro_batch),
             recompute=found.recompute,
             memory=memory,
-            time=time(),
+            time=own,
             limit=self._limit,
             tokens=self._train.tokens,
             flops=self._train.tokens * self._model.flops_per_token(self._train.seq_len),
             peak_tflops=self._cluster.device.tflops,
+            setting=found.setting,
+            trust=trust_of(self._model, self._cluster, self._train, degrees, found.setting, own),
         )
 
 
