@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hp_mesh import ParallelDims
 from hp_mesh.cli import _main
 from hp_mesh.cli._reports import GIB, choose, plan_rows, why_chosen
-from hp_mesh.plan import MODELS, Candidate, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
+from hp_mesh.planner import (
+    MODELS,
+    Candidate,
+    Cluster,
+    MemorySplit,
+    Plan,
+    TimeSplit,
+    TrainSpec,
+    plan,
+)
 
 from .test_cli import document, run
 

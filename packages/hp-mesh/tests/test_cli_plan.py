@@ -16,7 +16,7 @@ from hp_mesh.cli._reports import (
     time_parts,
     why_it_loses,
 )
-from hp_mesh.plan import MODELS, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
+from hp_mesh.planner import MODELS, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
 
 from .test_cli import document, run
 

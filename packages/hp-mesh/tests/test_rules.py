@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.plan import MODELS
+from hp_mesh.planner import MODELS
 
 from .strategies import dims, divisors
 

@@ -1,7 +1,8 @@
 """Parallel degrees, rank layout and device meshes for PyTorch, and a planner of all three.
 
 Names that need torch are loaded on first use, and so is the planner: degrees, checks and layouts
-work without either. ``hp_mesh.world`` has the functions of code that keeps one mesh of the world.
+work without either. ``hp_mesh.world`` has the functions of code that keeps one mesh of the world,
+``hp_mesh.planner`` estimates and shapes of published models.
 """
 
 from importlib import import_module
@@ -20,18 +21,18 @@ from ._topology import Topology as Topology
 
 if TYPE_CHECKING:
     from ._mesh import ParallelMesh as ParallelMesh
-    from .plan import Accelerator as Accelerator
-    from .plan import Candidate as Candidate
-    from .plan import Cluster as Cluster
-    from .plan import ModelShape as ModelShape
-    from .plan import Plan as Plan
-    from .plan import TrainSpec as TrainSpec
-    from .plan import plan as plan
+    from .planner import Accelerator as Accelerator
+    from .planner import Candidate as Candidate
+    from .planner import Cluster as Cluster
+    from .planner import ModelShape as ModelShape
+    from .planner import Plan as Plan
+    from .planner import TrainSpec as TrainSpec
+    from .planner import plan as plan
 
 __version__ = "0.2.0"
 
 _PLANNER = ("Accelerator", "Candidate", "Cluster", "ModelShape", "Plan", "TrainSpec", "plan")
-_LATER = {"ParallelMesh": "._mesh", **dict.fromkeys(_PLANNER, ".plan")}
+_LATER = {"ParallelMesh": "._mesh", **dict.fromkeys(_PLANNER, ".planner")}
 __all__ = [
     "DEFAULT_ORDER",
     "Accelerator",
@@ -58,6 +59,4 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    loaded = import_module(_LATER[name], __name__)
-    # The planner's package is called as its function of the same name.
-    return loaded if name == "plan" else getattr(loaded, name)
+    return getattr(import_module(_LATER[name], __name__), name)

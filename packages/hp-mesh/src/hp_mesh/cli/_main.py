@@ -21,7 +21,7 @@ from .._layout import RankLayout
 from .._model import read_numbers
 from .._rules import Subject, check_rules
 from .._topology import Topology, topology_violations
-from ..plan import ACCELERATORS, MODELS, Cluster, ModelShape, TrainSpec, plan
+from ..planner import ACCELERATORS, MODELS, Cluster, ModelShape, TrainSpec, plan
 from ._reports import (
     dims_document,
     group_rejections,

@@ -15,7 +15,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from matplotlib.textpath import TextPath
 
-from ..plan import Plan
+from ..planner import Plan
 from ._reports import (
     GIB,
     RankMap,

@@ -9,7 +9,7 @@ from typing import Any
 from .._dims import ParallelDims
 from .._errors import Violation
 from .._layout import RankLayout
-from ..plan import Candidate, MemorySplit, Plan, Rejection
+from ..planner import Candidate, MemorySplit, Plan, Rejection
 
 GIB = 2**30
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")

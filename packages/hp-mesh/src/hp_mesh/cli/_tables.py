@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, assert_never
 
 from .._dims import ParallelDims
 from .._errors import Explanation, Level, Report, Verdict
-from ..plan import Candidate, Plan
+from ..planner import Candidate, Plan
 from ._reports import (
     GIB,
     RankMap,

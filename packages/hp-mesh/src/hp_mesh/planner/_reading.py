@@ -6,7 +6,7 @@ from typing import Any
 from .._config import read_field
 from .._errors import ParallelDimsError, Violation, join_words, raise_errors
 from .._model import SPELLINGS
-from ._numbers import integer_violations
+from ._values import integer_violations
 
 # What the rules of a mesh read is spelled as there.
 SIZES: Mapping[str, tuple[str, ...]] = {
@@ -22,6 +22,8 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "expert_ffn": SPELLINGS["expert_ffn"],
     "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
     "dense_layers": ("first_k_dense_replace", "dense_layers"),
+    "groups": ("n_group", "groups"),
+    "top_groups": ("topk_group", "top_groups"),
 }
 REQUIRED = ("layers", "hidden", "heads", "vocab")
 # Model families whose feed-forward part is two matrices with an activation between.
@@ -73,8 +75,11 @@ def _latent(source: object, shape: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(source: object, shape: Mapping[str, Any]) -> dict[str, Any]:
     if not shape.get("experts"):
-        return {"experts": 0, "top_k": 0, "shared_ffn": 0, "dense_layers": 0}
+        names = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
+        return dict.fromkeys(names, 0)
     found: dict[str, Any] = {}
+    if shape.get("groups", 0) <= 1 or not shape.get("top_groups"):
+        found |= {"groups": 0, "top_groups": 0}  # one group is no limit
     width = shape.get("expert_ffn") or shape["ffn"]
     shared = _count(source, "n_shared_experts")
     if shared:

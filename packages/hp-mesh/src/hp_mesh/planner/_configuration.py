@@ -20,7 +20,7 @@ class Group(NamedTuple):
     digits: Digits
 
 
-class Point(NamedTuple):
+class Degrees(NamedTuple):
     """Resolved degrees; where experts have ranks of their own, ``dp_shard`` has those too."""
 
     pp: int = 1
@@ -63,7 +63,7 @@ class Point(NamedTuple):
         return ParallelDims(**degrees, world_size=self.world)
 
 
-def point_of(dims: ParallelDims) -> Point:
+def degrees_of(dims: ParallelDims) -> Degrees:
     """Return the degrees of a resolved configuration.
 
     Experts on ranks of their own are data-parallel ranks to the dense layers: the sizes of all
@@ -72,7 +72,7 @@ def point_of(dims: ParallelDims) -> Point:
     """
     layout = dims.layout()
     own = dims.ep if dims.ep_mode == "peer" else 1
-    return Point(
+    return Degrees(
         pp=dims.pp,
         dp_replicate=dims.dp_replicate,
         dp_shard=layout.size("dp_shard") * own,
@@ -84,7 +84,7 @@ def point_of(dims: ParallelDims) -> Point:
     )
 
 
-def groups_of(point: Point, order: Sequence[str], *, peer: bool = False) -> dict[str, Group]:
+def groups_of(degrees: Degrees, order: Sequence[str], *, peer: bool = False) -> dict[str, Group]:
     """Return the group of every axis that communicates, for an order of axes, outermost first.
 
     ``fsdp`` and ``efsdp`` fold axes. Folded experts are the inner part of the ranks that they fold;
@@ -92,18 +92,18 @@ def groups_of(point: Point, order: Sequence[str], *, peer: bool = False) -> dict
     ``ring`` the outer.
     """
     base = [name for name in order if name != "ep" or peer]
-    sizes = point._asdict()
+    sizes = degrees._asdict()
     if peer:
-        sizes["dp_shard"] //= point.ep
+        sizes["dp_shard"] //= degrees.ep
     strides = {name: prod(sizes[n] for n in base[i + 1 :]) for i, name in enumerate(base)}
 
     def fold(*axes: str) -> Digits:
         return _merge((sizes[name], strides[name]) for name in reversed(base) if name in axes)
 
     # Whole experts may be on any rank of a tensor-parallel group, parts of them on their own.
-    block = ("dp_shard", "cp", "tp") if point.etp == 1 else ("dp_shard", "cp")
-    ulysses, ring = _cut(fold("cp"), point.ulysses_degree)
-    ep, efsdp = (fold("ep"), fold(*block)) if peer else _cut(fold(*block), point.ep)
+    block = ("dp_shard", "cp", "tp") if degrees.etp == 1 else ("dp_shard", "cp")
+    ulysses, ring = _cut(fold("cp"), degrees.ulysses_degree)
+    ep, efsdp = (fold("ep"), fold(*block)) if peer else _cut(fold(*block), degrees.ep)
     digits: Mapping[str, Digits] = {
         "tp": fold("tp"),
         "cp": fold("cp"),
