@@ -166,7 +166,7 @@ def test_one_row_stands_for_the_splits_of_dp_near_it() -> None:
 def test_plan_runs_what_it_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest, split = candidate(1000, 98), candidate(1002, 83, replicate=2)
     found = planned([fastest, split, candidate(1003, 84, replicate=4)])
-    monkeypatch.setattr(_main, "plan", lambda *_: found)
+    monkeypatch.setattr(_main, "plan", lambda *_, **__: found)
     _, out, _ = run(*ARGV)
     assert "ParallelDims(dp_replicate=2, dp_shard=8, world_size=16)" in out
     assert why_chosen(split, fastest) in out

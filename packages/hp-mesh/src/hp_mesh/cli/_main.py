@@ -6,12 +6,13 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.util import find_spec
 from itertools import islice
 from os.path import exists
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from .._config import FIELDS, read_file
 from .._degrees import INFERRED, PEER_AXES, as_degree, world_axes
@@ -21,9 +22,20 @@ from .._layout import RankLayout
 from .._model import read_numbers
 from .._rules import Subject, check_rules
 from .._topology import Topology, topology_violations
-from ..planner import ACCELERATORS, MODELS, Cluster, ModelShape, TrainSpec, plan
+from ..planner import (
+    ACCELERATORS,
+    MODELS,
+    Accelerator,
+    Cluster,
+    ModelShape,
+    TrainSpec,
+    estimate,
+    plan,
+    smallest_world,
+)
 from ._reports import (
     dims_document,
+    estimate_document,
     group_rejections,
     map_ranks,
     plan_document,
@@ -33,6 +45,7 @@ from ._reports import (
 from ._tables import (
     Block,
     check_blocks,
+    estimate_blocks,
     explain_blocks,
     group_blocks,
     plain_text,
@@ -49,10 +62,11 @@ NODE = 8  # ranks of a usual one
 MOST_RANKS = 2**18  # so that the groups of any order are listed in seconds
 MOST_DIGITS = 10  # of any number here; Python reads none of thousands
 REFUSED = 2
+SILENT = 1.0  # seconds before a search shows how far it is
 EXIT_CODES = """exit code:
   0  answered
-  1  asked correctly, but nothing fits or no configuration is valid (plan)
-  2  bad input, or degrees that break a rule (check, explain)"""
+  1  asked correctly, but nothing fits, this does not (estimate) or no configuration is valid
+  2  bad input, or degrees that break a rule (check, explain, estimate)"""
 Value = TypeVar("Value")
 
 
@@ -101,6 +115,48 @@ class Inputs:
 
         return self.reader(read)
 
+    def amount(self, option: str) -> Any:
+        """Return the argparse type of a number above 0."""
+
+        def read(text: str) -> float:
+            try:
+                number = float(text)
+            except ValueError:
+                number = 0.0
+            if not 0 < number < LARGEST:
+                reason = f"{option} {text!r} is not a number above 0"
+                raise refusal("number", reason, {option: text})
+            return number
+
+        return self.reader(read)
+
+
+class Progress:
+    """How far a search is, on a terminal's standard error, once it has taken a second."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._shown, self._begin = title, "", monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show how many of how many are done."""
+        if sys.stderr.isatty() and monotonic() - self._begin > SILENT:
+            self._show(f"{self._title}: {done} of {total}")
+
+    def __enter__(self) -> Self:
+        """Return the function to report to."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Wipe the line."""
+        if self._shown:
+            self._show("")
+            sys.stderr.write("\r")
+
+    def _show(self, text: str) -> None:
+        sys.stderr.write("\r" + text.ljust(len(self._shown)))
+        sys.stderr.flush()
+        self._shown = text
+
 
 def refusal(rule: str, reason: str, values: Mapping[str, object]) -> ParallelDimsError:
     """Return the error for one thing that is wrong with the command line."""
@@ -140,6 +196,26 @@ def read_model(name: str) -> ModelShape | Mapping[str, Any]:
         reason = f"no model {name!r}; use {join_words(MODELS)}, or the path of a config.json"
         raise refusal("model", reason, {"model": name})
     return _read(name, "")
+
+
+def read_chip(name: str) -> Mapping[str, Any]:
+    """Return an accelerator, and the links that its file gives, as arguments of `Cluster`."""
+    if Path(name.partition(":")[0]).suffix.lower() != ".toml":
+        return {"accelerator": name}
+    given = read_table(name)
+    chip = {field.name: field for field in fields(Accelerator)}
+    known = join_words((*chip, *LINKS, "ranks_per_node"))
+    for key, value in given.items():
+        if key not in (*chip, *LINKS, "ranks_per_node"):
+            reason = f"{name} has {key!r}, which is none of {known}"
+            raise refusal("accelerator", reason, {key: value})
+    missing = [n for n, field in chip.items() if field.default is MISSING and n not in given]
+    if missing:
+        reason = f"{name} lacks {join_words(missing, 'and')}"
+        raise refusal("accelerator", reason, {"file": name})
+    links = {key: value for key, value in given.items() if key not in chip}
+    own = Accelerator(**{key: value for key, value in given.items() if key in chip})
+    return {"accelerator": own, **links}
 
 
 def read_shape(name: str) -> ModelShape:
@@ -383,9 +459,9 @@ def _add_picture(parser: ArgumentParser) -> None:
 
 def read_dims(args: Namespace, inputs: Inputs) -> ParallelDims:
     """Return the resolved degrees of words and ``--config``; a word replaces the file's value."""
-    fields = _given_fields(args, inputs)
+    given = _given_fields(args, inputs)
     inputs.raise_all()
-    return _make_dims(fields, args.world)
+    return _make_dims(given, args.world)
 
 
 def _given_fields(args: Namespace, inputs: Inputs) -> dict[str, Any]:
@@ -447,16 +523,16 @@ def _question(args: Namespace, inputs: Inputs) -> tuple[ParallelDims, dict[str, 
     model = {} if model is None else model
     options = {name: getattr(args, name) for name in ("causal_balance", "sequence_parallel")}
     numbers = {name: getattr(args, name) for name in ("seq_len", "global_batch")}
-    fields = _given_fields(args, inputs)
+    given = _given_fields(args, inputs)
     dims = None
     if not any(v.rule in ("word", "field", "file", "table", "size") for v in inputs.violations):
         read = Inputs()
         with read.noted():
-            dims = _make_dims(fields, args.world)
+            dims = _make_dims(given, args.world)
         inputs.violations[:0] = read.violations  # what is wrong with degrees comes first
     if inputs.violations or dims is None:
         with inputs.noted():
-            raise_errors(_errors_apart(fields, model, **numbers, **options))
+            raise_errors(_errors_apart(given, model, **numbers, **options))
         raise ParallelDimsError(inputs.violations)
     topology = _choose_nodes(dims.layout().world_size, args.ranks_per_node)
     return dims, {"model": model, **numbers, **options, "topology": topology}
@@ -574,7 +650,15 @@ def answer_plan(args: Namespace, inputs: Inputs) -> Answer:
     """Return the configuration to run, the next ones and why they lose, and what was rejected."""
     cluster, train = _read_run(args, inputs)
     inputs.raise_all()
-    found = plan(args.model, cluster, train)
+    with Progress("planning") as progress:
+        found = plan(args.model, cluster, train, progress=progress)
+    smallest = None
+    nothing = found.best is None or found.best.fit == "does not fit"
+    if nothing:
+        with Progress("looking for the smallest world that fits") as progress:
+            smallest = smallest_world(
+                args.model, cluster, train, largest=MOST_RANKS, progress=progress
+            )
     rejections = group_rejections(found.rejected)
 
     def draw() -> "Figure":
@@ -583,37 +667,56 @@ def answer_plan(args: Namespace, inputs: Inputs) -> Answer:
         return draw_plan(found)
 
     return Answer(
-        document=lambda: plan_document(found, found.candidates[: args.top], rejections),
-        blocks=plan_blocks(found, rejections, args.top),
+        document=lambda: plan_document(found, found.candidates[: args.top], rejections, smallest),
+        blocks=plan_blocks(found, rejections, args.top, smallest),
         draw=draw,
-        exit_code=1 if found.best is None or found.best.fit == "does not fit" else 0,
+        exit_code=1 if nothing else 0,
     )
 
 
-def _read_run(args: Namespace, inputs: Inputs) -> tuple[Any, Any]:
+def answer_estimate(args: Namespace, inputs: Inputs) -> Answer:
+    """Return what one configuration costs, what it lacks to the best, and why it would not fit."""
+    given = _given_fields(args, inputs)
+    world = args.world or given.get("world_size")
+    dims = None
+    with inputs.noted():
+        dims = _make_dims(given, args.world)
+        world = world or dims.layout().world_size
+    cluster, train = _read_run(args, inputs, world)
+    inputs.raise_all()
+    own = estimate(args.model, cluster, train, dims)
+    with Progress("planning") as progress:
+        found = plan(args.model, cluster, train, progress=progress)
+    comparison = found.compare(own)
+    return Answer(
+        document=lambda: estimate_document(comparison),
+        blocks=estimate_blocks(found, comparison),
+        exit_code=1 if own.fit == "does not fit" else 0,
+    )
+
+
+def _read_run(args: Namespace, inputs: Inputs, world: Any = None) -> tuple[Any, Any]:
     """Return the cluster and the training run; notes what is wrong with either.
 
     A count that is none has been noted; 1 in its place lets the other values be judged.
     """
     cluster = train = None
+    world = world or args.world
     with inputs.noted():
-        if args.world is not None and args.ranks_per_node is not None:
-            layout = ParallelDims(world_size=args.world).layout()
-            _check_nodes(layout, _choose_nodes(args.world, args.ranks_per_node))
+        if world is not None and args.ranks_per_node is not None:
+            layout = ParallelDims(world_size=world).layout()
+            _check_nodes(layout, _choose_nodes(world, args.ranks_per_node))
     with inputs.noted():
-        cluster = Cluster(
-            world_size=args.world or 1,
-            accelerator=args.gpu,
-            ranks_per_node=args.ranks_per_node or NODE,
-        )
+        chip = dict(args.gpu or {"accelerator": "H100"})
+        given = {name: getattr(args, name) for name in (*LINKS, "memory_fraction")}
+        chip |= {name: value for name, value in given.items() if value is not None}
+        if args.ranks_per_node is not None:
+            chip["ranks_per_node"] = args.ranks_per_node
+        cluster = Cluster(world_size=world or 1, **chip)
     with inputs.noted():
-        train = TrainSpec(
-            seq_len=args.seq_len or 1,
-            global_batch=args.global_batch or 1,
-            micro_batch=args.micro_batch,
-            recompute=args.recompute,
-            float8=args.float8,
-        )
+        given = {name: getattr(args, name) for name in (*CHOICES, *COUNTS, *SWITCHES)}
+        given = {name: value for name, value in given.items() if value is not None}
+        train = TrainSpec(seq_len=args.seq_len or 1, global_batch=args.global_batch or 1, **given)
     return cluster, train
 
 
@@ -643,26 +746,38 @@ def _groups_options(parser: ArgumentParser, inputs: Inputs) -> None:
 
 
 def _run_options(parser: ArgumentParser, inputs: Inputs) -> None:
-    parser.add_argument(
+    machines = parser.add_argument_group("machines")
+    machines.add_argument(
         "--gpu",
-        metavar="NAME",
-        default="H100",
-        help=f"{', '.join(ACCELERATORS)} (default: H100)",
+        metavar="NAME|FILE[:TABLE]",
+        type=inputs.reader(read_chip),
+        help=f"{', '.join(ACCELERATORS)}, or a TOML file with the fields of an Accelerator "
+        "(default: H100)",
     )
-    parser.add_argument(
-        "--micro-batch",
-        metavar="N",
-        type=inputs.count("--micro-batch"),
-        help="sequences at once (default: the best)",
-    )
-    parser.add_argument(
-        "--recompute",
-        metavar="HOW",
-        help="what the backward computes again: none, selective (the attention core), selective-op "
-        "(all but attention outputs and every second matrix product) or full (whole layers) "
-        "(default: the best)",
-    )
-    parser.add_argument("--float8", action="store_true", help="multiply linear layers in fp8")
+    for name, text in {**LINKS, "memory_fraction": FRACTION}.items():
+        option = f"--{name.replace('_', '-')}"
+        machines.add_argument(option, metavar="X", type=inputs.amount(option), help=text)
+    run = parser.add_argument_group("training")
+    for name, text in COUNTS.items():
+        option = f"--{name.replace('_', '-')}"
+        run.add_argument(option, metavar="N", type=inputs.count(option), help=text)
+    for name, text in CHOICES.items():
+        option = f"--{name.replace('_', '-')}"
+        run.add_argument(option, metavar="WORD", type=_word, help=text)
+    for name, text in SWITCHES.items():
+        option = f"--{name.replace('_', '-')}"
+        run.add_argument(option, action="store_true", default=None, help=text)
+
+
+def _word(text: str) -> object:
+    number = whole_number(text)
+    return text if number is None else number
+
+
+def _estimate_options(parser: ArgumentParser, inputs: Inputs) -> None:
+    _add_degrees(parser, inputs)
+    _add_model(parser, inputs, read_shape, required=True)
+    _run_options(parser, inputs)
 
 
 def _plan_options(parser: ArgumentParser, inputs: Inputs) -> None:
@@ -679,6 +794,37 @@ def _plan_options(parser: ArgumentParser, inputs: Inputs) -> None:
     _add_picture(parser)
 
 
+# Options of a plan, by the field of `Cluster` or `TrainSpec` that each gives.
+LINKS = {
+    "intra_gbs": "GB/s of each device in one direction, inside a node (default: usual ones)",
+    "inter_gbs": "GB/s of each device in one direction, between nodes (default: usual ones)",
+    "intra_us": "microseconds of one hop inside a node",
+    "inter_us": "microseconds of one hop between nodes",
+}
+FRACTION = "share of a device's memory that may be planned for (default: 0.95)"
+COUNTS = {
+    "micro_batch": "sequences at once (default: the best)",
+    "virtual_stages": "stages of each pipeline rank, with --schedule interleaved",
+    "recompute_layers": "layers of each pipeline rank that recompute (default: all)",
+    "max_nodes": "nodes whose experts one token may have (default: no limit, or the model's)",
+}
+CHOICES = {
+    "recompute": "what the backward computes again: none, selective (the attention core), "
+    "selective-op (all but attention outputs and every second matrix product) or full (whole "
+    "layers) (default: the best)",
+    "schedule": "of the pipeline: 1f1b, interleaved, zero-bubble, dualpipe or any (default: 1f1b)",
+    "zero": "ZeRO stage, 0 to 3 or any (default: 3 as FSDP trains it)",
+    "gradient_dtype": "float32 or bfloat16, of gradients that are added up and reduced",
+    "moment_dtype": "float32 or bfloat16, of the optimizer's moments",
+    "attention": "native (the device's own kernels) or flash-2",
+    "context": "over cp: ring or all-gather",
+    "dispatch": "of tokens to experts: deduplicated (once to each node) or copies",
+}
+SWITCHES = {
+    "float8": "multiply linear layers in fp8",
+    "fused_loss": "compute the loss in chunks of tokens, so that logits are never whole",
+    "fp8_dispatch": "send tokens to experts in fp8",
+}
 NOTES = """words of the answer:
   buffers     memory of gathered parameters, gradients on their way and tokens sent to experts
   exposed tp  communication over tp that computing does not hide; so for the other axes
@@ -691,6 +837,15 @@ COMMANDS = (
         example="--model llama3-405b --gpus 2048 --gpu h100 --seq-len 8192 --global-batch 2048",
         add_options=_plan_options,
         answer=answer_plan,
+        notes=NOTES,
+    ),
+    Command(
+        name="estimate",
+        summary="say what one configuration costs and what it lacks to the best",
+        example="dp_shard=8 tp=4 pp=16 --model llama3-405b --gpu h100 --seq-len 8192 "
+        "--global-batch 512",
+        add_options=_estimate_options,
+        answer=answer_estimate,
         notes=NOTES,
     ),
     Command(

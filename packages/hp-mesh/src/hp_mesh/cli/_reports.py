@@ -9,7 +9,7 @@ from typing import Any
 from .._dims import ParallelDims
 from .._errors import Violation
 from .._layout import RankLayout
-from ..planner import Candidate, MemorySplit, Plan, Rejection
+from ..planner import Candidate, Comparison, MemorySplit, Plan, Rejection
 
 GIB = 2**30
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")
@@ -224,7 +224,7 @@ def _close(one: Candidate, faster: Candidate) -> bool:
 def _all_but_split(one: Candidate) -> tuple[object, ...]:
     """Return what candidates have in common that differ in the split of dp alone."""
     degrees = (getattr(one.dims, f.name) for f in fields(one.dims) if f.name not in SPLIT)
-    return one.fit, one.micro_batch, one.recompute, *degrees
+    return one.fit, one.micro_batch, one.recompute, one.setting, *degrees
 
 
 def memory_parts(candidate: Candidate) -> dict[str, float]:
@@ -337,11 +337,15 @@ def violation_document(violation: Violation) -> Mapping[str, object]:
 
 
 def plan_document(
-    found: Plan, top: Iterable[Candidate], rejections: Iterable[RejectionGroup]
+    found: Plan,
+    top: Iterable[Candidate],
+    rejections: Iterable[RejectionGroup],
+    smallest: int | None = None,
 ) -> Mapping[str, object]:
     """Return the counts, what to run, the best candidates and the rejections by rule.
 
-    Memory is in bytes, time in seconds.
+    Memory is in bytes, time in seconds. ``smallest`` is the number of devices that would do where
+    nothing fits.
     """
     chosen = choose(found)
     return {
@@ -355,6 +359,7 @@ def plan_document(
             "does not fit": len(found.too_large),
             "rejected": len(found.rejected),
         },
+        "smallest_world": smallest,
         "recommended": None if chosen is None else candidate_document(chosen),
         "candidates": [candidate_document(candidate) for candidate in top],
         "rejected": [
@@ -375,12 +380,28 @@ def candidate_document(candidate: Candidate) -> Mapping[str, object]:
         "micro_batch": candidate.micro_batch,
         "microbatches": candidate.microbatches,
         "recompute": candidate.recompute,
+        "schedule": candidate.schedule,
+        "virtual_stages": candidate.virtual_stages,
+        "zero": candidate.zero,
         "fit": candidate.fit,
         "memory": {**memory_parts(candidate), "total": candidate.memory.total},
         "limit": candidate.limit,
         "time": {**time_parts(candidate), "total": candidate.time.total},
         "tokens_per_second_per_gpu": candidate.tokens_per_second_per_gpu,
         "mfu": candidate.mfu,
+        "trust": str(candidate.trust),
+    }
+
+
+def estimate_document(comparison: Comparison) -> Mapping[str, object]:
+    """Return a configuration, the best of its run, and by what their parts differ."""
+    return {
+        "configuration": candidate_document(comparison.own),
+        "best": candidate_document(comparison.best),
+        "slowdown": comparison.slowdown,
+        "more_time": dict(comparison.time),
+        "more_memory": dict(comparison.memory),
+        "violations": [violation_document(violation) for violation in comparison.violations],
     }
 
 

@@ -1,12 +1,12 @@
 """Blocks of text as rich's tables on a terminal, and as plain ASCII everywhere else."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias, assert_never
 
 from .._dims import ParallelDims
 from .._errors import Explanation, Level, Report, Verdict
-from ..planner import Candidate, Plan
+from ..planner import Candidate, Comparison, Plan
 from ._reports import (
     GIB,
     RankMap,
@@ -347,8 +347,13 @@ def _verdict(verdict: Verdict | Level) -> Cell:
     return Cell(text=verdict, tone=tones.get(verdict, "dim"))
 
 
-def plan_blocks(found: Plan, rejections: Sequence[RejectionGroup], top: int) -> tuple[Block, ...]:
-    """Return the whole answer, with the ``top`` first candidates."""
+def plan_blocks(
+    found: Plan, rejections: Sequence[RejectionGroup], top: int, smallest: int | None = None
+) -> tuple[Block, ...]:
+    """Return the whole answer, with the ``top`` first candidates.
+
+    ``smallest`` is the number of devices that would do where nothing fits.
+    """
     blocks: list[Block] = [Line(text=plan_title(found), tone="title")]
     world, node = found.cluster.world_size, found.cluster.ranks_per_node
     if world > node and world % node:
@@ -361,6 +366,9 @@ def plan_blocks(found: Plan, rejections: Sequence[RejectionGroup], top: int) -> 
         blocks += _winner(chosen, found.best)
         blocks += _splits(chosen)
         blocks.append(_candidates_table(found, chosen, top))
+    if smallest is not None:
+        text = f"the smallest number of GPUs on which a configuration fits: {smallest}"
+        blocks.append(Line(text=text, tone="warn"))
     blocks.append(Line(text=_counts(found)))
     if rejections:
         blocks.append(_rejections_table(rejections))
@@ -382,8 +390,15 @@ def settings(candidate: Candidate) -> str:
     parts, each = candidate.microbatches, candidate.micro_batch
     return (
         f"{parts} microbatch{'es' * (parts != 1)} of {each} sequence{'s' * (each != 1)}, "
-        f"recompute {candidate.recompute}"
+        f"recompute {candidate.recompute}{variant(candidate)}"
     )
+
+
+def variant(candidate: Candidate) -> str:
+    """Return schedule and ZeRO stage where they are not the usual ones."""
+    text = "" if candidate.schedule == "1f1b" else f", {candidate.schedule}"
+    text += f" of {candidate.virtual_stages} stages" if candidate.virtual_stages > 1 else ""
+    return text if candidate.zero is None else f"{text}, ZeRO {candidate.zero}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -402,13 +417,66 @@ def _winner(best: Candidate, fastest: Candidate) -> Iterator[Block]:
     yield Line(text=f"  {constructor_line(best.dims)}", tone="title")
     yield Line(text=f"  {word_line(best.dims)}")
     yield Line(text=f"  {settings(best)}")
-    yield Line(
-        text=f"  estimated {format_seconds(best.time.total)} s per step, "
-        f"{best.tokens_per_second_per_gpu:.0f} tokens/s per GPU, {best.mfu:.0%} MFU; "
-        f"{best.memory.total / GIB:.1f} of {best.limit / GIB:.1f} GiB ({best.fit})"
-    )
+    yield Line(text=f"  {_costs(best)}")
+    yield Line(text=f"  {best.trust}", tone="dim")
     if best != fastest:
         yield Line(text=f"  {why_chosen(best, fastest)}")
+
+
+def _costs(one: Candidate) -> str:
+    return (
+        f"estimated {format_seconds(one.time.total)} s per step, "
+        f"{one.tokens_per_second_per_gpu:.0f} tokens/s per GPU, {one.mfu:.0%} MFU; "
+        f"{one.memory.total / GIB:.1f} of {one.limit / GIB:.1f} GiB ({one.fit})"
+    )
+
+
+def estimate_blocks(found: Plan, comparison: Comparison) -> tuple[Block, ...]:
+    """Return what a configuration costs, what it lacks to the best, and why it does not fit."""
+    own, best = comparison.own, comparison.best
+    blocks = [
+        Line(text=plan_title(found), tone="title"),
+        Line(text=""),
+        Line(text=f"{word_line(own.dims)}: {own.fit}", tone=FITS[own.fit]),
+        Line(text=f"  {settings(own)}"),
+        Line(text=f"  {_costs(own)}"),
+        Line(text=f"  {own.trust}", tone="dim"),
+    ]
+    node = found.cluster.ranks_per_node
+    if own.fit != "fits":
+        blocks.append(Line(text=f"  {why_it_loses(own, best, node)}", tone=FITS[own.fit]))
+    if own.dims == best.dims and own == best:
+        return (*blocks, Line(text="this is the best configuration", tone="good"), *_splits(own))
+    place = next((i for i, one in enumerate(found.candidates, 1) if one == own), None)
+    of = f"; number {place} of {len(found.candidates)}" if place else ""
+    blocks += [
+        Line(text=""),
+        Line(text=f"the best: {word_line(best.dims)} ({best.fit})", tone="title"),
+        Line(text=f"  {settings(best)}"),
+        Line(text=f"  {_costs(best)}"),
+        Line(text=f"yours takes {comparison.slowdown:.2f}x its time{of}"),
+    ]
+    if own.fit == "fits" and own.time.total > best.time.total:
+        blocks.append(Line(text=f"what it loses by: {why_it_loses(own, best, node)}", tone="warn"))
+    return (
+        *blocks,
+        _versus("seconds of one step", time_parts(own), time_parts(best), 1, ".3f"),
+        _versus("GiB of one GPU", memory_parts(own), memory_parts(best), GIB, ".1f"),
+    )
+
+
+def _versus(
+    title: str, own: Mapping[str, float], best: Mapping[str, float], unit: float, digits: str
+) -> Table:
+    rows = []
+    totals = {"total": (sum(own.values()), sum(best.values()))}
+    parts = {name: (own.get(name, 0.0), best.get(name, 0.0)) for name in (*own, *best)}
+    for name, (mine, other) in {**parts, **totals}.items():
+        ours, theirs = mine / unit, other / unit
+        more = f"{ours - theirs:+{digits}}"
+        rows.append(cells(name, f"{ours:{digits}}", f"{theirs:{digits}}", more))
+    columns = ("part", "yours", "best", "more")
+    return Table(title=title, columns=columns, rows=tuple(rows), right=frozenset(columns[1:]))
 
 
 def _splits(best: Candidate) -> Iterator[Block]:
@@ -456,7 +524,7 @@ def _candidate_row(found: Plan, best: Candidate, row: Row) -> tuple[Cell, ...]:
         row.place,
         word_line(one.dims) + folded,
         one.micro_batch,
-        one.recompute,
+        one.recompute + variant(one),
         f"{one.time.total / found.candidates[0].time.total:.3f}x",
         f"{one.memory.total / GIB:.1f}",
         Cell(text=one.fit, tone=FITS[one.fit]),
