@@ -194,6 +194,7 @@ def test_a_plan_that_takes_long_shows_how_far_it_is_on_a_terminal_and_wipes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = ["plan", "--gpus", "64", *RUN]
+    monkeypatch.setattr(_main, "SILENT", 1e9)
     with redirect_stderr(Terminal()) as quick, redirect_stdout(io.StringIO()):
         assert main(argv) == 0
     assert quick.getvalue() == ""
@@ -208,3 +209,10 @@ def test_a_plan_that_takes_long_shows_how_far_it_is_on_a_terminal_and_wipes_it(
     assert set(lines[-2]) == {" "}
     assert lines[-1] == ""
     assert run(*argv)[2] == ""
+
+
+def test_an_expert_tensor_degree_that_estimates_do_not_know_is_refused() -> None:
+    argv = ["--model", "mixtral-8x7b", "--seq-len", "4096", "--global-batch", "64"]
+    code, out, err = run("estimate", "dp_shard=8", "ep=2", "etp=4", "free_etp=true", *argv)
+    assert (code, out) == (2, "")
+    assert "etp=4 is neither 1 nor tp=1: estimates know no other" in err

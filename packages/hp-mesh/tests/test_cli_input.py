@@ -281,3 +281,10 @@ def test_without_a_world_it_is_the_product_of_the_degrees() -> None:
     assert document("show")["dims"]["world_size"] == 1
     told = document("show", "tp=4", "ep=2", "ep_mode=peer")["dims"]
     assert told["world_size"] == 8
+
+
+def test_a_world_that_cannot_be_read_makes_no_other_errors() -> None:
+    message = refused("show", "dp_shard=-1", "--world", "many", "--ranks-per-node", "0")
+    assert message.count("\n") == 2
+    assert "--world 'many'" in message
+    assert "--ranks-per-node '0'" in message

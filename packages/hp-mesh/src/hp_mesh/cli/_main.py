@@ -71,18 +71,25 @@ Value = TypeVar("Value")
 
 
 class Inputs:
-    """Readers of options for argparse; what they cannot read is kept for one error at the end."""
+    """Readers of options for argparse; what they cannot read is kept for one error at the end.
+
+    Attributes:
+        violations: What was refused so far.
+        degrees_are_read: Whether all words, ``--config`` and ``--world`` could be read.
+    """
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
+        self.degrees_are_read = True
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self, *, of_degrees: bool = False) -> Iterator[None]:
         """Keep what the block raises about its input and go on after it."""
         try:
             yield
         except ParallelDimsError as error:
             self.violations += error.violations
+            self.degrees_are_read &= not of_degrees
         except LayoutError as error:
             self.violations.append(Violation(rule="layout", reason=str(error), values={}))
 
@@ -90,18 +97,22 @@ class Inputs:
         """Raise one `ParallelDimsError` with all that was noted; do nothing without any."""
         raise_errors(self.violations)
 
-    def reader(self, read: Callable[[str], Value]) -> Callable[[str], Value | None]:
+    def reader(
+        self, read: Callable[[str], Value], *, of_degrees: bool = False
+    ) -> Callable[[str], Value | None]:
         """Return an argparse type that gives None for what ``read`` refuses."""
 
         def noting(text: str) -> Value | None:
             value = None
-            with self.noted():
+            with self.noted(of_degrees=of_degrees):
                 value = read(text)
             return value
 
         return noting
 
-    def count(self, option: str, *, least: int = 1, most: int = LARGEST) -> Any:
+    def count(
+        self, option: str, *, least: int = 1, most: int = LARGEST, of_degrees: bool = False
+    ) -> Any:
         """Return the argparse type of an integer."""
 
         def read(text: str) -> int:
@@ -113,7 +124,7 @@ class Inputs:
                 raise refusal("number", f"{option} {text!r} is not at most {most}", {option: text})
             return number
 
-        return self.reader(read)
+        return self.reader(read, of_degrees=of_degrees)
 
     def amount(self, option: str) -> Any:
         """Return the argparse type of a number above 0."""
@@ -351,7 +362,7 @@ def _parse(
     if rest and ("words" not in args or any(word.startswith("-") for word in rest)):
         commands[args.command.name].error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        args.words = [*args.words, *map(inputs.reader(read_word), rest)]
+        args.words = [*args.words, *map(inputs.reader(read_word, of_degrees=True), rest)]
     return args
 
 
@@ -376,13 +387,13 @@ def _add_degrees(parser: ArgumentParser, inputs: Inputs) -> None:
         "words",
         nargs="*",
         metavar="NAME=VALUE",
-        type=inputs.reader(read_word),
+        type=inputs.reader(read_word, of_degrees=True),
         help="degrees and order: tp=8 pp=2 dp_shard=-1",
     )
     parser.add_argument(
         "--config",
         metavar="FILE[:TABLE]",
-        type=inputs.reader(read_table),
+        type=inputs.reader(read_table, of_degrees=True),
         help="degrees from a .toml, .yaml or .json file; words replace its values",
     )
     _add_world(parser, inputs, default="the product of the degrees given")
@@ -395,7 +406,9 @@ def _add_world(parser: ArgumentParser, inputs: Inputs, default: str | None = Non
         "--gpus",
         dest="world",
         metavar="N",
-        type=inputs.count("--world" if default else "--gpus/--world", most=MOST_RANKS),
+        type=inputs.count(
+            "--world" if default else "--gpus/--world", most=MOST_RANKS, of_degrees=True
+        ),
         required=default is None,
         help="number of ranks" + (f" (default: {default})" if default else ""),
     )
@@ -457,24 +470,35 @@ def _add_picture(parser: ArgumentParser) -> None:
     )
 
 
-def read_dims(args: Namespace, inputs: Inputs) -> ParallelDims:
-    """Return the resolved degrees of words and ``--config``; a word replaces the file's value."""
-    given = _given_fields(args, inputs)
-    inputs.raise_all()
-    return _make_dims(given, args.world)
+def _read_dims(args: Namespace, inputs: Inputs) -> tuple[dict[str, Any], ParallelDims | None]:
+    """Return the fields of words and ``--config``, and the resolved degrees if they make some.
 
-
-def _given_fields(args: Namespace, inputs: Inputs) -> dict[str, Any]:
+    A word replaces the file's value. What is wrong is noted, and first of all that is.
+    """
     fields: dict[str, Any] = {}
-    with inputs.noted():
+    with inputs.noted(of_degrees=True):
         for name, value in filter(None, args.words):
             if name in fields:
                 raise refusal("word", f"{name} is given twice; give it once", {name: value})
             fields[name] = value
     fields = {**(args.config or {}), **fields}
-    with inputs.noted():
+    with inputs.noted(of_degrees=True):
         _check_sizes(fields)
-    return fields
+    dims, others = None, [*inputs.violations]
+    if inputs.degrees_are_read:
+        inputs.violations.clear()
+        with inputs.noted():
+            dims = _make_dims(fields, args.world)
+        inputs.violations += others
+    return fields, dims
+
+
+def _dims_alone(args: Namespace, inputs: Inputs) -> ParallelDims:
+    """Return the resolved degrees, or raise all that is wrong with the command line."""
+    _, dims = _read_dims(args, inputs)
+    if dims is None or inputs.violations:
+        raise ParallelDimsError(inputs.violations)
+    return dims
 
 
 def _make_dims(fields: Mapping[str, Any], ranks: int | None) -> ParallelDims:
@@ -523,13 +547,7 @@ def _question(args: Namespace, inputs: Inputs) -> tuple[ParallelDims, dict[str, 
     model = {} if model is None else model
     options = {name: getattr(args, name) for name in ("causal_balance", "sequence_parallel")}
     numbers = {name: getattr(args, name) for name in ("seq_len", "global_batch")}
-    given = _given_fields(args, inputs)
-    dims = None
-    if not any(v.rule in ("word", "field", "file", "table", "size") for v in inputs.violations):
-        read = Inputs()
-        with read.noted():
-            dims = _make_dims(given, args.world)
-        inputs.violations[:0] = read.violations  # what is wrong with degrees comes first
+    given, dims = _read_dims(args, inputs)
     if inputs.violations or dims is None:
         with inputs.noted():
             raise_errors(_errors_apart(given, model, **numbers, **options))
@@ -599,7 +617,7 @@ def answer_explain(args: Namespace, inputs: Inputs) -> Answer:
 
 def answer_show(args: Namespace, inputs: Inputs) -> Answer:
     """Return the axes with their groups, and every rank with its coordinates."""
-    dims = read_dims(args, inputs)
+    dims = _dims_alone(args, inputs)
     topology = _choose_nodes(dims.layout().world_size, args.ranks_per_node)
     with inputs.noted():
         _check_nodes(dims.layout(), topology)
@@ -616,7 +634,7 @@ def answer_show(args: Namespace, inputs: Inputs) -> Answer:
 
 def answer_groups(args: Namespace, inputs: Inputs) -> Answer:
     """Return all groups of an axis or alias, or the one that holds a rank."""
-    dims = read_dims(args, inputs)
+    dims = _dims_alone(args, inputs)
     layout = dims.layout()
     with inputs.noted():
         layout.size(args.name)
@@ -648,7 +666,7 @@ def answer_groups(args: Namespace, inputs: Inputs) -> Answer:
 
 def answer_plan(args: Namespace, inputs: Inputs) -> Answer:
     """Return the configuration to run, the next ones and why they lose, and what was rejected."""
-    cluster, train = _read_run(args, inputs)
+    cluster, train = _read_run(args, inputs, args.world)
     inputs.raise_all()
     with Progress("planning") as progress:
         found = plan(args.model, cluster, train, progress=progress)
@@ -676,14 +694,13 @@ def answer_plan(args: Namespace, inputs: Inputs) -> Answer:
 
 def answer_estimate(args: Namespace, inputs: Inputs) -> Answer:
     """Return what one configuration costs, what it lacks to the best, and why it would not fit."""
-    given = _given_fields(args, inputs)
-    world = args.world or given.get("world_size")
-    dims = None
-    with inputs.noted():
-        dims = _make_dims(given, args.world)
-        world = world or dims.layout().world_size
-    cluster, train = _read_run(args, inputs, world)
-    inputs.raise_all()
+    _, dims = _read_dims(args, inputs)
+    cluster, train = _read_run(args, inputs, dims.layout().world_size if dims else args.world)
+    if dims is None or inputs.violations:
+        raise ParallelDimsError(inputs.violations)
+    if dims.etp not in (1, dims.tp):
+        reason = f"etp={dims.etp} is neither 1 nor tp={dims.tp}: estimates know no other"
+        raise refusal("etp", reason, {"etp": dims.etp, "tp": dims.tp})
     own = estimate(args.model, cluster, train, dims)
     with Progress("planning") as progress:
         found = plan(args.model, cluster, train, progress=progress)
@@ -695,13 +712,12 @@ def answer_estimate(args: Namespace, inputs: Inputs) -> Answer:
     )
 
 
-def _read_run(args: Namespace, inputs: Inputs, world: Any = None) -> tuple[Any, Any]:
+def _read_run(args: Namespace, inputs: Inputs, world: int | None) -> tuple[Any, Any]:
     """Return the cluster and the training run; notes what is wrong with either.
 
     A count that is none has been noted; 1 in its place lets the other values be judged.
     """
     cluster = train = None
-    world = world or args.world
     with inputs.noted():
         if world is not None and args.ranks_per_node is not None:
             layout = ParallelDims(world_size=world).layout()
