@@ -321,6 +321,36 @@ def test_an_absent_etp_is_what_it_is_in_the_framework_of_the_names() -> None:
         assert ParallelDims.from_config({**megatron, **unset}, 8) == replace(expected, etp=2)
 
 
+class AccelerateConfig:
+    """What an accelerate configuration looks like: degrees, and properties made of them."""
+
+    dp_replicate_size, dp_shard_size, cp_size, tp_size = 2, 2, 1, 2
+    cp_handler = device_mesh = None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the replicas times the ranks that shard."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Return the ranks that get the same batch."""
+        return self.tp_size * self.cp_size
+
+
+def test_data_parallel_ranks_are_replicas_times_those_that_shard() -> None:
+    expected = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
+    assert ParallelDims.from_config(AccelerateConfig(), 8) == expected
+    megatron = {"data_parallel_size": 4, "tensor_model_parallel_size": 2}
+    assert ParallelDims.from_config(megatron, 8).dp_shard == 4
+    assert ParallelDims.from_config({**megatron, "dp_replicate": 2}, 8).dp_shard == 2
+    message = r"^data_parallel_size=4 is not dp_replicate\*dp_shard=2\*4; leave it out"
+    with pytest.raises(ParallelDimsError, match=message):
+        ParallelDims.from_config({**megatron, "dp_replicate": 2, "dp_shard": 4}, 16)
+    with pytest.raises(ParallelDimsError, match=r"^data_parallel_size=4 is not dp_replicate=3;"):
+        ParallelDims.from_config({**megatron, "dp_replicate": 3}, 24)
+
+
 def test_a_run_for_eight_ranks_keeps_all_its_degrees() -> None:
     config = {
         "data_parallel_replicate_degree": 2,
@@ -354,6 +384,7 @@ def test_a_name_that_is_nearly_a_degree_s_is_not_ignored() -> None:
         {"virtual_pipeline_model_parallel_size": 4},
         {"pipeline_parallel_layers_per_stage": 4},
         {"transformer_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_split_rank": 2},
     ):
         found = ParallelDims.from_config({"tensor_parallel_degree": 2, **harmless}, 8)
         assert found == ParallelDims(tp=2, world_size=8)

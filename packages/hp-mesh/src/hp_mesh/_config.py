@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ._degrees import BASE_AXES, as_degree
+from ._degrees import BASE_AXES, INFERRED, as_degree
 from ._errors import ParallelDimsError, Violation, join_words, show
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ MOST_NAMES = 6  # of a configuration's own that a sentence lists
 MOST_LETTERS = 30  # of each
 MOST_LEVELS = 64  # of a file whose values may be shown
 SEQUENCE = "sequence"  # sequence parallel ranks that exchange heads: cp and ulysses_degree at once
-ALIKE = 0.8  # of `difflib`, from which on a name is taken for a misspelled one
+DATA = "data"  # data-parallel ranks: dp_replicate times dp_shard
+# Ratios of `difflib`: from the first on a name may be meant, from the second on it is refused.
+SIMILAR, ALIKE = 0.8, 0.85
 SHORTEST = 10  # letters of a misspelled name; shorter ones resemble too much
 
 
@@ -85,7 +87,7 @@ DIALECTS = (
     Dialect(
         framework="Megatron-LM",
         names={
-            "data_parallel_size": "dp_shard",
+            "data_parallel_size": DATA,
             "context_parallel_size": "cp",
             "tensor_model_parallel_size": "tp",
             "pipeline_model_parallel_size": "pp",
@@ -196,7 +198,27 @@ def _merged(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Violation]]
         arguments[field] = values[(own or names)[0]]
         if len({degrees.get(name) for name in names}) > 1:
             differing.append(_differing(field, sorted(names), degrees, values))
+    differing += _take_data(arguments)
     return _with_sequence(arguments), differing
+
+
+def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
+    """Replace data-parallel ranks by those that shard; yield where the two degrees make others."""
+    ranks = arguments.pop(DATA, None)
+    if ranks is None:
+        return
+    given = {name: arguments.get(name) for name in ("dp_replicate", "dp_shard")}
+    data = as_degree("data_parallel_size", ranks, inferable=True, optional=False) or 1
+    replicate, shard = (
+        as_degree(name, value, inferable=True, optional=True) for name, value in given.items()
+    )
+    if shard is None and data % (replicate or 1) == 0:
+        arguments["dp_shard"] = data // (replicate or 1)
+    elif INFERRED not in (data, replicate, shard) and (replicate or 1) * (shard or 1) != data:
+        names = {name: value for name, value in given.items() if value is not None}
+        texts = "*".join(names) + "=" + "*".join(str(value) for value in names.values())
+        reason = f"data_parallel_size={data} is not {texts}; leave it out, or give what it is"
+        yield Violation(rule="names", values={"data_parallel_size": data, **names}, reason=reason)
 
 
 def _with_sequence(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +272,7 @@ def _misspelled(config: object) -> Iterator[Violation]:
     for name in _own_names(config):
         if len(name) < SHORTEST or name in NAMES or any(each in name for each in known):
             continue
-        near = _near(name, known)
+        near = _near(name, known, ALIKE)
         value = read_field(config, name) if near else None
         if type(value) is int and value not in (0, 1):
             yield Violation(
@@ -260,10 +282,10 @@ def _misspelled(config: object) -> Iterator[Violation]:
             )
 
 
-def _near(name: str, known: Iterable[str]) -> str | None:
+def _near(name: str, known: Iterable[str], ratio: float) -> str | None:
     from difflib import get_close_matches  # takes a while to load, and is seldom needed
 
-    return next(iter(get_close_matches(name, [*known], n=1, cutoff=ALIKE)), None)
+    return next(iter(get_close_matches(name, [*known], n=1, cutoff=ratio)), None)
 
 
 def _unread(config: object) -> Violation:
@@ -272,7 +294,7 @@ def _unread(config: object) -> Violation:
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     has = join_words([*(name[:MOST_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
     others = join_words(f"{d.framework} ({', '.join(d.names)})" for d in DIALECTS if d != OWN)
-    near = ((name, _near(name, NAMES)) for name in names)
+    near = ((name, _near(name, NAMES, SIMILAR)) for name in names)
     meant = join_words((f"{name[:MOST_LETTERS]} for {m}" for name, m in near if m), "and")
     return Violation(
         rule="fields",

@@ -53,7 +53,7 @@ def own_groups(layout: RankLayout, rank: int) -> list[OwnGroup]:
 def create_groups(
     layout: RankLayout,
     timeout: timedelta | None,
-    agreement: "Agreement",
+    consistency: "Consistency",
     created: list[dist.ProcessGroup],
 ) -> dict[str, dist.ProcessGroup]:
     """Create this rank's groups and return the group of each axis; new ones go to ``created``.
@@ -62,9 +62,9 @@ def create_groups(
     error has a note that names it, and those before it are in ``created``.
     """
     world = _world()
-    create = _choose_way(world, agreement)
+    create = _choose_creation(world, consistency)
     by_axis: dict[str, dist.ProcessGroup] = {}
-    with meet_under(f"{PREFIX}/{agreement.serial}", world), count_from(agreement.count):
+    with meet_under(f"{PREFIX}/{consistency.serial}", world), count_from(consistency.count):
         for own in own_groups(layout, world.rank()):
             group = world
             if own.ranks:
@@ -114,7 +114,7 @@ def destroy_groups(created: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-def agree(fields: Mapping[str, object], layout: RankLayout) -> "Agreement":
+def check_consistency(fields: Mapping[str, object], layout: RankLayout) -> "Consistency":
     """Compare over the world, in one all-reduce, what ranks are about to build.
 
     A second one follows where a rank cannot take the names that torch gives to its next groups.
@@ -125,7 +125,7 @@ def agree(fields: Mapping[str, object], layout: RankLayout) -> "Agreement":
 
 
 def tell_refusal() -> None:
-    """Take part in the comparison of `agree` as a rank that creates no groups.
+    """Take part in the comparison of `check_consistency` as a rank that creates no groups.
 
     All others would wait for this rank otherwise; those that could create groups raise instead.
     """
@@ -140,7 +140,7 @@ def _world() -> dist.ProcessGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class Consistency:
     """What ranks know of each other before they create groups.
 
     ``equally_many`` is whether each is in as many groups as the others, ``count`` from where names
@@ -159,13 +159,13 @@ def _compare(
     world: dist.ProcessGroup,
     fields: Mapping[str, object] | None = None,
     layout: RankLayout | None = None,
-) -> Agreement:
+) -> Consistency:
     """Return what ranks agree on, and raise where they do not; a rank without fields refuses."""
     fields = fields or {}
     own = [] if layout is None else [o.ranks for o in own_groups(layout, world.rank()) if o.ranks]
     # Fake groups have no peers: nothing to agree on, no device and no store behind them.
     if dist.get_backend(world) == "fake":
-        return Agreement(equally_many=True, count=free_count(own), serial=0)
+        return Consistency(equally_many=True, count=free_count(own), serial=0)
     # A build that fails half way leaves addresses behind too, so every attempt has its own number.
     serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
     # The smallest rank that refuses has the largest of these; none refuses where all are 0.
@@ -190,7 +190,7 @@ def _compare(
     most, least = ends[2:4]
     while most != -least:  # what is free on one rank may be taken on another
         most, least = _most(world, _both_ends([free_count(own, most)]))
-    return Agreement(equally_many=same[0], count=most, serial=serial)
+    return Consistency(equally_many=same[0], count=most, serial=serial)
 
 
 def _digest(name: str, value: object) -> int:
@@ -224,11 +224,11 @@ def _first_failed_rank(*, failed: bool) -> int | None:
     return world.size() - before_end
 
 
-def _choose_way(world: dist.ProcessGroup, agreement: Agreement) -> "Way":
+def _choose_creation(world: dist.ProcessGroup, consistency: Consistency) -> "Creation":
     if splits_world(world):
         return _split
     # Members that count their groups differently would meet under different names.
-    return _create_locally if agreement.equally_many else _create_together
+    return _create_locally if consistency.equally_many else _create_together
 
 
 def _create_locally(
@@ -291,7 +291,7 @@ def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-Way: TypeAlias = Callable[
+Creation: TypeAlias = Callable[
     [RankLayout, OwnGroup, timedelta | None, list[dist.ProcessGroup]], dist.ProcessGroup
 ]
 

@@ -134,7 +134,7 @@ def map_ranks(dims: ParallelDims, ranks_per_node: int | None, axis: str | None) 
 
 
 def word_line(dims: ParallelDims) -> str:
-    """Return the words that `read_words` takes for these degrees; the world is not among them."""
+    """Return the words that the command line takes for these degrees, without the world."""
     words = [
         f"{name}={','.join(value) if name == 'order' else value}"
         for name, value in _choices(dims).items()
