@@ -10,9 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._device import checked_device_type
 from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
-from ._groups import agree, all_or_none, create_groups, destroy_groups, tell_refusal
+from ._groups import (
+    agree,
+    all_or_none,
+    checked_device_type,
+    create_groups,
+    destroy_groups,
+    tell_refusal,
+)
 from ._layout import RankLayout, View
 from ._topology import Topology, topology_violations
 from ._torch import know_fold, share_ranks
