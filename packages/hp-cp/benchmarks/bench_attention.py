@@ -3,20 +3,26 @@
 Every round runs each arm once, in turn, on the same inputs: this package's ring, direct and gather
 schedules (zigzag) and Ulysses (contiguous); torch's ring algorithm (zigzag, both ways to rotate;
 ``_templated_ring_attention``) with the CPU kernel passed in, since its public entry raises on CPU;
-and one process alone with one thread, whose time over two cores is the limit. While times are taken
-the allocator of all processes keeps what is freed, as allocators for training do: no arm waits for
-the system to clear pages. Peak memory is what the arm adds to the resident set of the fullest rank,
-in a run of its own, whose allocator returns what is freed, so that no arm starts with another's.
-Bytes are what the loopback device carried per rank, so nothing else should use it. Needs Linux.
+and one process alone with one thread, whose time over two cores is the limit. In the case
+``packed`` the sequence is 64 documents of 128 to 2,048 tokens, cut by ``Greedy(8)``; one process
+computes each document by itself, and torch's ring, which has no documents, is left out.
+
+While times are taken the allocator of all processes keeps what is freed, as allocators for training
+do: no arm waits for the system to clear pages. Peak memory is what the arm adds to the resident set
+of the fullest rank, in a run of its own, whose allocator returns what is freed, so that no arm
+starts with another's. Bytes are what the loopback device carried per rank, so nothing else should
+use it. Needs Linux.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +35,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.multiprocessing.spawn import spawn
 
-from hp_cp import Contiguous, Layout, MaskSpec, Zigzag, context_parallel_attention
+from hp_cp import Contiguous, Greedy, Layout, MaskSpec, Zigzag, context_parallel_attention
 
 ScheduleName = Literal["gather", "direct", "ring"]
 Arm = Callable[[Tensor, Tensor, Tensor], Tensor]
 CORES = 2
+CASES = ("causal", "packed")
 SINGLE = "one process"
+TORCH = "torch ring, all-to-all"
 KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
@@ -78,8 +86,10 @@ def torch_ring(mesh: DeviceMesh, rotate: str) -> Arm:
     return attend
 
 
-def ours(mesh: DeviceMesh, layout: Layout, schedule: ScheduleName, degree: int = 1) -> Arm:
-    """Return this package's attention."""
+def ours(
+    mesh: DeviceMesh, mask: MaskSpec, layout: Layout, schedule: ScheduleName, degree: int = 1
+) -> tuple[Layout, Arm]:
+    """Return this package's attention, and the cut that it takes."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return context_parallel_attention(
@@ -87,13 +97,56 @@ def ours(mesh: DeviceMesh, layout: Layout, schedule: ScheduleName, degree: int =
             k,
             v,
             mesh,
-            mask=MaskSpec(causal=True),
+            mask=mask,
             layout=layout,
             schedule=schedule,
             ulysses_degree=degree,
+            seq_len=seq_len,
         )
 
-    return attend
+    seq_len = None if mask.cu_seqlens is None else mask.cu_seqlens[-1]
+    return layout, attend
+
+
+def mask_of(args: argparse.Namespace) -> MaskSpec:
+    """Return the mask of a case: one causal sequence, or packed documents."""
+    if args.case == "causal":
+        return MaskSpec(causal=True)
+    draw, (shortest, longest) = random.Random(0), args.lengths
+    lengths = (draw.randint(shortest, longest) for _ in range(args.documents))
+    return MaskSpec(causal=True, cu_seqlens=(0, *accumulate(lengths)))
+
+
+def arms_of(mesh: DeviceMesh, mask: MaskSpec) -> dict[str, tuple[Layout, Arm]]:
+    """Return every side and the cut that it takes."""
+    n = mesh.size()
+    if mask.cu_seqlens is not None:
+        return {
+            "ring greedy": ours(mesh, mask, Greedy(8), "ring"),
+            "direct greedy": ours(mesh, mask, Greedy(8), "direct"),
+            "gather greedy": ours(mesh, mask, Greedy(8), "gather"),
+            "ulysses": ours(mesh, mask, Contiguous(), "direct", n),
+        }
+    return {
+        "ring zigzag": ours(mesh, mask, Zigzag(), "ring"),
+        "direct zigzag": ours(mesh, mask, Zigzag(), "direct"),
+        "gather zigzag": ours(mesh, mask, Zigzag(), "gather"),
+        "ulysses": ours(mesh, mask, Contiguous(), "direct", n),
+        TORCH: (Zigzag(), torch_ring(mesh, "ALL_TO_ALL")),
+        "torch ring, all-gather": (Zigzag(), torch_ring(mesh, "ALL_GATHER")),
+    }
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
+    """Return the attention of one process: document by document."""
+    ends = mask.cu_seqlens or (0, q.shape[2])
+    parts = [
+        F.scaled_dot_product_attention(
+            *(x[:, :, start:stop] for x in (q, k, v)), is_causal=True, enable_gqa=True
+        )
+        for start, stop in pairwise(ends)
+    ]
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def loopback_bytes() -> int:
@@ -115,17 +168,12 @@ def measure(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=FileStore(store, n), rank=rank, world_size=n)
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
-    arms: dict[str, tuple[Layout, Arm]] = {
-        "ring zigzag": (Zigzag(), ours(mesh, Zigzag(), "ring")),
-        "direct zigzag": (Zigzag(), ours(mesh, Zigzag(), "direct")),
-        "gather zigzag": (Zigzag(), ours(mesh, Zigzag(), "gather")),
-        "ulysses": (Contiguous(), ours(mesh, Contiguous(), "direct", n)),
-        "torch ring, all-to-all": (Zigzag(), torch_ring(mesh, "ALL_TO_ALL")),
-        "torch ring, all-gather": (Zigzag(), torch_ring(mesh, "ALL_GATHER")),
-    }
+    mask = mask_of(args)
+    seq_len = args.seq_len if mask.cu_seqlens is None else mask.cu_seqlens[-1]
+    arms = arms_of(mesh, mask)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (
-        torch.randn(1, heads, args.seq_len, args.head_size, generator=generator)
+        torch.randn(1, heads, seq_len, args.head_size, generator=generator)
         for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
     )
     seconds: dict[str, list[float]] = {name: [] for name in [SINGLE, *arms]}
@@ -133,7 +181,7 @@ def measure(
     received: dict[str, float] = {}
     for round_ in range(rounds + 1):
         for name, (layout, attend) in arms.items():
-            mine = list(layout.indices(n, args.seq_len)[rank])
+            mine = list(layout.indices(n, seq_len, mask)[rank])
             local = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
             share = grad[:, :, mine].clone()
             Path("/proc/self/clear_refs").write_text("5")
@@ -152,8 +200,7 @@ def measure(
         if rank == 0:
             a, b, c = (x.clone().requires_grad_() for x in (q, k, v))
             start = time.perf_counter()
-            out = F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)
-            out.backward(grad)
+            alone(a, b, c, mask).backward(grad)
             if round_:
                 seconds[SINGLE].append(time.perf_counter() - start)
         dist.barrier()
@@ -174,7 +221,9 @@ def summarize(n: int, seconds: dict[str, list[float]], peaks: Any, received: Any
         limits = [t / min(n, CORES) for t in seconds[SINGLE]]
         row: dict[str, Any] = {"ranks": n, "arm": name}
         row["seconds"] = statistics.median(seconds[name])
-        against = {"limit": limits, "torch_ring": seconds["torch ring, all-to-all"]}
+        against = {"limit": limits}
+        if TORCH in seconds:
+            against["torch_ring"] = seconds[TORCH]
         for other, times in against.items():
             ratios = sorted(a / b for a, b in zip(seconds[name], times, strict=True))
             row[f"vs_{other}"] = statistics.median(ratios)
@@ -182,11 +231,13 @@ def summarize(n: int, seconds: dict[str, list[float]], peaks: Any, received: Any
         row["added_peak_mib"] = peaks[name] / 1024
         row["received_mib"] = received[name] / 2**20
         rows.append(row)
+        ratios_shown = "".join(
+            f"   vs {other} {row[f'vs_{other}']:.3f} "
+            f"[{row[f'vs_{other}_spread'][0]:.3f}, {row[f'vs_{other}_spread'][1]:.3f}]"
+            for other in against
+        )
         print(
-            f"  {name:24s} {row['seconds']:8.4f} s   vs limit {row['vs_limit']:.3f} "
-            f"[{row['vs_limit_spread'][0]:.3f}, {row['vs_limit_spread'][1]:.3f}]   "
-            f"vs torch ring, all-to-all {row['vs_torch_ring']:.3f} "
-            f"[{row['vs_torch_ring_spread'][0]:.3f}, {row['vs_torch_ring_spread'][1]:.3f}]   "
+            f"  {name:24s} {row['seconds']:8.4f} s{ratios_shown}   "
             f"peak +{row['added_peak_mib']:.1f} MiB   received {row['received_mib']:.1f} MiB"
         )
     return rows
@@ -217,15 +268,21 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--documents", type=int, default=64)
+    parser.add_argument("--lengths", type=int, nargs=2, default=[128, 2048])
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.seq_len = 1, 512
+        args.rounds, args.seq_len, args.lengths = 1, 512, [8, 64]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rows = []
     for n in args.ranks:
-        seconds, _, received = run(n, args, args.rounds, KEEP_FREED)
-        _, peaks, _ = run(n, args, 1, RETURN_FREED)
-        rows += summarize(n, seconds, peaks, received)
+        for case in args.cases:
+            chosen = argparse.Namespace(**vars(args), case=case)
+            seconds, _, received = run(n, chosen, args.rounds, KEEP_FREED)
+            _, peaks, _ = run(n, chosen, 1, RETURN_FREED)
+            print(f"{case}, ", end="")
+            rows += [{"case": case, **row} for row in summarize(n, seconds, peaks, received)]
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key != "json"}
         answer = {"name": "attention", "settings": settings, "rows": rows}

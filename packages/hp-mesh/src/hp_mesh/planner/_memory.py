@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ._calibration import Calibration
 from ._configuration import Degrees
 from ._model import ModelShape
-from ._result import MemorySplit, Setting
+from ._result import Setting
 from ._train import Recompute, TrainSpec, Zero
 
 
@@ -99,7 +99,7 @@ class MemoryModel:
             self._rank(degrees, setting, first=False, last=True),
         )
 
-    def split(
+    def need(
         self,
         degrees: Degrees,
         ranks: tuple[Rank, ...],
@@ -107,15 +107,18 @@ class MemoryModel:
         micro_batch: int,
         microbatches: int,
         recompute: Recompute,
-    ) -> MemorySplit:
-        """Return the bytes on the rank, of the degrees' ``ranks``, that needs most."""
-        splits = [
-            self._split(degrees, rank, setting, micro_batch, microbatches, recompute)
-            for rank in ranks
-        ]
-        return max(splits, key=lambda split: split.total)
+    ) -> tuple[float, ...]:
+        """Return the bytes of every part on the rank, of the degrees' ``ranks``, that needs most.
 
-    def _split(
+        The parts are the fields of `MemorySplit`, in their order.
+        """
+        first = self._need(degrees, ranks[0], setting, micro_batch, microbatches, recompute)
+        if len(ranks) == 1:
+            return first
+        last = self._need(degrees, ranks[1], setting, micro_batch, microbatches, recompute)
+        return last if sum(last) > sum(first) else first
+
+    def _need(
         self,
         degrees: Degrees,
         rank: Rank,
@@ -123,23 +126,18 @@ class MemoryModel:
         micro_batch: int,
         microbatches: int,
         recompute: Recompute,
-    ) -> MemorySplit:
-        tokens = micro_batch * self._train.seq_len / degrees.cp
+    ) -> tuple[float, ...]:
+        tokens, share = micro_batch * self._train.seq_len / degrees.cp, self._fragmentation
         in_flight = _in_flight(degrees.pp, setting, last=rank.logits > 0)
         in_flight = min(in_flight, microbatches)
         kept, working = self._activations(degrees, rank, recompute)
         logits = min(tokens, self._logit_tokens) * rank.logits * self._logit_bytes
         # The logits are gone when the first layer is computed again, and leave their place.
         again = max(0.0, tokens * working + rank.passing - logits)
-        buffers = rank.gathered + tokens * (rank.rows + rank.outputs * in_flight)
-        return MemorySplit(
-            parameters=rank.parameters,
-            gradients=rank.gradients,
-            optimizer=rank.optimizer,
-            activations=self._fragmentation * (tokens * kept * in_flight + again),
-            logits=self._fragmentation * logits,
-            buffers=self._fragmentation * buffers,
-        )
+        activations = share * (tokens * kept * in_flight + again)
+        buffers = share * (rank.gathered + tokens * (rank.rows + rank.outputs * in_flight))
+        states = rank.parameters, rank.gradients, rank.optimizer
+        return (*states, activations, share * logits, buffers)
 
     def _rank(self, degrees: Degrees, setting: Setting, *, first: bool, last: bool) -> Rank:
         model, constants, tp, pp = self._model, self._constants, degrees.tp, degrees.pp

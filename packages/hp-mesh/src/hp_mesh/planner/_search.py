@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
-from .._errors import Violation, divisors, raise_errors
+from .._errors import ParallelDimsError, Violation, divisors, raise_errors
 from ._calibration import Calibration
 from ._cluster import Cluster
 from ._configuration import Degrees, Group, degrees_of, groups_of
@@ -14,8 +15,10 @@ from ._legal import DENSE_AXES, Legality, batch_violations, settings_of
 from ._memory import MemoryModel, Rank
 from ._model import ModelShape
 from ._result import (
+    BORDER,
     CLASSES,
     GIB,
+    PARTS,
     Candidate,
     Comparison,
     MemorySplit,
@@ -26,7 +29,7 @@ from ._result import (
     TimeSplit,
     classify,
 )
-from ._time import TimeModel
+from ._time import AXES, TimeModel
 from ._train import RECOMPUTE, Recompute, TrainSpec
 from ._trust import trust_of
 from ._values import choice_violations, integer_violations, kind_violations
@@ -47,13 +50,24 @@ class Found(NamedTuple):
     setting: Setting
 
 
-class Cost(NamedTuple):
-    """What all micro batches and kinds of recomputation of some degrees share."""
+Communication: TypeAlias = tuple[Mapping[str, Group], tuple[float, float, float]]
 
-    degrees: Degrees
-    groups: Mapping[str, Group]
-    traffic: tuple[float, float, float]
-    ranks: Mapping[Setting, tuple[Rank, ...]]
+
+class Cost:
+    """What all settings of some degrees share; communication is looked at where they fit."""
+
+    def __init__(
+        self,
+        degrees: Degrees,
+        ranks: Mapping[Setting, tuple[Rank, ...]],
+        communication: Callable[[], Communication],
+    ) -> None:
+        self.degrees, self.ranks, self._communication = degrees, ranks, communication
+
+    @cached_property
+    def communication(self) -> Communication:
+        """Return the groups of the axes, and the time of collectives on a layer's parameters."""
+        return self._communication()
 
 
 def plan(
@@ -66,12 +80,11 @@ def plan(
 ) -> Plan:
     """Return every valid configuration of a run, ranked, and why the others are rejected.
 
-    All degrees of the world, and the micro batches and kinds of recomputation where ``train``
-    leaves them open; of schedules and ZeRO stages that are left open, each configuration has its
-    best. Where a setting is already too large, those that only need more are left out. Experts are
-    folded into the dense ranks, axes are in the default order, and a model without experts has
-    ``ep`` and ``etp`` 1; `estimate` takes other configurations too. Deterministic; nothing is
-    communicated and torch is not needed.
+    All degrees of the world, each once; where ``train`` leaves micro batch, recomputation, schedule
+    or ZeRO stage open, with the fastest that fit, of micro batches that double. Experts are folded
+    into the dense ranks, axes are in the default order, and a model without experts has ``ep`` and
+    ``etp`` 1; `estimate` takes other configurations too. Deterministic; nothing is communicated and
+    torch is not needed.
 
     Args:
         model: What is trained.
@@ -97,9 +110,10 @@ def plan(
     for done, degrees in enumerate(every):
         if progress and done % REPORTED == 0:
             progress(done, len(every))
-        settings, violations = search.settings(search.cost(degrees, DEFAULT_ORDER))
-        found += settings
-        if violations:
+        best, violations = search.best(search.cost(degrees, DEFAULT_ORDER))
+        if best:
+            found.append(best)
+        else:
             axes = DENSE_AXES if not model.experts else (*DENSE_AXES, "ep", "etp")
             named = {axis: getattr(degrees, axis) for axis in axes}
             legality.rejected.append(Rejection(degrees=named, violations=violations))
@@ -174,9 +188,10 @@ def estimate(
     raise_errors(wrong)
     search = Search(model, cluster, train, calibration)
     cost = search.cost(degrees, dims.order, dims.ep_mode)
-    found, violations = search.settings(cost, micro_batch, recompute)
-    raise_errors(violations)
-    return search.candidate(min(found, key=lambda entry: entry[:5]), dims)
+    best, violations = search.best(cost, micro_batch, recompute)
+    if best is None:
+        raise ParallelDimsError(list(violations))
+    return search.candidate(best, dims)
 
 
 def compare(
@@ -285,84 +300,107 @@ class Search:
 
     def cost(self, degrees: Degrees, order: Sequence[str], ep_mode: str = "folded") -> Cost:
         """Return what the settings of some degrees share, for an order of the axes."""
-        groups = groups_of(degrees, order, peer=ep_mode == "peer")
         if degrees.pp not in self._variants:
             self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
         ranks = {
             setting: self._memory.ranks(degrees, setting) for setting in self._variants[degrees.pp]
         }
-        return Cost(degrees, groups, self._time.traffic(degrees, groups), ranks)
 
-    def settings(
+        def communication() -> Communication:
+            groups = groups_of(degrees, order, peer=ep_mode == "peer")
+            return groups, self._time.traffic(degrees, groups)
+
+        return Cost(degrees, ranks, communication)
+
+    def best(
         self, cost: Cost, micro_batch: int | None = None, recompute: Recompute | None = None
-    ) -> tuple[list[Found], tuple[Violation, ...]]:
-        """Return the settings to run some degrees with, or what is wrong with the one given."""
+    ) -> tuple[Found | None, tuple[Violation, ...]]:
+        """Return the best setting to run some degrees with, or what is wrong with the one given."""
         given = self._train.micro_batch if micro_batch is None else micro_batch
         degrees, local = cost.degrees, self._train.global_batch // cost.degrees.dp
-        sizes = divisors(local) if given is None else (given,)
+        sizes = _doubling(divisors(local)) if given is None else (given,)
         kinds = self._kinds(self._train.recompute if recompute is None else recompute)
-        best: dict[tuple[int, Recompute], Found] = {}
+        best: Found | None = None
         broken: tuple[Violation, ...] = ()
-        for setting, ranks in cost.ranks.items():
-            reasons = {
-                size: tuple(batch_violations(degrees, self._train, setting, size)) for size in sizes
-            }
-            legal = [size for size in sizes if not reasons[size]]
-            broken = broken or reasons[sizes[0]]
-            for found in self._sweep(cost, setting, ranks, legal, kinds):
-                key = found.micro_batch, found.recompute
-                if key not in best or found[:2] < best[key][:2]:
-                    best[key] = found
-        return list(best.values()), () if best else broken
+        for setting in cost.ranks:
+            legal = sizes
+            if given is not None or setting.virtual_stages > 1 or setting.schedule == "dualpipe":
+                reasons = {
+                    size: tuple(batch_violations(degrees, self._train, setting, size))
+                    for size in sizes
+                }
+                legal = tuple(size for size in sizes if not reasons[size])
+                broken = broken or reasons[sizes[0]]
+            if legal:
+                found = self._best_of(cost, setting, legal, kinds)
+                best = found if best is None or found[:2] < best[:2] else best
+        return best, () if best else broken
 
     def fits(self, cost: Cost) -> bool:
         """Return whether some degrees fit with whichever setting needs least."""
-        return any(found.place == 0 for found in self.settings(cost)[0])
+        found, _ = self.best(cost)
+        return found is not None and found.place == 0
 
     def _kinds(self, fixed: Recompute | None) -> tuple[Recompute, ...]:
-        """Return the kinds of recomputation to try, the one that needs least memory first."""
+        """Return the kinds of recomputation to try, the one that takes least time first."""
         if fixed is not None:
             return (fixed,)
         return tuple(
             kind
-            for kind in reversed(RECOMPUTE)
+            for kind in RECOMPUTE
             # With fused kernels this is the same as recomputing nothing.
             if kind != "selective" or not self._train.fused
         )
 
-    def _sweep(
-        self,
-        cost: Cost,
-        setting: Setting,
-        ranks: tuple[Rank, ...],
-        sizes: Sequence[int],
-        kinds: tuple[Recompute, ...],
-    ) -> Iterator[Found]:
-        for kind in kinds:
-            for size in sizes:
-                memory, time = self._splits(cost, setting, ranks, size, kind)
-                fit = classify(memory.total, self._limit)
-                price = time().total if fit != "does not fit" else memory.total
-                yield Found(CLASSES.index(fit), price, cost.degrees, size, kind, setting)
-                if fit == "does not fit":
-                    if size == sizes[0] and kind == kinds[0]:
-                        return
-                    break
+    def _best_of(
+        self, cost: Cost, setting: Setting, sizes: Sequence[int], kinds: tuple[Recompute, ...]
+    ) -> Found:
+        """Return the fastest micro batch and kind of recomputation that fit, of those of a setting.
 
-    def _splits(
+        Where none fits, the fastest borderline ones, else those that need least. Memory grows with
+        the micro batch and shrinks with recomputation. Time does not shrink with recomputation, so
+        that more of it is of use for micro batches only that do not fit with less.
+        """
+        least = sum(self._memory_of(cost, setting, sizes[0], kinds[-1]))
+        place = CLASSES.index(classify(least, self._limit))
+        if place == len(CLASSES) - 1:
+            return Found(place, least, cost.degrees, sizes[0], kinds[-1], setting)
+        limit = self._limit * (BORDER if place else 1)
+        best: Found | None = None
+        tried = 0
+        for kind in kinds:
+            for size in sizes[tried:]:
+                memory = self._memory_of(cost, setting, size, kind)
+                if sum(memory) > limit:
+                    break
+                tried += 1
+                seconds = _total(self._time_of(cost, setting, size, kind, memory))
+                if best is not None and seconds >= best.cost:
+                    break  # larger ones wait longer for the first and the last microbatch
+                best = Found(place, seconds, cost.degrees, size, kind, setting)
+        if best is None:  # the kind that needs least fits at the smallest size
+            raise RuntimeError("no setting found where one was")
+        return best
+
+    def _memory_of(
+        self, cost: Cost, setting: Setting, micro_batch: int, recompute: Recompute
+    ) -> tuple[float, ...]:
+        count = self._train.global_batch // (cost.degrees.dp * micro_batch)
+        ranks = cost.ranks[setting]
+        return self._memory.need(cost.degrees, ranks, setting, micro_batch, count, recompute)
+
+    def _time_of(
         self,
         cost: Cost,
         setting: Setting,
-        ranks: tuple[Rank, ...],
         micro_batch: int,
         recompute: Recompute,
-    ) -> tuple[MemorySplit, Callable[[], TimeSplit]]:
-        """Return the memory of a setting, and what gives its time."""
-        degrees = cost.degrees
+        memory: tuple[float, ...],
+    ) -> tuple[float, ...]:
+        degrees, (groups, traffic) = cost.degrees, cost.communication
         count = self._train.global_batch // (degrees.dp * micro_batch)
-        memory = self._memory.split(degrees, ranks, setting, micro_batch, count, recompute)
-        return memory, lambda: self._time.split(
-            degrees, cost.groups, cost.traffic, setting, micro_batch, count, recompute, memory
+        return self._time.parts(
+            degrees, groups, traffic, setting, micro_batch, count, recompute, memory
         )
 
     def candidate(self, found: Found, dims: ParallelDims | None = None) -> Candidate:
@@ -370,24 +408,52 @@ class Search:
         degrees = found.degrees
         dims = degrees.dims() if dims is None else dims
         cost = self.cost(degrees, dims.order, dims.ep_mode)
-        memory, time = self._splits(
-            cost, found.setting, cost.ranks[found.setting], found.micro_batch, found.recompute
+        setting, size, kind = found.setting, found.micro_batch, found.recompute
+        memory = self._memory_of(cost, setting, size, kind)
+        compute, *communication, bubble, optimizer = self._time_of(
+            cost, setting, size, kind, memory
         )
-        own = time()
+        time = TimeSplit(
+            compute=compute,
+            communication={
+                axis: seconds
+                for axis, seconds in zip(AXES, communication, strict=True)
+                if cost.communication[0][axis].size > 1
+            },
+            bubble=bubble,
+            optimizer=optimizer,
+        )
         return Candidate(
             dims=dims,
             micro_batch=found.micro_batch,
             microbatches=self._train.global_batch // (degrees.dp * found.micro_batch),
             recompute=found.recompute,
-            memory=memory,
-            time=own,
+            memory=MemorySplit(**dict(zip(PARTS, memory, strict=True))),
+            time=time,
             limit=self._limit,
             tokens=self._train.tokens,
             flops=self._train.tokens * self._model.flops_per_token(self._train.seq_len),
             peak_tflops=self._cluster.device.tflops,
             setting=found.setting,
-            trust=trust_of(self._model, self._cluster, self._train, degrees, found.setting, own),
+            trust=trust_of(self._model, self._cluster, self._train, degrees, found.setting, time),
         )
+
+
+def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the first size and those that are at least twice the one before.
+
+    Between two of them neither memory nor time changes much.
+    """
+    kept = [sizes[0]]
+    for size in sizes[1:]:
+        if size >= 2 * kept[-1]:
+            kept.append(size)
+    return tuple(kept)
+
+
+def _total(parts: tuple[float, ...]) -> float:
+    """Return the seconds of a step as `TimeSplit.total` adds them up."""
+    return parts[0] + sum(parts[1:-2]) + parts[-2] + parts[-1]
 
 
 def _kind_violations(model: object, cluster: object, train: object) -> Iterator[Violation]:

@@ -9,8 +9,11 @@ from ._cluster import Cluster, Links
 from ._configuration import Degrees, Group
 from ._memory import MemoryModel
 from ._model import ModelShape
-from ._result import MemorySplit, Setting, TimeSplit
+from ._result import Setting
 from ._train import Recompute, TrainSpec
+
+# Over which communication is told apart.
+AXES = ("tp", "cp", "fsdp", "dp_replicate", "ep", "pp")
 
 
 class Work(NamedTuple):
@@ -46,6 +49,25 @@ class Microbatch(NamedTuple):
     tp: float
     cp: float
     ep: float
+
+
+class Stage(NamedTuple):
+    """Seconds of one microbatch on the slowest pipeline rank, and of its wait for the others.
+
+    ``layers`` is how many the rank with most has, each with ``free_forward`` and ``free_backward``
+    seconds that have nothing beside them yet.
+    """
+
+    compute: float
+    tp: float
+    cp: float
+    ep: float
+    send: float
+    busy: float
+    bubble: float
+    layers: int
+    free_forward: float
+    free_backward: float
 
 
 class ComputeModel:
@@ -201,7 +223,10 @@ class TimeModel:
         self._links = Links(cluster, calibration.link_efficiency)
         self._bandwidth = cluster.device.hbm_gbs * 1e9 * calibration.hbm_efficiency
         self._memory = memory
+        self._eager = train.fused == "attention"
+        self._stages: dict[tuple[object, ...], Stage] = {}
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
+        self._dense_layers: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._counts = (model.layers - model.expert_layers, model.expert_layers)
         self._dense = model.dense_parameters / model.layers
         self._experts = model.expert_parameters / model.layers
@@ -226,7 +251,7 @@ class TimeModel:
         replicas = self._links.all_reduce(groups["dp_replicate"], gradient * owned)
         return gather, reduce, replicas
 
-    def split(
+    def parts(
         self,
         degrees: Degrees,
         groups: Mapping[str, Group],
@@ -235,50 +260,78 @@ class TimeModel:
         micro_batch: int,
         microbatches: int,
         recompute: Recompute,
-        memory: MemorySplit,
-    ) -> TimeSplit:
-        """Return the seconds of one step on the pipeline rank that takes longest.
+        memory: tuple[float, ...],
+    ) -> tuple[float, ...]:
+        """Return the seconds of one step on the pipeline rank that takes longest, by parts.
 
-        ``traffic`` is the degrees' own, ``memory`` that of the configuration.
+        Computing; communication over `AXES`, in their order; bubble; optimizer. ``traffic`` is the
+        degrees' own, ``memory`` what `MemoryModel.need` says of the configuration.
         """
+        one = self._stage(degrees, groups, setting, micro_batch, recompute)
+        fsdp, replicate = self._sharding(degrees, traffic, setting, one, microbatches)
+        constants, compute = self._constants, one.compute
+        if self._eager and sum(memory) > constants.retry_share * self._limit:
+            # The allocator frees and asks the driver again, which waits for the device.
+            compute += (constants.retry_slowdown - 1) * one.busy
+        updated = memory[2] / self._train.moment_bytes
+        send = microbatches * one.send
+        if self._model.tied:
+            send += self._tied_ends(degrees, groups)
+        return (
+            microbatches * compute,
+            microbatches * one.tp,
+            microbatches * one.cp,
+            fsdp,
+            replicate,
+            microbatches * one.ep,
+            send,
+            one.bubble,
+            constants.optimizer_bytes * updated / self._bandwidth,
+        )
+
+    def _stage(
+        self,
+        degrees: Degrees,
+        groups: Mapping[str, Group],
+        setting: Setting,
+        micro_batch: int,
+        recompute: Recompute,
+    ) -> "Stage":
+        """Return one microbatch on the slowest pipeline rank, which splits of dp share."""
+        tp, ring, ulysses, ep, pp = (groups[n] for n in ("tp", "ring", "ulysses", "ep", "pp"))
+        key = (micro_batch, recompute, setting, degrees.etp, tp, ring, ulysses, ep, pp)
+        if key in self._stages:
+            return self._stages[key]
         one = self._microbatch(degrees, groups, micro_batch, recompute)
-        pp, stages = degrees.pp, setting.virtual_stages if degrees.pp > 1 else 1
-        ep = one.ep
-        if setting.schedule == "dualpipe" and pp > 1:
+        stages = setting.virtual_stages if pp.size > 1 else 1
+        exchange = one.ep
+        if setting.schedule == "dualpipe" and pp.size > 1:
             # Forward of one microbatch and backward of another hide each other's exchange.
-            ep = _exposed(ep, one.compute - one.idle, self._constants.overlap_cost)
-        most, last = self._memory.stage_layers(pp, stages)
-        waiting = one.tp + one.cp + ep
-        layers = most
-        if last * (one.compute + waiting) + one.head > most * (one.compute + waiting):
-            layers = last
-        compute = layers * one.compute + (one.head if layers == last else 0.0)
+            exchange = _exposed(one.ep, one.compute - one.idle, self._constants.overlap_cost)
+        most, last = self._memory.stage_layers(pp.size, stages)
+        whole = one.compute + one.tp + one.cp + exchange
+        slowest_last = last * whole + one.head > most * whole
+        layers, head = (last, one.head) if slowest_last else (most, 0.0)
         send = 0.0
-        if pp > 1:
+        if pp.size > 1:
             tokens = micro_batch * self._train.seq_len / degrees.cp
             size = self._constants.half_bytes * tokens * self._model.hidden / degrees.tp
-            send = 2 * stages * self._links.send(groups["pp"], size)
-        fsdp, replicate = self._sharding(degrees, groups, traffic, setting, one, most, microbatches)
-        found = {
-            "tp": microbatches * layers * one.tp,
-            "cp": microbatches * layers * one.cp,
-            "fsdp": fsdp,
-            "dp_replicate": replicate,
-            "ep": microbatches * layers * ep,
-            "pp": microbatches * send + self._tied_ends(degrees, groups),
-        }
-        constants = self._constants
-        updated = memory.optimizer / self._train.moment_bytes
-        busy = compute + layers * waiting + send
-        if self._train.fused == "attention" and memory.total > constants.retry_share * self._limit:
-            # The allocator frees and asks the driver again, which waits for the device.
-            compute += (constants.retry_slowdown - 1) * busy
-        return TimeSplit(
-            compute=microbatches * compute,
-            communication={name: found[name] for name in found if groups[name].size > 1},
-            bubble=_bubble(pp, setting, busy, layers * one.forward, layers * one.weights),
-            optimizer=constants.optimizer_bytes * updated / self._bandwidth,
+            send = 2 * stages * self._links.send(pp, size)
+        busy = layers * whole + head + send
+        bubble = _bubble(pp.size, setting, busy, layers * one.forward, layers * one.weights)
+        self._stages[key] = Stage(
+            compute=layers * one.compute + head,
+            tp=layers * one.tp,
+            cp=layers * one.cp,
+            ep=layers * exchange,
+            send=send,
+            busy=busy,
+            bubble=bubble,
+            layers=most,
+            free_forward=one.free_forward,
+            free_backward=one.free_backward,
         )
+        return self._stages[key]
 
     def _tied_ends(self, degrees: Degrees, groups: Mapping[str, Group]) -> float:
         """Return the seconds in which the two stages of a tied embedding sum its gradients.
@@ -293,43 +346,63 @@ class TimeModel:
     def _microbatch(
         self, degrees: Degrees, groups: Mapping[str, Group], micro_batch: int, recompute: Recompute
     ) -> Microbatch:
-        inside: tuple[Group, ...] = (groups["tp"], groups["ring"], groups["ulysses"], groups["ep"])
-        if self._train.fused == "attention":
-            inside = (*inside, groups["pp"])
-        # Where some layers recompute, how many do depends on the stages.
-        stages = degrees.pp if self._train.recompute_layers else 0
+        """Return an average layer, with experts and without by their counts."""
+        inside = (groups["tp"], groups["ring"], groups["ulysses"], groups["ep"])
+        # What depends on the stages too: which layers recompute, and eager collectives.
+        stages = groups["pp"] if self._eager or self._train.recompute_layers else None
         key = (micro_batch, recompute, degrees.etp, stages, *inside)
-        if key not in self._microbatches:
-            total = [0.0] * 9
-            rounds = 3 if recompute == "full" else 2
-            for count, experts in zip(self._counts, (False, True), strict=True):
-                if not count:
-                    continue
-                work = self._compute.layer(degrees, micro_batch, recompute, experts=experts)
-                # Where keys and values go round, attention has company.
-                busy = work.attention if degrees.ring > 1 else 0.0
-                tp = self._tensor(degrees, groups, micro_batch, recompute, experts=experts)
-                cp = self._context(degrees, groups, micro_batch, recompute, work)
-                ep = 0.0
-                if experts:
-                    ep, parts_of_experts = self._exchange(degrees, groups, micro_batch, recompute)
-                    tp += parts_of_experts
-                device, host = work.forward + work.backward, work.host
-                if self._train.fused == "attention" and self._links.crosses(groups["pp"]):
-                    host += 10 * (degrees.tp - 1) * self._constants.eager_hop_seconds
-                idle = max(0.0, host - device - tp - cp - ep)
-                parts = (
-                    *(device + idle, idle, work.forward + idle / 3),
-                    # Also while the device waits for the host.
-                    work.forward - busy + idle / 3,
-                    work.backward - rounds * busy + idle * 2 / 3,
-                    *(work.weights, tp, cp, ep),
-                )
+        if key in self._microbatches:
+            return self._microbatches[key]
+        total = [0.0] * 9
+        for count, experts in zip(self._counts, (False, True), strict=True):
+            if count:
                 share = count / self._model.layers
+                parts = self._layer(degrees, groups, micro_batch, recompute, experts=experts)
                 total = [sum_ + share * part for sum_, part in zip(total, parts, strict=True)]
-            head = self._compute.head(degrees, micro_batch)
-            self._microbatches[key] = Microbatch(head, *total)
+        head = self._compute.head(degrees, micro_batch)
+        self._microbatches[key] = Microbatch(head, *total)
         return self._microbatches[key]
+
+    def _layer(
+        self,
+        degrees: Degrees,
+        groups: Mapping[str, Group],
+        micro_batch: int,
+        recompute: Recompute,
+        *,
+        experts: bool,
+    ) -> tuple[float, ...]:
+        """Return the fields of `Microbatch` but the first for one layer."""
+        inside = groups["tp"], groups["ring"], groups["ulysses"], groups["pp"]
+        key = (micro_batch, recompute, *inside)
+        if not experts and key in self._dense_layers:
+            return self._dense_layers[key]
+        work = self._compute.layer(degrees, micro_batch, recompute, experts=experts)
+        # Where keys and values go round, attention has company.
+        busy = work.attention if degrees.ring > 1 else 0.0
+        tp = self._tensor(degrees, groups, micro_batch, recompute, experts=experts)
+        cp = self._context(degrees, groups, micro_batch, recompute, work)
+        ep = 0.0
+        if experts:
+            ep, parts_of_experts = self._exchange(degrees, groups, micro_batch, recompute)
+            tp += parts_of_experts
+        device, host = work.forward + work.backward, work.host
+        if self._eager and self._links.crosses(groups["pp"]):
+            host += 10 * (degrees.tp - 1) * self._constants.eager_hop_seconds
+        idle = max(0.0, host - device - tp - cp - ep)
+        rounds = 3 if recompute == "full" else 2
+        found = (
+            device + idle,
+            idle,
+            work.forward + idle / 3,
+            # Also while the device waits for the host.
+            work.forward - busy + idle / 3,
+            work.backward - rounds * busy + idle * 2 / 3,
+            *(work.weights, tp, cp, ep),
+        )
+        if not experts:
+            self._dense_layers[key] = found
+        return found
 
     def _tensor(
         self,
@@ -354,7 +427,7 @@ class TimeModel:
         again = {"full": 2, "selective-op": 1}.get(recompute, 0)
         calls = (5 + again) * (2 if whole else 1)
         # Eager layers wait for every collective.
-        hidden = 0.0 if self._train.fused == "attention" else self._constants.tp_hidden
+        hidden = 0.0 if self._eager else self._constants.tp_hidden
         carried = (1 - hidden) * self._links.transfer(groups["tp"], size)
         return calls * (carried + self._links.latency(groups["tp"]))
 
@@ -441,11 +514,9 @@ class TimeModel:
     def _sharding(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
         traffic: tuple[float, float, float],
         setting: Setting,
-        one: Microbatch,
-        layers: int,
+        one: Stage,
         microbatches: int,
     ) -> tuple[float, float]:
         """Return the exposed seconds of sharded parameters and of replicas in one step.
@@ -473,7 +544,7 @@ class TimeModel:
             sharding = _exposed(gather, forward, cost) + rounds * _exposed(reduce, backward, cost)
         summed = _exposed(replicas, max(0.0, backward - returned), cost)
         # Nothing runs beside the first gather.
-        return layers * sharding + first, layers * summed
+        return one.layers * sharding + first, one.layers * summed
 
 
 def _exposed(communication: float, beside: float, cost: float) -> float:
