@@ -67,8 +67,8 @@ def assert_inside(figure: Figure) -> None:
             assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, text
 
 
-@given(dims(max_world=24), st.integers(1, 9), st.data())
-@settings(deadline=None, max_examples=8)
+@given(dims(max_world=16), st.integers(1, 9), st.data())
+@settings(deadline=None, max_examples=6)
 def test_each_rank_has_one_cell_in_its_node(
     drawn: ParallelDims, ranks_per_node: int, data: st.DataObject
 ) -> None:
