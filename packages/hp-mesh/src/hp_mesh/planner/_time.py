@@ -269,6 +269,10 @@ class TimeModel:
         """
         one = self._stage(degrees, groups, setting, micro_batch, recompute)
         fsdp, replicate = self._sharding(degrees, traffic, setting, one, microbatches)
+        tp = microbatches * one.tp
+        if degrees.fsdp == 1:
+            # Whole experts that only the ranks of a tensor-parallel group share.
+            tp, fsdp = tp + fsdp, 0.0
         constants, compute = self._constants, one.compute
         if self._eager and sum(memory) > constants.retry_share * self._limit:
             # The allocator frees and asks the driver again, which waits for the device.
@@ -279,7 +283,7 @@ class TimeModel:
             send += self._tied_ends(degrees, groups)
         return (
             microbatches * compute,
-            microbatches * one.tp,
+            tp,
             microbatches * one.cp,
             fsdp,
             replicate,
