@@ -54,7 +54,7 @@ FITTED: Mapping[str, tuple[float, float]] = {
     "ring_efficiency": (0.90, 0.05),
     "tp_hidden": (0.50, 0.3),
     "overlap_cost": (0.20, 0.3),
-    "expert_half_side": (256, 0.5),
+    "expert_half_side": (384, 0.5),
     "expert_layer_seconds": (1.5e-3, 0.5),
     "ep_hidden": (0.20, 0.3),
 }

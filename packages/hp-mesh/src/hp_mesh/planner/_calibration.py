@@ -68,8 +68,8 @@ class Calibration:
         128, "side of a product that reaches half of that: tiles and waves", "tile sizes of cuBLAS"
     )
     expert_half_side: float = _constant(
-        240,
-        "rows of an expert, or its width, that reach half of the efficiency of one large product",
+        340,
+        "the same for the products of many experts, which are launched as one",
         FIT,
     )
     attention_efficiency: float = _constant(

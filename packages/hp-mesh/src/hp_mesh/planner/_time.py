@@ -143,18 +143,22 @@ class ComputeModel:
         """Return the seconds of the output matrix and the loss, forward and backward, in bf16."""
         tokens = micro_batch * self._train.seq_len / degrees.cp
         vocab = self._model.vocab / degrees.tp
-        product = self._product(tokens, vocab, self._model.hidden, self._half_rate)
+        side = self._constants.gemm_half_side
+        product = self._product(tokens, vocab, self._model.hidden, self._half_rate, side)
         moved = self._constants.loss_bytes * tokens * vocab / self._bandwidth
         if self._train.fused_loss:
             moved /= 2  # read and written once, in place
         return 3 * product + self._passes * moved
 
     def _linear(self, rows: float, columns: float, inner: float) -> float:
-        return self._product(rows, columns, inner, self._linear_rate)
+        side = self._constants.gemm_half_side
+        return self._product(rows, columns, inner, self._linear_rate, side)
 
-    def _product(self, rows: float, columns: float, inner: float, rate: float) -> float:
-        """Return the seconds of one matrix product; short sides reach less of the rate."""
-        side, half = self._constants.gemm_half_side, self._constants.half_bytes
+    def _product(
+        self, rows: float, columns: float, inner: float, rate: float, side: float
+    ) -> float:
+        """Return the seconds of one matrix product; a side as long as ``side`` reaches half."""
+        half = self._constants.half_bytes
         efficiency = rows / (rows + side) * columns / (columns + side) * inner / (inner + side)
         moved = half * (rows * inner + inner * columns + rows * columns)
         return max(2 * rows * columns * inner / (rate * efficiency), moved / self._bandwidth)
@@ -166,9 +170,8 @@ class ComputeModel:
         each = rows * degrees.ep / model.experts
         width, rate = model.expert_width / degrees.etp, self._linear_rate
         side = self._constants.expert_half_side
-        rate *= each / (each + side) * width / (width + side)
-        one = (model.matrices - 1) * self._product(each, width, model.hidden, rate)
-        one += self._product(each, model.hidden, width, rate)
+        one = (model.matrices - 1) * self._product(each, width, model.hidden, rate, side)
+        one += self._product(each, model.hidden, width, rate, side)
         return model.experts / degrees.ep * one
 
     def _attention(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
@@ -269,6 +272,10 @@ class TimeModel:
         """
         one = self._stage(degrees, groups, setting, micro_batch, recompute)
         fsdp, replicate = self._sharding(degrees, traffic, setting, one, microbatches)
+        tp = microbatches * one.tp
+        if degrees.fsdp == 1:
+            # Whole experts that only the ranks of a tensor-parallel group share.
+            tp, fsdp = tp + fsdp, 0.0
         constants, compute = self._constants, one.compute
         if self._eager and sum(memory) > constants.retry_share * self._limit:
             # The allocator frees and asks the driver again, which waits for the device.
@@ -279,7 +286,7 @@ class TimeModel:
             send += self._tied_ends(degrees, groups)
         return (
             microbatches * compute,
-            microbatches * one.tp,
+            tp,
             microbatches * one.cp,
             fsdp,
             replicate,
@@ -386,18 +393,22 @@ class TimeModel:
         if experts:
             ep, parts_of_experts = self._exchange(degrees, groups, micro_batch, recompute)
             tp += parts_of_experts
-        device, host = work.forward + work.backward, work.host
+        host = work.host
         if self._eager and self._links.crosses(groups["pp"]):
             host += 10 * (degrees.tp - 1) * self._constants.eager_hop_seconds
-        idle = max(0.0, host - device - tp - cp - ep)
+        # The host launches a forward, then a backward with what it computes again.
         rounds = 3 if recompute == "full" else 2
+        launch = host / (1 + rounds) if recompute == "full" else host / 3
+        waits = tp + cp + ep
+        idle = max(0.0, launch - work.forward - waits / 3)
+        idle_backward = max(0.0, host - launch - work.backward - waits * 2 / 3)
         found = (
-            device + idle,
-            idle,
-            work.forward + idle / 3,
+            work.forward + work.backward + idle + idle_backward,
+            idle + idle_backward,
+            work.forward + idle,
             # Also while the device waits for the host.
-            work.forward - busy + idle / 3,
-            work.backward - rounds * busy + idle * 2 / 3,
+            max(work.forward, launch) - busy,
+            max(work.backward, host - launch) - rounds * busy,
             *(work.weights, tp, cp, ep),
         )
         if not experts:
