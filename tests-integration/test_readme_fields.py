@@ -7,8 +7,8 @@ import pytest
 
 from hp_mesh import ParallelDims
 from hp_mesh._model import NESTED, SPELLINGS
-from hp_mesh.plan import ModelShape
-from hp_mesh.plan._reading import SIZES
+from hp_mesh.planner import ModelShape
+from hp_mesh.planner._reading import SIZES
 
 README = Path(__file__).parents[1] / "packages" / "hp-mesh" / "README.md"
 SHAPE = {"n_layers": 2, "dim": 8, "n_heads": 4, "ffn": 8, "vocab": 8, "top_k": 1, "expert_ffn": 8}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_mesh import ParallelDims
-from hp_mesh.plan import (
+from hp_mesh.planner import (
     ACCELERATORS,
     CONSTANTS,
     MODELS,

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hp_mesh.plan import Cluster, ModelShape, TrainSpec
+from hp_mesh.planner import Cluster, ModelShape, TrainSpec
 
 
 @st.composite

@@ -28,13 +28,16 @@ def fields(draw: st.DrawFn, *, max_world: int = 256) -> dict[str, Any]:
     for name in draw(st.permutations(axes)):
         room = max_world // prod(degrees[axis] for axis in axes)
         degrees[name] = draw(st.integers(1, min(room, 6)))
-    etp = draw(st.sampled_from(sorted({1, degrees["tp"]})))
+    free = draw(st.booleans())
     block = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
-    if degrees["ep_mode"] == "folded":
+    folded = degrees["ep_mode"] == "folded"
+    etp = draw(st.sampled_from(divisors(block) if free and folded else [1, degrees["tp"]]))
+    if folded:
         degrees["ep"] = draw(st.sampled_from(divisors(block // etp)))
     ulysses = draw(st.none() | st.sampled_from(divisors(degrees["cp"])))
     folds = draw(st.booleans())
-    return {**degrees, "etp": etp, "ulysses_degree": ulysses, "fsdp_folds_cp": folds}
+    others = {"etp": etp, "ulysses_degree": ulysses, "fsdp_folds_cp": folds, "free_etp": free}
+    return degrees | others
 
 
 def world_of(degrees: dict[str, Any]) -> int:

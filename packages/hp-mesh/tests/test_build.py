@@ -70,7 +70,7 @@ def fail_from(first: int) -> Callable[[int], None]:
 def test_a_build_that_fails_half_way_destroys_the_groups_that_it_made(
     monkeypatch: pytest.MonkeyPatch, way: Any, made_before: int
 ) -> None:
-    monkeypatch.setattr(_groups, "_choose_way", lambda *_: way)
+    monkeypatch.setattr(_groups, "_choose_creation", lambda *_: way)
     with fake_world(8, 5):
         other = ParallelDims(tp=2).build_mesh()
         before = known()
@@ -116,7 +116,7 @@ def build_where_one_rank_fails(
     dims, error, before = ParallelDims(dp_shard=2, tp=2), "built", known()
     with pytest.MonkeyPatch.context() as patch:
         if together:
-            patch.setattr(_groups, "_choose_way", lambda *_: _groups._create_together)
+            patch.setattr(_groups, "_choose_creation", lambda *_: _groups._create_together)
         if rank == 0 and moment == "views":
             patch.setattr(DeviceMesh, "from_group", refuse)
         fails = rank == 0 and moment == "groups"

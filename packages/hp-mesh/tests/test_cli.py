@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, RankLayout, Topology
 from hp_mesh.cli import main
-from hp_mesh.cli._degrees import constructor_line, read_dims, word_line
-from hp_mesh.cli._elide import ends, rank_list
 from hp_mesh.cli._main import COMMANDS
-from hp_mesh.plan import MODELS
+from hp_mesh.cli._reports import constructor_line, ends, rank_list, word_line
+from hp_mesh.planner import MODELS
 
 from .strategies import dims, divisors
 
@@ -53,7 +52,7 @@ def model(tmp_path: Path) -> str:
 @given(dims())
 @settings(deadline=None, max_examples=60)
 def test_degrees_survive_being_written_as_words_and_as_python(drawn: ParallelDims) -> None:
-    assert read_dims(word_line(drawn).split(), None, str(drawn.world_size)) == drawn
+    assert ParallelDims.from_dict(document("groups", "tp", *words(drawn))["dims"]) == drawn
     assert eval(constructor_line(drawn)) == drawn
 
 

@@ -9,11 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims
-from hp_mesh.cli import _plan
-from hp_mesh.cli._choice import choose, why_chosen
-from hp_mesh.cli._plan_rows import plan_rows
-from hp_mesh.cli._reasons import GIB
-from hp_mesh.plan import MODELS, Candidate, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
+from hp_mesh.cli import _main
+from hp_mesh.cli._reports import GIB, choose, plan_rows, why_chosen
+from hp_mesh.planner import (
+    MODELS,
+    Candidate,
+    Cluster,
+    MemorySplit,
+    Plan,
+    TimeSplit,
+    TrainSpec,
+    plan,
+)
 
 from .test_cli import document, run
 
@@ -159,7 +166,7 @@ def test_one_row_stands_for_the_splits_of_dp_near_it() -> None:
 def test_plan_runs_what_it_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest, split = candidate(1000, 98), candidate(1002, 83, replicate=2)
     found = planned([fastest, split, candidate(1003, 84, replicate=4)])
-    monkeypatch.setattr(_plan, "plan", lambda *_: found)
+    monkeypatch.setattr(_main, "plan", lambda *_, **__: found)
     _, out, _ = run(*ARGV)
     assert "ParallelDims(dp_replicate=2, dp_shard=8, world_size=16)" in out
     assert why_chosen(split, fastest) in out

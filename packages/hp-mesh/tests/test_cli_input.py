@@ -188,9 +188,9 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     [
         ("c.toml", "tp = ", "cannot read"),
         ("c.json", "{", "cannot read"),
-        ("c.json", "[1]", "does not hold"),
+        ("c.json", "[1]", "holds list and not named fields"),
         ("c.yaml", "tp: [", "cannot read"),
-        ("c.yaml", "- 1", "does not hold"),
+        ("c.yaml", "- 1", "holds list and not named fields"),
         ("c.toml", "tpp = 2", "'tpp' is not a field"),
     ],
 )
@@ -238,7 +238,7 @@ def test_an_absent_table_is_refused_with_those_that_are_there(tmp_path: Path) ->
     path = tmp_path / "c.toml"
     path.write_text("[mesh]\ntp = 2\n[other]\n")
     message = refused("show", "--config", f"{path}:mash")
-    assert "no table 'mash'; its tables are mesh and other" in message
+    assert "c.toml has no 'mash'; use mesh or other" in message
 
 
 def test_words_may_stand_before_and_after_options() -> None:
@@ -281,3 +281,10 @@ def test_without_a_world_it_is_the_product_of_the_degrees() -> None:
     assert document("show")["dims"]["world_size"] == 1
     told = document("show", "tp=4", "ep=2", "ep_mode=peer")["dims"]
     assert told["world_size"] == 8
+
+
+def test_a_world_that_cannot_be_read_makes_no_other_errors() -> None:
+    message = refused("show", "dp_shard=-1", "--world", "many", "--ranks-per-node", "0")
+    assert message.count("\n") == 2
+    assert "--world 'many'" in message
+    assert "--ranks-per-node '0'" in message

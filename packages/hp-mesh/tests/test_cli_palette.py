@@ -1,14 +1,10 @@
 """Colours: one for each name, which people with any colour vision can tell apart."""
 
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
-from hp_mesh.cli._palette import MEMORY_COLOURS, TIME_COLOURS
-
-from .test_cli import run
-from .test_svg import SVG, boxes, parse
+from hp_mesh.cli._pictures import MEMORY_COLOURS, TIME_COLOURS
 
 # Machado, Oliveira and Fernandes 2009, "A physiologically-based model for simulation of color
 # vision deficiency", table 1 at severity 1; on linear RGB.
@@ -60,20 +56,3 @@ def test_all_colours_of_a_panel_are_told_apart(vision: str, colours: dict[str, s
 def test_a_name_has_one_colour_in_both_panels() -> None:
     for name in TIME_COLOURS.keys() & MEMORY_COLOURS.keys():
         assert TIME_COLOURS[name] == MEMORY_COLOURS[name]
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus"), [("deepseek-v3", "256"), ("llama3-70b", "256"), ("llama3-8b", "8")]
-)
-def test_parts_have_the_colour_of_their_name_in_every_plan(
-    model: str, gpus: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "plan.svg"
-    argv = ["plan", "--model", model, "--gpus", gpus, "--seq-len", "4096", "--global-batch", "1024"]
-    run(*argv, "--svg", str(path))
-    parts = boxes(parse(path.read_text()), "part")
-    assert parts
-    for part in parts:
-        name, amount = str(part.findtext(f"{SVG}title")).split(":")
-        colours = TIME_COLOURS if amount.endswith(" s") else MEMORY_COLOURS
-        assert part.get("fill") == colours[name]

@@ -44,7 +44,7 @@ def test_both_modules_run_the_command(module: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("module", ["torch", "rich"])
+@pytest.mark.parametrize("module", ["torch", "rich", "matplotlib"])
 def test_all_commands_work_without(module: str) -> None:
     plan = "plan --model llama3-8b --world 8 --seq-len 8192 --global-batch 16"
     for line in (plan, " ".join(CHECK), "show tp=8", "explain tp=16", "groups tp tp=8"):
@@ -124,3 +124,9 @@ def test_a_pipe_gets_plain_ascii() -> None:
     for line in (" ".join(CHECK), "show tp=8", "explain tp=16", "groups tp tp=8"):
         done = python("-m", PACKAGE, *line.split())
         assert done.stdout.isascii()
+
+
+def test_without_matplotlib_a_picture_says_what_to_install() -> None:
+    done = blocked("matplotlib", "show", "tp=8", "--picture", "ranks.svg")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pictures need matplotlib: pip install" in done.stderr

@@ -6,6 +6,7 @@ import pickle
 import sys
 from argparse import ArgumentParser
 from dataclasses import asdict, make_dataclass, replace
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ def test_unresolved_degrees_round_trip_too(dims: ParallelDims) -> None:
 @settings(deadline=None, max_examples=100)
 def test_command_lines_round_trip(degrees: dict[str, Any], order: tuple[str, ...]) -> None:
     words = [f"--order={','.join(order)}"]
-    degrees = {**degrees, "fsdp_folds_cp": str(degrees["fsdp_folds_cp"]).lower()}
+    degrees |= {n: str(degrees[n]).lower() for n in ("fsdp_folds_cp", "free_etp")}
     for name, degree in degrees.items():
         if degree is not None:
             words += [f"--{name.replace('_', '-')}", str(degree)]
@@ -232,25 +233,185 @@ def test_a_summary_says_that_etp_was_taken_from_tp() -> None:
     assert replace(taken, etp=2).summary() == given.summary()
 
 
+TORCHTITAN = {
+    "data_parallel_replicate_degree": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "pipeline_parallel_degree": "pp",
+    "expert_parallel_degree": "ep",
+    "expert_tensor_parallel_degree": "etp",
+}
+MEGATRON = {
+    "data_parallel_size": "dp_shard",
+    "context_parallel_size": "cp",
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+ACCELERATE = {
+    "dp_replicate_size": "dp_replicate",
+    "dp_shard_size": "dp_shard",
+    "cp_size": "cp",
+    "tp_size": "tp",
+}
+DEEPSPEED = {"tensor_parallel.autotp_size": "tp", "ep_size": "ep"}
+
+
+@pytest.mark.parametrize("names", [TORCHTITAN, MEGATRON, ACCELERATE], ids=len)
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_names_of_frameworks_give_their_degrees(names: dict[str, str], kind: Any) -> None:
+    degrees: dict[str, Any] = {
+        "dp_replicate": 2,
+        "dp_shard": 3,
+        "cp": 2,
+        "tp": 2,
+        "pp": 2,
+        "ep": 3,
+        "etp": 2,
+    }
+    fields = {*names.values()}
+    expected = ParallelDims(
+        **{name: degrees[name] for name in fields}, world_size=prod_of(degrees, fields)
+    )
+    config = kind(**{name: degrees[field] for name, field in names.items()}, steps=10)
+    assert ParallelDims.from_config(config, expected.layout().world_size) == expected
+    for name, field in names.items():
+        world = 2 if field == "dp_shard" else 8
+        found = ParallelDims.from_config(kind(**{name: 2, "free_etp": True}), world)
+        assert getattr(found, field) == 2
+        with pytest.raises(ParallelDimsError, match=f"^{name}='x' is not a degree"):
+            ParallelDims.from_config(kind(**{name: "x"}), 8)
+
+
+def prod_of(degrees: dict[str, int], names: set[str]) -> int:
+    return prod(degrees[name] for name in names - {"ep", "etp"})
+
+
+def test_deepspeed_s_nested_names_are_read_and_zero_is_off() -> None:
+    config = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 4}}
+    assert ParallelDims.from_config(config, 8) == ParallelDims(tp=4, world_size=8)
+    config["tensor_parallel"]["autotp_size"] = 0
+    assert ParallelDims.from_config(config, 8) == ParallelDims(world_size=8)
+    with pytest.raises(ParallelDimsError, match="has none of the names"):
+        ParallelDims.from_config({"tensor_parallel": {"tp_grain_size": 4}}, 8)
+
+
+@pytest.mark.parametrize("name", ["sp_size", "sequence_parallel_size"])
+def test_ranks_that_exchange_heads_of_a_sequence_are_ulysses_ranks_of_cp(name: str) -> None:
+    expected = ParallelDims(cp=4, ulysses_degree=4, world_size=8)
+    assert ParallelDims.from_config({name: 4}, 8) == expected
+    assert ParallelDims.from_config({name: 4, "cp_size": 1}, 8) == expected
+    both = ParallelDims.from_config({name: 2, "cp_size": 2}, 8)
+    assert both == ParallelDims(cp=4, ulysses_degree=2, world_size=8)
+    assert ParallelDims.from_config({name: 1, "cp_size": 2}, 8) == ParallelDims(cp=2, world_size=8)
+    with pytest.raises(ParallelDimsError, match=r"^(sp_size|sequence).*=0 is not a degree"):
+        ParallelDims.from_config({"sp_size": 0}, 8)
+
+
+def test_an_absent_etp_is_what_it_is_in_the_framework_of_the_names() -> None:
+    titan = {"tensor_parallel_degree": 2, "expert_parallel_degree": 4}
+    megatron = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}
+    expected = ParallelDims(tp=2, ep=4, world_size=8)
+    assert ParallelDims.from_config(titan, 8) == expected
+    assert "(from tp)" not in ParallelDims.from_config(titan, 8).summary()
+    assert ParallelDims.from_config({**megatron, "expert_tensor_parallel_size": 1}, 8) == expected
+    for unset in ({}, {"expert_tensor_parallel_size": None}):
+        assert ParallelDims.from_config({**megatron, **unset}, 8) == replace(expected, etp=2)
+
+
+class AccelerateConfig:
+    """What an accelerate configuration looks like: degrees, and properties made of them."""
+
+    dp_replicate_size, dp_shard_size, cp_size, tp_size = 2, 2, 1, 2
+    cp_handler = device_mesh = None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the replicas times the ranks that shard."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Return the ranks that get the same batch."""
+        return self.tp_size * self.cp_size
+
+
+def test_data_parallel_ranks_are_replicas_times_those_that_shard() -> None:
+    expected = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
+    assert ParallelDims.from_config(AccelerateConfig(), 8) == expected
+    megatron = {"data_parallel_size": 4, "tensor_model_parallel_size": 2}
+    assert ParallelDims.from_config(megatron, 8).dp_shard == 4
+    assert ParallelDims.from_config({**megatron, "dp_replicate": 2}, 8).dp_shard == 2
+    message = r"^data_parallel_size=4 is not dp_replicate\*dp_shard=2\*4; leave it out"
+    with pytest.raises(ParallelDimsError, match=message):
+        ParallelDims.from_config({**megatron, "dp_replicate": 2, "dp_shard": 4}, 16)
+    with pytest.raises(ParallelDimsError, match=r"^data_parallel_size=4 is not dp_replicate=3;"):
+        ParallelDims.from_config({**megatron, "dp_replicate": 3}, 24)
+
+
+def test_a_run_for_eight_ranks_keeps_all_its_degrees() -> None:
+    config = {
+        "data_parallel_replicate_degree": 2,
+        "tensor_parallel_degree": 2,
+        "expert_parallel_degree": 2,
+    }
+    expected = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, ep=2, world_size=8)
+    assert ParallelDims.from_config(config, 8) == expected
+
+
+def test_a_degree_that_two_names_give_differently_is_refused() -> None:
+    same = {"tp": 2, "tensor_parallel_degree": "2"}
+    assert ParallelDims.from_config(same, 8).tp == 2
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config({"tp_size": 2, "tensor_model_parallel_size": 4}, 8)
+    reason = "tensor_model_parallel_size=4 and tp_size=2 differ, but all of them are tp"
+    assert str(caught.value) == f"{reason}; give one of them"
+
+
+def test_a_name_that_is_nearly_a_degree_s_is_not_ignored() -> None:
+    config = {"tensor_parallel_degree": 2, "expert_paralel_degree": 4, "virtual_stages": 2}
+    with pytest.raises(ParallelDimsError) as caught:
+        ParallelDims.from_config(config, 8)
+    assert str(caught.value) == (
+        "expert_paralel_degree=4 is read by no name; did you mean expert_parallel_degree?"
+    )
+    # Off, no degree at all, or another setting whose name holds that of a degree.
+    for harmless in (
+        {"expert_paralel_degree": 1},
+        {"sequence_parallel": True},
+        {"virtual_pipeline_model_parallel_size": 4},
+        {"pipeline_parallel_layers_per_stage": 4},
+        {"transformer_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_split_rank": 2},
+    ):
+        found = ParallelDims.from_config({"tensor_parallel_degree": 2, **harmless}, 8)
+        assert found == ParallelDims(tp=2, world_size=8)
+
+
 NAMES = (
-    "dp_replicate, dp_shard, cp, tp, pp, ep, etp, ulysses_degree, ep_mode, order, fsdp_folds_cp "
-    "or dp"
+    "dp_replicate, dp_shard, cp, tp, pp, ep, etp, ulysses_degree, ep_mode, order, fsdp_folds_cp, "
+    "free_etp or dp"
 )
 
 
 @pytest.mark.parametrize(
     ("config", "given"),
     [
-        ({"tensor_model_parallel_size": 4, "world_size": 8}, "it has tensor_model_parallel_size"),
         (
-            SimpleNamespace(data_parallel_shard_degree=2, tensor_parallel_degree=4),
-            "it has data_parallel_shard_degree and tensor_parallel_degree",
+            {"tensor_model_paralel_size": 4, "world_size": 8},
+            "is tensor_model_paralel_size for tensor_model_parallel_size misspelled?",
+        ),
+        (
+            SimpleNamespace(data_parallel_shards=2, tensor_parallelism=4),
+            "it has data_parallel_shards and tensor_parallelism; is data_parallel_shards for ",
         ),
         ({1: 2}, "it has 1"),
         ({f"option_{i}": i for i in range(40)}, "it has option_0, option_1, option_2, "),
         (object(), "it has no fields"),
     ],
-    ids=["megatron", "torchtitan", "no text", "many", "none"],
+    ids=["misspelled", "others", "no text", "many", "none"],
 )
 def test_a_configuration_with_none_of_the_names_is_refused_with_all_of_them(
     config: object, given: str
@@ -262,7 +423,9 @@ def test_a_configuration_with_none_of_the_names_is_refused_with_all_of_them(
     name = type(config).__name__
     assert str(violation).startswith(f"config of type {name} has none of the names {NAMES}; ")
     assert given in str(violation)
-    assert len(str(violation)) < 400
+    for names in (TORCHTITAN, MEGATRON, ACCELERATE, DEEPSPEED):
+        assert all(name.split(".")[0] in str(violation) for name in names)
+    assert len(str(violation)) < 1000
 
 
 @pytest.mark.parametrize("config", [{}, SimpleNamespace(cp=None), {"dp": None}, {"etp": 1}])

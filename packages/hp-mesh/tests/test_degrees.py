@@ -293,3 +293,15 @@ def test_a_summary_has_every_degree_and_what_is_not_as_by_default() -> None:
         "ep_mode=peer fsdp_folds_cp=False"
     )
     assert ParallelDims(tp=2).summary() == ("pp=1 dp_replicate=1 dp_shard=-1 cp=1 tp=2 ep=1 etp=1")
+
+
+def test_etp_is_freed_by_an_option_where_experts_are_folded() -> None:
+    dims = ParallelDims(tp=2, ep=2, etp=4, world_size=8, free_etp=True)
+    assert (dims.efsdp, dims.etp) == (1, 4)
+    assert dims.summary().endswith("ep=2 etp=4 world=8 free_etp=True")
+    with pytest.raises(ParallelDimsError, match=r"ep=4\*etp=4=16 does not divide"):
+        ParallelDims(tp=2, ep=4, etp=4, world_size=8, free_etp=True)
+    with pytest.raises(ParallelDimsError, match="etp=4 is neither 1 nor tp=2; use 1 or 2"):
+        ParallelDims(tp=2, dp_shard=4, etp=4, free_etp=True, ep_mode="peer")
+    verdicts = {e.rule: e.verdict for e in dims.explain()}
+    assert (verdicts["etp"], verdicts["sparse"]) == ("idle", "holds")

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hp_mesh import MeshError, ParallelDims, _device, build_expert_parallel_mesh, build_world_mesh
+from hp_mesh import MeshError, ParallelDims, _groups
+from hp_mesh.world import build_expert_parallel_mesh, build_world_mesh
 
 from .fakes import fake_world
 
@@ -47,14 +48,14 @@ def test_meshes_are_on_the_accelerator_but_for_gloo_and_ranks_compare_on_the_cpu
     monkeypatch: pytest.MonkeyPatch, config: str, default: str, comparison: str
 ) -> None:
     backends(monkeypatch, config)
-    assert _device.default_device_type() == default
-    assert _device.comparison_device_type() == comparison
+    assert _groups.default_device_type() == default
+    assert _groups.comparison_device_type() == comparison
 
 
 def test_without_an_accelerator_all_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     there_is(monkeypatch, None, available=False)
     backends(monkeypatch, "cpu:mpi")
-    assert _device.default_device_type() == _device.comparison_device_type() == "cpu"
+    assert _groups.default_device_type() == _groups.comparison_device_type() == "cpu"
 
 
 def test_an_accelerator_that_torch_was_built_for_and_that_is_not_there_is_none(
@@ -63,7 +64,7 @@ def test_an_accelerator_that_torch_was_built_for_and_that_is_not_there_is_none(
     """As with the usual build of torch on a machine without a GPU."""
     there_is(monkeypatch, "cuda", available=False)
     backends(monkeypatch, "cpu:gloo,cuda:nccl")
-    assert _device.default_device_type() == _device.comparison_device_type() == "cpu"
+    assert _groups.default_device_type() == _groups.comparison_device_type() == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -125,4 +126,4 @@ def test_the_default_device_type_has_a_backend(
 ) -> None:
     there_is(monkeypatch, "cuda", available=True)
     backends(monkeypatch, config)
-    assert _device.default_device_type() == device_type
+    assert _groups.default_device_type() == device_type

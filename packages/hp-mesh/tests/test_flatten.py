@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_mesh import (
+from hp_mesh import LayoutError
+from hp_mesh.world import (
     HybridShard,
-    LayoutError,
     build_world_mesh,
     flatten_mesh,
     get_dp_mesh,

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_mesh import (
+from hp_mesh import LayoutError, ParallelDims
+from hp_mesh._torch import registered_groups
+from hp_mesh.world import (
     HybridShard,
-    LayoutError,
     MeshAxisName,
-    ParallelDims,
     build_world_mesh,
     flatten_mesh,
     get_cp_mesh,
@@ -28,7 +28,6 @@ from hp_mesh import (
     get_pp_stage_mesh,
     get_tp_mesh,
 )
-from hp_mesh._torch import registered_groups
 
 from .worlds import no_new_groups, one_world, peers, plain, shapes
 

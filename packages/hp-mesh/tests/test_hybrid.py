@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_mesh import HybridShard, ParallelDimsError
+from hp_mesh import ParallelDimsError
+from hp_mesh.world import HybridShard
 
 degrees = st.integers(1, 64)
 

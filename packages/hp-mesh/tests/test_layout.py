@@ -102,7 +102,7 @@ def test_expert_groups_cut_the_dense_block_and_stay_inside_a_stage_and_a_replica
         }
         fixed = {axis: where[rank][axis] for axis in ("pp", "dp_replicate")}
         assert block == {r for r, other in enumerate(where) if fixed.items() <= other.items()}
-    if dims.etp > 1:
+    if dims.etp == dims.tp:
         assert layout.groups("etp") == layout.groups("tp")
 
 
@@ -285,3 +285,39 @@ def test_names_ranks_and_coordinates_outside_the_layout_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         call(ParallelDims(world_size=4).layout())
+
+
+def megatron_groups(axis: str, **sizes: int) -> list[tuple[int, ...]]:
+    """Return the groups of an axis as Megatron-LM's rank generator has them.
+
+    Its order is tp, cp, ep, dp, pp, the innermost first: a rank's number has its coordinates as
+    digits, and a group holds the ranks that differ in one of them. Dense layers and experts have
+    axes of their own over the same ranks.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    outermost_first = [*reversed(sizes)]
+    for rank, place in enumerate(product(*(range(sizes[name]) for name in outermost_first))):
+        rest = tuple(i for name, i in zip(outermost_first, place, strict=True) if name != axis)
+        groups.setdefault(rest, []).append(rank)
+    return sorted(map(tuple, groups.values()))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp"),
+    [(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 4), (2, 4, 1), (2, 2, 2), (4, 1, 2), (4, 8, 1)],
+)
+def test_groups_of_any_etp_are_those_of_megatron(
+    tp: int, ep: int, etp: int, cp: int, pp: int
+) -> None:
+    dense = {"tp": tp, "cp": cp, "dp": 8 // tp, "pp": pp}
+    experts = {"etp": etp, "ep": ep, "efsdp": 8 * cp // (ep * etp), "pp": pp}
+    world = 8 * cp * pp
+    layout = ParallelDims(
+        tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, world_size=world, free_etp=True
+    ).layout()
+    for sizes in (dense, experts):
+        assert prod(sizes.values()) == world
+        for axis in sizes:
+            assert layout.groups(axis) == megatron_groups(axis, **sizes), axis

@@ -13,13 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_mesh import (
-    LayoutError,
-    MeshError,
-    ParallelDims,
-    ParallelDimsError,
-    ParallelMesh,
-)
+from hp_mesh import LayoutError, MeshError, ParallelDims, ParallelDimsError, ParallelMesh
 
 from .fakes import fake_world
 from .strategies import dims

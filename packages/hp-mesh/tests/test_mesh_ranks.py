@@ -18,11 +18,9 @@ from hp_mesh import (
     ParallelDimsError,
     ParallelMesh,
     Topology,
-    _world,
-    build_expert_parallel_mesh,
-    build_world_mesh,
-    reset_world_mesh,
 )
+from hp_mesh import world as slot
+from hp_mesh.world import build_expert_parallel_mesh, build_world_mesh, reset_world_mesh
 
 Pool = Callable[[int], RankPool]
 ORDER = ("pp", "dp_replicate", "dp_shard")
@@ -70,6 +68,7 @@ def test_an_all_reduce_on_every_name_reaches_its_ranks(ranks: Pool, dims: Parall
     "dims",
     [
         ParallelDims(dp_replicate=2, cp=2, tp=2, ep=2, ulysses_degree=2),
+        ParallelDims(tp=2, ep=2, etp=4, free_etp=True),
         ParallelDims(cp=2, ep=2, tp=2, etp=2, ep_mode="peer", order=DEFAULT_ORDER[::-1]),
     ],
     ids=ParallelDims.summary,
@@ -315,7 +314,7 @@ def build_where_one_rank_has_a_world_mesh(rank: int) -> str:
     build_world_mesh(dp=4)
     with pytest.MonkeyPatch.context() as patch:
         if rank != 0:
-            patch.setattr(_world, "_world_mesh", None)
+            patch.setattr(slot, "_world_mesh", None)
         try:
             build_world_mesh(dp=4)
             message = "built"

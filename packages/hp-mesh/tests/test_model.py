@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.plan import MODELS
+from hp_mesh.planner import MODELS
 
 MODEL = {
     "num_attention_heads": 16,

@@ -8,7 +8,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.plan import (
+from hp_mesh.planner import (
     CONSTANTS,
     MODELS,
     Candidate,

@@ -4,7 +4,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from hp_mesh import ParallelDims
-from hp_mesh.plan import MODELS, Candidate, Cluster, TrainSpec, estimate, plan
+from hp_mesh.planner import MODELS, Candidate, Cluster, TrainSpec, estimate, plan
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.plan import MODELS, ModelShape
+from hp_mesh.planner import MODELS, ModelShape
 
 GPT2 = {
     "model_type": "gpt2",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.plan import MODELS, Cluster, ModelShape, TrainSpec, estimate, plan
+from hp_mesh.planner import MODELS, Cluster, ModelShape, TrainSpec, estimate, plan
 
 GPT2 = ModelShape(layers=12, hidden=768, heads=12, ffn=3072, vocab=50304, glu=False)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.plan import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
+from hp_mesh.planner import ACCELERATORS, MODELS, Accelerator, Cluster, ModelShape, TrainSpec
 
 from .plan_strategies import shapes
 

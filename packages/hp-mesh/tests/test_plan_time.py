@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims
-from hp_mesh.plan import (
+from hp_mesh.planner import (
     ACCELERATORS,
     CONSTANTS,
     MODELS,
@@ -20,8 +20,8 @@ from hp_mesh.plan import (
     estimate,
     plan,
 )
-from hp_mesh.plan._links import Links
-from hp_mesh.plan._point import groups_of, point_of
+from hp_mesh.planner._cluster import Links
+from hp_mesh.planner._configuration import degrees_of, groups_of
 
 from .plan_strategies import clusters, runs, shapes
 
@@ -150,8 +150,8 @@ def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
         order=tuple(order),
         world_size=cluster_size,
     )
-    links = Links(Cluster(world_size=cluster_size, accelerator="H100", ranks_per_node=node))
-    groups = groups_of(point_of(dims), dims.order, peer=peer)
+    links = Links(Cluster(world_size=cluster_size, accelerator="H100", ranks_per_node=node), 0.8)
+    groups = groups_of(degrees_of(dims), dims.order, peer=peer)
     layout = dims.layout()
     for axis in ("tp", "cp", "fsdp", "pp", "ep", "efsdp"):
         fewest = min(
@@ -245,8 +245,8 @@ def test_a_tied_embedding_on_two_stages_is_reduced_between_them_once_a_step() ->
         assert ("pp" in tied) == (pp > 1)
         if pp > 1:
             # Four bytes for each element of the shard, one way over a link inside the node.
-            rate = Links(cluster).send(
-                groups_of(point_of(dims), dims.order)["pp"], 4 * 50304 * 1024 / 2
+            rate = Links(cluster, CONSTANTS["LINK_EFFICIENCY"]).send(
+                groups_of(degrees_of(dims), dims.order)["pp"], 4 * 50304 * 1024 / 2
             )
             assert tied["pp"] - apart["pp"] == pytest.approx(rate, rel=1e-6)
     found = plan(replace(shape, tied=True), cluster, train)

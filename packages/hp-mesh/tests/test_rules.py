@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh.planner import MODELS
 
 from .strategies import dims, divisors
 
@@ -321,3 +322,14 @@ def test_the_width_of_an_expert_is_named_where_it_is_absent() -> None:
     dense = ParallelDims(tp=2, etp=2, world_size=8)
     assert "expert_ffn" not in dense.check({"num_experts": 0}).skipped
     assert "expert_ffn" not in ParallelDims(tp=2, world_size=8).check({}).skipped
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_planner_s_shapes_have_every_field_that_rules_read(name: str) -> None:
+    dims = ParallelDims(dp_shard=2, cp=2, tp=2, pp=2, ep=2, etp=2, ulysses_degree=2)
+    assert dims.check(MODELS[name].to_config(), 64, 8).skipped == ()
+    assert not [
+        e.rule
+        for e in dims.explain(MODELS[name].to_config(), 64, 8)
+        if e.verdict == "idle" and MODELS[name].experts
+    ]

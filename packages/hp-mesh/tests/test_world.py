@@ -8,10 +8,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_mesh import (
+from hp_mesh import MeshError, ParallelDimsError
+from hp_mesh.world import (
     HybridShard,
-    MeshError,
-    ParallelDimsError,
     build_expert_parallel_mesh,
     build_world_mesh,
     get_dp_mesh,

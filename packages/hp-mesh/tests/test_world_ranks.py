@@ -16,12 +16,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hp_mesh import (
+from hp_mesh import MeshError, ParallelDimsError
+from hp_mesh import world as slot
+from hp_mesh.world import (
     HybridShard,
-    MeshError,
-    ParallelDimsError,
     WorldMesh,
-    _world,
     build_expert_parallel_mesh,
     build_world_mesh,
     get_cp_mesh,
@@ -127,7 +126,7 @@ def samples() -> Tensor:
 def keep_a_world(data: int | HybridShard, tp: int) -> WorldMesh:
     """Build a world mesh that outlives the slot: DTensor remembers the groups of equal meshes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_world, "_world_mesh", None)
+        patch.setattr(slot, "_world_mesh", None)
         return build_world_mesh(dp=data, tp=tp)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_mesh import reset_world_mesh
+from hp_mesh.world import reset_world_mesh
 
 from .fakes import fake_world
 

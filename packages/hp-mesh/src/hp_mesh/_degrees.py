@@ -1,12 +1,21 @@
-"""Degrees on their own: what each value may be, and how a missing one follows from the world."""
+"""From the values that were given to degrees that are checked and, where they can be, known."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
-from typing import SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex
 
-from ._errors import LARGEST, ParallelDimsError, Violation, divisors, join_words, show
+from ._errors import (
+    LARGEST,
+    ParallelDimsError,
+    Violation,
+    divisors,
+    join_words,
+    raise_errors,
+    show,
+)
+from ._rules import Subject, degree_violations
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # Where experts have ranks of their own, ep is one more axis of the world.
@@ -15,9 +24,10 @@ DEFAULT_ORDER = PEER_AXES
 EP_MODES = ("folded", "peer")
 INFERRED = -1
 MOST_DIGITS = 20  # more than the largest degree has
+DEGREES = (*PEER_AXES, "etp")
+OPTIONAL = ("dp_shard", "ulysses_degree", "world_size")
 
 Degree = SupportsIndex | str | None
-DegreeRule: TypeAlias = Callable[[Mapping[str, int]], Iterator[Violation]]
 
 
 def world_axes(ep_mode: str) -> tuple[str, ...]:
@@ -177,67 +187,119 @@ def one_is_inferred(degrees: Mapping[str, int]) -> Iterator[Violation]:
         )
 
 
-def experts_cut_like_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
-    """Tensor parallel ranks share an expert as they share a layer, or not at all."""
-    tp, etp = degrees["tp"], degrees["etp"]
-    if etp not in (1, tp):
-        yield Violation(
-            rule="etp",
-            values={"etp": etp, "tp": tp},
-            reason=f"etp={etp} is neither 1 nor tp={tp}",
-            legal={"etp": tuple(sorted({1, tp}))},
-        )
+def resolve_fields(
+    given: Mapping[str, Any],
+    found: Iterable[Violation] = (),
+    *,
+    needs_world: bool = False,
+    etp_is_tp: bool = False,
+) -> dict[str, Any]:
+    """Return the fields with every value parsed, and every degree known if the world is.
+
+    With ``etp_is_tp`` a known ``tp`` replaces ``etp``. Raises one `ParallelDimsError` with
+    what was ``found`` before, all values that are none, and all rules that the other values break.
+    """
+    violations = list(found)
+    fields: dict[str, Any] = {}
+    for name, parse in _parsers(world_axes(given["ep_mode"]), needs_world).items():
+        try:
+            fields[name] = parse(given[name])
+        except ParallelDimsError as error:
+            violations += error.violations
+    degrees = degrees_of(fields)
+    violations += one_is_inferred(degrees)
+    if "ep_mode" in fields:
+        mode, world = fields["ep_mode"], fields.get("world_size")
+        if world is not None:
+            try:
+                degrees = infer_degrees(degrees, world_axes(mode), world)
+            except ParallelDimsError as error:
+                violations += error.violations
+        if etp_is_tp and "tp" in degrees:
+            degrees["etp"] = degrees["tp"]
+        free = fields.get("free_etp", False)
+        known = Subject(degrees=_known(fields, degrees), ep_mode=mode, free_etp=free)
+        violations += degree_violations(known)
+        if "order" in fields:
+            violations += order_violations(mode, fields["order"])
+    raise_errors(violations)
+    return fields if fields["world_size"] is None else fields | degrees
 
 
-def ulysses_divides_cp(degrees: Mapping[str, int]) -> Iterator[Violation]:
-    """Ulysses groups are parts of the context parallel group."""
-    cp, ulysses_degree = degrees["cp"], degrees["ulysses_degree"]
-    if cp % ulysses_degree:
-        yield Violation(
-            rule="ulysses",
-            values={"ulysses_degree": ulysses_degree, "cp": cp},
-            reason=f"ulysses_degree={ulysses_degree} does not divide cp={cp}",
-            legal={"ulysses_degree": divisors(cp)},
-        )
+def _parsers(axes: tuple[str, ...], needs_world: bool) -> dict[str, Callable[[Any], Any]]:
+    optional = OPTIONAL[:-1] if needs_world else OPTIONAL
+    parsers: dict[str, Callable[[Any], Any]] = {
+        name: partial(as_degree, name, inferable=name in axes, optional=name in optional)
+        for name in (*DEGREES, *OPTIONAL)
+    }
+    parsers |= {name: partial(as_flag, name) for name in ("fsdp_folds_cp", "free_etp")}
+    return parsers | {"ep_mode": as_mode, "order": as_order}
 
 
-def experts_fold_into_layers(degrees: Mapping[str, int]) -> Iterator[Violation]:
-    """Folded experts live on the ranks of one dense block: dp_shard, cp and tp."""
-    ep, etp = degrees["ep"], degrees["etp"]
-    around = {name: degrees[name] for name in BASE_AXES[2:] if name in degrees}
-    if len(around) == 3:
-        ranks = prod(around.values())
-        parts = ", ".join(f"{name}={degree}" for name, degree in around.items())
-        whole = f"dp_shard*cp*tp={ranks} ({parts})"
-    else:  # whatever the block, it divides the world
-        around = {"world_size": degrees["world_size"]}
-        ranks = degrees["world_size"]
-        whole = f"world_size={ranks}"
-    if ranks % (ep * etp) == 0:
-        return
-    subject = f"ep={ep}" if etp == 1 else f"ep={ep}*etp={etp}={ep * etp}"
-    fits = ranks % etp == 0
-    yield Violation(
-        rule="sparse",
-        values={"ep": ep, "etp": etp, **around},
-        reason=f"{subject} does not divide {whole}",
-        legal={"ep": divisors(ranks // etp)} if fits else {"ep*etp": divisors(ranks)},
+def _known(fields: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, int]:
+    """Return what rules may look at: degrees and world, without what is wrong or unknown."""
+    known = {name: degree for name, degree in degrees.items() if degree != INFERRED}
+    if "ulysses_degree" in fields:
+        known["ulysses_degree"] = fields["ulysses_degree"] or 1
+    if fields.get("world_size") is not None:
+        known["world_size"] = fields["world_size"]
+    return known
+
+
+def as_world(fields: Mapping[str, Any], world_size: Any) -> int | None:
+    """Return the number of ranks asked for; what is none, or not that of the fields, raises."""
+    world = as_degree("world_size", world_size, inferable=False, optional=False)
+    if fields["world_size"] in (None, world):
+        return world
+    reason = f"world_size={world} is not the world_size={fields['world_size']} that these "
+    reason += f"degrees are for ({summarize(fields)})"
+    values = {"world_size": world, "configured": fields["world_size"]}
+    raise ParallelDimsError([Violation(rule="world", values=values, reason=reason)])
+
+
+def degrees_of(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return every degree that is there as a number, -1 where it is to be inferred."""
+    degrees = {name: fields[name] for name in DEGREES if name in fields}
+    if "dp_shard" in degrees and degrees["dp_shard"] is None:
+        degrees["dp_shard"] = 1 if INFERRED in degrees.values() else INFERRED
+    return degrees
+
+
+def resolved_degrees(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return every degree as a positive number, for the world that they make if none was given.
+
+    Raises `ParallelDimsError` where one of them is still to be inferred.
+    """
+    degrees = degrees_of(fields)
+    if fields["world_size"] is not None:
+        return degrees
+    unknown = [name for name, degree in degrees.items() if degree == INFERRED]
+    if not unknown:
+        world = prod(degrees[name] for name in world_axes(fields["ep_mode"]))
+        return degrees_of(resolve_fields({**fields, "world_size": world}))
+    raise ParallelDimsError(
+        [
+            Violation(
+                rule="resolved",
+                values=dict.fromkeys(unknown, INFERRED),
+                reason=f"{join_words(unknown)} is not known yet; call resolve(world_size)",
+            )
+        ]
     )
 
 
-def resolved_rules(ep_mode: str) -> Mapping[str, DegreeRule]:
-    """Return the rules that degrees keep, besides that they multiply to the world, by their codes.
+def summarize(fields: Mapping[str, Any], *, etp_from_tp: bool = False) -> str:
+    """Return one line with every degree, and whatever else is not as by default.
 
-    They read positive degrees by name, and raise KeyError for one that is not there.
+    With ``etp_from_tp`` it says so where there is something to take.
     """
-    rules: dict[str, DegreeRule] = {"etp": experts_cut_like_layers, "ulysses": ulysses_divides_cp}
-    return rules if ep_mode == "peer" else {**rules, "sparse": experts_fold_into_layers}
-
-
-def rule_violations(
-    degrees: Mapping[str, int], rules: Mapping[str, DegreeRule]
-) -> Iterator[Violation]:
-    """Yield all that the rules find; one that needs a degree which is not there finds nothing."""
-    for rule in rules.values():
-        with suppress(KeyError):
-            yield from rule(degrees)
+    words: dict[str, object] = {**degrees_of(fields)}
+    words = {name: words[name] for name in (*BASE_AXES, "ep", "etp")}
+    if etp_from_tp and fields["tp"] != 1:
+        words["etp"] = f"{words['etp']} (from tp)"
+    others = {"ulysses": "ulysses_degree", "world": "world_size"}
+    words |= {word: fields[name] for word, name in others.items() if fields[name] is not None}
+    words |= {"ep_mode": "peer"} if fields["ep_mode"] == "peer" else {}
+    words |= {} if fields["fsdp_folds_cp"] else {"fsdp_folds_cp": False}
+    words |= {"free_etp": True} if fields["free_etp"] else {}
+    return " ".join(f"{name}={value}" for name, value in words.items())

@@ -1,6 +1,5 @@
 """`ParallelDims`: the degrees of one training run."""
 
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -15,17 +14,23 @@ from ._config import (
     read_toml,
     read_yaml,
 )
-from ._degrees import DEFAULT_ORDER
-from ._errors import Report, raise_errors
-from ._explain import Explanation, explain_rules, explain_topology
-from ._layout import RankLayout
+from ._degrees import (
+    DEFAULT_ORDER,
+    as_world,
+    resolve_fields,
+    resolved_degrees,
+    summarize,
+    world_axes,
+)
+from ._errors import Explanation, Report, raise_errors
+from ._layout import RankLayout, ViewConfig
 from ._model import read_numbers
-from ._resolve import as_world, resolved_degrees, settle, summarize
-from ._rules import Subject, check_rules
-from ._topology import Topology, topology_violations
-from ._views import Cutting
+from ._rules import Subject, check_rules, explain_rules
+from ._topology import Topology, explain_topology, topology_violations
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
     from ._mesh import ParallelMesh
 
 
@@ -40,19 +45,37 @@ class _Origin:
 class ParallelDims(_Origin):
     """How many ranks each axis has, checked as far as the numbers given allow.
 
-    ``dp_replicate * dp_shard * cp * tp * pp`` is the world. One of these may be -1 and then follows
-    from the world; ``dp_shard=None`` is -1 unless another is. ``ep_mode="folded"``: experts live on
-    ranks that the dense layers already use, ``ep * etp * efsdp == dp_shard * cp * tp``.
-    ``ep_mode="peer"``: ``ep`` is one more factor of the world, and for dense layers and data one
-    more axis of data parallelism. ``etp`` is 1 or ``tp``, ``ulysses_degree`` divides ``cp``.
+    ``dp_replicate * dp_shard * cp * tp * pp`` is the world, and one of these may be -1: it follows
+    from the world. Single values are checked at once, their product as soon as the world is known,
+    here or in `resolve`. Degrees may be integers of any type or strings that spell one. A value:
+    frozen, hashable, equal by its fields. Needs no torch and communicates nothing.
 
-    ``order`` lists the axes, outermost first: ranks that are neighbours differ along the last. A
-    folded ``ep`` has no place of its own in it and may be left out. ``fsdp_folds_cp=False`` shards
-    over ``dp_shard`` alone; gradients are then to be reduced over ``replicate``, which has ``cp``.
+    Attributes:
+        dp_replicate: Replicas of the sharded model.
+        dp_shard: Ranks that shard parameters; None is -1 unless another degree is.
+        cp: Parts of one sequence.
+        tp: Parts of one layer.
+        pp: Pipeline stages.
+        ep: Ranks that hold different experts.
+        etp: Ranks that share one expert: 1 or ``tp``, or any number with ``free_etp``.
+        ulysses_degree: Ranks of ``cp`` that exchange heads instead of sequence; it divides ``cp``.
+        world_size: Number of ranks.
+        ep_mode: ``"folded"``: experts live on ranks that the dense layers already use,
+            ``ep * etp * efsdp == dp_shard * cp * tp``. ``"peer"``: ``ep`` is one more factor of the
+            world, and for dense layers and data one more axis of data parallelism.
+        order: The axes, outermost first: ranks that are neighbours differ along the last. A folded
+            ``ep`` has no place of its own in it and may be left out. Also one string with commas.
+        fsdp_folds_cp: Parameters are sharded over ``cp`` too. Without, gradients are to be reduced
+            over ``replicate``, which has ``cp``.
+        free_etp: Folded experts may be cut over any ``etp``, as in Megatron-LM; its groups are then
+            neighbours among the ranks of ``dp_shard * cp * tp`` and need not be those of ``tp``.
 
-    Degrees may also be integers of other types or strings that spell one, ``order`` one string with
-    commas. Raises one `ParallelDimsError` with all that can be told to be wrong: single values at
-    once, the product as soon as the world is known, here or in `resolve`. Needs no torch.
+    Raises:
+        ParallelDimsError: With all that can be told to be wrong.
+
+    Example:
+        >>> ParallelDims(cp=2, tp=2, ep=4, world_size=16).dp_shard
+        4
     """
 
     dp_replicate: int = 1
@@ -67,10 +90,11 @@ class ParallelDims(_Origin):
     ep_mode: Literal["folded", "peer"] = "folded"
     order: tuple[str, ...] = DEFAULT_ORDER
     fsdp_folds_cp: bool = True
+    free_etp: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_etp_from_tp", False)
-        for name, value in settle(self._fields()).items():
+        for name, value in resolve_fields(self._fields()).items():
             object.__setattr__(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,8 +113,14 @@ class ParallelDims(_Origin):
     def resolve(self, world_size: int) -> "ParallelDims":
         """Return the copy for this world with every degree a number; idempotent.
 
-        Raises `ParallelDimsError` if the degrees do not make this world, or if they were given or
-        resolved for another.
+        Args:
+            world_size: Number of ranks.
+
+        Returns:
+            A configuration without None or -1 among its degrees, or this one if it is that already.
+
+        Raises:
+            ParallelDimsError: The degrees do not make this world, or are for another.
         """
         world = as_world(self._fields(), world_size)
         return self if self.world_size == world else replace(self, world_size=world)
@@ -99,23 +129,29 @@ class ParallelDims(_Origin):
     def from_config(cls, config: object, world_size: int) -> "ParallelDims":
         """Return the resolved degrees that a mapping or any object's attributes give.
 
-        Absent and None mean default, except that ``etp`` is then ``tp``, as in Megatron-LM; the
-        constructor's own default is 1, as torchtitan's is, and `summary` says where ``etp`` was
-        taken from ``tp``. ``dp`` is read as an older name of ``dp_shard``. Other names are ignored.
+        Names are the fields of this class, ``dp`` for ``dp_shard``, and those that torchtitan,
+        Megatron-LM, accelerate and DeepSpeed use; other names are ignored. Absent and None mean
+        default, except that ``etp`` is then ``tp`` unless a name is torchtitan's, accelerate's or
+        DeepSpeed's: so it is in Megatron-LM. The constructor's own default is 1, and `summary` says
+        where ``etp`` was taken from ``tp``.
 
         Args:
             config: The degrees by name, among other things; an empty mapping is all defaults.
             world_size: Number of ranks.
 
         Raises:
-            ParallelDimsError: A value is no degree, the degrees do not make the world, the
-                configuration has another ``world_size``, or it has none of the names that are read
-                or can have no names at all, as a number or a list.
+            ParallelDimsError: A value is no degree, the degrees do not make the world, two names of
+                one degree differ, a name is nearly one of those that are read, the configuration
+                has another ``world_size``, or it has none of the names or can have none, as a
+                number or a list.
+
+        Example:
+            >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard
+            2
         """
-        arguments, found = arguments_from_config(config, world_size)
+        arguments, found, etp_is_tp = arguments_from_config(config, world_size)
         given = {**_DEFAULTS, **arguments, "world_size": world_size}
-        etp_is_tp = "etp" not in arguments
-        dims = cls(**settle(given, found, needs_world=True, etp_is_tp=etp_is_tp))
+        dims = cls(**resolve_fields(given, found, needs_world=True, etp_is_tp=etp_is_tp))
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
         return dims
 
@@ -123,7 +159,7 @@ class ParallelDims(_Origin):
     def from_dict(cls, mapping: Mapping[str, Any]) -> "ParallelDims":
         """Return the degrees whose `to_dict` this is; an unknown key is an error."""
         arguments, unknown = arguments_from_dict(mapping)
-        return cls(**settle({**_DEFAULTS, **arguments}, unknown))
+        return cls(**resolve_fields({**_DEFAULTS, **arguments}, unknown))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain integers, None and a list, ready for JSON."""
@@ -143,12 +179,12 @@ class ParallelDims(_Origin):
         return cls.from_dict(read_yaml(path, table))
 
     @staticmethod
-    def add_arguments(parser: ArgumentParser) -> None:
+    def add_arguments(parser: "ArgumentParser") -> None:
         """Add one optional argument for each degree, and ``--order``, to a command line."""
         add_arguments(parser)
 
     @classmethod
-    def from_args(cls, args: Namespace, world_size: int | None = None) -> "ParallelDims":
+    def from_args(cls, args: "Namespace", world_size: int | None = None) -> "ParallelDims":
         """Return the degrees given on a command line; what is not given has its default."""
         return cls(**arguments_from_args(args), world_size=world_size)
 
@@ -204,11 +240,13 @@ class ParallelDims(_Origin):
         numbers, wrong = read_numbers(model, seq_len, global_batch)
         return Subject(
             degrees=self._resolved() | {"ulysses_degree": self.ulysses_degree or 1},
-            sharding=self._cutting().sharding,
+            sharding=self._view_config().sharding,
             numbers=numbers,
             wrong=wrong,
             causal_balance=causal_balance,
             sequence_parallel=sequence_parallel,
+            ep_mode=self.ep_mode,
+            free_etp=self.free_etp,
         )
 
     def validate(
@@ -248,14 +286,29 @@ class ParallelDims(_Origin):
         sequence_parallel: bool = True,
         topology: Topology | None = None,
     ) -> tuple[Explanation, ...]:
-        """Return every rule with its numbers and what it says of them; arguments as in `check`."""
+        """Return every rule with its numbers and what it says of them.
+
+        Args:
+            model: As in `check`; None has no fields.
+            seq_len: Tokens of one sequence.
+            global_batch: Samples of one step over all ranks.
+            causal_balance: As in `check`.
+            sequence_parallel: As in `check`.
+            topology: With one, a line for each axis says whether it leaves a node.
+
+        Returns:
+            One explanation for each rule, in a fixed order.
+
+        Raises:
+            ParallelDimsError: As in `check`.
+        """
         model = {} if model is None else model
         subject = self._subject(model, seq_len, global_batch, causal_balance, sequence_parallel)
         nodes = () if topology is None else explain_topology(self.layout(), topology)
-        return (*explain_rules(subject, self.ep_mode), *nodes)
+        return (*explain_rules(subject, world_axes(self.ep_mode)), *nodes)
 
-    def _cutting(self) -> Cutting:
-        return Cutting(
+    def _view_config(self) -> ViewConfig:
+        return ViewConfig(
             degrees=self._resolved(),
             ulysses_degree=self.ulysses_degree,
             peer=self.ep_mode == "peer",
@@ -263,8 +316,12 @@ class ParallelDims(_Origin):
         )
 
     def layout(self) -> RankLayout:
-        """Return which rank sits where; a pure function of the degrees and the order."""
-        return RankLayout(self._cutting(), self.order)
+        """Return which rank sits where; a pure function of the degrees and the order.
+
+        Raises:
+            ParallelDimsError: A degree is still to be inferred.
+        """
+        return RankLayout(self._view_config(), self.order)
 
     def build_mesh(
         self,

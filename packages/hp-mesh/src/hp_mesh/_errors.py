@@ -6,6 +6,7 @@ from math import isqrt
 from typing import Literal, TypeAlias, overload
 
 Level: TypeAlias = Literal["error", "advice"]
+Verdict: TypeAlias = Literal["holds", "error", "advice", "skipped", "idle"]
 
 LARGEST = 2**32  # of all that is counted here: ranks, and a model's sizes
 MOST_CHOICES = 24  # that one sentence lists
@@ -37,12 +38,15 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One broken rule.
+    """One broken rule; its text lists the first of many legal numbers and counts the rest.
 
-    ``rule`` is a stable code, ``values`` every number that the rule looked at, ``legal`` what each
-    name that could be changed may be, the others as given; a name such as ``cp*tp`` is the product
-    of several that must change together. ``level`` ``"advice"`` works but costs. The text lists the
-    first of many legal numbers and counts the rest.
+    Attributes:
+        rule: A stable code.
+        reason: What is wrong, with the numbers.
+        values: Every number that the rule looked at.
+        legal: What each name that could be changed may be, the others as given; a name such as
+            ``cp*tp`` is the product of several that must change together.
+        level: ``"error"``, or ``"advice"`` for what works but costs.
     """
 
     rule: str
@@ -68,6 +72,26 @@ class Violation:
 def _join_choices(numbers: tuple[int, ...]) -> str:
     shown, more = numbers[:MOST_CHOICES], len(numbers) - MOST_CHOICES
     return join_words([*shown, f"{more} more"] if more > 0 else shown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What one rule says.
+
+    Attributes:
+        rule: The code that its violations have.
+        sentence: The rule itself.
+        values: The numbers that it looked at.
+        verdict: ``"holds"``, ``"error"`` or ``"advice"``; ``"skipped"`` where a field that it needs
+            is absent; ``"idle"`` where the degrees leave it nothing to ask.
+        text: All of that as one line.
+    """
+
+    rule: str
+    sentence: str
+    values: Mapping[str, object] = field(hash=False)
+    verdict: Verdict
+    text: str
 
 
 class Report(Sequence[Violation]):

@@ -1,4 +1,4 @@
-"""Which process groups a rank needs, each set of ranks once, and their collective creation."""
+"""Which process groups a rank needs, each set of ranks once; their device and their creation."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,7 +10,6 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from ._device import comparison_device_type
 from ._errors import MeshError, join_words
 from ._layout import RankLayout
 from ._torch import (
@@ -54,7 +53,7 @@ def own_groups(layout: RankLayout, rank: int) -> list[OwnGroup]:
 def create_groups(
     layout: RankLayout,
     timeout: timedelta | None,
-    agreement: "Agreement",
+    consistency: "Consistency",
     created: list[dist.ProcessGroup],
 ) -> dict[str, dist.ProcessGroup]:
     """Create this rank's groups and return the group of each axis; new ones go to ``created``.
@@ -63,9 +62,9 @@ def create_groups(
     error has a note that names it, and those before it are in ``created``.
     """
     world = _world()
-    create = _choose_way(world, agreement)
+    create = _choose_creation(world, consistency)
     by_axis: dict[str, dist.ProcessGroup] = {}
-    with meet_under(f"{PREFIX}/{agreement.serial}", world), count_from(agreement.count):
+    with meet_under(f"{PREFIX}/{consistency.serial}", world), count_from(consistency.count):
         for own in own_groups(layout, world.rank()):
             group = world
             if own.ranks:
@@ -115,7 +114,7 @@ def destroy_groups(created: list[dist.ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
-def agree(fields: Mapping[str, object], layout: RankLayout) -> "Agreement":
+def check_consistency(fields: Mapping[str, object], layout: RankLayout) -> "Consistency":
     """Compare over the world, in one all-reduce, what ranks are about to build.
 
     A second one follows where a rank cannot take the names that torch gives to its next groups.
@@ -126,7 +125,7 @@ def agree(fields: Mapping[str, object], layout: RankLayout) -> "Agreement":
 
 
 def tell_refusal() -> None:
-    """Take part in the comparison of `agree` as a rank that creates no groups.
+    """Take part in the comparison of `check_consistency` as a rank that creates no groups.
 
     All others would wait for this rank otherwise; those that could create groups raise instead.
     """
@@ -141,7 +140,7 @@ def _world() -> dist.ProcessGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class Consistency:
     """What ranks know of each other before they create groups.
 
     ``equally_many`` is whether each is in as many groups as the others, ``count`` from where names
@@ -160,13 +159,13 @@ def _compare(
     world: dist.ProcessGroup,
     fields: Mapping[str, object] | None = None,
     layout: RankLayout | None = None,
-) -> Agreement:
+) -> Consistency:
     """Return what ranks agree on, and raise where they do not; a rank without fields refuses."""
     fields = fields or {}
     own = [] if layout is None else [o.ranks for o in own_groups(layout, world.rank()) if o.ranks]
     # Fake groups have no peers: nothing to agree on, no device and no store behind them.
     if dist.get_backend(world) == "fake":
-        return Agreement(equally_many=True, count=free_count(own), serial=0)
+        return Consistency(equally_many=True, count=free_count(own), serial=0)
     # A build that fails half way leaves addresses behind too, so every attempt has its own number.
     serial = world.get_group_store().add(PREFIX, 1) if world.rank() == 0 else 0
     # The smallest rank that refuses has the largest of these; none refuses where all are 0.
@@ -191,7 +190,7 @@ def _compare(
     most, least = ends[2:4]
     while most != -least:  # what is free on one rank may be taken on another
         most, least = _most(world, _both_ends([free_count(own, most)]))
-    return Agreement(equally_many=same[0], count=most, serial=serial)
+    return Consistency(equally_many=same[0], count=most, serial=serial)
 
 
 def _digest(name: str, value: object) -> int:
@@ -225,11 +224,11 @@ def _first_failed_rank(*, failed: bool) -> int | None:
     return world.size() - before_end
 
 
-def _choose_way(world: dist.ProcessGroup, agreement: Agreement) -> "Way":
+def _choose_creation(world: dist.ProcessGroup, consistency: Consistency) -> "Creation":
     if splits_world(world):
         return _split
     # Members that count their groups differently would meet under different names.
-    return _create_locally if agreement.equally_many else _create_together
+    return _create_locally if consistency.equally_many else _create_together
 
 
 def _create_locally(
@@ -292,6 +291,60 @@ def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-Way: TypeAlias = Callable[
+Creation: TypeAlias = Callable[
     [RankLayout, OwnGroup, timedelta | None, list[dist.ProcessGroup]], dist.ProcessGroup
 ]
+
+
+def default_device_type() -> str:
+    """Return the accelerator's type if this world has a backend for it, else the CPU's.
+
+    A world that runs on gloo alone is on the CPU too.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or dist.get_backend() == "gloo":
+        return "cpu"
+    return accelerator.type if accelerator.type in _backends() else "cpu"
+
+
+def comparison_device_type() -> str:
+    """Return where a tensor of the default group's own collectives may lie.
+
+    Where gloo is at hand that is the CPU: no device is needed, and no communicator starts early.
+    It does not depend on what a caller wants, which may differ between ranks.
+    """
+    return "cpu" if "gloo" in dist.get_backend_config() else default_device_type()
+
+
+def checked_device_type(device_type: object) -> str:
+    """Return a device type that this world has a backend for as it is, and the default for None.
+
+    ``"meta"``, which has no data to communicate, needs no backend. Raises `MeshError` for anything
+    else, a device with an index included.
+    """
+    if device_type is None:
+        device_type = default_device_type()
+    if isinstance(device_type, str):
+        try:
+            kind = torch.device(device_type).type
+        except RuntimeError:
+            raise _refused(device_type, "is no device type of torch") from None
+        if kind != device_type:
+            raise _refused(device_type, f"has an index; give {kind!r} without it")
+        if kind not in (*_backends(), "meta"):
+            raise _refused(device_type, "has no backend in this world")
+        return kind
+    raise _refused(device_type, "is no string")
+
+
+def _backends() -> list[str]:
+    """Return the device types that the default group has a backend for."""
+    return [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+
+
+def _refused(device_type: object, reason: str) -> MeshError:
+    legal = join_words(sorted(map(repr, _backends())))
+    return MeshError(
+        f"device_type={device_type!r} {reason}; this world has backends for {legal}, "
+        "and None takes the default"
+    )

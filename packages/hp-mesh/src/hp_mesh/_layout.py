@@ -1,15 +1,243 @@
-"""Ranks, coordinates and groups in closed form, without a process group."""
+"""Ranks, coordinates and groups in closed form, without a process group.
+
+The degrees and their order give strides; a view folds base axes and splits them again; a group is
+an arithmetic of positions. One table has the views, and nothing else knows how axes fold.
+"""
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import SupportsIndex
 
 from ._errors import LayoutError, join_words, show
-from ._positions import View as View
-from ._positions import strides_of
-from ._views import Cut, Cutting, aliases, axis_sizes, view_cuts
+
+ALIASES = {"batch": "dp", "dp_ep": "dp", "dp_cp": "loss", "ep_shard": "ep"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisBlock:
+    """Base axes ``parts`` folded into one and split again into ``axes``, outermost first.
+
+    Parts fold in rank order; ``outside`` keeps the first part outermost all the same.
+    """
+
+    parts: tuple[str, ...]
+    axes: tuple[str, ...]
+    outside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewConfig:
+    """What decides the views besides the order of ranks: resolved degrees and how they fold."""
+
+    degrees: Mapping[str, int]
+    ulysses_degree: int | None
+    peer: bool
+    fsdp_folds_cp: bool
+
+    @property
+    def sharding(self) -> tuple[str, ...]:
+        """Return the base axes whose ranks see other samples and share a dense replica."""
+        return ("dp_shard", "ep") if self.peer else ("dp_shard",)
+
+
+def _same(name: str) -> AxisBlock:
+    return AxisBlock(parts=(name,), axes=(name,))
+
+
+_PP, _REPLICATE, _EP, _CP, _TP = map(_same, ("pp", "dp_replicate", "ep", "cp", "tp"))
+
+
+def view_blocks(config: ViewConfig) -> dict[str, tuple[AxisBlock, ...]]:
+    """Return each view as its blocks, in the order in which names are looked up.
+
+    Dense comes first so that ``tp`` and ``fsdp`` are axes of one torch mesh, which is what FSDP
+    with tensor parallel needs whatever the rank order; sparse next, for ``efsdp`` and ``ep``.
+    """
+    samples = tuple(map(_same, config.sharding))
+    data = ("dp_replicate", *config.sharding)
+    views = {
+        "dense": (_PP, *_dense_blocks(config), _TP),
+        "sparse": (_PP, _REPLICATE, *_expert_blocks(config)),
+        "base": (_PP, _REPLICATE, *samples, _CP, _TP),
+        "data": (_PP, AxisBlock(parts=data, axes=("dp",)), _CP, _TP),
+        "loss": (_PP, AxisBlock(parts=(*data, "cp"), axes=("loss",)), _TP),
+        "expert": (_PP, *_replicated_expert_blocks(config)),
+    }
+    if config.ulysses_degree is not None:
+        inner = AxisBlock(parts=("cp",), axes=("cp_outer", "ulysses"))
+        views["sequence"] = (_PP, _REPLICATE, *samples, inner, _TP)
+    return views
+
+
+def _dense_blocks(config: ViewConfig) -> tuple[AxisBlock, ...]:
+    if config.fsdp_folds_cp:
+        return _REPLICATE, AxisBlock(parts=(*config.sharding, "cp"), axes=("fsdp",))
+    replicate = AxisBlock(parts=("dp_replicate", "cp"), axes=("replicate",))
+    return replicate, AxisBlock(parts=config.sharding, axes=("fsdp",))
+
+
+def _expert_blocks(config: ViewConfig) -> tuple[AxisBlock, ...]:
+    if config.peer:
+        return _peer_blocks(config, (), "efsdp")
+    etp = config.degrees["etp"]
+    if etp == 1 or etp != config.degrees["tp"]:
+        return (AxisBlock(parts=("dp_shard", "cp", "tp"), axes=("efsdp", "ep", "etp")),)
+    # A weight that is cut over etp meets activations that are cut over tp: the same ranks.
+    return AxisBlock(parts=("dp_shard", "cp"), axes=("efsdp", "ep")), AxisBlock(
+        parts=("tp",), axes=("etp",)
+    )
+
+
+def _replicated_expert_blocks(config: ViewConfig) -> tuple[AxisBlock, ...]:
+    if config.peer:
+        return _peer_blocks(config, ("dp_replicate",), "ep_replicate")
+    block, *rest = _expert_blocks(config)
+    parts, axes = ("dp_replicate", *block.parts), ("ep_replicate", *block.axes[1:])
+    return AxisBlock(parts=parts, axes=axes, outside=True), *rest
+
+
+def _peer_blocks(config: ViewConfig, replicas: tuple[str, ...], name: str) -> tuple[AxisBlock, ...]:
+    whole = config.degrees["etp"] == 1  # then tp ranks hold other experts or other shards of one
+    shards = ("dp_shard", "cp", "tp") if whole else ("dp_shard", "cp")
+    etp = AxisBlock(parts=() if whole else ("tp",), axes=("etp",))
+    return AxisBlock(parts=(*replicas, *shards), axes=(name,)), _EP, etp
+
+
+def axis_sizes(config: ViewConfig) -> dict[str, int]:
+    """Return the size of every axis of every view."""
+    degrees = config.degrees
+    replicate, shard, cp, tp = (degrees[n] for n in ("dp_replicate", "dp_shard", "cp", "tp"))
+    ep, etp = degrees["ep"], degrees["etp"]
+    sharding = prod(degrees[name] for name in config.sharding)
+    efsdp = shard * cp * tp // etp if config.peer else shard * cp * tp // (ep * etp)
+    sizes = {n: degrees[n] for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")}
+    sizes |= {"dp": replicate * sharding, "loss": replicate * sharding * cp}
+    sizes |= {"efsdp": efsdp, "ep_replicate": replicate * efsdp}
+    if config.fsdp_folds_cp:
+        sizes |= {"fsdp": sharding * cp}
+    else:
+        sizes |= {"fsdp": sharding, "replicate": replicate * cp}
+    if config.ulysses_degree is not None:
+        sizes |= {"cp_outer": cp // config.ulysses_degree, "ulysses": config.ulysses_degree}
+    return sizes
+
+
+def aliases(config: ViewConfig) -> dict[str, str]:
+    """Return the names that stand for an axis of another name."""
+    return {**ALIASES, "replicate": "dp_replicate"} if config.fsdp_folds_cp else ALIASES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One division of the world into axes: their names and sizes, and the rank at each position.
+
+    A position counts row-major over the view's axes. ``digits`` are (size, stride) pairs, outermost
+    first: the position's digits in these sizes, times the strides, sum up to a rank. Where these
+    would not ascend along one axis, ``sorted_axis`` is that one, and its groups are sorted.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    digits: tuple[tuple[int, int], ...]
+    sorted_axis: int | None = None
+
+    def rank_at(self, position: int) -> int:
+        """Return the rank at a position."""
+        if self.sorted_axis is not None:
+            return self.along(self.sorted_axis, position)[self.index_of(self.sorted_axis, position)]
+        return self._sum_digits(position)
+
+    def position_of(self, rank: int) -> int:
+        """Return the position of a rank, the inverse of `rank_at`."""
+        position, weights = 0, strides_of([size for size, _ in self.digits])
+        for (size, stride), weight in zip(self.digits, weights, strict=True):
+            position += rank // stride % size * weight
+        if self.sorted_axis is None:
+            return position
+        moved = self.along(self.sorted_axis, position).index(rank)
+        moved -= self.index_of(self.sorted_axis, position)
+        return position + moved * self.stride(self.sorted_axis)
+
+    def along(self, axis: int, position: int) -> Sequence[int]:
+        """Return the ranks at the positions that differ from this one only along an axis."""
+        size, stride = self.shape[axis], self.stride(axis)
+        first = position - self.index_of(axis, position) * stride
+        positions = range(first, first + size * stride, stride)
+        if self.in_rank_order:
+            return positions
+        if self.sorted_axis not in (None, axis):
+            return [*map(self.rank_at, positions)]
+        digits = _split_digits(self.digits, stride, size * stride)
+        if digits is None:
+            ranks = [*map(self._sum_digits, positions)]
+        else:
+            ranks = _spell(self._sum_digits(first), digits)
+        return ranks if self.sorted_axis is None else sorted(ranks)
+
+    def ranks(self) -> Sequence[int]:
+        """Return the rank at every position."""
+        if self.in_rank_order:
+            return range(prod(self.shape))
+        ranks = _spell(0, self.digits)
+        if self.sorted_axis is not None:
+            size, stride = self.shape[self.sorted_axis], self.stride(self.sorted_axis)
+            for block in range(0, len(ranks), size * stride):
+                for first in range(block, block + stride):
+                    along = slice(first, first + size * stride, stride)
+                    ranks[along] = sorted(ranks[along])
+        return ranks
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Return whether every rank is its own position."""
+        return len(self.digits) == 1 and self.sorted_axis is None
+
+    def stride(self, axis: int) -> int:
+        """Return how many positions lie between neighbours on an axis."""
+        return prod(self.shape[axis + 1 :])
+
+    def index_of(self, axis: int, position: int) -> int:
+        """Return a position's coordinate on an axis."""
+        return position // self.stride(axis) % self.shape[axis]
+
+    def _sum_digits(self, position: int) -> int:
+        rank = 0
+        for size, stride in reversed(self.digits):
+            position, digit = divmod(position, size)
+            rank += digit * stride
+        return rank
+
+
+def strides_of(sizes: Sequence[int]) -> list[int]:
+    """Return how far apart neighbours are on each of some axes, row-major."""
+    return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _spell(first: int, digits: Sequence[tuple[int, int]]) -> list[int]:
+    """Return ``first`` plus what the digits sum up to, for all their values, in order."""
+    ranks = [first]
+    for size, stride in digits:
+        ranks = [rank + digit * stride for rank in ranks for digit in range(size)]
+    return ranks
+
+
+def _split_digits(
+    digits: Sequence[tuple[int, int]], low: int, high: int
+) -> list[tuple[int, int]] | None:
+    """Return the digits between two weights, None where a weight falls inside a digit's unit."""
+    between, upper = [], prod(size for size, _ in digits)
+    for size, stride in digits:
+        lower = upper // size
+        bottom, top = max(lower, low), min(upper, high)
+        if bottom < top:
+            if bottom % lower or top % bottom or upper % top:
+                return None
+            between.append((top // bottom, stride * (bottom // lower)))
+        upper = lower
+    return between
 
 
 class RankLayout:
@@ -22,17 +250,17 @@ class RankLayout:
 
     __slots__ = ("_aliases", "_sizes", "_views", "world_size")
 
-    def __init__(self, cutting: Cutting, order: Sequence[str]) -> None:
-        sizes = axis_sizes(cutting)
+    def __init__(self, config: ViewConfig, order: Sequence[str]) -> None:
+        sizes = axis_sizes(config)
         # Folded experts have no place of their own among the ranks.
-        base = [name for name in order if name != "ep" or cutting.peer]
+        base = [name for name in order if name != "ep" or config.peer]
         strides = dict(zip(base, strides_of([sizes[name] for name in base]), strict=True))
         self.world_size = prod(sizes[name] for name in base)
         self._sizes = sizes
-        self._aliases = aliases(cutting)
+        self._aliases = aliases(config)
         self._views = {
-            name: _cut_view(name, cuts, sizes, strides, base)
-            for name, cuts in view_cuts(cutting).items()
+            name: _make_view(name, blocks, sizes, strides, base)
+            for name, blocks in view_blocks(config).items()
         }
 
     @property
@@ -69,24 +297,24 @@ class RankLayout:
 
     def coordinates(self, rank: int, view: str = "base") -> dict[str, int]:
         """Return a rank's coordinate on every axis of a view, outermost first."""
-        cut = self._view(view)
-        position = cut.position_of(self._checked(rank))
-        return {name: cut.index_of(i, position) for i, name in enumerate(cut.axes)}
+        found = self._view(view)
+        position = found.position_of(self._checked(rank))
+        return {name: found.index_of(i, position) for i, name in enumerate(found.axes)}
 
     def rank(self, coordinates: Mapping[str, int], view: str = "base") -> int:
         """Return the rank at the given coordinates, one for every axis of the view."""
-        cut = self._view(view)
+        found = self._view(view)
         given = _keys(coordinates)
-        if given is None or {*given} != {*cut.axes}:
+        if given is None or {*given} != {*found.axes}:
             shown = show(coordinates if given is None else given)
-            raise LayoutError(f"coordinates of {shown} given; use {list(cut.axes)}")
+            raise LayoutError(f"coordinates of {shown} given; use {list(found.axes)}")
         position = 0
-        for i, (name, size) in enumerate(zip(cut.axes, cut.shape, strict=True)):
+        for i, (name, size) in enumerate(zip(found.axes, found.shape, strict=True)):
             number = _index(coordinates[name])
             if number is None or number >= size:
                 raise LayoutError(f"{name}={show(coordinates[name])} given; use 0 to {size - 1}")
-            position += number * cut.stride(i)
-        return cut.rank_at(position)
+            position += number * found.stride(i)
+        return found.rank_at(position)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only along an axis, in axis order.
@@ -162,16 +390,16 @@ def _index(value: object) -> int | None:
     return number if number >= 0 else None
 
 
-def _cut_view(
+def _make_view(
     name: str,
-    cuts: tuple[Cut, ...],
+    blocks: tuple[AxisBlock, ...],
     sizes: Mapping[str, int],
     strides: Mapping[str, int],
     order: Sequence[str],
 ) -> View:
-    axes = tuple(axis for cut in cuts for axis in cut.axes)
+    axes = tuple(axis for block in blocks for axis in block.axes)
     digits: list[tuple[int, int]] = []
-    for part in (part for cut in cuts for part in _fold_order(cut, order)):
+    for part in (part for block in blocks for part in _fold_order(block, order)):
         size, stride = sizes[part], strides[part]
         if size == 1:
             continue
@@ -180,21 +408,21 @@ def _cut_view(
         digits.append((size, stride))
     shape = tuple(sizes[axis] for axis in axes)
     view = View(name=name, axes=axes, shape=shape, digits=tuple(digits) or ((1, 1),))
-    for cut in cuts:
+    for block in blocks:
         if (
-            cut.outside
-            and sizes[cut.parts[0]] > 1
-            and _fold_order(cut, order) != _by_order(cut, order)
+            block.outside
+            and sizes[block.parts[0]] > 1
+            and _fold_order(block, order) != _by_order(block, order)
         ):
-            return replace(view, sorted_axis=axes.index(cut.axes[0]))
+            return replace(view, sorted_axis=axes.index(block.axes[0]))
     return view
 
 
-def _fold_order(cut: Cut, order: Sequence[str]) -> list[str]:
+def _fold_order(block: AxisBlock, order: Sequence[str]) -> list[str]:
     # In rank order, so that the groups of a fold come out ascending.
-    parts = _by_order(cut, order)
-    return sorted(parts, key=cut.parts[0].__ne__) if cut.outside else parts
+    parts = _by_order(block, order)
+    return sorted(parts, key=block.parts[0].__ne__) if block.outside else parts
 
 
-def _by_order(cut: Cut, order: Sequence[str]) -> list[str]:
-    return sorted(cut.parts, key=order.index)
+def _by_order(block: AxisBlock, order: Sequence[str]) -> list[str]:
+    return sorted(block.parts, key=order.index)

@@ -10,9 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._device import checked_device_type
 from ._errors import LayoutError, MeshError, ParallelDimsError, join_words, raise_errors
-from ._groups import agree, all_or_none, create_groups, destroy_groups, tell_refusal
+from ._groups import (
+    all_or_none,
+    check_consistency,
+    checked_device_type,
+    create_groups,
+    destroy_groups,
+    tell_refusal,
+)
 from ._layout import RankLayout, View
 from ._topology import Topology, topology_violations
 from ._torch import know_fold, share_ranks
@@ -208,10 +214,10 @@ def build_mesh(
         tell_refusal()
         raise
     fields = dims.to_dict() | {"device_type": device_type, "topology": topology}
-    agreement = agree(fields, layout)
+    consistency = check_consistency(fields, layout)
     created: list[dist.ProcessGroup] = []
     with all_or_none(created):
-        groups = create_groups(layout, timeout, agreement, created)
+        groups = create_groups(layout, timeout, consistency, created)
         return ParallelMesh(dims, layout, _views(layout, groups, device_type), created, topology)
 
 

@@ -1,53 +1,165 @@
-"""What a decoder model, its sequences and its batches ask of the degrees: a table of functions."""
+"""Every rule once, as a record; check, validate, explain and the planner read the same records."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from ._errors import Level, Report, Violation, divisors
+from ._errors import Explanation, Level, Report, Verdict, Violation, divisors
+
+# What a run may change without another model.
+ADJUSTABLE = ("seq_len", "global_batch")
+SHARDING = "sharding"  # among a rule's degrees: all axes of `Subject.sharding`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What one check looks at: resolved degrees, numbers of model, sequence and batch.
+    """What rules look at: degrees, and numbers of a model, its sequences and its batch.
 
-    ``degrees`` have the Ulysses degree too, 1 where there is none; ``sharding`` are the axes, next
-    to ``dp_replicate``, whose ranks see other samples. ``numbers`` are ``{field: (its spelling, its
-    value)}``; ``wrong`` has the fields that are given, but are none. With ``sequence_parallel``
-    ranks of tp hold parts of the sequence between the layers.
+    Attributes:
+        degrees: Positive degrees by name, the Ulysses degree (1 where there is none) among them.
+            Those that are not known yet are absent, and rules that need them find nothing.
+        sharding: The axes, next to ``dp_replicate``, whose ranks see other samples.
+        numbers: ``{field: (its spelling, its value)}``.
+        wrong: The fields that are given, but are no numbers.
+        causal_balance: A sequence must cut into twice ``cp`` parts.
+        sequence_parallel: Ranks of ``tp`` hold parts of the sequence between the layers.
+        ep_mode: As of `ParallelDims`, and so is ``free_etp``.
     """
 
     degrees: Mapping[str, int]
-    sharding: tuple[str, ...]
-    numbers: Mapping[str, tuple[str, int]]
-    wrong: Mapping[str, Violation]
-    causal_balance: bool
+    sharding: tuple[str, ...] = ("dp_shard",)
+    numbers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    wrong: Mapping[str, Violation] = field(default_factory=dict)
+    causal_balance: bool = False
     sequence_parallel: bool = True
+    ep_mode: str = "folded"
+    free_etp: bool = False
 
 
-# What a run may change without another model.
-ADJUSTABLE = ("seq_len", "global_batch")
+Test: TypeAlias = Callable[[Subject], Iterator[Violation]]
 
 
-class Absent(Exception):
-    """A field that a rule needs is not known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        code: What its violations have as ``rule``; a code may go on there.
+        sentence: The rule itself.
+        degrees: The degrees that it reads, and that an explanation shows.
+        fields: The fields that it reads; without one of them it is skipped.
+        hints: Fields that it reads only where they are known.
+        asks: Whether the degrees leave it anything to ask; by default if one is above 1.
+        test: Yields what breaks it, with what would be legal; called only if it asks something, and
+            with all degrees and fields known.
+    """
+
+    code: str
+    sentence: str
+    degrees: tuple[str, ...]
+    test: Test
+    fields: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    asks: Callable[[Subject], bool] | None = None
 
 
-Rule: TypeAlias = Callable[[Subject], Iterator[Violation]]
+class Finding(NamedTuple):
+    """What a rule says: its verdict, what breaks it, and the field that is missing or wrong."""
+
+    verdict: Verdict
+    violations: tuple[Violation, ...] = ()
+    missing: str | None = None
 
 
-def _field(subject: Subject, field: str) -> tuple[str, int]:
-    if field not in subject.numbers:
-        raise Absent(field)
-    return subject.numbers[field]
+def judge(rule: Rule, subject: Subject) -> Finding:
+    """Return what one rule says; the only way in which a rule is asked."""
+    degrees = _degrees(rule.degrees, subject)
+    if None in degrees.values():
+        return Finding("idle")
+    if not (rule.asks(subject) if rule.asks else any(degree != 1 for degree in degrees.values())):
+        return Finding("idle")
+    for needed in rule.fields:
+        if needed in subject.wrong:
+            return Finding("error", (subject.wrong[needed],), needed)
+        if needed not in subject.numbers:
+            return Finding("skipped", (), needed)
+    found = tuple(rule.test(subject))
+    levels = {violation.level for violation in found}
+    return Finding("error" if "error" in levels else "advice" if levels else "holds", found)
 
 
-def _split(subject: Subject, rule: str, field: str, *axes: str) -> Iterator[Violation]:
-    """A field of the model is cut over the product of some degrees."""
-    degrees = {axis: subject.degrees[axis] for axis in axes}
-    if prod(degrees.values()) > 1:
-        yield from _indivisible(rule, *_field(subject, field), degrees)
+def _degrees(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
+    """Return the degrees of these names, None for one that is not known."""
+    named = (n for name in names for n in (subject.sharding if name == SHARDING else (name,)))
+    return {name: subject.degrees.get(name) for name in named}
+
+
+def degree_violations(subject: Subject) -> Iterator[Violation]:
+    """Yield what the rules of degrees find among those that are known."""
+    for rule in DEGREE_RULES:
+        yield from judge(rule, subject).violations
+
+
+def check_rules(subject: Subject) -> Report:
+    """Return the wrong numbers and what every rule of models finds.
+
+    A rule whose field is absent is skipped and the field named; one whose field is wrong is not
+    asked either.
+    """
+    violations = list(subject.wrong.values())
+    skipped: dict[str, None] = {}
+    for rule in RULES:
+        found = judge(rule, subject)
+        if found.missing is None:
+            violations += found.violations
+        elif found.missing not in subject.wrong:
+            skipped[found.missing] = None
+    return Report(violations, skipped)
+
+
+def explain_rules(subject: Subject, axes: tuple[str, ...]) -> tuple[Explanation, ...]:
+    """Return an explanation of each rule; ``axes`` multiply to the world."""
+    world = prod(subject.degrees[axis] for axis in axes)
+    given = {axis: subject.degrees[axis] for axis in axes if subject.degrees[axis] > 1}
+    given = given or {"dp_shard": 1}
+    product = Explanation(
+        rule="product",
+        sentence="The degrees of the world's axes multiply to its ranks.",
+        values={**given, "world_size": world},
+        verdict="holds",
+        text=f"{'*'.join(given)}={'*'.join(map(str, given.values()))} is world_size={world}",
+    )
+    return product, *(_explain(rule, subject) for rule in (*DEGREE_RULES, *RULES))
+
+
+def _explain(rule: Rule, subject: Subject) -> Explanation:
+    found = judge(rule, subject)
+    values: dict[str, object] = _degrees(rule.degrees, subject)
+    if found.verdict != "idle":
+        read = (*rule.hints, *rule.fields)
+        values |= dict(subject.numbers[name] for name in read if name in subject.numbers)
+    text = ", ".join(f"{name}={value}" for name, value in values.items())
+    if found.violations:
+        text = "; ".join(map(str, found.violations))
+    elif found.missing:
+        text = f"{text}, but {found.missing} is not known"
+    return Explanation(
+        rule=rule.code,
+        sentence=rule.sentence,
+        values=values,
+        verdict=found.verdict,
+        text=text,
+    )
+
+
+def _divides(rule: str, name: str, *degrees: str) -> Test:
+    """Return the test that the product of some degrees divides a field."""
+
+    def test(subject: Subject) -> Iterator[Violation]:
+        yield from _indivisible(rule, *subject.numbers[name], _degrees(degrees, subject))
+
+    return test
 
 
 def _indivisible(
@@ -89,37 +201,70 @@ def _indivisible(
     )
 
 
-def heads_over_tp(subject: Subject) -> Iterator[Violation]:
-    """Attention heads divide over tp."""
-    yield from _split(subject, "heads-tp", "heads", "tp")
+def _etp(subject: Subject) -> Iterator[Violation]:
+    tp, etp = subject.degrees["tp"], subject.degrees["etp"]
+    if etp not in (1, tp):
+        yield Violation(
+            rule="etp",
+            values={"etp": etp, "tp": tp},
+            reason=f"etp={etp} is neither 1 nor tp={tp}",
+            legal={"etp": tuple(sorted({1, tp}))},
+        )
 
 
-def kv_heads_over_tp(subject: Subject) -> Iterator[Violation]:
-    """Key and value heads divide over tp, so fewer of them than tp is an error too."""
-    yield from _split(subject, "kv-heads-tp", "kv_heads", "tp")
+def _ulysses(subject: Subject) -> Iterator[Violation]:
+    cp, ulysses_degree = subject.degrees["cp"], subject.degrees["ulysses_degree"]
+    if cp % ulysses_degree:
+        yield Violation(
+            rule="ulysses",
+            values={"ulysses_degree": ulysses_degree, "cp": cp},
+            reason=f"ulysses_degree={ulysses_degree} does not divide cp={cp}",
+            legal={"ulysses_degree": divisors(cp)},
+        )
 
 
-def heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
-    """Every Ulysses rank of a tp rank gets a head of it, best equally many."""
-    ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
-    if ulysses > 1:
-        name, heads = _field(subject, "heads")
-        degrees = {"tp": tp, "ulysses_degree": ulysses}
-        level: Level = "error" if heads < tp * ulysses else "advice"
-        fitting = divisors(subject.degrees["cp"])
-        for found in _indivisible("heads-ulysses", name, heads, degrees, level=level):
-            legal = dict(found.legal)
-            if "ulysses_degree" in legal:
-                legal["ulysses_degree"] = tuple(n for n in legal["ulysses_degree"] if n in fitting)
-            yield replace(found, legal=legal)
-
-
-def kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
-    """Ulysses ranks best get equal shares of a tp rank's kv heads, or equally many share each."""
-    ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
-    if ulysses == 1:
+def _sparse(subject: Subject) -> Iterator[Violation]:
+    degrees = subject.degrees
+    ep, etp = degrees["ep"], degrees["etp"]
+    around = {name: degrees[name] for name in ("dp_shard", "cp", "tp") if name in degrees}
+    if len(around) == 3:
+        ranks = prod(around.values())
+        parts = ", ".join(f"{name}={degree}" for name, degree in around.items())
+        whole = f"dp_shard*cp*tp={ranks} ({parts})"
+    elif "world_size" in degrees:  # whatever the block, it divides the world
+        around = {"world_size": degrees["world_size"]}
+        ranks = degrees["world_size"]
+        whole = f"world_size={ranks}"
+    else:
         return
-    name, kv_heads = _field(subject, "kv_heads")
+    if ranks % (ep * etp) == 0:
+        return
+    named = f"ep={ep}" if etp == 1 else f"ep={ep}*etp={etp}={ep * etp}"
+    fits = ranks % etp == 0
+    yield Violation(
+        rule="sparse",
+        values={"ep": ep, "etp": etp, **around},
+        reason=f"{named} does not divide {whole}",
+        legal={"ep": divisors(ranks // etp)} if fits else {"ep*etp": divisors(ranks)},
+    )
+
+
+def _heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
+    ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
+    name, heads = subject.numbers["heads"]
+    level: Level = "error" if heads < tp * ulysses else "advice"
+    fitting = divisors(subject.degrees["cp"])
+    degrees = {"tp": tp, "ulysses_degree": ulysses}
+    for found in _indivisible("heads-ulysses", name, heads, degrees, level=level):
+        legal = dict(found.legal)
+        if "ulysses_degree" in legal:
+            legal["ulysses_degree"] = tuple(n for n in legal["ulysses_degree"] if n in fitting)
+        yield replace(found, legal=legal)
+
+
+def _kv_heads_over_ulysses(subject: Subject) -> Iterator[Violation]:
+    ulysses, tp = subject.degrees["ulysses_degree"], subject.degrees["tp"]
+    name, kv_heads = subject.numbers["kv_heads"]
     kv = kv_heads // tp
     if kv_heads % tp or _shares(kv, ulysses):  # where tp does not divide them, that is the error
         return
@@ -139,12 +284,9 @@ def _shares(kv_heads: int, ulysses: int) -> bool:
     return kv_heads % ulysses == 0 or ulysses % kv_heads == 0
 
 
-def experts_over_ep(subject: Subject) -> Iterator[Violation]:
-    """Experts divide over ep; a model without experts has nothing to divide."""
+def _experts_over_ep(subject: Subject) -> Iterator[Violation]:
     ep = subject.degrees["ep"]
-    if ep == 1:
-        return
-    name, experts = _field(subject, "experts")
+    name, experts = subject.numbers["experts"]
     if experts:
         yield from _indivisible("experts-ep", name, experts, {"ep": ep})
     else:
@@ -156,37 +298,21 @@ def experts_over_ep(subject: Subject) -> Iterator[Violation]:
         )
 
 
-def expert_ffn_over_etp(subject: Subject) -> Iterator[Violation]:
-    """The feed-forward width of an expert divides over etp; a model without experts has none."""
+def _expert_ffn_over_etp(subject: Subject) -> Iterator[Violation]:
     etp = subject.degrees["etp"]
-    if etp == 1 or ("experts" in subject.numbers and _field(subject, "experts")[1] == 0):
-        return
-    name, width = _field(subject, "expert_ffn")
+    name, width = subject.numbers["expert_ffn"]
     if width % etp:
         yield Violation(
             rule="expert-ffn-etp",
             values={"etp": etp, name: width},
             reason=f"etp={etp} does not divide {name}={width}",
-            legal={"etp": (1,)},  # or tp, which it is
+            legal={"etp": divisors(width) if subject.free_etp else (1,)},  # or tp, which it is
         )
 
 
-def ffn_over_tp(subject: Subject) -> Iterator[Violation]:
-    """The feed-forward width divides over tp."""
-    yield from _split(subject, "ffn-tp", "ffn", "tp")
-
-
-def vocab_over_tp(subject: Subject) -> Iterator[Violation]:
-    """The vocabulary divides over tp."""
-    yield from _split(subject, "vocab-tp", "vocab", "tp")
-
-
-def layers_over_pp(subject: Subject) -> Iterator[Violation]:
-    """Every pipeline stage gets a layer, best equally many."""
+def _layers_over_pp(subject: Subject) -> Iterator[Violation]:
     pp = subject.degrees["pp"]
-    if pp == 1:
-        return
-    name, layers = _field(subject, "layers")
+    name, layers = subject.numbers["layers"]
     values = {"pp": pp, name: layers}
     if layers < pp:
         yield Violation(
@@ -206,12 +332,9 @@ def layers_over_pp(subject: Subject) -> Iterator[Violation]:
         )
 
 
-def tied_embeddings_on_one_stage(subject: Subject) -> Iterator[Violation]:
-    """Tied embeddings best are on one stage: two keep the weight twice and sum its gradients."""
+def _tied_on_one_stage(subject: Subject) -> Iterator[Violation]:
     pp = subject.degrees["pp"]
-    if pp == 1:
-        return
-    name, tied = _field(subject, "tied")
+    name, tied = subject.numbers["tied"]
     if tied:
         yield Violation(
             rule="tied-pp",
@@ -224,58 +347,137 @@ def tied_embeddings_on_one_stage(subject: Subject) -> Iterator[Violation]:
         )
 
 
-def sequence_over_cp_and_tp(subject: Subject) -> Iterator[Violation]:
-    """A sequence divides over cp and tp; balanced causal attention cuts it into twice cp parts.
+def _cuts_sequence(subject: Subject) -> dict[str, int]:
+    tp = subject.degrees["tp"] if subject.sequence_parallel else 1
+    return {"cp": subject.degrees["cp"], "tp": tp}
 
-    Without tp, or where tp ranks all hold the whole sequence, the parts may be unequal, which costs
-    balance.
-    """
-    cp, tp = subject.degrees["cp"], subject.degrees["tp"]
-    if not subject.sequence_parallel:
-        tp = 1
-    if cp * tp == 1:
-        return
-    factor = 2 if subject.causal_balance and cp > 1 else 1
+
+def _sequence(subject: Subject) -> Iterator[Violation]:
+    degrees = _cuts_sequence(subject)
+    factor = 2 if subject.causal_balance and degrees["cp"] > 1 else 1
     rule = "sequence-balance" if factor == 2 else "sequence"
-    name, seq_len = _field(subject, "seq_len")
-    level: Level = "advice" if tp == 1 and seq_len >= factor * cp else "error"
-    yield from _indivisible(rule, name, seq_len, {"cp": cp, "tp": tp}, factor, level)
+    name, seq_len = subject.numbers["seq_len"]
+    uneven = degrees["tp"] == 1 and seq_len >= factor * degrees["cp"]
+    level: Level = "advice" if uneven else "error"
+    yield from _indivisible(rule, name, seq_len, degrees, factor, level)
 
 
-def batch_over_dp(subject: Subject) -> Iterator[Violation]:
-    """Every data-parallel rank gets the same number of samples."""
-    yield from _split(subject, "batch", "global_batch", "dp_replicate", *subject.sharding)
-
-
-# By the code of what they find; a code may go on after it, as in sequence-balance.
-RULES: Mapping[str, Rule] = {
-    "heads-tp": heads_over_tp,
-    "kv-heads-tp": kv_heads_over_tp,
-    "heads-ulysses": heads_over_ulysses,
-    "kv-heads-ulysses": kv_heads_over_ulysses,
-    "experts-ep": experts_over_ep,
-    "expert-ffn-etp": expert_ffn_over_etp,
-    "ffn-tp": ffn_over_tp,
-    "vocab-tp": vocab_over_tp,
-    "layers-pp": layers_over_pp,
-    "tied-pp": tied_embeddings_on_one_stage,
-    "sequence": sequence_over_cp_and_tp,
-    "batch": batch_over_dp,
-}
-
-
-def check_rules(subject: Subject) -> Report:
-    """Return the wrong numbers and what every rule finds.
-
-    A rule whose field is absent is skipped and the field named; one whose field is wrong is not
-    asked either.
-    """
-    violations = list(subject.wrong.values())
-    skipped: dict[str, None] = {}
-    for rule in RULES.values():
-        try:
-            violations += rule(subject)
-        except Absent as absent:
-            if str(absent) not in subject.wrong:
-                skipped[str(absent)] = None
-    return Report(violations, skipped)
+DEGREE_RULES = (
+    Rule(
+        code="etp",
+        sentence="Tensor parallel ranks share an expert as they share a layer, or not at all.",
+        degrees=("tp", "etp"),
+        asks=lambda subject: not subject.free_etp or subject.ep_mode == "peer",
+        test=_etp,
+    ),
+    Rule(
+        code="ulysses",
+        sentence="Ulysses groups are parts of the context parallel group.",
+        degrees=("cp", "ulysses_degree"),
+        asks=lambda subject: True,
+        test=_ulysses,
+    ),
+    Rule(
+        code="sparse",
+        sentence="Folded experts live on the ranks of one dense block: dp_shard, cp and tp.",
+        degrees=("ep", "etp"),
+        asks=lambda subject: subject.ep_mode == "folded",
+        test=_sparse,
+    ),
+)
+RULES = (
+    Rule(
+        code="heads-tp",
+        sentence="Attention heads divide over tp.",
+        degrees=("tp",),
+        fields=("heads",),
+        test=_divides("heads-tp", "heads", "tp"),
+    ),
+    Rule(
+        code="kv-heads-tp",
+        sentence="Key and value heads divide over tp, so fewer of them than tp is an error too.",
+        degrees=("tp",),
+        fields=("kv_heads",),
+        test=_divides("kv-heads-tp", "kv_heads", "tp"),
+    ),
+    Rule(
+        code="heads-ulysses",
+        sentence="Every Ulysses rank of a tp rank gets a head of it, best equally many.",
+        degrees=("ulysses_degree", "tp"),
+        fields=("heads",),
+        asks=lambda subject: subject.degrees["ulysses_degree"] > 1,
+        test=_heads_over_ulysses,
+    ),
+    Rule(
+        code="kv-heads-ulysses",
+        sentence="Ulysses ranks best get equal shares of a tp rank's kv heads, or equally many "
+        "share each.",
+        degrees=("ulysses_degree", "tp"),
+        fields=("kv_heads",),
+        asks=lambda subject: subject.degrees["ulysses_degree"] > 1,
+        test=_kv_heads_over_ulysses,
+    ),
+    Rule(
+        code="experts-ep",
+        sentence="Experts divide over ep; a model without experts has nothing to divide.",
+        degrees=("ep",),
+        fields=("experts",),
+        test=_experts_over_ep,
+    ),
+    Rule(
+        code="expert-ffn-etp",
+        sentence="The feed-forward width of an expert divides over etp; a model without experts "
+        "has none.",
+        degrees=("etp",),
+        fields=("expert_ffn",),
+        hints=("experts",),
+        asks=lambda s: s.degrees["etp"] > 1 and s.numbers.get("experts", ("", 1))[1] != 0,
+        test=_expert_ffn_over_etp,
+    ),
+    Rule(
+        code="ffn-tp",
+        sentence="The feed-forward width divides over tp.",
+        degrees=("tp",),
+        fields=("ffn",),
+        test=_divides("ffn-tp", "ffn", "tp"),
+    ),
+    Rule(
+        code="vocab-tp",
+        sentence="The vocabulary divides over tp.",
+        degrees=("tp",),
+        fields=("vocab",),
+        test=_divides("vocab-tp", "vocab", "tp"),
+    ),
+    Rule(
+        code="layers-pp",
+        sentence="Every pipeline stage gets a layer, best equally many.",
+        degrees=("pp",),
+        fields=("layers",),
+        test=_layers_over_pp,
+    ),
+    Rule(
+        code="tied-pp",
+        sentence="Tied embeddings best are on one stage: two keep the weight twice and sum its "
+        "gradients.",
+        degrees=("pp",),
+        fields=("tied",),
+        test=_tied_on_one_stage,
+    ),
+    Rule(
+        code="sequence",
+        sentence="A sequence divides over cp and tp; balanced causal attention cuts it into twice "
+        "cp parts. Without tp, or where tp ranks all hold the whole sequence, the parts may be "
+        "unequal, which costs balance.",
+        degrees=("cp", "tp"),
+        fields=("seq_len",),
+        asks=lambda subject: prod(_cuts_sequence(subject).values()) > 1,
+        test=_sequence,
+    ),
+    Rule(
+        code="batch",
+        sentence="Every data-parallel rank gets the same number of samples.",
+        degrees=("dp_replicate", SHARDING),
+        fields=("global_batch",),
+        test=_divides("batch", "global_batch", "dp_replicate", SHARDING),
+    ),
+)

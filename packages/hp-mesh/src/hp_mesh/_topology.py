@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._degrees import as_degree
-from ._errors import ParallelDimsError, Violation, divisors, show
+from ._errors import Explanation, ParallelDimsError, Violation, divisors, show
 from ._layout import RankLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
@@ -14,7 +14,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
 class Topology:
     """How many ranks a node has; node ``i`` holds the ranks from ``i * ranks_per_node`` on.
 
-    Raises `ParallelDimsError` unless it is a positive integer.
+    Attributes:
+        ranks_per_node: Ranks that share the fast links of one node.
+
+    Raises:
+        ParallelDimsError: It is no positive integer.
     """
 
     ranks_per_node: int
@@ -57,3 +61,26 @@ def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Viol
                 reason=f"{axis}={degree} crosses nodes of {node} ranks",
                 level="advice",
             )
+
+
+def explain_topology(layout: RankLayout, topology: Topology) -> tuple[Explanation, ...]:
+    """Return for each axis whether its groups stay inside a node."""
+    node = node_size(topology)
+    found = {next(iter(v.values)): v for v in topology_violations(layout, topology)}
+    sentence = "Groups inside a node use its fast links alone."
+    explanations = []
+    for axis in ("world_size", *AXES):
+        size = layout.world_size if axis == "world_size" else layout.size(axis)
+        violation = found.get(axis)
+        inside = "fills" if axis == "world_size" else "stays inside"
+        text = str(violation) if violation else f"{axis}={size} {inside} nodes of {node} ranks"
+        explanations.append(
+            Explanation(
+                rule="topology" if axis == "world_size" else f"node-{axis.replace('_', '-')}",
+                sentence=sentence,
+                values={axis: size, "ranks_per_node": node},
+                verdict=violation.level if violation else "idle" if size == 1 else "holds",
+                text=text,
+            )
+        )
+    return tuple(explanations)

@@ -1,0 +1,45 @@
+"""Which configuration of a run to try first: memory and time of every valid one, without torch."""
+
+from ._calibration import CONSTANTS as CONSTANTS
+from ._calibration import Calibration as Calibration
+from ._cluster import ACCELERATORS as ACCELERATORS
+from ._cluster import Accelerator as Accelerator
+from ._cluster import Cluster as Cluster
+from ._model import MODELS as MODELS
+from ._model import ModelShape as ModelShape
+from ._result import Candidate as Candidate
+from ._result import Comparison as Comparison
+from ._result import MemorySplit as MemorySplit
+from ._result import Plan as Plan
+from ._result import Rejection as Rejection
+from ._result import Setting as Setting
+from ._result import TimeSplit as TimeSplit
+from ._result import Trust as Trust
+from ._search import compare as compare
+from ._search import estimate as estimate
+from ._search import plan as plan
+from ._search import smallest_world as smallest_world
+from ._train import TrainSpec as TrainSpec
+
+__all__ = [
+    "ACCELERATORS",
+    "CONSTANTS",
+    "MODELS",
+    "Accelerator",
+    "Calibration",
+    "Candidate",
+    "Cluster",
+    "Comparison",
+    "MemorySplit",
+    "ModelShape",
+    "Plan",
+    "Rejection",
+    "Setting",
+    "TimeSplit",
+    "TrainSpec",
+    "Trust",
+    "compare",
+    "estimate",
+    "plan",
+    "smallest_world",
+]

@@ -1,0 +1,166 @@
+"""Every constant of the estimates, with what it means and where it was calibrated.
+
+The published runs are those of ``benchmarks/``, and ``benchmarks/calibrate.py`` fits what is marked
+"fit" to them. One set holds for every device, model and configuration.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from .._errors import raise_errors
+from ._values import amount_violations
+
+FIT = "fit: benchmarks/calibrate.py"
+
+
+def _constant(value: float, meaning: str, source: str) -> Any:
+    return field(default=value, metadata={"meaning": meaning, "source": source})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The constants of the cost model; replace those that your own runs contradict.
+
+    Each field carries its meaning and its source in its metadata, which `explain_constants` reads.
+
+    Raises:
+        ParallelDimsError: A constant is no finite number of at least 0.
+
+    Example:
+        >>> estimate(model, cluster, train, dims, calibration=Calibration(gemm_efficiency=0.7))
+    """
+
+    # Bytes.
+    master_bytes: float = _constant(
+        4, "float32 weight that the optimizer updates", "arXiv 1910.02054, section 3.1"
+    )
+    half_bytes: float = _constant(
+        2, "bf16 weight or activation in a kernel", "arXiv 1910.02054, section 3.1"
+    )
+    logit_bytes: float = _constant(
+        16, "bf16 logit, its float32 copy, softmax and gradient", "torchtitan, long contexts"
+    )
+    eager_logit_bytes: float = _constant(
+        14, "bf16 logit, float32 copy, softmax and gradient of an eager loss", "nanotron, tp=1"
+    )
+    shared_loss_bytes: float = _constant(
+        4, "one more float32 logit of a loss shared over tp", "torchtitan, tables 4 and 5"
+    )
+    fused_loss_tokens: float = _constant(
+        1024, "tokens whose logits a chunked loss holds at once", "arXiv 2410.10989, section 3.2"
+    )
+    mask_bytes: float = _constant(2, "masks of two dropouts", "arXiv 2205.05198, equation 1")
+    score_bytes: float = _constant(
+        5, "score, softmax and dropout of attention", "arXiv 2205.05198, equation 1"
+    )
+    fragmentation: float = _constant(
+        1.02, "blocks that a caching allocator cannot use", "torchtitan, tables 1 to 5"
+    )
+    eager_fragmentation: float = _constant(
+        1.15, "the same with eager kernels, which allocate more and more sizes", "nanotron runs"
+    )
+    # Matrix products and attention, as shares of the data sheet's dense peak.
+    gemm_efficiency: float = _constant(0.727, "large bf16 products under a power limit", FIT)
+    fp8_efficiency: float = _constant(0.738, "large fp8 products, scales applied", FIT)
+    gemm_half_side: float = _constant(
+        128, "side of a product that reaches half of that: tiles and waves", "tile sizes of cuBLAS"
+    )
+    expert_half_side: float = _constant(
+        340,
+        "the same for the products of many experts, which are launched as one",
+        FIT,
+    )
+    attention_efficiency: float = _constant(
+        0.46, "fused attention with the device's own instructions, both passes", FIT
+    )
+    flash2_tflops: float = _constant(
+        455,
+        "peak that the instructions of A100, which FlashAttention-2 uses, have on newer devices",
+        "torchtitan, table 2; arXiv 2407.08608, section 1",
+    )
+    attention_half_chunk: float = _constant(
+        256, "chunk of a sequence that reaches half of it", "tile sizes of FlashAttention"
+    )
+    ring_efficiency: float = _constant(
+        0.90, "attention over twice as many parts of a sequence: smaller, unequal, waiting", FIT
+    )
+    attention_backward: float = _constant(
+        2.5, "products of attention's backward against the forward", "arXiv 2307.08691, section 3.1"
+    )
+    score_passes: float = _constant(
+        6, "passes over the bf16 scores of attention that is not fused", "arXiv 2205.05198, table 5"
+    )
+    # Memory traffic.
+    hbm_efficiency: float = _constant(
+        0.80, "share of the memory bandwidth that elementwise kernels reach", "data sheets, STREAM"
+    )
+    eager_passes: float = _constant(
+        3.0, "memory traffic of eager elementwise kernels against fused ones", "nanotron runs"
+    )
+    elementwise_backward: float = _constant(
+        1.5, "traffic of their backward against the forward", "count of operands"
+    )
+    cast_bytes: float = _constant(
+        4, "casting one weight to fp8 in both orders", "count of operands"
+    )
+    gather_copy_bytes: float = _constant(
+        4, "copying one weight out of a gathered buffer", "count of operands"
+    )
+    reduce_copy_bytes: float = _constant(
+        6, "copying one gradient into the buffer to reduce", "count of operands"
+    )
+    optimizer_bytes: float = _constant(
+        32, "AdamW on one weight in float32, with its norm", "count of operands"
+    )
+    loss_bytes: float = _constant(24, "traffic of the loss for one logit", "count of operands")
+    merge_bytes: float = _constant(
+        12, "merging one element of attention's output with another part", "count of operands"
+    )
+    # Links.
+    link_efficiency: float = _constant(
+        0.80, "share of the wire that collectives reach", "protocol overhead of NCCL"
+    )
+    overlap_cost: float = _constant(
+        0.20, "share of hidden communication that still slows the computation", FIT
+    )
+    tp_hidden: float = _constant(0.46, "part of tensor-parallel traffic beside products", FIT)
+    ep_hidden: float = _constant(
+        0.18, "part of expert traffic beside other kernels, without DualPipe", FIT
+    )
+    # Host.
+    layer_seconds: float = _constant(
+        4.2e-3, "host time of one layer, both passes, eager kernels", "nanotron runs, tp=8"
+    )
+    eager_hop_seconds: float = _constant(
+        0.3e-3,
+        "hop of a tensor-parallel collective of eager kernels while stages are on several nodes "
+        "(measured, not explained)",
+        "nanotron runs, pp>1 on 2 to 8 nodes",
+    )
+    fused_launches: float = _constant(
+        0.25, "host time of a layer with fused kernels against that", "count of kernels"
+    )
+    retry_share: float = _constant(
+        0.97,
+        "share of the memory limit above which the allocator of an eager framework retries",
+        "nanotron: every run that measured more than 75 GiB is 3 to 8 times slower",
+    )
+    retry_slowdown: float = _constant(4.0, "time of a microbatch with such retries", "the same")
+    expert_layer_seconds: float = _constant(
+        1.7e-3, "routing, counts read by the host and permutation of one layer with experts", FIT
+    )
+
+    def __post_init__(self) -> None:
+        values = {constant.name: getattr(self, constant.name) for constant in fields(self)}
+        raise_errors(amount_violations(values, zero=True))
+
+
+# All of them by name, for reports.
+CONSTANTS: Mapping[str, float] = MappingProxyType(
+    {
+        constant.name.upper(): getattr(Calibration(), constant.name)
+        for constant in fields(Calibration)
+    }
+)

@@ -1,0 +1,276 @@
+"""Accelerators, how fast they reach each other, and what collectives take."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from types import MappingProxyType
+
+from .._errors import Violation, join_words, raise_errors
+from ._configuration import Group
+from ._values import amount_violations, integer_violations, number_violation, take_integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One device by its data sheet: GiB of memory, dense bf16 and fp8 TFLOP/s, GB/s of memory.
+
+    ``tflops_fp8`` is 0 where there is no fp8. Raises `ParallelDimsError` with every wrong number.
+    """
+
+    name: str
+    memory_gib: float
+    tflops: float
+    tflops_fp8: float = 0
+    hbm_gbs: float
+
+    def __post_init__(self) -> None:
+        values = {n: getattr(self, n) for n in ("memory_gib", "tflops", "hbm_gbs")}
+        wrong = [*amount_violations(values)]
+        raise_errors([*wrong, *amount_violations({"tflops_fp8": self.tflops_fp8}, zero=True)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One kind of connection: bytes per second of each device in one direction, seconds per hop."""
+
+    bandwidth: float
+    latency: float
+
+
+# The makers' data sheets, dense rates; memory as the driver reports it. H100-96 is the HBM2e model
+# at 500 W that the runs published for torchtitan used: their authors place its peak between those
+# of the SXM and the NVL board, whose figure this is. TPUs: cloud.google.com/tpu/docs.
+_CHIPS = (
+    # name, GiB, bf16 and fp8 TFLOP/s, GB/s of memory, GB/s of a device in one direction: inside a
+    # node (NVLink, Infinity Fabric, inter-chip interconnect), and its network card outside
+    ("A100-40", 39.6, 312, 0, 1555, 300, 25),
+    ("A100-80", 80.0, 312, 0, 2039, 300, 25),
+    ("H100", 79.6, 989, 1979, 3350, 450, 50),
+    ("H100-96", 95.0, 835, 1671, 2400, 450, 50),
+    ("H800", 79.6, 989, 1979, 3350, 200, 50),
+    ("H20", 95.6, 148, 296, 4000, 450, 50),
+    ("H200", 140.4, 989, 1979, 4800, 450, 50),
+    ("B200", 179.1, 2250, 4500, 8000, 900, 50),
+    ("GB200", 184.0, 2500, 5000, 8000, 900, 50),
+    ("B300", 268.0, 2250, 4500, 8000, 900, 100),
+    ("MI300X", 192.0, 1307, 2615, 5300, 448, 50),
+    ("TPU-v5p", 95.0, 459, 0, 2765, 600, 25),
+    ("TPU-v6e", 31.2, 918, 0, 1640, 400, 25),
+)
+ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
+    {
+        name: Accelerator(
+            name=name, memory_gib=memory, tflops=half, tflops_fp8=quarter, hbm_gbs=bandwidth
+        )
+        for name, memory, half, quarter, bandwidth, _, _ in _CHIPS
+    }
+)
+_LINKS: Mapping[str, tuple[float, float]] = {chip[0]: (chip[5], chip[6]) for chip in _CHIPS}
+# Names in any case, and of families whose usual member they mean.
+_NAMED = {name.upper(): chip for name, chip in ACCELERATORS.items()}
+_NAMED |= {"A100": _NAMED["A100-80"], "H100-80": _NAMED["H100"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices in nodes, a fast link inside a node and a slow one between nodes.
+
+    Args:
+        world_size: Number of devices.
+        accelerator: An `Accelerator`, or a name of `ACCELERATORS` in any case; ``"A100"`` is
+            A100-80.
+        ranks_per_node: Devices that the fast link connects: 8 of an HGX board, 72 of an NVL72 rack.
+        intra_gbs: GB/s of each device in one direction, inside a node. None takes what nodes with
+            this accelerator usually have; for one that is not in the table both must be given.
+        inter_gbs: The same between nodes.
+        intra_us: Microseconds of one hop inside a node.
+        inter_us: Microseconds of one hop between nodes.
+        memory_fraction: Share of a device's memory that may be planned for; None takes the one of
+            the `TrainSpec`.
+
+    Raises:
+        ParallelDimsError: With every wrong number.
+
+    Example:
+        >>> Cluster(world_size=256, accelerator="H100", inter_gbs=25)
+    """
+
+    world_size: int
+    accelerator: Accelerator | str
+    ranks_per_node: int = 8
+    intra_gbs: float | None = None
+    inter_gbs: float | None = None
+    intra_us: float = 2.0
+    inter_us: float = 20.0
+    memory_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.accelerator, str):
+            chip = _NAMED.get(self.accelerator.upper(), self.accelerator)
+            object.__setattr__(self, "accelerator", chip)
+        take_integers(self, ("world_size", "ranks_per_node"))
+        raise_errors(_violations(self))
+        intra, inter = _LINKS.get(self.device.name, (self.intra_gbs, self.inter_gbs))
+        if self.intra_gbs is None:
+            object.__setattr__(self, "intra_gbs", intra)
+        if self.inter_gbs is None:
+            object.__setattr__(self, "inter_gbs", inter)
+
+    @property
+    def device(self) -> Accelerator:
+        """Return the accelerator, also where it was given by name."""
+        if isinstance(self.accelerator, str):  # only before the names have been looked up
+            return _NAMED[self.accelerator.upper()]
+        return self.accelerator
+
+    @property
+    def fast(self) -> Link:
+        """Return the link inside a node."""
+        return Link(bandwidth=(self.intra_gbs or 0) * 1e9, latency=self.intra_us * 1e-6)
+
+    @property
+    def slow(self) -> Link:
+        """Return the link between nodes."""
+        return Link(bandwidth=(self.inter_gbs or 0) * 1e9, latency=self.inter_us * 1e-6)
+
+
+def _violations(cluster: Cluster) -> Iterator[Violation]:
+    sizes = {"world_size": cluster.world_size, "ranks_per_node": cluster.ranks_per_node}
+    yield from integer_violations(sizes)
+    latencies = {"intra_us": cluster.intra_us, "inter_us": cluster.inter_us}
+    yield from amount_violations(latencies, zero=True)
+    speeds = {"intra_gbs": cluster.intra_gbs, "inter_gbs": cluster.inter_gbs}
+    yield from amount_violations({n: v for n, v in speeds.items() if v is not None})
+    share = cluster.memory_fraction
+    if share is not None:
+        wrong = list(amount_violations({"memory_fraction": share}))
+        if not wrong and share > 1:
+            wrong = [number_violation("memory_fraction", share, "1 or below")]
+        yield from wrong
+    chip = cluster.accelerator
+    name = chip.name if isinstance(chip, Accelerator) else chip
+    if not isinstance(chip, Accelerator):
+        legal = f"{join_words(ACCELERATORS)}, or an Accelerator"
+        yield number_violation("accelerator", chip, legal)
+    elif name not in _LINKS:
+        for speed, value in speeds.items():
+            if value is None:
+                legal = f"GB/s, which are not known for accelerator {name!r}"
+                yield number_violation(speed, None, legal)
+
+
+class Links:
+    """The links of a cluster, as groups of ranks see them.
+
+    Rings cross every node once, so that the cards of all members in a node carry them together
+    (Thakur et al., Optimization of Collective Communication Operations in MPICH, for the
+    ``latency + bytes / bandwidth`` form). All sizes are bytes.
+    """
+
+    __slots__ = ("_fast", "_node", "_shared", "_slow", "_world")
+
+    def __init__(self, cluster: Cluster, efficiency: float) -> None:
+        self._node, self._world = cluster.ranks_per_node, cluster.world_size
+        self._shared: dict[Group, int] = {}
+        self._fast = cluster.fast.bandwidth * efficiency, cluster.fast.latency
+        self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
+
+    def members(self, group: Group) -> int:
+        """Return how many ranks of a group share a node, where that is fewest.
+
+        Groups need not be aligned with nodes: the one that is cut worst counts.
+        """
+        if group not in self._shared:
+            self._shared[group] = self._fewest(group)
+        return self._shared[group]
+
+    def _fewest(self, group: Group) -> int:
+        node, shares = self._node, []
+        for size, stride in group.digits:
+            block = size * stride
+            if stride % node == 0:
+                shares.append(1)
+            elif node % block == 0:
+                shares.append(size)
+            elif node % stride == 0 and block % node == 0:
+                shares.append(node // stride)
+            else:
+                return self._counted(group)
+        return prod(shares)
+
+    def _counted(self, group: Group) -> int:
+        """Return the same where nodes and groups are not aligned, over all that they repeat."""
+        size, stride = group.digits[-1]
+        ranks = range(min(self._world, lcm(size * stride, self._node)))
+        counts = Counter((_first(rank, group), rank // self._node) for rank in ranks)
+        return min(counts.values())
+
+    def crosses(self, group: Group) -> bool:
+        """Return whether a group's ranks are in more than one node."""
+        return self.members(group) < group.size
+
+    def gather(self, group: Group, size: float) -> float:
+        """Return the seconds of an all-gather, or reduce-scatter, of ``size`` bytes in total."""
+        return self.latency(group) + self.transfer(group, size)
+
+    def latency(self, group: Group) -> float:
+        """Return the seconds of the hops of an all-gather, or reduce-scatter.
+
+        A ring takes a step less than it has ranks, and every step waits for the slowest hop.
+        """
+        _, latency = self._slow if self.crosses(group) else self._fast
+        return (group.size - 1) * latency
+
+    def transfer(self, group: Group, size: float) -> float:
+        """Return the seconds in which the links carry ``size`` bytes in total to every rank."""
+        if group.size == 1:
+            return 0.0
+        bandwidth, _ = self._fast
+        members = self.members(group)
+        if members < group.size:
+            bandwidth = min(bandwidth, self._slow[0] * members)
+        return size * (group.size - 1) / group.size / bandwidth
+
+    def all_reduce(self, group: Group, size: float) -> float:
+        """Return the seconds of an all-reduce of ``size`` bytes on each rank."""
+        return 2 * self.gather(group, size)
+
+    def all_to_all(self, group: Group, size: float) -> float:
+        """Return the seconds of an all-to-all in which every rank sends ``size`` bytes."""
+        if group.size == 1:
+            return 0.0
+        fast, latency = self._fast
+        members = self.members(group)
+        inside = size * (members - 1) / group.size / fast
+        if members == group.size:
+            return (group.size - 1) * latency + inside
+        slow, slow_latency = self._slow
+        outside = size * (group.size - members) / group.size / slow
+        return (group.size - members) * slow_latency + max(inside, outside)
+
+    def dispatch(self, group: Group, size: float, inside: float, outside: float) -> float:
+        """Return the seconds in which every rank sends ``size`` bytes of tokens to experts.
+
+        Of each token ``inside`` copies travel inside a node and ``outside`` between nodes. The two
+        kinds of links work at the same time, and all messages are sent at once.
+        """
+        if group.size == 1:
+            return 0.0
+        fast, latency = self._fast
+        if not outside:
+            return latency + inside * size / fast
+        slow, slow_latency = self._slow
+        return slow_latency + latency + max(inside * size / fast, outside * size / slow)
+
+    def send(self, group: Group, size: float) -> float:
+        """Return the seconds in which a rank sends ``size`` bytes to the next of its group."""
+        if group.size == 1:
+            return 0.0
+        bandwidth, latency = self._slow if self.crosses(group) else self._fast
+        return latency + size / bandwidth
+
+
+def _first(rank: int, group: Group) -> int:
+    """Return the first rank of the group that a rank is in."""
+    return rank - sum(rank // stride % size * stride for size, stride in group.digits)

@@ -1,0 +1,335 @@
+"""The shapes of decoder models, read and published: what memory and time follow from."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .._errors import Violation, raise_errors
+from ._reading import read_shape
+from ._values import flag_violations, integer_violations, number_violation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder: attention and feed-forward layers, dense or with experts.
+
+    ``kv_heads`` is ``heads``, ``head_dim`` is ``hidden // heads`` and ``expert_ffn`` is ``ffn``
+    where None. ``ffn`` and ``expert_ffn`` are inner widths, of the two input matrices each where
+    ``glu``. ``shared_ffn`` is the total inner width of the experts that every token takes,
+    ``dense_layers`` counts the layers without experts in a model that has some. ``tied`` models use
+    the embedding as output matrix. Where keys and values of all heads come from a latent,
+    ``latent`` is its width, and projections twice as wide, one for keys and one for values, stand
+    for what it costs. A token's experts are in ``top_groups`` of ``groups`` of experts, 0 where
+    they may be anywhere. Biases are not counted.
+
+    Raises:
+        ParallelDimsError: With every wrong number.
+    """
+
+    name: str = ""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int
+    vocab: int
+    glu: bool = True
+    tied: bool = False
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int | None = None
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    latent: int = 0
+    groups: int = 0
+    top_groups: int = 0
+
+    def __post_init__(self) -> None:
+        raise_errors(_violations(self))
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.expert_ffn is None:
+            object.__setattr__(self, "expert_ffn", self.ffn)
+
+    @classmethod
+    def from_config(cls, config: object) -> "ModelShape":
+        """Return the shape that a mapping or configuration object describes.
+
+        Hugging Face configurations work as they are, nested ``text_config`` included, and so does a
+        parsed ``config.json``. Raises `ParallelDimsError` that names every field that is missing.
+        """
+        return cls(**read_shape(config))
+
+    def to_config(self) -> Mapping[str, int]:
+        """Return the numbers that the rules of degrees look at, for `ParallelDims.check`."""
+        return {
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "intermediate_size": self.ffn,
+            "vocab_size": self.vocab,
+            "num_experts": self.experts,
+            "expert_ffn": self.expert_width,
+            "tie_word_embeddings": self.tied,
+        }
+
+    @property
+    def query_width(self) -> int:
+        """Return the width of all query heads of a layer."""
+        return self.heads * (self.head_dim or 0)
+
+    @property
+    def kv_width(self) -> int:
+        """Return the width that a layer's keys cost, which is that of its values."""
+        return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
+
+    @property
+    def expert_width(self) -> int:
+        """Return the inner width of one expert."""
+        return self.expert_ffn or 0
+
+    @property
+    def expert_layers(self) -> int:
+        """Return how many layers have experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def matrices(self) -> int:
+        """Return how many matrices one feed-forward part has."""
+        return 3 if self.glu else 2
+
+    @property
+    def attention_parameters(self) -> int:
+        """Return the parameters of one layer's attention and of its two norms."""
+        projections = 2 * self.query_width + 2 * self.kv_width
+        return self.hidden * projections + 2 * self.hidden
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Return the parameters of one layer without experts."""
+        return self.attention_parameters + self.matrices * self.hidden * self.ffn
+
+    @property
+    def shared_layer_parameters(self) -> int:
+        """Return the parameters of one layer with experts, without the experts' own."""
+        shared = self.matrices * self.hidden * self.shared_ffn
+        return self.attention_parameters + shared + self.hidden * self.experts
+
+    @property
+    def one_expert_parameters(self) -> int:
+        """Return the parameters of one expert."""
+        return self.matrices * self.hidden * self.expert_width
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Return the parameters of the embedding; the output matrix has as many, or shares them."""
+        return self.vocab * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the parameters of all experts of all layers, shared ones not counted."""
+        return self.expert_layers * self.experts * self.one_expert_parameters
+
+    @property
+    def dense_parameters(self) -> int:
+        """Return all parameters outside the experts."""
+        with_experts = self.expert_layers
+        blocks = (self.layers - with_experts) * self.dense_layer_parameters
+        blocks += with_experts * self.shared_layer_parameters
+        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+        return blocks + ends
+
+    @property
+    def parameters(self) -> int:
+        """Return all parameters."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def layer_work(self) -> float:
+        """Return the parameters of an average layer that one token uses."""
+        routed = self.expert_layers * self.top_k * self.one_expert_parameters
+        blocks = (self.layers - self.expert_layers) * self.dense_layer_parameters
+        return (blocks + self.expert_layers * self.shared_layer_parameters + routed) / self.layers
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the parameters that one token uses, embedding and output matrix included."""
+        return self.dense_parameters + self.expert_layers * self.top_k * self.one_expert_parameters
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Return the operations of forward and backward on one token, recomputation not counted.
+
+        Six for every parameter that takes part in a matrix product, and attention over the
+        sequence (arXiv 2204.02311, appendix B), of which a causal mask leaves half.
+        """
+        inputs = self.embedding_parameters if not self.tied else 0
+        attention = 6 * self.layers * self.query_width * seq_len
+        return 6 * (self.active_parameters - inputs) + attention
+
+
+def _violations(shape: ModelShape) -> Iterator[Violation]:
+    values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+    required = ("layers", "hidden", "heads", "ffn", "vocab")
+    optional = [n for n in ("kv_heads", "head_dim", "expert_ffn") if values[n] is not None]
+    wrong = list(integer_violations({name: values[name] for name in (*required, *optional)}))
+    counts = ("experts", "top_k", "shared_ffn", "dense_layers", "latent", "groups", "top_groups")
+    wrong += integer_violations({name: values[name] for name in counts}, minimum=0)
+    wrong += flag_violations({"glu": shape.glu, "tied": shape.tied})
+    yield from wrong
+    if wrong:
+        return
+    if shape.head_dim is None and shape.hidden % shape.heads:
+        yield number_violation(
+            "head_dim", None, f"a width: heads={shape.heads} does not divide hidden={shape.hidden}"
+        )
+    if shape.kv_heads is not None and shape.heads % shape.kv_heads:
+        yield number_violation("kv_heads", shape.kv_heads, f"a divisor of heads={shape.heads}")
+    if shape.experts and not 1 <= shape.top_k <= shape.experts:
+        yield number_violation("top_k", shape.top_k, f"1 to experts={shape.experts}")
+    if shape.experts and shape.dense_layers >= shape.layers:
+        yield number_violation("dense_layers", shape.dense_layers, f"0 to {shape.layers - 1}")
+    if shape.groups and (shape.experts % shape.groups or not shape.experts):
+        yield number_violation("groups", shape.groups, f"a divisor of experts={shape.experts}")
+    if shape.top_groups > shape.groups or (shape.groups and not shape.top_groups):
+        legal = f"1 to groups={shape.groups}" if shape.groups else "0, or give groups"
+        yield number_violation("top_groups", shape.top_groups, legal)
+    if not shape.experts and (shape.top_k or shape.shared_ffn or shape.dense_layers):
+        given = {n: values[n] for n in ("top_k", "shared_ffn", "dense_layers") if values[n]}
+        for name, value in given.items():
+            yield number_violation(name, value, "0, or give experts")
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
+    """A model of arXiv 2205.05198, table 3."""
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=4 * hidden,
+        vocab=51200,
+        glu=False,
+        tied=False,
+    )
+
+
+def _llama3(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
+    """A model of The Llama 3 Herd of Models, table 3."""
+    return ModelShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=128256
+    )
+
+
+def _named(shapes: Iterable[ModelShape]) -> Mapping[str, ModelShape]:
+    return MappingProxyType({shape.name: shape for shape in shapes})
+
+
+# The models with experts have the sizes of their published configuration files.
+MODELS: Mapping[str, ModelShape] = _named(
+    (
+        _llama3("llama3-8b", 32, 4096, 32, 14336),
+        _llama3("llama3-70b", 80, 8192, 64, 28672),
+        _llama3("llama3-405b", 126, 16384, 128, 53248),
+        _gpt("gpt-22b", 48, 6144, 64),
+        _gpt("gpt-175b", 96, 12288, 96),
+        _gpt("gpt-530b", 105, 20480, 128),
+        _gpt("gpt-1t", 128, 25600, 160),
+        ModelShape(
+            name="mixtral-8x7b",
+            layers=32,
+            hidden=4096,
+            heads=32,
+            kv_heads=8,
+            ffn=14336,
+            vocab=32000,
+            experts=8,
+            top_k=2,
+        ),
+        ModelShape(
+            name="mixtral-8x22b",
+            layers=56,
+            hidden=6144,
+            heads=48,
+            kv_heads=8,
+            ffn=16384,
+            vocab=32768,
+            experts=8,
+            top_k=2,
+        ),
+        ModelShape(
+            name="qwen3-30b-a3b",
+            layers=48,
+            hidden=2048,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            ffn=6144,
+            vocab=151936,
+            experts=128,
+            top_k=8,
+            expert_ffn=768,
+        ),
+        ModelShape(
+            name="qwen3-235b-a22b",
+            layers=94,
+            hidden=4096,
+            heads=64,
+            kv_heads=4,
+            head_dim=128,
+            ffn=12288,
+            vocab=151936,
+            experts=128,
+            top_k=8,
+            expert_ffn=1536,
+        ),
+        ModelShape(
+            name="llama4-scout",
+            layers=48,
+            hidden=5120,
+            heads=40,
+            kv_heads=8,
+            ffn=16384,
+            vocab=202048,
+            experts=16,
+            top_k=1,
+            expert_ffn=8192,
+            shared_ffn=8192,
+        ),
+        ModelShape(
+            name="llama4-maverick",
+            layers=48,
+            hidden=5120,
+            heads=40,
+            kv_heads=8,
+            ffn=16384,
+            vocab=202048,
+            experts=128,
+            top_k=1,
+            expert_ffn=8192,
+            shared_ffn=8192,
+            dense_layers=24,
+        ),
+        # Latent attention counts its queries as full projections, which adds 11% to the active
+        # parameters and less than 1% to all.
+        ModelShape(
+            name="deepseek-v3",
+            layers=61,
+            hidden=7168,
+            heads=128,
+            head_dim=128,
+            latent=512,
+            ffn=18432,
+            vocab=129280,
+            experts=256,
+            top_k=8,
+            expert_ffn=2048,
+            shared_ffn=2048,
+            dense_layers=3,
+            groups=8,
+            top_groups=4,
+        ),
+    )
+)

@@ -1,0 +1,489 @@
+"""Every valid configuration of a world, estimated and ranked."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from .._degrees import DEFAULT_ORDER
+from .._dims import ParallelDims
+from .._errors import ParallelDimsError, Violation, divisors, raise_errors
+from ._calibration import Calibration
+from ._cluster import Cluster
+from ._configuration import Degrees, Group, degrees_of, groups_of
+from ._legal import DENSE_AXES, Legality, batch_violations, settings_of
+from ._memory import MemoryModel, Rank
+from ._model import ModelShape
+from ._result import (
+    BORDER,
+    CLASSES,
+    GIB,
+    PARTS,
+    Candidate,
+    Comparison,
+    MemorySplit,
+    Plan,
+    Ranking,
+    Rejection,
+    Setting,
+    TimeSplit,
+    classify,
+)
+from ._time import AXES, TimeModel
+from ._train import RECOMPUTE, Recompute, TrainSpec
+from ._trust import trust_of
+from ._values import choice_violations, integer_violations, kind_violations
+
+DEFAULT = Calibration()
+# How many sets of degrees are looked at between two reports of progress.
+REPORTED = 256
+
+
+class Found(NamedTuple):
+    """One configuration in a plan's order: its class, then seconds, or bytes if too large."""
+
+    place: int
+    cost: float
+    degrees: Degrees
+    micro_batch: int
+    recompute: Recompute
+    setting: Setting
+
+
+Communication: TypeAlias = tuple[Mapping[str, Group], tuple[float, float, float]]
+
+
+class Cost:
+    """What all settings of some degrees share; communication is looked at where they fit."""
+
+    def __init__(
+        self,
+        degrees: Degrees,
+        ranks: Mapping[Setting, tuple[Rank, ...]],
+        communication: Callable[[], Communication],
+    ) -> None:
+        self.degrees, self.ranks, self._communication = degrees, ranks, communication
+
+    @cached_property
+    def communication(self) -> Communication:
+        """Return the groups of the axes, and the time of collectives on a layer's parameters."""
+        return self._communication()
+
+
+def plan(
+    model: ModelShape,
+    cluster: Cluster,
+    train: TrainSpec,
+    *,
+    calibration: Calibration = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Return every valid configuration of a run, ranked, and why the others are rejected.
+
+    All degrees of the world, each once; where ``train`` leaves micro batch, recomputation, schedule
+    or ZeRO stage open, with the fastest that fit, of micro batches that double. Experts are folded
+    into the dense ranks, axes are in the default order, and a model without experts has ``ep`` and
+    ``etp`` 1; `estimate` takes other configurations too. Deterministic; nothing is communicated and
+    torch is not needed.
+
+    Args:
+        model: What is trained.
+        cluster: On what.
+        train: How; what it leaves open is searched.
+        calibration: Constants of the cost model.
+        progress: Called now and then with how many sets of degrees were estimated, of how many.
+
+    Returns:
+        The plan, whose candidates are built when they are looked at.
+
+    Raises:
+        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+
+    Example:
+        >>> plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train).best
+    """
+    raise_errors(_kind_violations(model, cluster, train))
+    search = Search(model, cluster, train, calibration)
+    legality = Legality(model, train)
+    every = list(legality.legal(cluster.world_size))
+    found: list[Found] = []
+    for done, degrees in enumerate(every):
+        if progress and done % REPORTED == 0:
+            progress(done, len(every))
+        best, violations = search.best(search.cost(degrees, DEFAULT_ORDER))
+        if best:
+            found.append(best)
+        else:
+            axes = DENSE_AXES if not model.experts else (*DENSE_AXES, "ep", "etp")
+            named = {axis: getattr(degrees, axis) for axis in axes}
+            legality.rejected.append(Rejection(degrees=named, violations=violations))
+    if progress:
+        progress(len(every), len(every))
+    found.sort(key=lambda entry: entry[:5])
+    places = [entry.place for entry in found]
+    return Plan(
+        model=model,
+        cluster=cluster,
+        train=train,
+        candidates=Ranking(found, search.candidate),
+        rejected=tuple(legality.rejected),
+        fitting=places.count(0),
+        bordering=places.count(1),
+    )
+
+
+def estimate(
+    model: ModelShape,
+    cluster: Cluster,
+    train: TrainSpec,
+    dims: ParallelDims,
+    micro_batch: int | None = None,
+    recompute: Recompute | None = None,
+    *,
+    calibration: Calibration = DEFAULT,
+) -> Candidate:
+    """Return the memory and time of one configuration.
+
+    ``micro_batch`` and ``recompute`` are ``train``'s where None, and where that leaves them open
+    too, the best ones, as are schedule and ZeRO stage. With a ``ulysses_degree`` its ranks exchange
+    heads, equally many each, and the rest of ``cp`` is over keys and values.
+
+    Args:
+        model: What is trained.
+        cluster: On what.
+        train: How.
+        dims: The degrees; those without a world take the cluster's.
+        micro_batch: Sequences of a microbatch.
+        recompute: What the backward computes again.
+        calibration: Constants of the cost model.
+
+    Returns:
+        The candidate. Its ``violations`` say why it does not fit, `Plan.compare` what it lacks to
+        the best of its run, its ``trust`` how far to trust it.
+
+    Raises:
+        ParallelDimsError: With every rule that the configuration breaks.
+
+    Example:
+        >>> estimate(model, cluster, train, ParallelDims(tp=8, world_size=64)).explain()
+    """
+    wrong = list(_kind_violations(model, cluster, train))
+    wrong += kind_violations("dims", dims, ParallelDims)
+    raise_errors(wrong)
+    micro_batch = train.micro_batch if micro_batch is None else micro_batch
+    recompute = train.recompute if recompute is None else recompute
+    if micro_batch is not None:
+        wrong += integer_violations({"micro_batch": micro_batch})
+    if recompute is not None:
+        wrong += choice_violations("recompute", recompute, RECOMPUTE)
+    raise_errors(wrong)
+    if dims.world_size is None:
+        dims = dims.resolve(cluster.world_size)
+    degrees = degrees_of(dims)
+    if degrees.world != cluster.world_size:
+        wrong += [_other_world(degrees.world, cluster.world_size)]
+    if not dims.fsdp_folds_cp and dims.cp > 1:
+        wrong += [_unfolded(dims.cp)]
+    wrong += Legality(model, train).violations(dims, degrees)
+    raise_errors(wrong)
+    search = Search(model, cluster, train, calibration)
+    cost = search.cost(degrees, dims.order, dims.ep_mode)
+    best, violations = search.best(cost, micro_batch, recompute)
+    if best is None:
+        raise ParallelDimsError(list(violations))
+    return search.candidate(best, dims)
+
+
+def compare(
+    model: ModelShape,
+    cluster: Cluster,
+    train: TrainSpec,
+    dims: ParallelDims,
+    *,
+    calibration: Calibration = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Return what one configuration costs, and what it lacks to the best of the same run.
+
+    Args:
+        model: What is trained.
+        cluster: On what.
+        train: How; what it leaves open is the best for either.
+        dims: The degrees of the configuration.
+        calibration: Constants of the cost model.
+        progress: As in `plan`.
+
+    Returns:
+        Both configurations, the differences of their parts, and why the given one does not fit.
+
+    Raises:
+        ParallelDimsError: With every rule that the configuration breaks.
+
+    Example:
+        >>> print(compare(model, cluster, train, ParallelDims(tp=8, pp=4, world_size=256)))
+    """
+    own = estimate(model, cluster, train, dims, calibration=calibration)
+    found = plan(model, cluster, train, calibration=calibration, progress=progress)
+    return found.compare(own)
+
+
+def smallest_world(
+    model: ModelShape,
+    cluster: Cluster,
+    train: TrainSpec,
+    *,
+    largest: int = 2**20,
+    calibration: Calibration = DEFAULT,
+    progress: Callable[[int, int], None] | None = None,
+) -> int | None:
+    """Return the smallest number of devices, in whole nodes, on which a configuration fits.
+
+    Powers of two nodes are tried first, then the numbers between the last two, a sixteenth of
+    the larger apart at least.
+
+    Args:
+        model: What is trained.
+        cluster: Devices and links; its own ``world_size`` is not read.
+        train: How.
+        largest: The most devices to try.
+        calibration: Constants of the cost model.
+        progress: Called with how many worlds were tried, of how many at most.
+
+    Returns:
+        The number of devices, None where nothing fits on ``largest`` either.
+
+    Raises:
+        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+
+    Example:
+        >>> smallest_world(MODELS["llama3-405b"], Cluster(world_size=8, accelerator="H100"), train)
+        128
+    """
+    raise_errors(_kind_violations(model, cluster, train))
+    node = cluster.ranks_per_node
+    worlds = [node * 2**power for power in range(64) if node * 2**power <= largest]
+    tried = 0
+
+    def fits(world: int) -> bool:
+        nonlocal tried
+        if progress:
+            progress(tried, len(worlds) + 7)
+        tried += 1
+        search = Search(model, replace(cluster, world_size=world), train, calibration)
+        return any(
+            search.fits(search.cost(degrees, DEFAULT_ORDER))
+            for degrees in Legality(model, train).legal(world)
+        )
+
+    enough = next((world for world in worlds if fits(world)), None)
+    if enough is None:
+        return None
+    step = max(node, enough // 16 // node * node)
+    between = range(enough // 2 // node * node + step, enough, step)
+    return next((world for world in between if fits(world)), enough)
+
+
+class Search:
+    """The estimates of one run, with what many configurations share computed once."""
+
+    def __init__(
+        self, model: ModelShape, cluster: Cluster, train: TrainSpec, calibration: Calibration
+    ) -> None:
+        raise_errors(_precision_violations(cluster, train))
+        self._model, self._cluster, self._train = model, cluster, train
+        self._memory = MemoryModel(model, train, calibration)
+        share = cluster.memory_fraction
+        share = train.memory_fraction if share is None else share
+        self._limit = cluster.device.memory_gib * GIB * share
+        self._time = TimeModel(model, cluster, train, calibration, self._memory, self._limit)
+        self._variants: dict[int, list[Setting]] = {}
+
+    def cost(self, degrees: Degrees, order: Sequence[str], ep_mode: str = "folded") -> Cost:
+        """Return what the settings of some degrees share, for an order of the axes."""
+        if degrees.pp not in self._variants:
+            self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
+        ranks = {
+            setting: self._memory.ranks(degrees, setting) for setting in self._variants[degrees.pp]
+        }
+
+        def communication() -> Communication:
+            groups = groups_of(degrees, order, peer=ep_mode == "peer")
+            return groups, self._time.traffic(degrees, groups)
+
+        return Cost(degrees, ranks, communication)
+
+    def best(
+        self, cost: Cost, micro_batch: int | None = None, recompute: Recompute | None = None
+    ) -> tuple[Found | None, tuple[Violation, ...]]:
+        """Return the best setting to run some degrees with, or what is wrong with the one given."""
+        given = self._train.micro_batch if micro_batch is None else micro_batch
+        degrees, local = cost.degrees, self._train.global_batch // cost.degrees.dp
+        sizes = _doubling(divisors(local)) if given is None else (given,)
+        kinds = self._kinds(self._train.recompute if recompute is None else recompute)
+        best: Found | None = None
+        broken: tuple[Violation, ...] = ()
+        for setting in cost.ranks:
+            legal = sizes
+            if given is not None or setting.virtual_stages > 1 or setting.schedule == "dualpipe":
+                reasons = {
+                    size: tuple(batch_violations(degrees, self._train, setting, size))
+                    for size in sizes
+                }
+                legal = tuple(size for size in sizes if not reasons[size])
+                broken = broken or reasons[sizes[0]]
+            if legal:
+                found = self._best_of(cost, setting, legal, kinds)
+                best = found if best is None or found[:2] < best[:2] else best
+        return best, () if best else broken
+
+    def fits(self, cost: Cost) -> bool:
+        """Return whether some degrees fit with whichever setting needs least."""
+        found, _ = self.best(cost)
+        return found is not None and found.place == 0
+
+    def _kinds(self, fixed: Recompute | None) -> tuple[Recompute, ...]:
+        """Return the kinds of recomputation to try, the one that takes least time first."""
+        if fixed is not None:
+            return (fixed,)
+        return tuple(
+            kind
+            for kind in RECOMPUTE
+            # With fused kernels this is the same as recomputing nothing.
+            if kind != "selective" or not self._train.fused
+        )
+
+    def _best_of(
+        self, cost: Cost, setting: Setting, sizes: Sequence[int], kinds: tuple[Recompute, ...]
+    ) -> Found:
+        """Return the fastest micro batch and kind of recomputation that fit, of those of a setting.
+
+        Where none fits, the fastest borderline ones, else those that need least. Memory grows with
+        the micro batch and shrinks with recomputation. Time does not shrink with recomputation, so
+        that more of it is of use for micro batches only that do not fit with less.
+        """
+        least = sum(self._memory_of(cost, setting, sizes[0], kinds[-1]))
+        place = CLASSES.index(classify(least, self._limit))
+        if place == len(CLASSES) - 1:
+            return Found(place, least, cost.degrees, sizes[0], kinds[-1], setting)
+        limit = self._limit * (BORDER if place else 1)
+        best: Found | None = None
+        tried = 0
+        for kind in kinds:
+            for size in sizes[tried:]:
+                memory = self._memory_of(cost, setting, size, kind)
+                if sum(memory) > limit:
+                    break
+                tried += 1
+                seconds = _total(self._time_of(cost, setting, size, kind, memory))
+                if best is not None and seconds >= best.cost:
+                    break  # larger ones wait longer for the first and the last microbatch
+                best = Found(place, seconds, cost.degrees, size, kind, setting)
+        if best is None:  # the kind that needs least fits at the smallest size
+            raise RuntimeError("no setting found where one was")
+        return best
+
+    def _memory_of(
+        self, cost: Cost, setting: Setting, micro_batch: int, recompute: Recompute
+    ) -> tuple[float, ...]:
+        count = self._train.global_batch // (cost.degrees.dp * micro_batch)
+        ranks = cost.ranks[setting]
+        return self._memory.need(cost.degrees, ranks, setting, micro_batch, count, recompute)
+
+    def _time_of(
+        self,
+        cost: Cost,
+        setting: Setting,
+        micro_batch: int,
+        recompute: Recompute,
+        memory: tuple[float, ...],
+    ) -> tuple[float, ...]:
+        degrees, (groups, traffic) = cost.degrees, cost.communication
+        count = self._train.global_batch // (degrees.dp * micro_batch)
+        return self._time.parts(
+            degrees, groups, traffic, setting, micro_batch, count, recompute, memory
+        )
+
+    def candidate(self, found: Found, dims: ParallelDims | None = None) -> Candidate:
+        """Return all that is estimated of a configuration."""
+        degrees = found.degrees
+        dims = degrees.dims() if dims is None else dims
+        cost = self.cost(degrees, dims.order, dims.ep_mode)
+        setting, size, kind = found.setting, found.micro_batch, found.recompute
+        memory = self._memory_of(cost, setting, size, kind)
+        compute, *communication, bubble, optimizer = self._time_of(
+            cost, setting, size, kind, memory
+        )
+        time = TimeSplit(
+            compute=compute,
+            communication={
+                axis: seconds
+                for axis, seconds in zip(AXES, communication, strict=True)
+                if cost.communication[0][axis].size > 1
+            },
+            bubble=bubble,
+            optimizer=optimizer,
+        )
+        return Candidate(
+            dims=dims,
+            micro_batch=found.micro_batch,
+            microbatches=self._train.global_batch // (degrees.dp * found.micro_batch),
+            recompute=found.recompute,
+            memory=MemorySplit(**dict(zip(PARTS, memory, strict=True))),
+            time=time,
+            limit=self._limit,
+            tokens=self._train.tokens,
+            flops=self._train.tokens * self._model.flops_per_token(self._train.seq_len),
+            peak_tflops=self._cluster.device.tflops,
+            setting=found.setting,
+            trust=trust_of(self._model, self._cluster, self._train, degrees, found.setting, time),
+        )
+
+
+def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the first size and those that are at least twice the one before.
+
+    Between two of them neither memory nor time changes much.
+    """
+    kept = [sizes[0]]
+    for size in sizes[1:]:
+        if size >= 2 * kept[-1]:
+            kept.append(size)
+    return tuple(kept)
+
+
+def _total(parts: tuple[float, ...]) -> float:
+    """Return the seconds of a step as `TimeSplit.total` adds them up."""
+    return parts[0] + sum(parts[1:-2]) + parts[-2] + parts[-1]
+
+
+def _kind_violations(model: object, cluster: object, train: object) -> Iterator[Violation]:
+    yield from kind_violations("model", model, ModelShape)
+    yield from kind_violations("cluster", cluster, Cluster)
+    yield from kind_violations("train", train, TrainSpec)
+
+
+def _precision_violations(cluster: Cluster, train: TrainSpec) -> Iterator[Violation]:
+    chip = cluster.device
+    if train.float8 and not chip.tflops_fp8:
+        yield Violation(
+            rule="float8",
+            values={"float8": True, "accelerator": chip.name},
+            reason=f"float8=True, but accelerator {chip.name} has no fp8 rate (tflops_fp8=0)",
+        )
+
+
+def _unfolded(cp: int) -> Violation:
+    return Violation(
+        rule="fsdp-folds-cp",
+        values={"fsdp_folds_cp": False, "cp": cp},
+        reason="estimates are for parameters sharded over dp_shard and cp; "
+        "give fsdp_folds_cp=True or cp=1",
+    )
+
+
+def _other_world(world: int, cluster: int) -> Violation:
+    return Violation(
+        rule="world",
+        values={"world_size": world, "cluster": cluster},
+        reason=f"world_size={world} is not the world_size={cluster} of the cluster",
+    )

@@ -1,0 +1,152 @@
+"""What is trained, and how: sequences, batch, precision, recomputation, schedule, states."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from .._errors import Violation, raise_errors
+from ._values import (
+    amount_violations,
+    choice_violations,
+    flag_violations,
+    integer_violations,
+    number_violation,
+    take_integers,
+)
+
+Recompute: TypeAlias = Literal["none", "selective", "selective-op", "full"]
+Schedule: TypeAlias = Literal["1f1b", "interleaved", "zero-bubble", "dualpipe"]
+Zero: TypeAlias = Literal[0, 1, 2, 3] | None
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "selective-op", "full")
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "dualpipe")
+STAGES: tuple[Zero, ...] = (None, 0, 1, 2, 3)
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+BYTES = {"float32": 4, "bfloat16": 2}
+ANY = "any"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """One optimizer step: ``global_batch`` sequences of ``seq_len`` tokens, bf16 with AdamW.
+
+    Args:
+        seq_len: Tokens of one sequence.
+        global_batch: Sequences of one step.
+        micro_batch: Sequences that go through the model at once on each data-parallel rank; None
+            leaves the choice to the planner.
+        recompute: What the backward computes again: ``"none"``; ``"selective"``, the attention core
+            (arXiv 2205.05198, section 5); ``"selective-op"``, all but the attention outputs and
+            every second matrix product; ``"full"``, whole layers. None leaves the choice to the
+            planner.
+        recompute_layers: Layers of each pipeline rank that recompute; None is all of them.
+        float8: Linear layers multiply in fp8.
+        schedule: ``"1f1b"``; ``"interleaved"``, with ``virtual_stages`` stages on every rank (arXiv
+            2104.04473); ``"zero-bubble"``, ZB-H1 (arXiv 2401.10241); ``"dualpipe"`` (arXiv
+            2412.19437, section 3.2.1); ``"any"`` leaves the choice to the planner.
+        virtual_stages: Stages of each pipeline rank, with ``schedule="interleaved"``. With
+            ``schedule="any"``, 1 leaves the choice to the planner.
+        zero: ZeRO stage of the states over ``dp_shard`` and ``cp`` (arXiv 1910.02054): 0, nothing
+            is sharded; 1, the optimizer; 2, gradients too; 3, parameters too, which every
+            microbatch gathers again. None is stage 3 as FSDP trains it: with pipeline stages
+            parameters stay gathered for the step and gradients are added up unsharded. ``"any"``
+            leaves the choice to the planner.
+        gradient_dtype: Of gradients that are added up and reduced.
+        moment_dtype: Of the optimizer's two moments.
+        fused: True, fused kernels: attention stores no scores, so that ``"selective"`` equals
+            ``"none"``, and elementwise layers keep only their inputs. ``"attention"``, only
+            attention is fused, and eager elementwise kernels keep what each of them gives. False,
+            the kernels of arXiv 2205.05198.
+        fused_loss: The loss is computed in chunks of tokens, so that logits are never whole (arXiv
+            2410.10989).
+        attention: ``"native"``, kernels with the device's own instructions (cuDNN, Transformer
+            Engine, FlashAttention-3); ``"flash-2"``, FlashAttention-2, as in
+            ``scaled_dot_product_attention``.
+        context: Over ``cp``: ``"ring"``, keys and values go round; ``"all-gather"``, they are
+            gathered before attention (Llama 3, section 3.3.2).
+        dispatch: Of tokens to experts: ``"deduplicated"``, a token goes once to each node (DeepEP);
+            ``"copies"``, once for each of its experts.
+        fp8_dispatch: Tokens go to experts in fp8; what comes back, and gradients, in bf16.
+        max_nodes: Nodes whose experts one token may have; None follows from the model's groups of
+            experts, else there is no limit.
+        memory_fraction: Share of a device's memory that may be planned for.
+
+    Raises:
+        ParallelDimsError: With every wrong value.
+
+    Example:
+        >>> TrainSpec(seq_len=4096, global_batch=1024, zero=1, schedule="any", fused_loss=True)
+    """
+
+    seq_len: int
+    global_batch: int
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+    recompute_layers: int | None = None
+    float8: bool = False
+    schedule: Schedule | Literal["any"] = "1f1b"
+    virtual_stages: int = 1
+    zero: Zero | Literal["any"] = None
+    gradient_dtype: Dtype = "float32"
+    moment_dtype: Dtype = "float32"
+    fused: bool | Literal["attention"] = True
+    fused_loss: bool = False
+    attention: Literal["native", "flash-2"] = "native"
+    context: Literal["ring", "all-gather"] = "ring"
+    dispatch: Literal["deduplicated", "copies"] = "deduplicated"
+    fp8_dispatch: bool = False
+    max_nodes: int | None = None
+    memory_fraction: float = 0.95
+
+    def __post_init__(self) -> None:
+        names = ("seq_len", "global_batch", "micro_batch", "virtual_stages")
+        take_integers(self, (*names, "recompute_layers", "max_nodes"))
+        raise_errors(_violations(self))
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of one step."""
+        return self.seq_len * self.global_batch
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of one gradient."""
+        return BYTES[self.gradient_dtype]
+
+    @property
+    def moment_bytes(self) -> int:
+        """Return the bytes of the two moments of one parameter."""
+        return 2 * BYTES[self.moment_dtype]
+
+
+def _violations(train: TrainSpec) -> Iterator[Violation]:
+    sizes: dict[str, object] = {
+        "seq_len": train.seq_len,
+        "global_batch": train.global_batch,
+        "virtual_stages": train.virtual_stages,
+    }
+    optional = ("micro_batch", "recompute_layers", "max_nodes")
+    sizes |= {name: getattr(train, name) for name in optional if getattr(train, name) is not None}
+    yield from integer_violations(sizes)
+    flags = ("float8", "fused_loss", "fp8_dispatch")
+    yield from flag_violations({name: getattr(train, name) for name in flags})
+    if train.fused != "attention":
+        yield from flag_violations({"fused": train.fused})
+    if train.recompute is not None:
+        yield from choice_violations("recompute", train.recompute, RECOMPUTE)
+    yield from choice_violations("schedule", train.schedule, (*SCHEDULES, ANY))
+    if train.zero != ANY and (isinstance(train.zero, bool) or train.zero not in STAGES):
+        yield number_violation("zero", train.zero, "0, 1, 2, 3, None or 'any'")
+    yield from choice_violations("gradient_dtype", train.gradient_dtype, DTYPES)
+    yield from choice_violations("moment_dtype", train.moment_dtype, DTYPES)
+    yield from choice_violations("attention", train.attention, ("native", "flash-2"))
+    yield from choice_violations("context", train.context, ("ring", "all-gather"))
+    yield from choice_violations("dispatch", train.dispatch, ("deduplicated", "copies"))
+    if train.schedule not in ("interleaved", ANY) and train.virtual_stages != 1:
+        legal = "1, or schedule='interleaved'"
+        yield number_violation("virtual_stages", train.virtual_stages, legal)
+    wrong = list(amount_violations({"memory_fraction": train.memory_fraction}))
+    if not wrong and train.memory_fraction > 1:
+        wrong = [number_violation("memory_fraction", train.memory_fraction, "1 or below")]
+    yield from wrong

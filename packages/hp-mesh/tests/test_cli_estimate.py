@@ -1,0 +1,218 @@
+"""The estimate command, the options of a run, and what is told while and where a search fails."""
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hp_mesh import ParallelDims
+from hp_mesh.cli import _main, main
+from hp_mesh.cli._reports import GIB
+from hp_mesh.planner import (
+    MODELS,
+    Accelerator,
+    Cluster,
+    TrainSpec,
+    compare,
+    estimate,
+    plan,
+    smallest_world,
+)
+
+from .test_cli import document, run
+
+RUN = ["--model", "llama3-8b", "--seq-len", "8192", "--global-batch", "64"]
+DEGREES = ["dp_shard=8", "tp=4", "pp=2"]
+TRAIN: dict[str, Any] = {"seq_len": 8192, "global_batch": 64}
+CLUSTER = Cluster(world_size=64, accelerator="H100")
+
+
+def test_an_estimate_is_that_of_the_python_call_beside_the_best() -> None:
+    told = document("estimate", *DEGREES, *RUN)
+    dims = ParallelDims(dp_shard=8, tp=4, pp=2, world_size=64)
+    found = compare(MODELS["llama3-8b"], CLUSTER, TrainSpec(**TRAIN), dims)
+    for name, one in (("configuration", found.own), ("best", found.best)):
+        assert ParallelDims.from_dict(told[name]["dims"]) == one.dims
+        assert told[name]["time"]["total"] == one.time.total
+        assert told[name]["memory"]["total"] == one.memory.total
+        assert told[name]["trust"] == str(one.trust)
+    assert told["slowdown"] == found.slowdown > 1
+    assert told["more_time"] == dict(found.time)
+    code, out, err = run("estimate", *DEGREES, *RUN)
+    assert (code, err) == (0, "")
+    assert f"yours takes {found.slowdown:.2f}x its time" in out
+    assert f"{found.own.memory.total / GIB:.1f} of {found.own.limit / GIB:.1f} GiB (fits)" in out
+    for name, more in found.time.items():
+        (line,) = [line for line in out.splitlines() if line.startswith(f"{name} ")][:1]
+        assert line.split()[-1] == f"{more:+.3f}"
+
+
+def test_the_best_configuration_is_told_to_be_it() -> None:
+    best = plan(MODELS["llama3-8b"], CLUSTER, TrainSpec(**TRAIN)).best
+    assert best is not None
+    words = [f"{name}={getattr(best.dims, name)}" for name in ("dp_replicate", "dp_shard", "tp")]
+    words += [f"{name}={getattr(best.dims, name)}" for name in ("cp", "pp")]
+    code, out, _ = run("estimate", *words, *RUN)
+    assert code == 0
+    assert "this is the best configuration" in out
+
+
+def test_what_does_not_fit_exits_with_1_and_says_by_how_much() -> None:
+    argv = ["estimate", "dp_replicate=8", "dp_shard=1", "--model", "llama3-70b"]
+    code, out, err = run(*argv, "--seq-len", "8192", "--global-batch", "64")
+    assert (code, err) == (1, "")
+    own = estimate(
+        MODELS["llama3-70b"],
+        Cluster(world_size=8, accelerator="H100"),
+        TrainSpec(**TRAIN),
+        ParallelDims(dp_replicate=8, dp_shard=1, world_size=8),
+    )
+    assert f"{(own.memory.total - own.limit) / GIB:.1f} GiB over the limit" in out
+
+
+def test_degrees_that_break_rules_are_refused_with_everything_else() -> None:
+    code, out, err = run("estimate", "tp=16", "tp=3", "--gpu", "h7", "--zero", "4", *RUN)
+    assert (code, out) == (2, "")
+    for part in ("tp is given twice", "'h7'", "zero=4"):
+        assert part in err
+    code, out, err = run("estimate", "tp=16", *RUN)
+    assert (code, out) == (2, "")
+    assert "tp=16 does not divide num_key_value_heads=8" in err
+
+
+def test_options_of_a_run_reach_the_planner() -> None:
+    argv = ["--schedule", "interleaved", "--virtual-stages", "2", "--zero", "1", "--fused-loss"]
+    argv += ["--intra-gbs", "300", "--inter-gbs", "20", "--inter-us", "9", "--intra-us", "3"]
+    argv += ["--memory-fraction", "0.8", "--gradient-dtype", "bfloat16", "--context", "all-gather"]
+    argv += ["--moment-dtype", "bfloat16", "--attention", "flash-2", "--gpu", "h200"]
+    expected = plan(
+        MODELS["llama3-8b"],
+        Cluster(
+            world_size=64,
+            accelerator="H200",
+            intra_gbs=300,
+            inter_gbs=20,
+            inter_us=9,
+            intra_us=3,
+            memory_fraction=0.8,
+        ),
+        TrainSpec(
+            seq_len=8192,
+            global_batch=64,
+            schedule="interleaved",
+            virtual_stages=2,
+            zero=1,
+            fused_loss=True,
+            gradient_dtype="bfloat16",
+            moment_dtype="bfloat16",
+            attention="flash-2",
+            context="all-gather",
+        ),
+    )
+    told = document("plan", "--gpus", "64", *RUN, *argv, "--top", "6")
+    times = [entry["time"]["total"] for entry in told["candidates"]]
+    assert times == [one.time.total for one in expected.candidates[:6]]
+    assert [entry["schedule"] for entry in told["candidates"]] == [
+        one.schedule for one in expected.candidates[:6]
+    ]
+    assert {entry["zero"] for entry in told["candidates"]} == {1}
+    _, out, _ = run("plan", "--gpus", "64", *RUN, *argv)
+    assert "interleaved of 2 stages, ZeRO 1" in out
+
+
+CHIP = {"name": "Mine", "memory_gib": 120, "tflops": 800, "hbm_gbs": 4000}
+
+
+def chip_file(folder: Path, **fields: object) -> str:
+    path = folder / "chip.toml"
+    path.write_text("\n".join(f"{name} = {json.dumps(value)}" for name, value in fields.items()))
+    return str(path)
+
+
+def test_an_accelerator_may_come_from_a_file(tmp_path: Path) -> None:
+    path = chip_file(tmp_path, **CHIP, intra_gbs=300, inter_gbs=40, ranks_per_node=4)
+    told = document("estimate", *DEGREES, *RUN, "--gpu", path, "--inter-gbs", "30")
+    chip = Accelerator(name="Mine", memory_gib=120, tflops=800, hbm_gbs=4000)
+    cluster = Cluster(
+        world_size=64, accelerator=chip, ranks_per_node=4, intra_gbs=300, inter_gbs=30
+    )
+    dims = ParallelDims(dp_shard=8, tp=4, pp=2, world_size=64)
+    own = estimate(MODELS["llama3-8b"], cluster, TrainSpec(**TRAIN), dims)
+    assert told["configuration"]["time"]["total"] == own.time.total
+    assert told["configuration"]["limit"] == own.limit
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tflops": None}, "lacks tflops"),
+        ({"speed": 3}, "has 'speed', which is none of name, memory_gib"),
+        ({"tflops": -1}, "tflops=-1"),
+        ({"intra_gbs": None}, "intra_gbs=None given; use GB/s, which are not known for"),
+    ],
+)
+def test_a_file_that_holds_no_accelerator_is_refused(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    fields = {**CHIP, "intra_gbs": 300, "inter_gbs": 40, **change}
+    path = chip_file(tmp_path, **{name: v for name, v in fields.items() if v is not None})
+    code, out, err = run("plan", "--gpus", "64", *RUN, "--gpu", path)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_the_smallest_number_of_devices_is_told_where_nothing_fits() -> None:
+    argv = ["plan", "--model", "llama3-70b", "--seq-len", "8192", "--global-batch", "64"]
+    code, out, _ = run(*argv, "--gpus", "8", "--json")
+    told = json.loads(out)
+    train = TrainSpec(**TRAIN)
+    expected = smallest_world(
+        MODELS["llama3-70b"], Cluster(world_size=8, accelerator="H100"), train
+    )
+    assert (code, told["smallest_world"]) == (1, expected)
+    assert (
+        f"the smallest number of GPUs on which a configuration fits: {expected}"
+        in run(*argv, "--gpus", "8")[1]
+    )
+    enough = run(*argv, "--gpus", str(expected), "--json")
+    assert enough[0] == 0
+    assert json.loads(enough[1])["smallest_world"] is None
+
+
+class Terminal(io.StringIO):
+    """Standard error that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Return True, which a string's file does not."""
+        return True
+
+
+def test_a_plan_that_takes_long_shows_how_far_it_is_on_a_terminal_and_wipes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = ["plan", "--gpus", "64", *RUN]
+    monkeypatch.setattr(_main, "SILENT", 1e9)
+    with redirect_stderr(Terminal()) as quick, redirect_stdout(io.StringIO()):
+        assert main(argv) == 0
+    assert quick.getvalue() == ""
+    monkeypatch.setattr(_main, "SILENT", -1.0)
+    with redirect_stderr(Terminal()) as shown, redirect_stdout(io.StringIO()):
+        assert main(argv) == 0
+    lines = shown.getvalue().split("\r")
+    assert lines[0] == ""
+    assert all(line.startswith("planning: ") for line in lines[1:-2])
+    done, total = lines[-3].split()[1::2]
+    assert done == total
+    assert set(lines[-2]) == {" "}
+    assert lines[-1] == ""
+    assert run(*argv)[2] == ""
+
+
+def test_an_expert_tensor_degree_that_estimates_do_not_know_is_refused() -> None:
+    argv = ["--model", "mixtral-8x7b", "--seq-len", "4096", "--global-batch", "64"]
+    code, out, err = run("estimate", "dp_shard=8", "ep=2", "etp=4", "free_etp=true", *argv)
+    assert (code, out) == (2, "")
+    assert "etp=4 is neither 1 nor tp=1: estimates know no other" in err

@@ -1,0 +1,251 @@
+"""Terms of the cost model, one by one; comparisons, and how far to trust an estimate."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hp_mesh import ParallelDims, ParallelDimsError
+from hp_mesh.planner import (
+    ACCELERATORS,
+    CONSTANTS,
+    MODELS,
+    Calibration,
+    Candidate,
+    Cluster,
+    ModelShape,
+    TrainSpec,
+    compare,
+    estimate,
+    plan,
+    smallest_world,
+)
+
+from .plan_strategies import clusters, runs, shapes
+
+LLAMA, MIXTRAL, DEEPSEEK = (MODELS[n] for n in ("llama3-8b", "mixtral-8x7b", "deepseek-v3"))
+TRAIN = TrainSpec(seq_len=4096, global_batch=64, micro_batch=1, recompute="none")
+
+
+def cost(
+    model: ModelShape = LLAMA, train: TrainSpec = TRAIN, *, world: int = 16, **degrees: Any
+) -> Candidate:
+    cluster = Cluster(world_size=world, accelerator="H100")
+    return estimate(model, cluster, train, ParallelDims(**degrees, world_size=world))
+
+
+@settings(deadline=None, max_examples=25)
+@given(model=shapes(), cluster=clusters(), train=runs(), data=st.data())
+def test_more_memory_fits_all_that_fitted_and_more_bandwidth_is_never_slower(
+    model: ModelShape, cluster: Cluster, train: TrainSpec, data: st.DataObject
+) -> None:
+    found = plan(model, cluster, train)
+    assume(found.candidates)
+    chip = cluster.device
+    larger = replace(cluster, accelerator=replace(chip, memory_gib=2 * chip.memory_gib))
+    assert plan(model, larger, train).fitting >= found.fitting
+    own = found.candidates[data.draw(st.integers(0, len(found.candidates) - 1))]
+    for other in (
+        replace(cluster, intra_gbs=2 * (cluster.intra_gbs or 0)),
+        replace(cluster, inter_gbs=2 * (cluster.inter_gbs or 0)),
+    ):
+        faster = estimate(model, other, train, own.dims, own.micro_batch, own.recompute)
+        assert faster.time.total <= own.time.total + 1e-12
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    model=shapes(),
+    tp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    fused=st.sampled_from([True, False, "attention"]),
+    zero=st.sampled_from([None, 0, 1, 2, 3]),
+)
+def test_more_tokens_take_longer(
+    model: ModelShape, tp: int, pp: int, fused: Any, zero: Any
+) -> None:
+    train = TrainSpec(seq_len=128, global_batch=8, micro_batch=1, fused=fused, zero=zero)
+    seconds = []
+    for more in (train, replace(train, global_batch=16), replace(train, seq_len=256)):
+        try:
+            seconds.append(
+                cost(model, more, world=2 * tp * pp, tp=tp, pp=pp, dp_shard=2).time.total
+            )
+        except ParallelDimsError:
+            assume(False)
+    assert seconds[0] <= min(seconds[1:])
+
+
+def test_stages_of_zero_shard_more_and_stage_3_with_pipeline_stages_is_dearer() -> None:
+    every = {
+        zero: cost(train=replace(TRAIN, zero=zero), world=32, pp=4, dp_shard=8)
+        for zero in (0, 1, 2, 3)
+    }
+    states = [every[zero].memory.states for zero in (0, 1, 2, 3)]
+    assert states == sorted(states, reverse=True)
+    whole = LLAMA.parameters / 4
+    assert every[0].memory.states > 18 * whole * 0.9
+    seconds = {zero: own.time.total for zero, own in every.items()}
+    assert seconds[1] < seconds[2] < seconds[3]
+    # What FSDP keeps gathered costs the time of stage 1.
+    kept = cost(train=TRAIN, world=32, pp=4, dp_shard=8)
+    assert kept.time.total == pytest.approx(seconds[1], rel=0.01)
+
+
+def test_gradients_and_moments_of_less_precision_need_less() -> None:
+    wide = cost(train=replace(TRAIN, zero=1), dp_shard=16).memory
+    narrow = cost(
+        train=replace(TRAIN, zero=1, gradient_dtype="bfloat16", moment_dtype="bfloat16"),
+        dp_shard=16,
+    ).memory
+    assert narrow.gradients == wide.gradients / 2
+    assert narrow.optimizer == wide.optimizer / 2
+
+
+def test_schedules_fill_the_bubble_and_an_open_one_takes_the_best() -> None:
+    train = replace(TRAIN, global_batch=32)
+    bubbles = {
+        name: cost(train=replace(train, schedule=name), world=8, pp=8).time.bubble
+        for name in ("1f1b", "zero-bubble", "dualpipe")
+    }
+    assert bubbles["dualpipe"] < bubbles["zero-bubble"] < bubbles["1f1b"]
+    interleaved = replace(train, schedule="interleaved", virtual_stages=2)
+    halved = cost(train=interleaved, world=8, pp=8)
+    best = cost(train=replace(train, schedule="any"), world=8, pp=8)
+    assert best.time.total <= halved.time.total
+    assert best.schedule != "1f1b"
+    with pytest.raises(ParallelDimsError, match="not both even"):
+        cost(train=replace(train, schedule="dualpipe", global_batch=33), world=8, pp=8)
+
+
+def test_a_chunked_loss_holds_few_logits_and_recomputing_some_layers_lies_between() -> None:
+    assert cost(train=replace(TRAIN, fused_loss=True)).memory.logits < cost().memory.logits / 2
+    kept = [
+        cost(train=replace(TRAIN, recompute="full", recompute_layers=layers)).memory.activations
+        for layers in (None, 16, 1)
+    ]
+    assert kept == sorted(kept)
+    assert kept[0] < kept[2]
+
+
+def test_tokens_go_to_a_node_once_to_fewer_nodes_and_in_fp8() -> None:
+    degrees = {"dp_shard": 64, "ep": 64}
+    exchange = {
+        name: cost(DEEPSEEK, replace(TRAIN, **options), world=64, **degrees).time.communication[
+            "ep"
+        ]
+        for name, options in {
+            "copies": {"dispatch": "copies"},
+            "once": {"max_nodes": 8},
+            "limited": {},
+            "fp8": {"fp8_dispatch": True},
+        }.items()
+    }
+    assert exchange["copies"] > exchange["once"] > exchange["limited"] > exchange["fp8"]
+
+
+def test_small_experts_and_small_microbatches_reach_less_of_the_peak() -> None:
+    small = replace(MIXTRAL, experts=64, top_k=16, expert_ffn=MIXTRAL.expert_width // 8)
+    assert small.flops_per_token(4096) == pytest.approx(MIXTRAL.flops_per_token(4096), rel=0.01)
+    assert cost(small, world=8, ep=8).tflops < 0.9 * cost(MIXTRAL, world=8, ep=8).tflops
+    # Sixteen tokens in a microbatch launch as many kernels as thousands.
+    tiny = replace(TRAIN, seq_len=16, global_batch=8)
+    floor = 32 * CONSTANTS["LAYER_SECONDS"] * CONSTANTS["FUSED_LAUNCHES"]
+    assert cost(train=tiny, world=8).time.compute >= floor
+
+
+def test_eager_kernels_keep_and_take_more() -> None:
+    eager, fused = cost(train=replace(TRAIN, fused="attention"), tp=2), cost(tp=2)
+    assert eager.memory.activations > 1.3 * fused.memory.activations
+    assert eager.time.total > fused.time.total
+
+
+def test_gathered_keys_and_values_have_nothing_beside_them() -> None:
+    train = replace(TRAIN, seq_len=32768, global_batch=4)
+    ring = cost(train=train, cp=4).time
+    gathered = cost(train=replace(train, context="all-gather"), cp=4).time
+    assert gathered.communication["cp"] > ring.communication["cp"]
+    assert gathered.compute < ring.compute
+
+
+def test_every_accelerator_plans_and_says_that_no_run_resembles_an_unpublished_one() -> None:
+    train = TrainSpec(seq_len=4096, global_batch=16)
+    for name, chip in ACCELERATORS.items():
+        cluster = Cluster(world_size=16, accelerator=name.lower())
+        assert cluster.device == chip
+        best = plan(LLAMA, cluster, train).best
+        assert best is not None
+        published = name.startswith(("A100", "H100", "H800", "H200"))
+        assert (best.trust.error is not None) == published, name
+        assert published or "no published run resembles this" in best.explain()
+    assert Cluster(world_size=8, accelerator="a100").device.name == "A100-80"
+
+
+def test_an_estimate_names_what_sets_it_apart_from_the_published_runs() -> None:
+    assert cost(tp=8).trust.resembles == "dense bf16 on H100"
+    apart = cost(MODELS["gpt-175b"], world=32, tp=32).trust
+    assert apart.differs[0] == "tp=32 leaves the node"
+    assert "no published run resembles this" in str(apart) or "off by" in str(apart)
+
+
+def test_a_comparison_says_which_parts_take_longer_and_why_it_does_not_fit() -> None:
+    cluster = Cluster(world_size=16, accelerator="H100")
+    train = TrainSpec(seq_len=4096, global_batch=64, zero=0)
+    found = compare(LLAMA, cluster, train, ParallelDims(dp_shard=16, world_size=16))
+    assert found.own.fit == "does not fit"
+    assert [violation.rule for violation in found.violations] == ["memory"]
+    assert next(iter(found.memory)) in ("optimizer", "gradients", "parameters")
+    assert sum(found.time.values()) == pytest.approx(found.own.time.total - found.best.time.total)
+    assert "more than there" in str(found)
+    same = compare(LLAMA, cluster, train, found.best.dims)
+    assert same.slowdown == 1
+    assert "this is the best configuration" in str(same)
+
+
+def test_the_smallest_world_fits_and_half_of_it_does_not() -> None:
+    train = TrainSpec(seq_len=4096, global_batch=1536)
+    cluster = Cluster(world_size=8, accelerator="H100")
+    model = MODELS["llama3-70b"]
+    least = smallest_world(model, cluster, train)
+    assert least is not None
+    assert plan(model, replace(cluster, world_size=least), train).fitting
+    assert not plan(model, replace(cluster, world_size=least // 2), train).fitting
+    assert smallest_world(model, cluster, train, largest=8) is None
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
+    calls: list[tuple[int, int]] = []
+    cluster = Cluster(world_size=256, accelerator="H100")
+    train = TrainSpec(seq_len=4096, global_batch=256)
+    plan(MIXTRAL, cluster, train, progress=lambda done, all_: calls.append((done, all_)))
+    assert calls[0][0] == 0
+    assert calls[-1][0] == calls[-1][1]
+    assert calls == sorted(calls)
+
+
+def test_constants_can_be_replaced_and_each_says_where_it_is_from() -> None:
+    cluster = Cluster(world_size=8, accelerator="H100")
+    dims = ParallelDims(world_size=8)
+    slow = Calibration(gemm_efficiency=0.5)
+    usual = estimate(LLAMA, cluster, TRAIN, dims).time
+    assert estimate(LLAMA, cluster, TRAIN, dims, calibration=slow).time.compute > usual.compute
+    for constant in Calibration.__dataclass_fields__.values():
+        assert constant.metadata["meaning"]
+        assert constant.metadata["source"]
+    with pytest.raises(ParallelDimsError, match="gemm_efficiency=-1 given"):
+        Calibration(gemm_efficiency=-1)
+
+
+def test_the_memory_that_may_be_planned_for_is_the_clusters_where_it_says() -> None:
+    dims = ParallelDims(world_size=8)
+    limits = [
+        estimate(
+            LLAMA, Cluster(world_size=8, accelerator="H100", memory_fraction=share), TRAIN, dims
+        ).limit
+        for share in (None, 0.5)
+    ]
+    assert limits[1] == pytest.approx(limits[0] / 0.95 / 2)
+    with pytest.raises(ParallelDimsError, match=r"memory_fraction=1\.5 given; use 1 or below"):
+        Cluster(world_size=8, accelerator="H100", memory_fraction=1.5)
