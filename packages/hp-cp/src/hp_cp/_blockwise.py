@@ -253,12 +253,14 @@ def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[Group]:
     """Return the blocks that are computed together.
 
     By kernel where the backend packs them, in layers. Else they are computed one by one: large ones
-    are added up at once, small ones a layer at a time, as a copy of them costs less than the
-    launches of a sum for each.
+    are added up at once, and so are a few; many small ones a layer at a time, as a copy of them
+    costs less than the launches of a sum for each.
     """
     if kernel.packer is None:
         layers = _layers([block for block in blocks if len(block.queries) <= _SMALL])
-        return [[layer] for layer in layers] + [[[b]] for b in blocks if len(b.queries) > _SMALL]
+        many = [[layer] for layer in layers if len(layer) > _RUNS]
+        few = [block for layer in layers if len(layer) <= _RUNS for block in layer]
+        return many + [[[b]] for b in (*few, *(b for b in blocks if len(b.queries) > _SMALL))]
     groups: dict[tuple[object, ...], list[Block]] = {}
     for i, block in enumerate(blocks):
         alone = i if block.kind == "masked" else None
@@ -401,11 +403,7 @@ class OnlineSoftmax:
         sides = out, lse.to(self._wide)
         for run, *theirs in zip(runs, *(x.split([*map(len, runs)], 1) for x in sides), strict=True):
             mine = [x[:, as_slice(run)] for x in (self._out, self._lse)]
-            if fresh:  # what a merge with rows without keys gives
-                mine[0].copy_(theirs[0])
-                mine[1].copy_(theirs[1])
-            else:
-                merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
+            merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
 
     def _merge_scattered(self, places: Tensor, out: Tensor, lse: Tensor, fresh: bool) -> None:
         total, total_lse = self._out, self._lse
