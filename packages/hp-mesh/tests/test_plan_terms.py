@@ -132,16 +132,17 @@ def test_a_chunked_loss_holds_few_logits_and_recomputing_some_layers_lies_betwee
 
 def test_tokens_go_to_a_node_once_to_fewer_nodes_and_in_fp8() -> None:
     degrees = {"dp_shard": 64, "ep": 64}
+    every: dict[str, dict[str, Any]] = {
+        "copies": {"dispatch": "copies"},
+        "once": {"max_nodes": 8},
+        "limited": {},
+        "fp8": {"fp8_dispatch": True},
+    }
     exchange = {
         name: cost(DEEPSEEK, replace(TRAIN, **options), world=64, **degrees).time.communication[
             "ep"
         ]
-        for name, options in {
-            "copies": {"dispatch": "copies"},
-            "once": {"max_nodes": 8},
-            "limited": {},
-            "fp8": {"fp8_dispatch": True},
-        }.items()
+        for name, options in every.items()
     }
     assert exchange["copies"] > exchange["once"] > exchange["limited"] > exchange["fp8"]
 
