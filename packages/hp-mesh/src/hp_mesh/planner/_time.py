@@ -54,7 +54,7 @@ class Microbatch(NamedTuple):
 class Stage(NamedTuple):
     """Seconds of one microbatch on the slowest pipeline rank, and of its wait for the others.
 
-    ``layers`` is how many the rank with most has, each with ``free_forward`` and ``free_backward``
+    ``layers`` is how many that rank has, each with ``free_forward`` and ``free_backward``
     seconds that have nothing beside them yet.
     """
 
@@ -334,7 +334,7 @@ class TimeModel:
             send=send,
             busy=busy,
             bubble=bubble,
-            layers=most,
+            layers=layers,
             free_forward=one.free_forward,
             free_backward=one.free_backward,
         )
