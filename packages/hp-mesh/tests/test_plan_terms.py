@@ -260,3 +260,8 @@ def test_the_memory_that_may_be_planned_for_is_the_clusters_where_it_says() -> N
     assert limits[1] == pytest.approx(limits[0] / 0.95 / 2)
     with pytest.raises(ParallelDimsError, match=r"memory_fraction=1\.5 given; use 1 or below"):
         Cluster(world_size=8, accelerator="H100", memory_fraction=1.5)
+
+
+def test_an_expert_tensor_degree_without_a_price_is_refused() -> None:
+    with pytest.raises(ParallelDimsError, match="etp=4 is neither 1 nor tp=1: estimates know no"):
+        cost(MIXTRAL, world=8, dp_shard=8, ep=2, etp=4, free_etp=True)

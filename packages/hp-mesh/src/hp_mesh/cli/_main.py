@@ -698,9 +698,6 @@ def answer_estimate(args: Namespace, inputs: Inputs) -> Answer:
     cluster, train = _read_run(args, inputs, dims.layout().world_size if dims else args.world)
     if dims is None or inputs.violations:
         raise ParallelDimsError(inputs.violations)
-    if dims.etp not in (1, dims.tp):
-        reason = f"etp={dims.etp} is neither 1 nor tp={dims.tp}: estimates know no other"
-        raise refusal("etp", reason, {"etp": dims.etp, "tp": dims.tp})
     own = estimate(args.model, cluster, train, dims)
     with Progress("planning") as progress:
         found = plan(args.model, cluster, train, progress=progress)

@@ -184,6 +184,8 @@ def estimate(
         wrong += [_other_world(degrees.world, cluster.world_size)]
     if not dims.fsdp_folds_cp and dims.cp > 1:
         wrong += [_unfolded(dims.cp)]
+    if dims.etp not in (1, dims.tp):
+        wrong += [_free_etp(dims.etp, dims.tp)]
     wrong += Legality(model, train).violations(dims, degrees)
     raise_errors(wrong)
     search = Search(model, cluster, train, calibration)
@@ -478,6 +480,14 @@ def _unfolded(cp: int) -> Violation:
         values={"fsdp_folds_cp": False, "cp": cp},
         reason="estimates are for parameters sharded over dp_shard and cp; "
         "give fsdp_folds_cp=True or cp=1",
+    )
+
+
+def _free_etp(etp: int, tp: int) -> Violation:
+    return Violation(
+        rule="etp",
+        values={"etp": etp, "tp": tp},
+        reason=f"etp={etp} is neither 1 nor tp={tp}: estimates know no other",
     )
 
 
