@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
 from ._errors import InputError, LayoutError, described
-from ._layouts import Contiguous, Layout, check_layout, told_length
+from ._layouts import Layout, checked_layout, told_length
 from ._lineage import check_lineage
 from ._masks import MaskSpec, check_mask
 from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
@@ -376,7 +376,7 @@ def _check_shared(options: AttentionOptions, n: int) -> None:
     """Raise `LayoutError` for options that make no plan of any length."""
     check_schedule(options.schedule)
     check_mask(options.mask)
-    check_layout(Contiguous() if options.layout is None else options.layout)
+    checked_layout(options.layout)
     ring_of(options.schedule, n // options.ulysses_degree)
 
 

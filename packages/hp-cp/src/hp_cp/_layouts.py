@@ -235,7 +235,7 @@ class Pinned(Layout):
     mask: MaskSpec
 
     def __post_init__(self) -> None:
-        check_layout(self.layout)
+        checked_layout(self.layout)
         check_mask(self.mask)
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
@@ -250,8 +250,12 @@ def told_length(layout: Layout | None, mask: MaskSpec | None) -> int | None:
     return told_length(layout.layout, layout.mask) if isinstance(layout, Pinned) else None
 
 
-def check_layout(layout: object) -> None:
-    """Raise `LayoutError` unless ``layout`` is a `Layout`, no name or class of one, with a hash."""
+def checked_layout(layout: object) -> Layout:
+    """Return the layout that is meant: `Contiguous` for None.
+
+    Raises `LayoutError` for what is no `Layout`, as the name or class of one, or has no hash.
+    """
+    layout = Contiguous() if layout is None else layout
     if isinstance(layout, type) or not isinstance(layout, Layout):
         raise LayoutError(
             f"layout must be a Layout, got {described(layout)}; use Contiguous(), Zigzag() or an "
@@ -264,6 +268,7 @@ def check_layout(layout: object) -> None:
             f"{layout!r} has no hash, by which plans are kept: {error}; make it a frozen dataclass "
             f"of hashable fields"
         ) from error
+    return layout
 
 
 def check_size(n: int, seq_len: int) -> None:
@@ -301,18 +306,18 @@ def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
     return mask
 
 
-def checked_chunks(layout: Layout, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
+def checked_chunks(layout: Layout | None, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
     """Return the chunks of a layout, which partition the sequence; the same object every time.
 
     Raises `LayoutError` for what is no layout or mask, for a number of ranks or a length that is
     none, for documents of another length, and for chunks that are no partition.
     """
-    check_layout(layout)
+    layout = checked_layout(layout)
     check_size(n, seq_len)
     if mask is not None:
         check_mask(mask)
     rest = None if mask is None else mask.rest
-    return _chunks(layout, n, seq_len, rest)  # type: ignore[arg-type]  # check_layout saw a hash
+    return _chunks(layout, n, seq_len, rest)  # type: ignore[arg-type]  # its hash was seen
 
 
 @lru_cache(maxsize=32)  # packed data brings another mask with every batch

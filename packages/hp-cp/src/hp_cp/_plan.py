@@ -24,9 +24,9 @@ from ._layouts import (
     Chunks,
     Contiguous,
     Layout,
-    check_layout,
     check_size,
     checked_chunks,
+    checked_layout,
     cut,
     even_edges,
     lengths_of,
@@ -459,10 +459,9 @@ def _checked(
     value_size: int | None,
     itemsize: int,
 ) -> AttentionPlan:
-    layout = Contiguous() if layout is None else layout
     check_schedule(schedule)
     check_mask(mask)
-    check_layout(layout)
+    layout = checked_layout(layout)
     check_size(n, seq_len)
     check_degree(ulysses_degree, n)
     q_heads = ulysses_degree if q_heads is None else q_heads

@@ -13,10 +13,9 @@ from hp_dtensor import AutogradCollectives, Axis, AxisMesh, Collectives, TorchCo
 from ._errors import InputError, described
 from ._layouts import (
     Chunks,
-    Contiguous,
     Layout,
-    check_layout,
     checked_chunks,
+    checked_layout,
     lengths_of,
     told_length,
 )
@@ -46,8 +45,7 @@ def shard_sequence(
     mask or makes no partition, and for a mask of another length.
     """
     n, rank = place_of(mesh)
-    layout = Contiguous() if layout is None else layout
-    check_layout(layout)
+    layout = checked_layout(layout)
 
     def chunks_of(x: Tensor, dim: int) -> Chunks:
         return checked_chunks(layout, n, x.shape[dim], mask)
@@ -87,8 +85,7 @@ def unshard_sequence(
     `context_parallel_attention`.
     """
     n, rank = place_of(mesh)
-    layout = Contiguous() if layout is None else layout
-    check_layout(layout)
+    layout = checked_layout(layout)
     if mask is not None:
         check_mask(mask)
     told = told_length(layout, mask) if seq_len is None else seq_len
@@ -161,8 +158,7 @@ def sharded_buffers(
         ...     loss(model(tokens), labels).backward()
     """
     n, rank = place_of(mesh)
-    layout = Contiguous() if layout is None else layout
-    check_layout(layout)
+    layout = checked_layout(layout)
     _check_buffers(buffers)
     buffers = tuple(buffers)
     kept = _kept(keep, buffers)
@@ -271,7 +267,7 @@ def position_ids(
     `shard_sequence` does.
     """
     n, rank = place_of(mesh)
-    chunks = checked_chunks(Contiguous() if layout is None else layout, n, seq_len, mask)
+    chunks = checked_chunks(layout, n, seq_len, mask)
     whole = MaskSpec(causal=True) if mask is None else mask
     found = []
     for row in whole.rows:

@@ -40,7 +40,7 @@ from ._attention import (
 )
 from ._blockwise import repeat_heads
 from ._errors import BackendError, DegreeError, InputError, described
-from ._layouts import Contiguous, Layout, check_layout, check_size
+from ._layouts import Contiguous, Layout, check_size, checked_layout
 from ._lineage import note_rows
 from ._masks import MaskSpec, check_mask
 from ._mesh import default_degree, device_of, place_of, rank_groups_of
@@ -136,8 +136,7 @@ class ContextParallel(ParallelStyle):
                 f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names}; give three, "
                 f"or none to use those of the module's forward"
             )
-        layout = Contiguous() if layout is None else layout
-        check_layout(layout)
+        layout = checked_layout(layout)
         check_schedule(schedule)
         if mask is not None:
             check_mask(mask)

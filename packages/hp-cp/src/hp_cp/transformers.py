@@ -19,12 +19,11 @@ from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 from ._attention import context_parallel_attention
 from ._errors import InputError, described
 from ._layouts import (
-    Contiguous,
     Layout,
     Pinned,
-    check_layout,
     check_size,
     checked_chunks,
+    checked_layout,
     lengths_of,
 )
 from ._masks import MaskSpec, check_mask
@@ -154,8 +153,7 @@ def context_parallel(
     """
     library = import_module("transformers")
     collectives = TorchCollectives() if collectives is None else collectives
-    layout = Contiguous() if layout is None else layout
-    check_layout(layout)
+    layout = checked_layout(layout)
     check_schedule(schedule)
     check_backend_name(backend)
     if seq_len is not None:
@@ -250,7 +248,7 @@ def shard_batch(
         LayoutError: As from `shard_sequence`.
     """
     n, _ = place_of(mesh)
-    layout = Contiguous() if layout is None else layout
+    layout = checked_layout(layout)
     rest = dict(_checked_mapping(batch))
     rows, seq_len = _size_of(rest)
     if dropout_seed is not None and (type(dropout_seed) is not int or dropout_seed < 0):
