@@ -227,6 +227,23 @@ def test_keys_of_another_cut_than_that_of_the_queries_are_refused() -> None:
     simulated(2, call)
 
 
+@pytest.mark.parametrize("alike_first", [True, False])
+def test_a_sum_of_two_branches_of_which_one_has_another_cut_is_refused(alike_first: bool) -> None:
+    tensors = inputs(2, 2, 32)
+
+    def call(rank: int, record: RecordingCollectives, mesh: Any) -> None:
+        zigzag, contiguous = (
+            of_function(mesh, CAUSAL, layout, record) for layout in (Zigzag(), Contiguous())
+        )
+        local = leaves(*shard_sequence(tensors[:3], mesh, Zigzag(), 2))
+        alike, other = zigzag(*local), contiguous(*local)
+        both = alike + other if alike_first else other + alike
+        with pytest.raises(LayoutError, match=r"that Contiguous\(\) cut by .* Zigzag\(\) cuts"):
+            zigzag(both, local[1], local[2])
+
+    simulated(2, call)
+
+
 class Halves(Contiguous):
     """`Contiguous`, said in more pieces."""
 

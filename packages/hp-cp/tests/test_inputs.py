@@ -166,3 +166,60 @@ def test_layers_with_other_masks_share_the_cut_of_one() -> None:
 def test_a_pinned_layout_wants_a_layout_and_a_mask(parts: Any) -> None:
     with pytest.raises(LayoutError, match="must be a"):
         Pinned(*parts)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_changes_no_operation_of_the_attention_itself(inside: bool) -> None:
+    tensors = [5 * torch.randn(1, 2, 64, 16).bfloat16().float() for _ in range(3)]
+
+    def results(autocast: bool, dtype: torch.dtype) -> list[Any]:
+        def rank(rank: int, collectives: SimulatedCollectives) -> list[Tensor]:
+            mine = [x.chunk(2, 2)[rank].to(dtype).clone().requires_grad_() for x in tensors]
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out, lse = context_parallel_attention(
+                    *mine,
+                    collectives.mesh((2,), ("cp",)),
+                    mask=MaskSpec(causal=True),
+                    softcap=50.0,
+                    return_lse=True,
+                    collectives=collectives,
+                )
+                if inside:
+                    out.backward(torch.ones_like(out))
+            if not inside:
+                out.backward(torch.ones_like(out))
+            grads = [x.grad for x in mine]
+            return [out.detach(), lse, *(g.bfloat16() for g in grads if g is not None)]
+
+        return SimulatedWorld(2).run(rank)
+
+    pairs = zip(results(True, torch.float32), results(False, torch.bfloat16), strict=True)
+    for found, expected in pairs:
+        assert len(found) == 5
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_output_without_gradients_may_be_changed_in_place(n: int, dims: tuple[int, int]) -> None:
+    seq_dim, head_dim = dims
+    whole = torch.randn(1, 2, 16, 4).transpose(2, seq_dim).contiguous()
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> Tensor:
+        x = whole.chunk(n, seq_dim)[rank]
+        out = context_parallel_attention(
+            x,
+            x,
+            x,
+            collectives.mesh((n,), ("cp",)),
+            mask=MaskSpec(causal=True),
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            collectives=collectives,
+        )
+        expected, gate = out.clone().sum((0, 1, 2)), torch.ones(4, requires_grad=True)
+        out.mul_(gate)
+        (grad,) = torch.autograd.grad(out.sum(), gate)
+        return grad - expected
+
+    assert all(difference.abs().max() < 1e-5 for difference in SimulatedWorld(n).run(rank))

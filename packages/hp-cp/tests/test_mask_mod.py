@@ -332,3 +332,101 @@ def test_documents_of_each_row_and_a_function_are_that_of_both(function: Any) ->
     for mine, theirs in zip(*found, strict=True):
         for x, right in zip(mine, theirs, strict=True):
             torch.testing.assert_close(x, right, rtol=0, atol=1e-13)
+
+
+class Reach:
+    """A mask function whose reach may be set."""
+
+    def __init__(self, reach: int) -> None:
+        self.reach = reach
+
+    def seen(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Return whether a key is near."""
+        return q_idx - kv_idx < self.reach
+
+
+def test_a_method_of_a_changed_object_is_another_function() -> None:
+    q, k, v = torch.randn(3, 1, 1, 16, 4, dtype=torch.float64)
+    rule = Reach(3)
+
+    def attended() -> Tensor:
+        mask = MaskSpec(causal=True, mask_mod=rule.seen)
+
+        def rank(rank: int, collectives: SimulatedCollectives) -> Tensor:
+            mine = (x.chunk(2, 2)[rank] for x in (q, k, v))
+            return context_parallel_attention(
+                *mine, collectives.mesh((2,), ("cp",)), mask=mask, collectives=collectives
+            )
+
+        return torch.cat(SimulatedWorld(2).run(rank), 2)
+
+    first = attended()
+    rule.reach = 9
+    second = attended()
+    rule = Reach(9)
+    assert not torch.equal(first, second)
+    assert torch.equal(attended(), second)
+
+
+@pytest.mark.parametrize("schedule", ["direct", "gather", "ring"])
+@pytest.mark.parametrize(
+    "function",
+    [lambda b, h, i, j: torch.ones(40, dtype=torch.bool)[j], lambda b, h, i, j: j.float()],
+    ids=["short table", "floats"],
+)
+def test_a_function_that_fails_on_one_rank_fails_on_every_one(function: Any, schedule: Any) -> None:
+    mask = MaskSpec(causal=True, mask_mod=function)
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> type[Exception]:
+        x = torch.randn(1, 2, [64, 0][rank], 4)
+        with pytest.raises((IndexError, LayoutError)) as info:
+            context_parallel_attention(
+                x,
+                x,
+                x,
+                collectives.mesh((2,), ("cp",)),
+                mask=mask,
+                schedule=schedule,
+                layout=First(),
+                seq_len=64,
+                collectives=collectives,
+            )
+        return info.type
+
+    assert len({*SimulatedWorld(2, timeout=10).run(rank)}) == 1
+
+
+class First(Contiguous):
+    """All rows on the first rank."""
+
+    __slots__ = ()
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Any:
+        """Return all positions, and nothing for the other ranks."""
+        return ((range(seq_len),), *[()] * (n - 1))
+
+
+def test_unequal_lengths_are_compared_before_a_function_is_asked() -> None:
+    table = torch.ones(16, dtype=torch.bool)
+    mask = MaskSpec(causal=True, mask_mod=lambda b, h, i, j: table[j])
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> str:
+        x = torch.randn(1, 2, [8, 9][rank], 4)
+        with pytest.raises(InputError) as info:
+            context_parallel_attention(
+                x, x, x, collectives.mesh((2,), ("cp",)), mask=mask, collectives=collectives
+            )
+        return str(info.value)
+
+    (said,) = {*SimulatedWorld(2, timeout=10).run(rank)}
+    assert "unequal local lengths" in said
+
+
+def test_a_batch_of_none_asks_no_function() -> None:
+    def rank(rank: int, collectives: SimulatedCollectives) -> Any:
+        x = torch.randn(0, 2, 8, 4)
+        mesh = collectives.mesh((2,), ("cp",))
+        mask = MaskSpec(causal=True, mask_mod=prefix)
+        return context_parallel_attention(x, x, x, mesh, mask=mask, collectives=collectives).shape
+
+    assert SimulatedWorld(2).run(rank) == [(0, 2, 8, 4)] * 2

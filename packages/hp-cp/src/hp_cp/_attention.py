@@ -231,7 +231,8 @@ def sharded_attention(
     plan = plan_inputs(q, k, v, groups, options)
     executed = plan.executed
     backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
-    if plan.mask.mask_mod is not None:  # asked before anything is communicated, as it may raise
+    if plan.mask.mask_mod is not None:  # asked before anything else is communicated: it may raise
+        compare_rows(q, groups, options)
         executed_part_of(executed, groups.ring.index, backends.windows, str(q.device))
     check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
@@ -368,7 +369,7 @@ def plan_inputs(
         _check_shared(options, groups.n)
         compare_rows(q, groups, options)  # others may have no error
         raise
-    check_lineage((q, k, v), plan)
+    check_lineage((q, k, v), plan, q.shape[options.seq_dim])
     return plan
 
 

@@ -9,9 +9,10 @@ take. Backends get transposed views, with the dims of `AttentionBackend`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -426,7 +427,8 @@ class OnlineSoftmax:
             self._start() if self._out is None or self._lse is None else (self._out, self._lse)
         )
         if sinks is None:
-            return out.to(self._q.dtype), lse
+            # No view of what was made here, without autograd, so that a caller may change it.
+            return out.to(self._q.dtype).data, lse
         total = torch.logaddexp(lse, sinks.to(lse.dtype))
         share = (lse - total).exp().masked_fill_(lse == -torch.inf, 0.0)
         return (out * share.unsqueeze(-1)).to(self._q.dtype), total
@@ -549,3 +551,11 @@ def sum_heads(x: Tensor, repeats: Sequence[int] | None) -> Tensor:
     if repeats is None:
         return x
     return torch.cat([part.sum(2, keepdim=True) for part in x.split(list(repeats), 2)], 2)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which operations keep the dtypes of their inputs."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()

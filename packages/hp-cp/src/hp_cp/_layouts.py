@@ -281,6 +281,7 @@ def check_size(n: int, seq_len: int) -> None:
 
 def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> None:
     """Raise `LayoutError` unless the chunks keep the contract of `Layout.chunks`."""
+    kept = {*map(type, (chunks, *chunks))} <= {tuple}  # what plans are kept by has a hash
     flat = sorted((chunk for rank in chunks for chunk in rank), key=lambda chunk: chunk.start)
     edges = [0, *(chunk.stop for chunk in flat)]
     whole = edges[-1] == seq_len and len(chunks) == n
@@ -288,7 +289,7 @@ def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> Non
         c.step == 1 and len(c) > 0 and c.start == at for at, c in zip(edges, flat, strict=False)
     )
     ascending = all(a.stop <= b.start for rank in chunks for a, b in pairwise(rank))
-    if not (whole and touching and ascending):
+    if not (kept and whole and touching and ascending):
         raise LayoutError(
             f"{layout!r}.chunks({n}, {seq_len}) must be {n} tuples of ascending, non-empty ranges "
             f"that partition range({seq_len})"

@@ -29,18 +29,18 @@ class Origin(NamedTuple):
     plan: AttentionPlan
 
 
-def check_lineage(tensors: Sequence[Tensor], plan: AttentionPlan) -> None:
-    """Raise `LayoutError` where an attention with another cut made the rows of ``tensors``.
+def check_lineage(tensors: Sequence[Tensor], plan: AttentionPlan, rows: int) -> None:
+    """Raise `LayoutError` where an attention with another cut made the ``rows`` of ``tensors``.
 
-    For each tensor the nearest attention over a sequence of this length counts: those before it
-    were seen when it was made. What holds less than two rows, as a summary of another sequence,
-    brings no rows, and what was gathered or sharded since may be cut in another way. Sees nothing
-    without gradients.
+    For each tensor the nearest attentions over a sequence of this length count: those before them
+    were seen when they were made, and others are looked for as far as to the first once more. What
+    holds less than two rows, as a summary of another sequence, brings no rows, and what was
+    gathered or sharded since may be cut in another way. Sees nothing without gradients.
     """
     if plan.n == 1 or _find_other(tensors, plan) is None:  # sizes cost more than all the rest
         return
-    rows, size = min(plan.lengths), max(x.numel() for x in tensors)
-    least = 2 * size / rows if rows >= _TELLING else 0  # a share of the rows, the same on all ranks
+    size = max(x.numel() for x in tensors)
+    least = 2 * size / rows if min(plan.lengths) >= _TELLING else 0  # two rows, on every rank
     if (before := _find_other(tensors, plan, least)) is not None:
         raise LayoutError(
             f"q, k or v was made of rows that {before.layout!r} cut by {_brief(before.mask)}, but "
@@ -76,7 +76,8 @@ def _find_other(
     seen: set[Any] = set()  # also by the walk from another tensor, which tells the rest
     for x in tensors:
         waiting: deque[Any] = deque([x.grad_fn])
-        while waiting and len(seen) < _NODES:
+        last = _NODES
+        while waiting and len(seen) < last:
             node = waiting.popleft()
             if node is None or node in seen:
                 continue
@@ -84,13 +85,17 @@ def _find_other(
             if least is not None and (largest_output(node) < least or _ANEW in node.metadata):
                 continue
             origin = getattr(node, "origin", None)
-            if not isinstance(origin, Origin):
+            if not isinstance(origin, Origin) or not _as_long(origin.plan, plan):
                 waiting.extend(parent for parent, _ in node.next_functions)
-            elif (origin.plan.n, origin.plan.row_length) == (plan.n, plan.row_length):
-                if not _cuts_alike(origin.plan, plan):
-                    return origin.plan
-                break
+            elif not _cuts_alike(origin.plan, plan):
+                return origin.plan
+            else:
+                last = min(last, 2 * len(seen))
     return None
+
+
+def _as_long(a: AttentionPlan, b: AttentionPlan) -> bool:
+    return (a.n, a.row_length) == (b.n, b.row_length)
 
 
 def _cuts_alike(a: AttentionPlan, b: AttentionPlan) -> bool:

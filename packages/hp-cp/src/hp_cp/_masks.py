@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MaskMod = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskSpec:
     """The attention mask as a rule on global positions.
 
@@ -60,6 +60,17 @@ class MaskSpec:
             _check_documents(self.cu_seqlens)
         if self.mask_mod is not None:
             _check_function(self.mask_mod)
+
+    def __eq__(self, other: object) -> bool:
+        # Methods of one object are equal also after it changed: plans are kept for this one.
+        return isinstance(other, MaskSpec) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        # The function is held here, so that no other one has its id.
+        return self.causal, self.window, self.cu_seqlens, id(self.mask_mod)
 
     @property
     def rest(self) -> "MaskSpec":

@@ -266,6 +266,8 @@ def part_of(plan: AttentionPlan, rank: int, *, windows: bool = False, device: st
     ``windows`` leaves windows whole, for kernels that take them; ``device`` is where the function
     of a mask is asked.
     """
+    if plan.mask.mask_mod is not None and plan.n > 1:
+        _ask_corners(plan, device)
     lengths = plan.lengths
     if plan.ulysses_degree > 1:
         groups = range(0, plan.n, plan.ulysses_degree)
@@ -278,8 +280,26 @@ def part_of(plan: AttentionPlan, rank: int, *, windows: bool = False, device: st
         lengths,
         all_keys=SCHEDULES[name_of(plan.schedule)].all_keys,
         windows=windows,
-        look=None if plan.mask.mask_mod is None else _look_of(plan, device),
+        look=None if plan.mask.mask_mod is None or not plan.batch else _look_of(plan, device),
     )
+
+
+def _ask_corners(plan: AttentionPlan, device: str) -> None:
+    """Ask the function of a mask for the first and the last pair, so that every rank sees it fail.
+
+    Each rank asks for its own rows only then, of which it may have none.
+    """
+    import torch
+
+    from ._mask_mod import shown
+
+    length, where = plan.row_length, torch.device(device)
+    if plan.mask.mask_mod is None or not (plan.batch and length):
+        return
+    rows = plan.batch if plan.sequences == 1 else plan.sequences
+    ends = (torch.tensor([0, size - 1], device=where) for size in (rows, plan.q_heads, length))
+    batch, heads, positions = ends
+    shown(plan.mask.mask_mod, batch, heads, positions, positions)
 
 
 def _look_of(plan: AttentionPlan, device: str) -> Look:

@@ -28,6 +28,7 @@ from ._blockwise import (
     backward_blocks,
     forward_blocks,
     gradient_of_sinks,
+    without_autocast,
 )
 from ._lineage import Origin
 from ._mask_mod import whole_function
@@ -486,7 +487,7 @@ class _Attend(torch.autograd.Function):
         rows = OnlineSoftmax(q, v.shape[3])
         kept: list[Tensor] = []
         keep = schedule.plan.keep_kv and any(ctx.needs_input_grad)
-        with PendingWork(schedule.peers) as calls:
+        with without_autocast(q.device), PendingWork(schedule.peers) as calls:
             for source, held in fetch(k, v, schedule, calls):
                 if keep and source != schedule.rank:
                     kept += (held.k, held.v)
@@ -508,7 +509,7 @@ class _Attend(torch.autograd.Function):
         dq = RowSum(q)
         own = KVGradient((k, v), schedule.own_rows)
 
-        with PendingWork(schedule.peers) as calls:
+        with without_autocast(q.device), PendingWork(schedule.peers) as calls:
             returns = schedule.movement.returns(schedule, own, (k, v), calls)
             for source, held in _kept_or_fetched(k, v, kept, schedule, calls):
                 share = own if source == schedule.rank else KVGradient((k, v), held.rows)

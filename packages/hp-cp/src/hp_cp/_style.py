@@ -30,6 +30,7 @@ from ._arguments import (
 )
 from ._attention import (
     AttentionOptions,
+    as_autocast,
     check_dims,
     check_rows,
     check_tensors,
@@ -300,6 +301,7 @@ def exchange_around(
     `InputError` after the first exchange where there is none.
     """
     groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
+    q, k, v = (as_autocast(x) for x in (q, k, v))
     plan = plan_inputs(q, k, v, groups, options)
     check_rows(q, plan, groups, options)
     exchange = exchange_of(plan, groups)

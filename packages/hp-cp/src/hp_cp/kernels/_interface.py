@@ -256,7 +256,7 @@ def _ints_on(
 ) -> Tensor:
     flat = [i for x in values for i in (x if isinstance(x, range) else (x,))]
     # Pinned, so that the host need not wait for the device to take them.
-    made = torch.tensor(flat, dtype=dtype, pin_memory=device.type == "cuda")
+    made = torch.tensor(flat, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
 
 
