@@ -66,7 +66,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 def weights_of(num_experts: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(num_experts)
-    shapes = (num_experts, 5, 3), (num_experts, 3, 5), (num_experts, 5, 3)
+    shapes = (num_experts, 10, 3), (num_experts, 3, 5)
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
@@ -88,9 +88,9 @@ def rank_result(
     rows, counts, state = dispatcher.dispatch(x, w, routing.expert_ids[rank])
     y = dispatcher.combine(experts(rows, counts), state)
     (y * torch.arange(1.0, 4.0)).sum().backward()
-    gx, gw, g1, g2, g3 = grads([x, w, *experts.parameters()])
+    gx, gw, g1, g2 = grads([x, w, *experts.parameters()])
     sums = rows.detach().sum(0)
-    return dict(y=y.detach(), x=gx, w=gw, w1=g1, w2=g2, w3=g3, counts=counts, sums=sums)
+    return dict(y=y.detach(), x=gx, w=gw, gate_up=g1, down=g2, counts=counts, sums=sums)
 
 
 def check(routing: Routing, results: list[Result], *, counted: bool = True) -> None:
@@ -98,11 +98,11 @@ def check(routing: Routing, results: list[Result], *, counted: bool = True) -> N
     x = torch.cat(routing.x).requires_grad_()
     w = torch.cat(routing.weights).requires_grad_()
     ids = torch.cat(routing.expert_ids)
-    w1, w2, w3 = (p.requires_grad_() for p in weights_of(routing.num_experts))
-    y = dense_combine(x, w, ids, w1, w2, w3)
+    gate_up, down = (p.requires_grad_() for p in weights_of(routing.num_experts))
+    y = dense_combine(x, w, ids, gate_up, down)
     (y * torch.arange(1.0, 4.0)).sum().backward()
     assert_close(torch.cat([r["y"] for r in results]), y)
-    for name, leaf in dict(x=x, w=w, w1=w1, w2=w2, w3=w3).items():
+    for name, leaf in dict(x=x, w=w, gate_up=gate_up, down=down).items():
         assert_close(torch.cat([r[name] for r in results]), leaf.grad)
     total = x.detach().sum(0) * routing.top_k  # every token arrives once per choice, unchanged
     assert_close(torch.stack([r["sums"] for r in results]).sum(0), total)

@@ -36,9 +36,8 @@ def _grouped(theirs: Any) -> GroupedExperts:
         theirs.hidden_dim, theirs.intermediate_dim, theirs.num_experts, dtype=torch.float64
     )
     with torch.no_grad():
-        gate, up = theirs.gate_up_proj.chunk(2, dim=1)
-        for mine, value in ((ours.w1, gate), (ours.w3, up), (ours.w2, theirs.down_proj)):
-            mine.copy_(value)
+        ours.gate_up_proj.copy_(theirs.gate_up_proj)
+        ours.down_proj.copy_(theirs.down_proj)
     return ours
 
 
@@ -82,20 +81,13 @@ def _step(model: Any, tokens: Tensor, share: float) -> float:
 
 
 def _single() -> list[Any]:
-    """Return each step's loss and gradients, the experts' ones named like ours."""
+    """Return each step's loss and gradients."""
     model, found = _model(), []
     for _ in range(STEPS):
         loss = _step(model, _tokens(), 1.0)
         named: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
-            if name.endswith("gate_up_proj"):
-                gate, up = p.grad.chunk(2, dim=1)
-                prefix = name.removesuffix("gate_up_proj")
-                named |= {prefix + "w1": gate.clone(), prefix + "w3": up.clone()}
-            else:
-                named[name.replace("down_proj", "w2") if "experts" in name else name] = (
-                    p.grad.clone()
-                )
+            named[name] = p.grad.clone()
         found.append((loss, named))
         _update(model)
     return found

@@ -22,6 +22,9 @@ from .dispatch._cost import choose_dispatcher as choose_dispatcher
 from .dispatch._cost import expected_bytes as expected_bytes
 
 if TYPE_CHECKING:
+    from ._balance import BalanceLoss as BalanceLoss
+    from ._balance import collect_loads as collect_loads
+    from ._balance import update_router_bias as update_router_bias
     from ._experts import GroupedExperts as GroupedExperts
     from ._moe import MoE as MoE
     from ._permutation import bag_sum as bag_sum
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
+    from ._router import TopKRouter as TopKRouter
     from .balance._clip import clip_grad_norm_ as clip_grad_norm_
     from .balance._migrate import migrate_experts as migrate_experts
     from .balance._order import order_by_expert as order_by_expert
@@ -44,10 +48,6 @@ if TYPE_CHECKING:
     from .dispatch._protocol import SpreadDispatcher as SpreadDispatcher
     from .dispatch._protocol import TokenDispatcher as TokenDispatcher
     from .dispatch._tensor_parallel import Summed as Summed
-    from .routing._balance import BalanceLoss as BalanceLoss
-    from .routing._balance import collect_loads as collect_loads
-    from .routing._balance import update_router_bias as update_router_bias
-    from .routing._router import TopKRouter as TopKRouter
     from .styles._base import BaseExpertParallel as BaseExpertParallel
     from .styles._model import parallelize_experts as parallelize_experts
     from .styles._styles import ExpertParallel as ExpertParallel
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _NEED_TORCH = {
     "AllToAll": ".dispatch._all_to_all",
-    "BalanceLoss": ".routing._balance",
+    "BalanceLoss": "._balance",
     "BaseExpertParallel": ".styles._base",
     "Dedup": ".dispatch._dedup",
     "DispatchState": ".dispatch._protocol",
@@ -73,10 +73,10 @@ _NEED_TORCH = {
     "Summed": ".dispatch._tensor_parallel",
     "TensorParallel": ".styles._styles",
     "TokenDispatcher": ".dispatch._protocol",
-    "TopKRouter": ".routing._router",
+    "TopKRouter": "._router",
     "bag_sum": "._permutation",
     "clip_grad_norm_": ".balance._clip",
-    "collect_loads": ".routing._balance",
+    "collect_loads": "._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".balance._migrate",
     "order_by_expert": ".balance._order",
@@ -85,10 +85,10 @@ _NEED_TORCH = {
     "permute": "._permutation",
     "permute_indices": "._permutation",
     "unpermute": "._permutation",
-    "update_router_bias": ".routing._balance",
+    "update_router_bias": "._balance",
 }
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "DispatchStateError",
     "ExpertConfigError",

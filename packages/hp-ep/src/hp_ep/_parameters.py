@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
+from ._torch import split_factor_of, strided_shard, teach_strided_shards
 from .balance._placement import Placement as ExpertPlacement
 
 
@@ -23,14 +24,39 @@ def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:
     """
     if not isinstance(weight, DTensor):
         return weight
-    whole = None if alike is None else alike.ranks
     placements: list[Placement] = [
-        Partial()
-        if placement.is_replicate() and Axis.of(weight.device_mesh, axis).ranks != whole
-        else placement
+        Partial() if placement.is_replicate() and not _is_over(weight, axis, alike) else placement
         for axis, placement in enumerate(weight.placements)
     ]
     return weight.to_local(grad_placements=placements)
+
+
+def _is_over(weight: DTensor, axis: int, alike: Axis | None) -> bool:
+    return alike is not None and Axis.of(weight.device_mesh, axis).ranks == alike.ranks
+
+
+def join_halves(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``gate`` and ``up [..., hidden, dim]`` as one ``[..., 2 * hidden, dim]``, gate first.
+
+    Of DTensors each half stays sharded as it is; communicates nothing.
+    """
+    dim = gate.dim() - 2
+    if not isinstance(gate, DTensor) or not isinstance(up, DTensor):
+        return torch.cat([gate, up], dim)
+    shape = list(gate.shape)
+    shape[dim] *= 2
+    placements = [
+        strided_shard(dim, 2) if isinstance(p, Shard) and p.dim == dim else p
+        for p in gate.placements
+    ]
+    return DTensor.from_local(
+        torch.cat([gate.to_local(), up.to_local()], dim),
+        gate.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
 def check_untied(model: nn.Module, layers: Mapping[str, Sequence[nn.Module]]) -> None:
@@ -105,20 +131,26 @@ def split_experts(
 ) -> None:
     """Replace each parameter ``[experts, ...]`` of ``module`` by a DTensor over ``mesh``.
 
-    ``placements`` of a name are all Shard, and dimension 0 is cut by the first axis or not at all.
+    ``placements`` of a name shard it, each of several blocks, or replicate it; dimension 0 is cut
+    by the first axis or not at all.
     Every rank keeps its part of the values it has: a block of the experts, or those that ``held``
     puts there. Communicates nothing.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
         local = parameter.detach()
         layout = placements(name)
+        if any(split_factor_of(p) for p in layout):
+            teach_strided_shards()
         for axis, placement in enumerate(layout):
-            dim = placement.dim if isinstance(placement, Shard) else 0
             index = mesh.get_local_rank(axis)
+            if placement.is_replicate():
+                continue
+            dim: int = placement.dim  # type: ignore[attr-defined]
             if dim == 0 and held is not None:
                 local = local[list(held.on_rank(index))]
             else:
-                local = local.chunk(mesh.size(axis), dim)[index]
+                blocks = local.unflatten(dim, (split_factor_of(placement) or 1, -1))
+                local = blocks.chunk(mesh.size(axis), dim + 1)[index].flatten(dim, dim + 1)
         # A copy of its own: a part of the whole would keep the whole alive.
         local = local.clone(memory_format=torch.contiguous_format)
         _replace(module, name, local, mesh, layout)
@@ -134,5 +166,16 @@ def _replace(
     module: nn.Module, name: str, local: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]
 ) -> None:
     requires_grad = module.get_parameter(name).requires_grad
-    value = DTensor.from_local(local, mesh, layout, run_check=False)
+    shape = list(local.shape)
+    for axis, placement in enumerate(layout):
+        if not placement.is_replicate():
+            shape[placement.dim] *= mesh.size(axis)  # type: ignore[attr-defined]
+    value = DTensor.from_local(
+        local,
+        mesh,
+        layout,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
     module.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))

@@ -55,6 +55,33 @@ def block_indices(
     return indices, lengths.view(experts_per_rank, num_ranks).sum(1)
 
 
+def pad_blocks(counts: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor, int]:
+    """Return where blocks of rows go so that the length of each is a multiple of ``multiple``.
+
+    ``counts [blocks]`` sum to ``num_rows``. The results are each row's place ``[rows]``, the
+    padded counts, and how many rows these are: a number that the host knows beforehand, so the
+    last block has what the others leave.
+    """
+    size = -(-(num_rows + counts.shape[0] * (multiple - 1)) // multiple) * multiple
+    counts = counts.long()
+    padded = (counts + multiple - 1) // multiple * multiple
+    shifts = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    places = shifts.repeat_interleave(counts, output_size=num_rows)
+    places = places + torch.arange(num_rows, device=places.device)
+    rest = size - padded[:-1].sum()
+    return places, torch.cat([padded[:-1], rest[None]]), size
+
+
+def place_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
+    """Return ``size`` rows, those of ``rows`` at ``places [rows]`` and zeros; see `take_rows`."""
+    return run_function(_PlaceRows, rows, places, size)
+
+
+def take_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the rows at ``places``, which are distinct; backward is `place_rows`."""
+    return run_function(_TakeRows, rows, places)
+
+
 def permute(rows: Tensor, indices: Tensor) -> Tensor:
     """Return ``rows[indices]`` for a permutation ``indices [rows]`` int64; backward: `unpermute`.
 
@@ -137,6 +164,34 @@ def row_products(a: Tensor, b: Tensor) -> Tensor:
     step = max(1, (_BLOCK if a.is_cpu else 16 * _BLOCK) // max(1, a.shape[1]))
     blocks = zip(a.split(step), b.split(step), strict=True)
     return torch.cat([torch.linalg.vecdot(x.to(wide), y.to(wide)) for x, y in blocks])
+
+
+class _PlaceRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(size, rows.shape[1]).index_copy_(0, places, rows)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        zeros = grads[0].new_zeros(ctx.size, grads[0].shape[1])
+        return zeros.index_copy_(0, places, grads[0]), None
 
 
 class _Reorder(torch.autograd.Function):

@@ -61,9 +61,9 @@ def migrate_experts(
 
 def _compare(experts: GroupedExperts, placement: object, replicas: ReplicaSum) -> None:
     """Raise on all ranks that have a part of the experts unless all give one placement."""
-    mesh = experts.w1.device_mesh if isinstance(experts.w1, DTensor) else None
+    mesh = experts.gate_up_proj.device_mesh if isinstance(experts.gate_up_proj, DTensor) else None
     axes = [replicas.axis] if mesh is None else [Axis.of(mesh, i) for i in range(mesh.ndim)]
-    check_same_placement(placement, axes, experts.w1.device, replicas.collectives)
+    check_same_placement(placement, axes, experts.gate_up_proj.device, replicas.collectives)
 
 
 def _moved(dispatcher: TokenDispatcher, placement: Placement) -> TokenDispatcher:

@@ -26,7 +26,7 @@ def rows_here(what: str, tensor: Tensor, num_rows: int, axis: Axis) -> Tensor:
     cuts = [
         p
         for p in tensor.placements
-        if not isinstance(p, Replicate) and not (isinstance(p, Shard) and p.dim != 0)
+        if not isinstance(p, Replicate) and getattr(p, "dim", 0) == 0  # partial ones have none
     ]
     if tensor.shape[0] != num_rows or cuts != [Shard(0)]:
         raise ExpertConfigError(

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .._permutation import sum_slots, take_slots
+from .._permutation import reorder, sum_slots, take_slots
 from .._sizes import check_sizes
 from ._faults import as_numbers, check_ids, check_routing, checks_data
 from ._host import read_tables
@@ -18,7 +18,7 @@ from ._verdict import raise_faults
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _LocalState(DispatchState):
     slots: SortedSlots
-    weights: Tensor
+    weights: Tensor | None
     dtype: torch.dtype
 
 
@@ -36,10 +36,11 @@ class Local:
         self._validate = validate
 
     def dispatch(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> tuple[Tensor, Tensor, DispatchState]:
         """Return the rows sorted by expert; see `TokenDispatcher.dispatch`.
 
+        With ``weigh_rows`` the state has ``row_weights [rows]``, and ``combine`` only sums.
         `RoutingError` for shapes and dtypes that do not fit together, and for an expert id out of
         range or named twice by one token.
         """
@@ -56,8 +57,11 @@ class Local:
             num_rows=rows.shape[0],
             dim=x.shape[1],
             slots=slots,
-            weights=weights,
+            weights=None if weigh_rows else weights,
             dtype=x.dtype,
+            row_weights=reorder(weights.reshape(-1), slots.order, slots.places.view(-1))
+            if weigh_rows
+            else None,
         )
         return rows, slots.counts, state
 

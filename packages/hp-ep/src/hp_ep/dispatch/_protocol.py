@@ -35,6 +35,8 @@ class DispatchState:
     """How many rows the experts got, and must give back."""
     dim: int
     """How many numbers each of them has."""
+    row_weights: Tensor | None = None
+    """Routing weights ``[rows]`` by which the experts multiply; None where ``combine`` does."""
     _once: _Once = field(default_factory=_Once, repr=False)
 
 

@@ -14,12 +14,12 @@ from .._errors import ExpertConfigError
 from .._experts import GroupedExperts, SharedExperts
 from .._moe import MoE
 from .._parameters import check_alike, check_plain, replicate_parameters, split_experts
+from .._router import TopKRouter, as_axes, check_apart, check_axes
 from ..balance._placement import Placement
 from ..balance._replicas import ReplicaSum
 from ..balance._rows import check_same_placement
 from ..dispatch._protocol import TokenDispatcher
 from ..dispatch._terms import or_torch
-from ..routing._router import TopKRouter, as_axes, check_apart, check_axes
 from ._choose import make_dispatcher
 from ._inputs import check_different_tokens, comparison
 from ._split import Split
@@ -159,7 +159,7 @@ class BaseExpertParallel(ParallelStyle):
                         split.expert_axis,
                         self._placement,
                         self._collectives,
-                        device=layer.experts.w1.device,
+                        device=layer.experts.gate_up_proj.device,
                     )
                 )
             if self._sequence_mesh is not None:
@@ -173,6 +173,7 @@ class BaseExpertParallel(ParallelStyle):
             layer.compare_inputs = comparison(
                 sequence_axes, self._sequence_mesh, layer.router.token_axes, self._collectives
             )
+            layer.experts.summed_over = split.summed_over
             for each in (layer, *beside):
                 each.replicated_over = split.summed_over
 
@@ -221,6 +222,7 @@ class BaseExpertParallel(ParallelStyle):
 
         def change() -> None:
             split_experts(experts, split.mesh, split.placements, None)
+            experts.summed_over = split.summed_over
             wrap_forward(experts, split, self._collectives)
 
         return change

@@ -35,7 +35,7 @@ def make_dispatcher(
         dispatcher = given
     if placement is not None:
         index = 0 if split.expert_axis is None else split.expert_axis.index
-        device = layer.experts.w1.device
+        device = layer.experts.gate_up_proj.device
         dispatcher = Placed(dispatcher, placement, index, device=device)
     if split.summed_over is not None:
         dispatcher = Summed(dispatcher, split.summed_over, collectives)
@@ -78,7 +78,7 @@ def _best(
         num_ranks=split.num_ranks,
         num_experts=num_slots,
         top_k=layer.router.top_k,
-        row_bytes=layer.dim * layer.experts.w1.element_size(),
+        row_bytes=layer.dim * layer.experts.gate_up_proj.element_size(),
         node_size=node_size,
     )
     if axis is None or kind == "local":

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement as TensorPlacement
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from hp_dtensor import Axis
 
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
+from .._torch import strided_shard
 from ..balance._placement import Placement
 from ..dispatch._exchange import check_divides
 
@@ -37,14 +38,23 @@ class Split:
         return None if axis is None or axis.size == 1 else axis
 
     def placements(self, name: str) -> tuple[TensorPlacement, ...]:
-        """Return how the weight ``name`` lies over the mesh.
+        """Return how the parameter ``name`` is laid out over the mesh.
 
-        The hidden dimension is the one that is cut inside an expert: rows of ``w1`` and ``w3``,
-        columns of ``w2`` (Megatron-LM, arXiv 1909.08053, section 3).
+        The hidden dimension is the one that is cut inside an expert: rows of the gate and of the
+        up product, each apart, columns of the down product (Megatron-LM, arXiv 1909.08053, section
+        3). The bias of the down product is whole.
         """
+        inside = {
+            "gate_up_proj": strided_shard(1, 2),
+            "gate_up_proj_bias": strided_shard(1, 2),
+            "down_proj": Shard(2),
+            "down_proj_bias": Replicate(),
+        }
         found: list[TensorPlacement] = [] if self.expert_axis is None else [Shard(0)]
         if self.tensor_axis is not None:
-            found.append(Shard(2 if name == "w2" else 1))
+            found.append(
+                Shard(1) if self.tensor_axis.size == 1 and "gate" in name else inside[name]
+            )
         return tuple(found)
 
     def check(self, experts: GroupedExperts, placement: Placement | None) -> None:

@@ -26,9 +26,9 @@ class ExpertParallel(BaseExpertParallel):
 class TensorParallel(BaseExpertParallel):
     """Every expert cut along its hidden dimension over a 1-D mesh; no token travels.
 
-    Weights become Shard(1) (``w1``, ``w3``) and Shard(2) (``w2``), and the ranks' parts of the
-    output are summed: for a `MoE` once per token, for a `GroupedExperts` once per row. The ranks
-    hold the same tokens.
+    Weights become Shard(2) (``down_proj``) and a strided shard of dimension 1 (``gate_up_proj``:
+    each half is cut), and the ranks' parts of the output are summed: for a `MoE` once per token,
+    for a `GroupedExperts` once per row. The ranks hold the same tokens.
     """
 
     def split(self, mesh: DeviceMesh) -> Split:

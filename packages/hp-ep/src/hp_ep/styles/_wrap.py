@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hp_dtensor import AutogradCollectives, Axis, Collectives
 
-from .._experts import GroupedExperts
+from .._experts import GroupedExperts, weigh_rows
 from ..dispatch._exchange import RowExchange
 from ..dispatch._faults import Fault, as_numbers, check_counts, check_rows
 from ..dispatch._trip import arrive
@@ -31,8 +31,12 @@ def wrap_forward(experts: GroupedExperts, split: Split, collectives: Collectives
 def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
     """Return ``compute`` for rows and counts of all experts, where a rank computes its block."""
 
-    def forward(self: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-        found = check_rows(rows, counts, exchange.num_experts, self.w1.shape[-1])
+    def forward(
+        self: GroupedExperts, rows: Tensor, counts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        if weights is not None and self.score_before_experts:
+            rows, weights = weigh_rows(rows, weights), None
+        found = check_rows(rows, counts, exchange.num_experts, self.gate_up_proj.shape[-1])
         report = as_numbers(found, rows.device)
         if found[0] == Fault.NONE:
             report = check_counts(counts.long(), rows.shape[0], report)
@@ -40,7 +44,8 @@ def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
             rows, counts = rows.new_empty(0, 1), report.new_zeros(exchange.num_experts)
         plan = exchange.plan(exchange.announce(counts, report))
         here = exchange.arrive(exchange.depart(rows, plan), plan)
-        return arrive(exchange.send_back(compute(self, here, plan.counts), plan))
+        results = arrive(exchange.send_back(compute(self, here, plan.counts), plan))
+        return results if weights is None else weigh_rows(results, weights)
 
     return forward
 
@@ -48,8 +53,13 @@ def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
 def _summed(compute: Forward, axis: Axis, collectives: Collectives | None) -> Forward:
     """Return ``compute`` where every rank of ``axis`` has the rows and a part of the result."""
 
-    def forward(self: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        self: GroupedExperts, rows: Tensor, counts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        if weights is not None and self.score_before_experts:
+            rows, weights = weigh_rows(rows, weights), None
         part = compute(self, AutogradCollectives(collectives).replicate(rows, axis), counts)
-        return AutogradCollectives(collectives).all_reduce(part, axis)
+        results = AutogradCollectives(collectives).all_reduce(part, axis)
+        return results if weights is None else weigh_rows(results, weights)
 
     return forward

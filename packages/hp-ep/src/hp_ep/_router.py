@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 
-from .._errors import ExpertConfigError
-from .._parameters import local_weight
-from .._sizes import check_choices, check_factors, check_groups, check_sizes
-from .._torch import KeepsDtype, without_autocast
-from ..dispatch._sorting import count_ids
-from ._choice import choose_experts
-from ._inputs import check_sequences, check_tokens
+from ._errors import ExpertConfigError
 from ._losses import (
     Routed,
     RoutingRecord,
@@ -25,6 +19,10 @@ from ._losses import (
     sequence_balancing_share,
     z_share,
 )
+from ._parameters import local_weight
+from ._sizes import check_choices, check_factors, check_groups, check_sizes, is_count
+from ._torch import KeepsDtype, fenced, without_autocast
+from .dispatch._sorting import count_ids
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -34,35 +32,39 @@ Score = Literal["softmax", "sigmoid"]
 class TopKRouter(KeepsDtype):
     """Chooses ``top_k`` of ``num_experts`` for each token, with weights.
 
-    Scores are a softmax over all experts of ``weight [num_experts, dim]`` times the token, or with
+    Logits are ``weight [num_experts, dim]`` times the token, with ``gate_bias=True`` plus the
+    parameter ``gate_bias [num_experts]``. Scores are their softmax over all experts, or with
     ``score="sigmoid"`` each expert's own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weights
-    are the scores of the ``top_k`` largest, divided by their sum unless ``normalise`` is False,
-    times ``scale``. Logits are computed in the wider dtype of input and weight, also under
-    autocast, the rest in float32 or in that dtype where it is wider still; a float32 router may
-    serve a layer in bfloat16. ``noise`` is the deviation of a normal added to the logits while
-    training (the idea of Shazeer et al., arXiv 1701.06538, section 4, which recomputation repeats
-    where it restores the random state).
+    are the scores of the ``top_k`` largest, divided by their sum unless ``norm_topk_prob`` is
+    False, times ``routed_scaling_factor`` (names as in transformers). Logits are computed in the
+    wider dtype of input and weight, also under autocast, the rest in float32 or in that dtype where
+    it is wider still; a float32 router may serve a layer in bfloat16. ``noise`` is the deviation of
+    a normal added to the logits while training (the idea of Shazeer et al., arXiv 1701.06538,
+    section 4, which recomputation repeats where it restores the random state).
 
-    With ``num_groups`` equal blocks of experts, a token chooses from its best ``top_groups`` groups
+    With ``n_group`` equal blocks of experts, a token chooses from its best ``topk_group`` groups
     alone. A group's score is the sum of the ``n`` largest ``s_e + b_e`` of its experts ``e``, with
-    the scores ``s``, the biases ``b`` (0 without) and ``n = group_score_experts``. The default is
-    that of the published models and of transformers (DeepSeek-V3 and those that follow it), which
-    take 2 whatever the other numbers are; arXiv 2412.19437, section 2.1.2, states
-    ``ceil(top_k / top_groups)``, the same for 8 experts in 4 groups, and DeepSeek-V2 takes 1
-    (arXiv 2405.04434, section 2.2.2).
+    the scores ``s``, the biases ``b`` (0 without) and ``n = group_score_experts``. The default, 2,
+    is that of the published models and of transformers (DeepSeek-V3 and those that follow it),
+    which take it whatever the other numbers are; ``"share"`` is ``ceil(top_k / topk_group)``, as
+    arXiv 2412.19437, section 2.1.2, states it (the same for 8 experts in 4 groups); DeepSeek-V2
+    takes 1, the maximum (arXiv 2405.04434, section 2.2.2).
+
+    ``force_balance`` is for benchmarks: tokens go to all experts in turn, whatever their scores,
+    which weigh the results as ever.
 
     Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of
     each sequence alone (arXiv 2412.19437, equations 17 to 20; one without valid tokens counts in
-    the mean, with 0) and ``z_loss`` times the mean squared
-    logarithm of the softmax's denominator (arXiv 2202.08906, section 3.2) enter the gradient
-    through the weights and are not returned. They are added to a loss that is summed over ranks;
-    what else scales that loss scales them if it is in the attribute ``loss_scale`` when backward
-    runs: a gradient scaler's factor, the number of ranks over which gradients are averaged. With
-    ``bias_rate``, the buffer ``bias [num_experts]`` (saved; float32 even where the model is cast)
-    is added to scores where experts are chosen, not to weights, and `update_router_bias` moves it
-    (loss-free balancing, Wang et al., arXiv 2408.15664, section 3). ``bias=True`` without a rate is
-    a frozen one, of a model that was trained with it: loaded, saved and used, and never moved.
+    the mean, with 0) and ``z_loss`` times the mean squared logarithm of the softmax's denominator
+    (arXiv 2202.08906, section 3.2) enter the gradient through the weights and are not returned.
+    They are added to a loss that is summed over ranks, each of which has its share of one mean:
+    where gradients are summed too, there is nothing to set. What scales that loss, as a gradient
+    scaler does, does not reach them: return the loss by `BalanceLoss` there. With ``bias_rate``,
+    the buffer ``bias [num_experts]`` (saved; float32 even where the model is cast) is added to
+    scores where experts are chosen, not to weights, and `update_router_bias` moves it (loss-free
+    balancing, Wang et al., arXiv 2408.15664, section 3). ``bias=True`` without a rate is a frozen
+    one, of a model that was trained with it: loaded, saved and used, and never moved.
 
     The buffer ``load [num_experts]`` (int64, not saved) grows in backward by the number of times
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
@@ -84,11 +86,13 @@ class TopKRouter(KeepsDtype):
         top_k: int,
         *,
         score: Score = "softmax",
-        normalise: bool = True,
-        scale: float = 1.0,
-        num_groups: int = 1,
-        top_groups: int | None = None,
-        group_score_experts: int = 2,
+        norm_topk_prob: bool = True,
+        routed_scaling_factor: float = 1.0,
+        n_group: int = 1,
+        topk_group: int | None = None,
+        group_score_experts: int | Literal["share"] = 2,
+        gate_bias: bool = False,
+        force_balance: bool = False,
         noise: float = 0.0,
         load_balance_loss: float = 0.0,
         sequence_loss: float = 0.0,
@@ -99,32 +103,42 @@ class TopKRouter(KeepsDtype):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(
-            {"dim": dim, "num_experts": num_experts, "group_score_experts": group_score_experts}
-        )
+        sizes: dict[str, object] = {"dim": dim, "num_experts": num_experts}
+        if group_score_experts != "share":
+            sizes["group_score_experts"] = group_score_experts
+        check_sizes(sizes)
         check_choices(top_k, num_experts)
-        check_groups(num_groups, top_groups, num_experts, top_k)
+        check_groups(n_group, topk_group, num_experts, top_k)
         losses = dict(
             load_balance_loss=load_balance_loss, sequence_loss=sequence_loss, z_loss=z_loss
         )
-        check_factors({**losses, "bias_rate": bias_rate, "noise": noise, "scale": scale})
+        factors = dict(
+            bias_rate=bias_rate, noise=noise, routed_scaling_factor=routed_scaling_factor
+        )
+        check_factors({**losses, **factors})
         if score not in ("softmax", "sigmoid"):
             raise ExpertConfigError(f"score={score!r} is not one of ['softmax', 'sigmoid']")
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
         self.score = score
-        self.normalise = normalise
-        self.scale = float(scale)
-        self.num_groups = num_groups
-        self.top_groups = num_groups if top_groups is None else top_groups
+        self.norm_topk_prob = norm_topk_prob
+        self.routed_scaling_factor = float(routed_scaling_factor)
+        self.n_group = n_group
+        self.topk_group = n_group if topk_group is None else topk_group
         self.group_score_experts = group_score_experts
+        self.force_balance = force_balance
         self.noise = float(noise)
         self.load_balance_loss = float(load_balance_loss)
         self.sequence_loss = float(sequence_loss)
         self.z_loss = float(z_loss)
         self.bias_rate = float(bias_rate)
         self.weight = nn.Parameter(torch.empty(num_experts, dim, device=device, dtype=dtype))
+        self.gate_bias = (
+            nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
+            if gate_bias
+            else None
+        )
         load = torch.empty(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
         has_bias = bool(bias_rate) if bias is None else bias
@@ -137,7 +151,6 @@ class TopKRouter(KeepsDtype):
         self.token_axes: tuple[Axis, ...] | None = None
         self.sequence_axes: tuple[Axis, ...] = ()
         self.replicated_over: Axis | None = None
-        self.loss_scale: float | Tensor = 1.0
         self.collectives: Collectives = TorchCollectives()
         self.record: RoutingRecord | None = None
         self.reset_parameters()
@@ -161,11 +174,13 @@ class TopKRouter(KeepsDtype):
         text += f", load_balance_loss={self.load_balance_loss}"
         options: dict[str, tuple[object, object]] = {
             "score": (self.score, "softmax"),
-            "normalise": (self.normalise, True),
-            "scale": (self.scale, 1.0),
-            "num_groups": (self.num_groups, 1),
-            "top_groups": (self.top_groups, self.num_groups),
+            "norm_topk_prob": (self.norm_topk_prob, True),
+            "routed_scaling_factor": (self.routed_scaling_factor, 1.0),
+            "n_group": (self.n_group, 1),
+            "topk_group": (self.topk_group, self.n_group),
             "group_score_experts": (self.group_score_experts, 2),
+            "gate_bias": (self.gate_bias is not None, False),
+            "force_balance": (self.force_balance, False),
             "noise": (self.noise, 0.0),
             "sequence_loss": (self.sequence_loss, 0.0),
             "z_loss": (self.z_loss, 0.0),
@@ -179,6 +194,8 @@ class TopKRouter(KeepsDtype):
         """Draw the weight anew, uniform within ``1 / sqrt(dim)``; set load and bias to zero."""
         bound = 1.0 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
+        if self.gate_bias is not None:
+            nn.init.uniform_(self.gate_bias, -bound, bound)
         self.load.zero_()
         if self.bias is not None:
             self.bias.zero_()
@@ -223,28 +240,25 @@ class TopKRouter(KeepsDtype):
         if sequence_ids is not None:
             check_sequences(sequence_ids, x.shape[0], num_sequences)
         weight = local_weight(self.weight, self.replicated_over)
+        bias = (
+            None if self.gate_bias is None else local_weight(self.gate_bias, self.replicated_over)
+        )
         # Not more exact than both are: a product of narrow numbers stays a narrow, fast one.
         dtype = torch.promote_types(x.dtype, weight.dtype)
         with without_autocast(x):
-            logits = F.linear(x.to(dtype), weight.to(dtype))
+            gate_bias = None if bias is None else bias.to(dtype)
+            logits = F.linear(x.to(dtype), weight.to(dtype), gate_bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        expert_ids = choose_experts(
-            scores,
-            self.top_k,
-            bias=self.bias,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-            group_score_experts=self.group_score_experts,
-        )
+        expert_ids = self._choose(scores)
         weights = scores.gather(1, expert_ids)
-        if self.normalise:
+        if self.norm_topk_prob:
             # Sigmoids can all be zero; a softmax's largest never are.
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=_TINY)
-        if self.scale != 1:
-            weights = weights * self.scale
+        if self.routed_scaling_factor != 1:
+            weights = weights * self.routed_scaling_factor
         if self.record is not None:
             self.record.add(
                 Routed(
@@ -261,8 +275,29 @@ class TopKRouter(KeepsDtype):
                     sequence_ids = expert_ids.new_zeros(expert_ids.shape[0])
                 balance = self._sequence_loss(scores, expert_ids, sequence_ids, num_sequences)
                 total = total + self.sequence_loss * balance
-            weights = attach(weights, total, lambda: self.loss_scale, self._add_load, counts)
+            weights = attach(weights, total, self._add_load, counts)
         return weights, expert_ids
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return the ids ``[tokens, top_k]`` of the largest ``scores [tokens, experts]`` plus bias.
+
+        Carries no gradient; equal scores give equal ids.
+        """
+        ranked = scores.detach() if self.bias is None else scores.detach() + self.bias
+        if self.force_balance:
+            turns = torch.arange(scores.shape[0] * self.top_k, device=scores.device)
+            return (turns % self.num_experts).view(-1, self.top_k)
+        if self.topk_group < self.n_group:
+            groups = ranked.unflatten(1, (self.n_group, -1))
+            best = self.group_score_experts
+            if best == "share":
+                best = -(-self.top_k // self.topk_group)
+            worth = groups.topk(min(best, groups.shape[2])).values.sum(-1)
+            kept = worth.topk(self.topk_group).indices
+            dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device)
+            dropped = dropped.scatter_(1, kept, torch.zeros_like(kept, dtype=torch.bool))
+            ranked = groups.masked_fill(dropped[:, :, None], -torch.inf).flatten(1)
+        return ranked.topk(self.top_k).indices
 
     def _add_load(self, counts: Tensor) -> None:
         """Count the choices of one forward; runs in its backward."""
@@ -289,8 +324,7 @@ class TopKRouter(KeepsDtype):
             return total
         tokens = counts.new_full((1,), scores.shape[0])
         totals = torch.cat([counts, tokens])
-        for axis in self.token_axes or ():
-            (totals,) = self.collectives.all_reduce(axis, [totals]).wait()
+        totals = sum_over(self.token_axes or (), totals, self.collectives)
         if self.load_balance_loss:
             balance = load_balancing_share(
                 self._shares(scores), totals[:-1], totals[-1], self.top_k
@@ -305,13 +339,11 @@ class TopKRouter(KeepsDtype):
     ) -> Tensor:
         places = sequence_ids[:, None] * self.num_experts + expert_ids
         counts = count_ids(places, num_sequences * self.num_experts)
-        for axis in self.sequence_axes:
-            (counts,) = self.collectives.all_reduce(axis, [counts]).wait()
-        total = counts.new_full((1,), num_sequences)
+        counts = sum_over(self.sequence_axes, counts, self.collectives)
         cut = [axis.ranks for axis in self.sequence_axes]
-        for axis in self.token_axes or ():
-            if axis.ranks not in cut:  # the others have the same sequences
-                (total,) = self.collectives.all_reduce(axis, [total]).wait()
+        # The other ranks have the same sequences.
+        over = [axis for axis in self.token_axes or () if axis.ranks not in cut]
+        total = sum_over(over, counts.new_full((1,), num_sequences), self.collectives)
         counts = counts.view(num_sequences, self.num_experts)  # a number of 0 leaves -1 undefined
         return sequence_balancing_share(
             self._shares(scores), sequence_ids, counts, total[0], self.top_k
@@ -322,6 +354,18 @@ class TopKRouter(KeepsDtype):
         if self.score == "softmax":
             return scores
         return scores / scores.sum(-1, keepdim=True).clamp(min=_TINY)
+
+
+def sum_over(axes: Sequence[Axis], numbers: Tensor, collectives: Collectives) -> Tensor:
+    """Return ``numbers`` summed over the ranks of ``axes``: one all-reduce for each."""
+    return _sum_over(axes, numbers, collectives) if axes else numbers
+
+
+@fenced
+def _sum_over(axes: Sequence[Axis], numbers: Tensor, collectives: Collectives) -> Tensor:
+    for axis in axes:
+        (numbers,) = collectives.all_reduce(axis, [numbers]).wait()
+    return numbers
 
 
 def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
@@ -365,3 +409,31 @@ def check_axes(
             f"{[axis.name for axis in token_axes]}; what cuts sequences splits tokens too"
         )
     return cut
+
+
+def check_tokens(x: Tensor, dim: int) -> None:
+    """Raise an `ExpertConfigError` unless ``x`` is a floating ``[tokens, dim]``."""
+    if x.dim() != 2 or x.shape[1] != dim or not x.is_floating_point():
+        raise ExpertConfigError(
+            f"the router got {x.dtype} of shape {tuple(x.shape)}; give a floating dtype of shape "
+            f"[tokens, {dim}]"
+        )
+
+
+def check_sequences(ids: Tensor, num_tokens: int, num_sequences: int) -> None:
+    """Raise an `ExpertConfigError` unless ``ids [num_tokens]`` name one of the sequences each."""
+    if ids.shape != (num_tokens,) or ids.dtype != torch.int64:
+        raise ExpertConfigError(
+            f"sequence_ids are {ids.dtype} of shape {tuple(ids.shape)}; give torch.int64 of shape "
+            f"({num_tokens},), one for each token"
+        )
+    if not is_count(num_sequences, 0):
+        raise ExpertConfigError(f"num_sequences={num_sequences!r} must be an integer of at least 0")
+    if not ids.is_cpu or not num_tokens or torch.compiler.is_compiling():
+        return  # looking would synchronise, or end the graph
+    least, most = (edge.item() for edge in ids.aminmax())
+    if least < 0 or most >= num_sequences:
+        raise ExpertConfigError(
+            f"sequence_ids from {least} to {most} of num_sequences={num_sequences}; use 0 .. "
+            f"{num_sequences - 1}"
+        )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from .._errors import ExpertConfigError
+from ._errors import ExpertConfigError
 from ._losses import RoutingRecord
 from ._router import TopKRouter, as_axes, check_apart
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import first_order, inside_backward, run_function
+from ._torch import first_order, inside_backward, run_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,34 +78,21 @@ def z_share(logits: Tensor, num_tokens: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().sum() / num_tokens.to(logits.dtype).clamp(min=1)
 
 
-def attach(
-    x: Tensor,
-    loss: Tensor,
-    scale: Callable[[], float | Tensor],
-    add_load: Callable[[Tensor], None],
-    counts: Tensor,
-) -> Tensor:
-    """Return ``x``; its backward gives ``counts`` to ``add_load`` and a gradient to ``loss``.
+def attach(x: Tensor, loss: Tensor, add_load: Callable[[Tensor], None], counts: Tensor) -> Tensor:
+    """Return ``x``; its backward gives ``counts`` to ``add_load`` and a gradient of 1 to ``loss``.
 
-    The gradient is what ``scale`` returns then. Forward runs twice where activations are
-    recomputed, so the load is counted in backward: in the first one, where the graph is kept for
-    several.
+    Forward runs twice where activations are recomputed, so the load is counted in backward: in the
+    first one, where the graph is kept for several.
     """
-    return run_function(_Attach, x, loss, scale, add_load, counts)
+    return run_function(_Attach, x, loss, add_load, counts)
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        loss: Tensor,
-        scale: Callable[[], float | Tensor],
-        add_load: Callable[[Tensor], None],
-        counts: Tensor,
+        ctx: Any, x: Tensor, loss: Tensor, add_load: Callable[[Tensor], None], counts: Tensor
     ) -> Tensor:
         ctx.add_load = add_load
-        ctx.scale = scale
         ctx.save_for_backward(counts)
         ctx.loss = loss.shape, loss.dtype, loss.device
         return x.view_as(x)
@@ -118,5 +105,4 @@ class _Attach(torch.autograd.Function):
             ctx.add_load(counts)
             ctx.add_load = None
         shape, dtype, device = ctx.loss
-        grad = torch.ones(shape, dtype=dtype, device=device) * ctx.scale()
-        return grads[0], grad.to(dtype), None, None, None
+        return grads[0], torch.ones(shape, dtype=dtype, device=device), None, None
