@@ -18,7 +18,7 @@ from hp_ep import (
     GroupedExperts,
     MoE,
 )
-from hp_ep.dispatch import _host
+from hp_ep.dispatch import _exchange
 
 from .dispatching import OVER_RANKS, make_dispatcher
 from .logged import logged
@@ -187,7 +187,7 @@ def _beside(name: str, chunks: int, side: bool, monkeypatch: pytest.MonkeyPatch)
         return [forward, list(log), y.detach(), *grads([x, *layer.parameters()])]
 
     sides: dict[int, _Side | None] = {}
-    monkeypatch.setattr(_host, "side_of", lambda device: sides[threading.get_ident()])
+    monkeypatch.setattr(_exchange, "side_of", lambda device: sides[threading.get_ident()])
     return SimulatedWorld(2).run(rank)
 
 

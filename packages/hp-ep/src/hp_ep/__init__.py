@@ -17,7 +17,7 @@ from .balance._packing import plan_placement as plan_placement
 from .balance._placement import Placement as Placement
 from .balance._stats import LoadStats as LoadStats
 from .balance._stats import smooth_load as smooth_load
-from .dispatch._capacity import choose_capacity as choose_capacity
+from .dispatch._cost import choose_capacity as choose_capacity
 from .dispatch._cost import choose_dispatcher as choose_dispatcher
 from .dispatch._cost import expected_bytes as expected_bytes
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from .balance._order import order_by_slot as order_by_slot
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
-    from .dispatch._hierarchical import Hierarchical as Hierarchical
+    from .dispatch._dedup import Hierarchical as Hierarchical
+    from .dispatch._interface import AsyncDispatcher as AsyncDispatcher
+    from .dispatch._interface import DispatchState as DispatchState
+    from .dispatch._interface import SpreadDispatcher as SpreadDispatcher
+    from .dispatch._interface import TokenDispatcher as TokenDispatcher
     from .dispatch._local import Local as Local
     from .dispatch._padded import Padded as Padded
-    from .dispatch._placed import Placed as Placed
-    from .dispatch._protocol import DispatchState as DispatchState
-    from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
-    from .dispatch._protocol import SpreadDispatcher as SpreadDispatcher
-    from .dispatch._protocol import TokenDispatcher as TokenDispatcher
-    from .dispatch._tensor_parallel import Summed as Summed
+    from .dispatch._wrappers import Placed as Placed
+    from .dispatch._wrappers import Summed as Summed
     from .routing._balance import BalanceLoss as BalanceLoss
     from .routing._balance import collect_loads as collect_loads
     from .routing._balance import update_router_bias as update_router_bias
@@ -59,20 +59,20 @@ _NEED_TORCH = {
     "BalanceLoss": ".routing._balance",
     "BaseExpertParallel": ".styles._base",
     "Dedup": ".dispatch._dedup",
-    "DispatchState": ".dispatch._protocol",
+    "DispatchState": ".dispatch._interface",
     "ExpertParallel": ".styles._styles",
     "ExpertTensorParallel": ".styles._styles",
     "GroupedExperts": "._experts",
-    "Hierarchical": ".dispatch._hierarchical",
+    "Hierarchical": ".dispatch._dedup",
     "Local": ".dispatch._local",
     "MoE": "._moe",
-    "OverlappingDispatcher": ".dispatch._protocol",
+    "AsyncDispatcher": ".dispatch._interface",
     "Padded": ".dispatch._padded",
-    "Placed": ".dispatch._placed",
-    "SpreadDispatcher": ".dispatch._protocol",
-    "Summed": ".dispatch._tensor_parallel",
+    "Placed": ".dispatch._wrappers",
+    "SpreadDispatcher": ".dispatch._interface",
+    "Summed": ".dispatch._wrappers",
     "TensorParallel": ".styles._styles",
-    "TokenDispatcher": ".dispatch._protocol",
+    "TokenDispatcher": ".dispatch._interface",
     "TopKRouter": ".routing._router",
     "bag_sum": "._permutation",
     "clip_grad_norm_": ".balance._clip",

@@ -13,8 +13,8 @@ from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
 from ._overlap import run_chunks
 from ._sizes import check_shared, check_sizes
+from .dispatch._interface import TokenDispatcher
 from .dispatch._local import Local
-from .dispatch._protocol import TokenDispatcher
 from .routing._router import TopKRouter
 
 Sequences = tuple[Tensor, int]

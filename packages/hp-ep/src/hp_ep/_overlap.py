@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .dispatch._begin import begin_combine, begin_dispatch, start_dispatch
-from .dispatch._protocol import TokenDispatcher
+from .dispatch._interface import TokenDispatcher, start_combine, start_dispatch
 
 Chunk = tuple[Tensor, Tensor, Tensor]
 
@@ -22,18 +21,18 @@ def run_chunks(
     ``chunks`` are tokens, weights and expert ids, in the same number on every rank. While the first
     travels ``beside`` runs; while the experts compute one chunk the next is on its way to them and
     the one before on its way back. In backward the same happens in the opposite order. A dispatcher
-    that cannot be begun and finished apart does one thing after the other.
+    that cannot be started and waited for apart does one thing after the other.
     """
-    pending = begin_dispatch(dispatcher, *chunks[0])
+    pending = start_dispatch(dispatcher, *chunks[0])
     aside = beside()
     returning = []
     for following in (*chunks[1:], None):
-        rows, counts, state = pending.finish()
+        rows, counts, state = pending.wait()
         if following is not None:
-            pending = begin_dispatch(dispatcher, *following)
+            pending = start_dispatch(dispatcher, *following)
         results = experts(rows, counts)
         if following is not None:
-            start_dispatch(pending)  # before these results, which would be waited for
-        returning.append(begin_combine(dispatcher, results, state))
-    parts = [each.finish() for each in returning]
+            pending.send()  # before these results, which would be waited for
+        returning.append(start_combine(dispatcher, results, state))
+    parts = [each.wait() for each in returning]
     return parts[0] if len(parts) == 1 else torch.cat(parts), aside

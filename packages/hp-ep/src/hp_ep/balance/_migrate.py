@@ -10,9 +10,8 @@ from hp_dtensor import Axis
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
 from .._moe import MoE
-from ..dispatch._placed import Placed
-from ..dispatch._protocol import TokenDispatcher
-from ..dispatch._tensor_parallel import Summed
+from ..dispatch._interface import TokenDispatcher
+from ..dispatch._wrappers import Placed, Summed
 from ._migration import Migration, plan_migration
 from ._placement import Placement
 from ._replicas import ReplicaSum

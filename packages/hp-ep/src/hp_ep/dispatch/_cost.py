@@ -1,11 +1,11 @@
 """How many bytes each dispatcher is expected to move, from numbers alone."""
 
 from dataclasses import dataclass
-from math import comb
+from math import ceil, comb
 from typing import Literal, get_args
 
 from .._errors import ExpertConfigError
-from .._sizes import check_choices, check_sizes
+from .._sizes import check_choices, check_factors, check_sizes
 
 Kind = Literal["local", "all_to_all", "dedup", "hierarchical"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -107,3 +107,20 @@ def choose_dispatcher(
     if node_size and 1 < node_size < num_ranks and bytes_between > SAVING * hierarchical.off_node:
         best = "hierarchical"
     return best
+
+
+def choose_capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Return the capacity of `Padded` that is ``factor`` times an even load, rounded up.
+
+    ``num_tokens`` is the most that a rank gives in one call, so that all ranks take the same: with
+    as many tokens, a rank's rows are ``factor * num_tokens * top_k`` where that divides evenly
+    (GShard, arXiv 2006.16668, section 2.2). At 1 nothing is dropped of an even load.
+    `ExpertConfigError` for numbers that make no capacity.
+    """
+    check_sizes({"num_tokens": num_tokens, "num_experts": num_experts})
+    check_choices(top_k, num_experts)
+    check_factors({"factor": factor})
+    if not factor:
+        raise ExpertConfigError("factor=0 leaves room for no row; use a number above 0")
+    # 1.1 * 10 is a little above 11, which one more row would not help.
+    return ceil(round(factor * num_tokens * top_k / num_experts, 6)) or 1

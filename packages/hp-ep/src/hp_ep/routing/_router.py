@@ -14,7 +14,7 @@ from .._errors import ExpertConfigError
 from .._parameters import local_weight
 from .._sizes import check_choices, check_factors, check_groups, check_sizes
 from .._torch import KeepsDtype, without_autocast
-from ..dispatch._sorting import count_ids
+from ..dispatch._local import count_ids
 from ._choice import choose_experts
 from ._inputs import check_sequences, check_tokens
 from ._losses import (

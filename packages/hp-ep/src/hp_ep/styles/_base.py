@@ -17,8 +17,8 @@ from .._parameters import check_alike, check_plain, replicate_parameters, split_
 from ..balance._placement import Placement
 from ..balance._replicas import ReplicaSum
 from ..balance._rows import check_same_placement
-from ..dispatch._protocol import TokenDispatcher
-from ..dispatch._terms import or_torch
+from ..dispatch._checks import or_torch
+from ..dispatch._interface import TokenDispatcher
 from ..routing._router import TopKRouter, as_axes, check_apart, check_axes
 from ._choose import make_dispatcher
 from ._inputs import check_different_tokens, comparison

@@ -7,12 +7,10 @@ from .._moe import MoE
 from ..balance._placement import Placement
 from ..dispatch._all_to_all import AllToAll
 from ..dispatch._cost import choose_dispatcher
-from ..dispatch._dedup import Dedup
-from ..dispatch._hierarchical import Hierarchical
+from ..dispatch._dedup import Dedup, Hierarchical
+from ..dispatch._interface import SpreadDispatcher, TokenDispatcher
 from ..dispatch._local import Local
-from ..dispatch._placed import Placed
-from ..dispatch._protocol import SpreadDispatcher, TokenDispatcher
-from ..dispatch._tensor_parallel import Summed
+from ..dispatch._wrappers import Placed, Summed
 from ._split import Split
 
 

@@ -11,7 +11,7 @@ from hp_dtensor import Axis
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
 from ..balance._placement import Placement
-from ..dispatch._exchange import check_divides
+from ..dispatch._checks import check_divides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class Split:
         if placement is not None:
             _check_placement(placement, experts.num_experts, self.num_ranks)
         elif self.expert_axis is not None:
-            check_divides(self.expert_axis, experts.num_experts)
+            check_divides(self.expert_axis.name, self.expert_axis.size, experts.num_experts)
         axis = self.tensor_axis
         if axis is not None and experts.hidden_dim % axis.size:
             legal = [n for n in range(1, experts.hidden_dim + 1) if experts.hidden_dim % n == 0]

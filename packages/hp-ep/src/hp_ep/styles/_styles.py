@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_dtensor import Axis
 
 from .._errors import ExpertConfigError
-from ..dispatch._exchange import expert_axis
+from ..dispatch._checks import expert_axis
 from ._base import BaseExpertParallel
 from ._split import Split
 

@@ -8,9 +8,8 @@ from torch import Tensor
 from hp_dtensor import AutogradCollectives, Axis, Collectives
 
 from .._experts import GroupedExperts
-from ..dispatch._exchange import RowExchange
-from ..dispatch._faults import Fault, as_numbers, check_counts, check_rows
-from ..dispatch._trip import arrive
+from ..dispatch._all_to_all import RowExchange
+from ..dispatch._checks import Fault, as_tensor, check_counts, check_rows
 from ._split import Split
 
 Forward = Callable[[GroupedExperts, Tensor, Tensor], Tensor]
@@ -33,14 +32,14 @@ def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
 
     def forward(self: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
         found = check_rows(rows, counts, exchange.num_experts, self.w1.shape[-1])
-        report = as_numbers(found, rows.device)
+        report = as_tensor(found, rows.device)
         if found[0] == Fault.NONE:
             report = check_counts(counts.long(), rows.shape[0], report)
         else:  # take part without rows, so that all ranks raise
             rows, counts = rows.new_empty(0, 1), report.new_zeros(exchange.num_experts)
-        plan = exchange.plan(exchange.announce(counts, report))
-        here = exchange.arrive(exchange.depart(rows, plan), plan)
-        return arrive(exchange.send_back(compute(self, here, plan.counts), plan))
+        plan = exchange.plan(exchange.start_counts(counts, report))
+        here = exchange.wait(exchange.start(exchange.load(rows), plan), plan)
+        return exchange.start_back(compute(self, here, plan.counts), plan).wait()
 
     return forward
 
