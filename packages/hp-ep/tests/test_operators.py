@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hp_dtensor import Axis, Collectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import AllToAll, Dedup, Local, TokenDispatcher
+from hp_ep.dispatch._cost import WORK
 from hp_ep.dispatch._interface import start_dispatch
 
 TOKENS, DIM, RANKS, EXPERTS, TOP_K = 64, 128, 4, 16, 4
@@ -102,6 +103,18 @@ def test_a_dispatch_and_its_combine_run_few_operators(name: str, weigh_rows: boo
     assert operators.number <= most
 
 
+@pytest.mark.parametrize("name", MOST)
+def test_the_price_of_a_dispatcher_has_the_operators_that_it_runs(name: str) -> None:
+    operators = _Operators()
+    door: Any = _Alike(operators)
+    dispatcher = MOST[name][0](_axis(), door)
+    with operators, torch.autograd.set_multithreading_enabled(False):
+        rows, _, state = dispatcher.dispatch(*_routing())
+        dispatcher.combine(rows, state).sum().backward()
+    kind: Any = {"AllToAll": "all_to_all", "Dedup": "dedup"}[name]
+    assert operators.number == pytest.approx(WORK[kind].operators, rel=0.1)
+
+
 def _moved(weigh_rows: bool) -> float:
     """Return the bytes per element of the rows that the backward of a combine reads and writes."""
     dispatcher = Local(EXPERTS, validate=False)
@@ -110,7 +123,8 @@ def _moved(weigh_rows: bool) -> float:
     results = rows.detach().requires_grad_()
     y = dispatcher.combine(results, state)
     grad = torch.ones_like(y)
-    with _Operators() as operators, torch.autograd.set_multithreading_enabled(False):
+    operators = _Operators()
+    with operators, torch.autograd.set_multithreading_enabled(False):
         y.backward(grad)
     assert results.grad is not None
     return operators.bytes / results.numel()
