@@ -16,7 +16,7 @@ ASSIGNMENT_BYTES = 8  # expert and weight of a choice, where tokens go once per 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Started:
     """What a dispatch, its combine and their backward start, whatever the number of tokens."""
 
     operators: int
@@ -24,26 +24,46 @@ class Work:
     """All-to-alls over each axis."""
 
 
-WORK: dict[Kind, Work] = {
-    "local": Work(operators=20, exchanges=0),
-    "all_to_all": Work(operators=37, exchanges=5),
-    "dedup": Work(operators=64, exchanges=7),
-    "hierarchical": Work(operators=112, exchanges=7),
+WORK: dict[Kind, Started] = {
+    "local": Started(operators=20, exchanges=0),
+    "all_to_all": Started(operators=37, exchanges=5),
+    "dedup": Started(operators=64, exchanges=7),
+    "hierarchical": Started(operators=112, exchanges=7),
 }
 """Counted: tests/test_operators.py and tests/test_overlap_order.py."""
 
-LINKS = AlphaBeta(alpha=(22.4e-6, 11.8e-6), beta=(1 / 50e9, 1 / 450e9))
-"""Seconds a call and a byte between nodes, and inside one.
 
-Latencies are NCCL's own for the simple protocol, 8.4 us and 14.0 us for a network or 3.4 us for
-NVLink (baseLat and hwLat of its src/graph/tuning.cc). Bandwidths are those of a 400 Gb/s adapter
-for each GPU (NVIDIA ConnectX-7 data sheet), and of NVLink 4, 900 GB/s both ways together (NVIDIA
-H100 data sheet).
-"""
-OPERATOR_SECONDS = 5e-6
-"""Host time of an operator: an order of magnitude; benchmarks/gpu.py prints that of a machine."""
-MEMORY_BYTES_PER_SECOND = 3.35e12
-"""NVIDIA H100 SXM data sheet."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What calls, bytes, operators and copies cost."""
+
+    links: AlphaBeta
+    """Seconds a call and a byte between nodes, and inside one."""
+    operator_seconds: float
+    """Host time of an operator."""
+    memory_bytes_per_second: float
+
+
+# An operator's 5 us are an order of magnitude; benchmarks/gpu.py prints that of a machine.
+MACHINES = {
+    # Latencies are NCCL's own for its simple protocol, 8.4 us and 14.0 us for a network or 3.4 us
+    # for NVLink (baseLat and hwLat of its src/graph/tuning.cc). Bandwidths: a 400 Gb/s adapter for
+    # each GPU (NVIDIA ConnectX-7 data sheet); NVLink 4, 900 GB/s both ways together, and memory
+    # (NVIDIA H100 SXM data sheet).
+    "cuda": Machine(
+        links=AlphaBeta(alpha=(22.4e-6, 11.8e-6), beta=(1 / 50e9, 1 / 450e9)),
+        operator_seconds=5e-6,
+        memory_bytes_per_second=3.35e12,
+    ),
+    # Ethernet of 10 Gb/s (IEEE 802.3ae); inside, two copies through one channel of memory; eight
+    # channels of DDR4-3200, 25.6 GB/s each (JESD79-4). Latencies of TCP: an order of magnitude.
+    "cpu": Machine(
+        links=AlphaBeta(alpha=(50e-6, 20e-6), beta=(1 / 1.25e9, 4 / 25.6e9)),
+        operator_seconds=5e-6,
+        memory_bytes_per_second=8 * 25.6e9,
+    ),
+}
+"""By device type; all but the CPU are taken for GPUs."""
 NUM_TOKENS = 8192
 """Tokens of a rank in one call by default: a sequence of Llama 3 (arXiv 2407.21783, section 3)."""
 MARGIN = 1.1
@@ -124,11 +144,12 @@ def expected_seconds(
     row_bytes: int,
     node_size: int | None = None,
     num_tokens: int = NUM_TOKENS,
-    links: AlphaBeta = LINKS,
+    links: AlphaBeta | None = None,
+    device_type: str = "cuda",
 ) -> float:
     """Return the expected seconds of a dispatch, its combine and their backward on one rank.
 
-    The sum of what is started (`WORK`, at `OPERATOR_SECONDS` and at a link's ``alpha``), of the
+    The sum of what is started (`WORK`, each operator and each call on a link), of the
     bytes on the links, and of the rows that are copied in memory. A flat all-to-all uses both kinds
     of links at once and costs what the slower does; the hops of ``hierarchical`` follow each other.
     Numbers are those of `choose_dispatcher`.
@@ -137,6 +158,8 @@ def expected_seconds(
     moved = expected_bytes(kind, **sizes, node_size=node_size)
     check_sizes({"num_tokens": num_tokens})
     node_size = node_size or num_ranks
+    machine = MACHINES["cpu" if device_type == "cpu" else "cuda"]
+    links = machine.links if links is None else links
     between, inside = node_size < num_ranks, node_size > 1
     # Backward moves what forward does.
     travels = [
@@ -149,10 +172,10 @@ def expected_seconds(
     rows = _rows_copied(kind, num_ranks, num_ranks // node_size, num_experts, top_k)
     copied = 2 * num_tokens * rows * row_bytes
     return (
-        started.operators * OPERATOR_SECONDS
+        started.operators * machine.operator_seconds
         + started.exchanges * whole(latencies)
         + whole(travels)
-        + copied / MEMORY_BYTES_PER_SECOND
+        + copied / machine.memory_bytes_per_second
     )
 
 
@@ -179,7 +202,8 @@ def choose_dispatcher(
     row_bytes: int,
     node_size: int | None = None,
     num_tokens: int = NUM_TOKENS,
-    links: AlphaBeta = LINKS,
+    links: AlphaBeta | None = None,
+    device_type: str = "cuda",
 ) -> Kind:
     """Return the dispatcher whose forward and backward are expected to take the least time.
 
@@ -197,7 +221,8 @@ def choose_dispatcher(
             nodes of several ranks.
         num_tokens: Tokens of a rank in one call.
         links: Seconds a call and a byte between nodes, and inside one: an ``AlphaBeta`` of
-            hp-dtensor whose numbers are for both or pairs.
+            hp-dtensor whose numbers are for both or pairs; by default those of `MACHINES`.
+        device_type: What computes, ``"cpu"`` or a GPU's.
 
     Returns:
         The name of the dispatcher.
@@ -213,7 +238,12 @@ def choose_dispatcher(
 
     def price(kind: Kind) -> float:
         return expected_seconds(
-            kind, **sizes, node_size=node_size, num_tokens=num_tokens, links=links
+            kind,
+            **sizes,
+            node_size=node_size,
+            num_tokens=num_tokens,
+            links=links,
+            device_type=device_type,
         )
 
     best: Kind = "all_to_all"

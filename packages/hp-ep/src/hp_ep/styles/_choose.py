@@ -4,13 +4,13 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._errors import ExpertConfigError
 from .._moe import MoE
-from ..balance._placement import Placement
 from ..dispatch._all_to_all import AllToAll
 from ..dispatch._cost import choose_dispatcher
 from ..dispatch._dedup import Dedup, Hierarchical
 from ..dispatch._interface import SpreadDispatcher, TokenDispatcher
 from ..dispatch._local import Local
 from ..dispatch._wrappers import Placed, Summed
+from ..placement._plan import Placement
 from ._split import Split
 
 
@@ -78,6 +78,7 @@ def _best(
         top_k=layer.router.top_k,
         row_bytes=layer.dim * layer.experts.w1.element_size(),
         node_size=node_size,
+        device_type=split.mesh.device_type,
     )
     if axis is None or kind == "local":
         return Local(num_slots)
