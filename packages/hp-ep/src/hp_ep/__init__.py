@@ -11,15 +11,15 @@ from ._errors import DispatchStateError as DispatchStateError
 from ._errors import ExpertConfigError as ExpertConfigError
 from ._errors import RoutingError as RoutingError
 from ._errors import UnsupportedError as UnsupportedError
-from .balance._migration import Migration as Migration
-from .balance._migration import plan_migration as plan_migration
-from .balance._packing import plan_placement as plan_placement
-from .balance._placement import Placement as Placement
-from .balance._stats import LoadStats as LoadStats
-from .balance._stats import smooth_load as smooth_load
 from .dispatch._cost import choose_capacity as choose_capacity
 from .dispatch._cost import choose_dispatcher as choose_dispatcher
 from .dispatch._cost import expected_bytes as expected_bytes
+from .placement._plan import LoadStats as LoadStats
+from .placement._plan import Migration as Migration
+from .placement._plan import Placement as Placement
+from .placement._plan import plan_migration as plan_migration
+from .placement._plan import plan_placement as plan_placement
+from .placement._plan import smooth_load as smooth_load
 
 if TYPE_CHECKING:
     from ._experts import GroupedExperts as GroupedExperts
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
     from .balance._clip import clip_grad_norm_ as clip_grad_norm_
-    from .balance._migrate import migrate_experts as migrate_experts
-    from .balance._order import order_by_expert as order_by_expert
-    from .balance._order import order_by_slot as order_by_slot
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
     from .dispatch._dedup import Hierarchical as Hierarchical
@@ -44,6 +41,9 @@ if TYPE_CHECKING:
     from .dispatch._padded import Padded as Padded
     from .dispatch._wrappers import Placed as Placed
     from .dispatch._wrappers import Summed as Summed
+    from .placement._checkpoint import order_by_expert as order_by_expert
+    from .placement._checkpoint import order_by_slot as order_by_slot
+    from .placement._migrate import migrate_experts as migrate_experts
     from .routing._balance import BalanceLoss as BalanceLoss
     from .routing._balance import collect_loads as collect_loads
     from .routing._balance import update_router_bias as update_router_bias
@@ -78,9 +78,9 @@ _NEED_TORCH = {
     "clip_grad_norm_": ".balance._clip",
     "collect_loads": ".routing._balance",
     "gather_rows": "._permutation",
-    "migrate_experts": ".balance._migrate",
-    "order_by_expert": ".balance._order",
-    "order_by_slot": ".balance._order",
+    "migrate_experts": ".placement._migrate",
+    "order_by_expert": ".placement._checkpoint",
+    "order_by_slot": ".placement._checkpoint",
     "parallelize_experts": ".styles._model",
     "permute": "._permutation",
     "permute_indices": "._permutation",

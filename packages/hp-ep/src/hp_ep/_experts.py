@@ -14,8 +14,7 @@ from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._sizes import check_sizes
 from ._torch import EXTRA_STATE, as_autocast, before_loading, can_group, grouped_linear, is_saved
-from .balance._replicas import ReplicaSum
-from .balance._rows import place_rows
+from .placement._replicas import ReplicaSum, place_rows
 
 Activation = Literal["swiglu", "geglu"]
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}

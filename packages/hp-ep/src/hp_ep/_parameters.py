@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
-from .balance._placement import Placement as ExpertPlacement
+from .placement._plan import Placement as ExpertPlacement
 
 
 def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:

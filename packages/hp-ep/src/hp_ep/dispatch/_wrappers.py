@@ -9,7 +9,7 @@ from torch import Tensor
 from hp_dtensor import AutogradCollectives, Axis, Collectives
 
 from .._errors import ExpertConfigError, RoutingError
-from ..balance._placement import Placement
+from ..placement._plan import Placement
 from ._checks import Fault, Report, describe_faults, or_torch
 from ._interface import (
     AsyncDispatcher,

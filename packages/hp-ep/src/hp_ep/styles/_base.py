@@ -14,11 +14,10 @@ from .._errors import ExpertConfigError
 from .._experts import GroupedExperts, SharedExperts
 from .._moe import MoE
 from .._parameters import check_alike, check_plain, replicate_parameters, split_experts
-from ..balance._placement import Placement
-from ..balance._replicas import ReplicaSum
-from ..balance._rows import check_same_placement
 from ..dispatch._checks import or_torch
 from ..dispatch._interface import TokenDispatcher
+from ..placement._plan import Placement
+from ..placement._replicas import ReplicaSum, check_same_placement
 from ..routing._router import TopKRouter, as_axes, check_apart, check_axes
 from ._choose import make_dispatcher
 from ._inputs import check_different_tokens, comparison

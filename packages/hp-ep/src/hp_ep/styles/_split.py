@@ -10,8 +10,8 @@ from hp_dtensor import Axis
 
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
-from ..balance._placement import Placement
 from ..dispatch._checks import check_divides
+from ..placement._plan import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
