@@ -18,6 +18,7 @@ from hp_ep import (
     RoutingError,
     TokenDispatcher,
 )
+from hp_ep.dispatch._interface import start_dispatch
 
 from .reference import assert_close, dense_combine, grads
 from .strategies import Routing
@@ -75,6 +76,8 @@ def rank_result(
     dispatcher: TokenDispatcher,
     routing: Routing,
     held: tuple[int, ...] | None = None,
+    *,
+    weigh_rows: bool = False,
 ) -> Result:
     """Return what one rank gets, with experts ``held`` or its block of them."""
     local = routing.num_experts // routing.num_ranks
@@ -85,8 +88,12 @@ def rank_result(
             p.copy_(whole[list(mine)])
     x = routing.x[rank].clone().requires_grad_()
     w = routing.weights[rank].clone().requires_grad_()
-    rows, counts, state = dispatcher.dispatch(x, w, routing.expert_ids[rank])
-    y = dispatcher.combine(experts(rows, counts), state)
+    given = x, w, routing.expert_ids[rank]
+    rows, counts, state = start_dispatch(dispatcher, *given, weigh_rows=weigh_rows).wait()
+    results = experts(rows, counts)
+    if state.row_weights is not None:
+        results = results * state.row_weights[:, None]
+    y = dispatcher.combine(results, state)
     (y * torch.arange(1.0, 4.0)).sum().backward()
     gx, gw, g1, g2 = grads([x, w, *experts.parameters()])
     sums = rows.detach().sum(0)

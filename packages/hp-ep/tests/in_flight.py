@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import Axis
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import GroupedExperts, MoE, Placed, Placement, Summed
-from hp_ep.balance._replicas import ReplicaSum
+from hp_ep.placement._replicas import ReplicaSum
 
 from .dispatching import make_dispatcher
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads

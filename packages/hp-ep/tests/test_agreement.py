@@ -20,8 +20,8 @@ from hp_ep import (
     TokenDispatcher,
     TopKRouter,
 )
-from hp_ep.dispatch._exchange import RowExchange
-from hp_ep.styles._wrap import _over_ranks as over_ranks
+from hp_ep._styles import _over_ranks as over_ranks
+from hp_ep.dispatch._all_to_all import RowExchange
 
 from .dispatching import OVER_RANKS, error_of, make_dispatcher
 from .reference import assert_close

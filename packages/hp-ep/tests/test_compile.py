@@ -4,15 +4,28 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import cached
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from hp_ep import GroupedExperts, MoE, TopKRouter
+from hp_dtensor import Axis
+from hp_ep import (
+    AllToAll,
+    Dedup,
+    ExpertParallel,
+    ExpertTensorParallel,
+    GroupedExperts,
+    MoE,
+    TopKRouter,
+)
 
 from .reference import assert_close, grads
 
 # Dynamo and inductor use parts of torch that torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+MOST_GRAPHS = 13  # four fences around what travels, three around the sums of the losses
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -36,7 +49,8 @@ def _step(layer: MoE, call: Any, dtype: torch.dtype) -> list[Tensor]:
     layer.router.load.zero_()
     y = call(x)
     y.square().sum().backward()
-    return [y.detach(), *grads([x, *layer.parameters()]), layer.router.load.clone()]
+    found = [y.detach(), *grads([x, *layer.parameters()]), layer.router.load.clone()]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in found]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -77,3 +91,45 @@ def test_experts_with_every_option_are_one_graph() -> None:
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     for mine, eager in zip(step(compiled), step(experts), strict=True):
         assert_close(mine, eager)
+
+
+def _fenced(rank: int, name: str, dtype: torch.dtype, etp: bool) -> list[Any]:
+    shape, names = ((2, 2), ("ep", "etp")) if etp else ((2,), ("ep",))
+    mesh = cached((name, shape), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
+    layers = [_layer(dtype) for _ in range(2)]
+    style: Any = ExpertTensorParallel if etp else ExpertParallel
+    for layer in layers:
+        axes = [Axis.of(mesh, 0)]
+        kind: Any = Dedup if name == "Dedup" else AllToAll
+        style(kind(Axis.of(mesh, 0), 4), token_axes=axes).apply(layer, mesh)
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    compiled, eager = layers
+    results = [
+        _step(compiled, torch.compile(compiled, backend=backend), dtype),
+        _step(eager, eager, dtype),
+    ]
+    before = len(graphs)
+    _step(compiled, torch.compile(compiled, backend=backend), dtype)
+    return [before, len(graphs) - before, results]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "etp"),
+    [
+        ("Dedup", torch.bfloat16, False),
+        ("AllToAll", torch.float64, True),
+    ],
+)
+def test_what_communicates_is_fenced_and_the_rest_is_compiled(
+    ranks: Any, name: str, dtype: torch.dtype, etp: bool
+) -> None:
+    for graphs, again, (mine, eager) in ranks(4 if etp else 2).run(_fenced, name, dtype, etp):
+        assert graphs <= MOST_GRAPHS
+        assert again == 0
+        for got, expected in zip(mine, eager, strict=True):
+            assert_close(got.double(), expected.double(), TOLERANCES[dtype])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hp_ep import GroupedExperts, Local, MoE, TopKRouter, bag_sum
-from hp_ep._bags import bags_of, collect
+from hp_ep._permutation import bags_of, collect
 
 from .reference import grads
 

@@ -16,8 +16,8 @@ from ._permutation import pad_blocks, place_rows, row_products, take_rows
 from ._products import blocks_of, grouped_linear, spread_bias
 from ._sizes import check_factors, check_sizes
 from ._torch import EXTRA_STATE, as_autocast, before_loading, first_order, is_saved, run_function
-from .balance._replicas import ReplicaSum
-from .balance._rows import place_rows as place_experts
+from .placement._replicas import ReplicaSum
+from .placement._replicas import place_rows as place_experts
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 """Returns the hidden numbers of ``gate`` and ``up``, each ``[rows, hidden_dim]``."""

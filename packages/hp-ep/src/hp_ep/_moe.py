@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +11,19 @@ from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
-from ._permutation import reorder, sum_slots, take_slots
+from ._permutation import sum_slots, take_slots
 from ._router import TopKRouter
 from ._sizes import check_shared, check_sizes
 from ._torch import fenced
-from .dispatch._begin import begin_combine, begin_dispatch, start_dispatch
-from .dispatch._local import Local
-from .dispatch._protocol import TokenDispatcher
-from .dispatch._sorting import sort_slots
+from .dispatch._interface import (
+    Dispatched,
+    DispatchState,
+    Pending,
+    TokenDispatcher,
+    start_combine,
+    start_dispatch,
+)
+from .dispatch._local import Local, sort_assignments
 
 Sequences = tuple[Tensor, int]
 """Which sequence each token is of, ``[tokens]``, and how many there are."""
@@ -256,14 +260,15 @@ def run_here(dispatcher: Local, experts: Experts, chunk: Chunk) -> Tensor:
     """Return the results of tokens ``[tokens, dim]`` whose experts are all here."""
     x, weights, expert_ids = chunk
     if not torch.compiler.is_compiling():
-        rows, counts, state = dispatcher.dispatch(x, weights, expert_ids, weigh_rows=True)
+        rows, counts, state = dispatcher.start_dispatch(
+            x, weights, expert_ids, weigh_rows=True
+        ).wait()
         return dispatcher.combine(experts(rows, counts, state.row_weights), state)
     # The same without objects that a graph cannot hold; the ids are those of the layer's router.
-    slots = sort_slots(expert_ids, dispatcher.num_experts)
-    rows = take_slots(x, slots.order, slots.places)
-    row_weights = reorder(weights.reshape(-1), slots.order, slots.places.view(-1))
-    results = experts(rows, slots.counts, row_weights)
-    return sum_slots(results.to(x.dtype), slots.order, slots.places)
+    found = sort_assignments(expert_ids, dispatcher.num_experts)
+    rows = take_slots(x, found.order, found.places)
+    results = experts(rows, found.counts, found.weights(weights))
+    return sum_slots(results.to(x.dtype), found.order, found.places)
 
 
 def run_chunks(
@@ -279,11 +284,17 @@ def run_chunks(
     the same happens in the opposite order. A dispatcher that cannot be started and waited for apart
     does one thing after the other.
     """
+    early = isinstance(experts, GroupedExperts) and experts.score_before_experts
     pending = _start_dispatch(dispatcher, *chunks[0])
     aside = beside()
     returning = []
     for following in (*chunks[1:], None):
         rows, counts, row_weights, state = _wait_for_rows(pending)
+        if row_weights is None and early:
+            raise ExpertConfigError(
+                f"score_before_experts=True, but a {type(dispatcher).__name__} weighs the results; "
+                "give a dispatcher with row_weights in its state, as those of this package have"
+            )
         if following is not None:
             pending = _start_dispatch(dispatcher, *following)
         results = experts(rows, counts, row_weights)
@@ -298,30 +309,35 @@ def run_chunks(
 
 
 @fenced
-def _start_dispatch(dispatcher: TokenDispatcher, x: Tensor, weights: Tensor, ids: Tensor) -> Any:
-    return begin_dispatch(dispatcher, x, weights, ids)
+def _start_dispatch(
+    dispatcher: TokenDispatcher, x: Tensor, weights: Tensor, ids: Tensor
+) -> Pending[Dispatched]:
+    return start_dispatch(dispatcher, x, weights, ids, weigh_rows=True)
 
 
 @fenced
-def _send(pending: Any) -> None:
-    start_dispatch(pending)
+def _send(pending: Pending[Dispatched]) -> None:
+    pending.send()
 
 
 @fenced
-def _wait_for_rows(pending: Any) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-    rows, counts, state = pending.finish()
+def _wait_for_rows(
+    pending: Pending[Dispatched],
+) -> tuple[Tensor, Tensor, Tensor | None, DispatchState]:
+    rows, counts, state = pending.wait()
     return rows, counts, state.row_weights, state
 
 
 @fenced
-def _start_combine(dispatcher: TokenDispatcher, results: Tensor, state: Any) -> Any:
-    return begin_combine(dispatcher, results, state)
+def _start_combine(
+    dispatcher: TokenDispatcher, results: Tensor, state: DispatchState
+) -> Pending[Tensor]:
+    return start_combine(dispatcher, results, state)
 
 
 @fenced
-def _wait_for_results(pending: Any) -> Tensor:
-    results: Tensor = pending.finish()
-    return results
+def _wait_for_results(pending: Pending[Tensor]) -> Tensor:
+    return pending.wait()
 
 
 def _sequences_of(x: Tensor) -> Sequences:

@@ -12,7 +12,7 @@ from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
 from ._torch import split_factor_of, strided_shard, teach_strided_shards
-from .balance._placement import Placement as ExpertPlacement
+from .placement._plan import Placement as ExpertPlacement
 
 
 def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from ._losses import (
 from ._parameters import local_weight
 from ._sizes import check_choices, check_factors, check_groups, check_sizes, is_count
 from ._torch import KeepsDtype, fenced, without_autocast
-from .dispatch._sorting import count_ids
+from .dispatch._local import count_ids
 
 _TINY = torch.finfo(torch.float32).tiny
 

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts, order_entry
 from .._torch import EXTRA_STATE, name_in_state
-from ._migration import Migration, plan_migration
-from ._replicas import ReplicaSum
-from ._rows import move_rows, own_order, rows_here
+from ._plan import Migration, plan_migration
+from ._replicas import ReplicaSum, move_rows, own_order, rows_here
 
 Change = Callable[[str, Tensor], Tensor]
 

@@ -10,13 +10,10 @@ from hp_dtensor import Axis
 from .._errors import ExpertConfigError
 from .._experts import GroupedExperts
 from .._moe import MoE
-from ..dispatch._placed import Placed
-from ..dispatch._protocol import TokenDispatcher
-from ..dispatch._tensor_parallel import Summed
-from ._migration import Migration, plan_migration
-from ._placement import Placement
-from ._replicas import ReplicaSum
-from ._rows import check_same_placement, exchange_rows, rows_here
+from ..dispatch._interface import TokenDispatcher
+from ..dispatch._wrappers import Placed, Summed
+from ._plan import Migration, Placement, plan_migration
+from ._replicas import ReplicaSum, check_same_placement, exchange_rows, rows_here
 
 
 @torch.no_grad()

@@ -1,44 +1,30 @@
-"""Experts wherever a placement puts them, hot ones more than once."""
+"""Dispatchers around another one: to the places of a placement, and over experts that are cut."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hp_dtensor import AutogradCollectives, Axis, Collectives
+
 from .._errors import ExpertConfigError, RoutingError
-from ..balance._placement import Placement
-from ._begin import begin_combine, begin_dispatch, start_dispatch
-from ._faults import Fault, Report
-from ._protocol import (
+from ..placement._plan import Placement
+from ._checks import Fault, Report, describe_faults, or_torch
+from ._interface import (
+    AsyncDispatcher,
+    Dispatched,
     DispatchState,
-    OverlappingDispatcher,
-    PendingCombine,
-    PendingDispatch,
+    Pending,
     SpreadDispatcher,
+    Step,
     TokenDispatcher,
+    start_combine,
+    start_dispatch,
 )
-from ._verdict import describe_faults
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Dispatching:
-    pending: PendingDispatch
-    owner: "Placed"
-
-    def start(self) -> None:
-        """Let the tokens leave if they wait for that."""
-        with self.owner.translating():
-            start_dispatch(self.pending)
-
-    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return the rows for this rank's experts, once they are here."""
-        with self.owner.translating():
-            return self.pending.finish()
-
-
-class Placed(OverlappingDispatcher):
+class Placed(AsyncDispatcher):
     """A `TokenDispatcher` that sends tokens to the slots of a placement.
 
     ``inner`` dispatches to slots: it was made for ``len(placement.experts)`` experts. Tokens take
@@ -83,18 +69,31 @@ class Placed(OverlappingDispatcher):
             )
         return Placed(self.inner, placement, self.rank, device=self._table.device)
 
-    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
-        """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        with self.translating():
-            pending = begin_dispatch(self.inner, x, weights, self.slots(expert_ids))
-        return _Dispatching(pending=pending, owner=self)
+    def start_dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
+    ) -> Pending[Dispatched]:
+        """Return while the rows travel; see `AsyncDispatcher.start_dispatch`."""
+        return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
-    def begin_combine(self, rows: Tensor, state: DispatchState) -> PendingCombine:
-        """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
-        return begin_combine(self.inner, rows, state)
+    def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
+        """Return while the results travel; see `AsyncDispatcher.start_combine`."""
+        return start_combine(self.inner, rows, state)
+
+    def _dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, weigh_rows: bool
+    ) -> Generator[Step, None, Dispatched]:
+        with self._translating():
+            ids = self._physical(expert_ids)
+            pending = start_dispatch(self.inner, x, weights, ids, weigh_rows=weigh_rows)
+        yield "counts"
+        with self._translating():
+            pending.send()
+        yield "rows"
+        with self._translating():
+            return pending.wait()
 
     @contextmanager
-    def translating(self) -> Iterator[None]:
+    def _translating(self) -> Iterator[None]:
         """Raise errors of ``inner`` in numbers of experts: of slots the caller knows nothing."""
         try:
             yield
@@ -115,7 +114,7 @@ class Placed(OverlappingDispatcher):
             return kind, given, experts
         return kind, given, expected
 
-    def slots(self, expert_ids: Tensor) -> Tensor:
+    def _physical(self, expert_ids: Tensor) -> Tensor:
         """Return the slot that each choice ``[tokens, k]`` goes to; other shapes come as given."""
         if expert_ids.dim() != 2 or expert_ids.dtype != torch.int64:
             return expert_ids  # a fault, which inner tells to all ranks
@@ -127,3 +126,53 @@ class Placed(OverlappingDispatcher):
         beyond = expert_ids - self.placement.num_experts + len(self.placement.experts)
         strange = torch.where(expert_ids < 0, expert_ids, beyond)
         return torch.where(known == expert_ids, chosen, strange)
+
+
+class Summed(AsyncDispatcher):
+    """A `TokenDispatcher` for experts that are cut inside: their outputs are parts of a sum.
+
+    The ranks of ``axis`` hold the same tokens, weights and ids. Parts are added once per token,
+    after ``inner`` has weighted and combined them: one all-reduce of ``[tokens, dim]`` over
+    ``axis`` in forward, and in backward one each for the gradients of tokens and weights, which
+    then are the same on all these ranks.
+    """
+
+    def __init__(
+        self, inner: TokenDispatcher, axis: Axis, collectives: Collectives | None = None
+    ) -> None:
+        self.inner = inner
+        self.axis = axis
+        self._collectives = or_torch(collectives)
+
+    @property
+    def num_experts(self) -> int | None:
+        """Return the number of experts of ``inner``; None where it does not tell."""
+        return self.inner.num_experts if isinstance(self.inner, SpreadDispatcher) else None
+
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """Return the ranks of ``inner``, not those whose parts are summed; None if not told."""
+        return self.inner.ranks if isinstance(self.inner, SpreadDispatcher) else None
+
+    def around(self, inner: TokenDispatcher) -> "Summed":
+        """Return the same around another dispatcher."""
+        return Summed(inner, self.axis, self._collectives)
+
+    def start_dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
+    ) -> Pending[Dispatched]:
+        """Return while the rows travel; see `AsyncDispatcher.start_dispatch`."""
+        x, weights = (
+            AutogradCollectives(self._collectives).replicate(tensor, self.axis)
+            for tensor in (x, weights)
+        )
+        return start_dispatch(self.inner, x, weights, expert_ids, weigh_rows=weigh_rows)
+
+    def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
+        """Return while the results travel; see `AsyncDispatcher.start_combine`."""
+        return Pending(self._combine(rows, state))
+
+    def _combine(self, rows: Tensor, state: DispatchState) -> Generator[Step, None, Tensor]:
+        pending = start_combine(self.inner, rows, state)
+        yield "rows"
+        return AutogradCollectives(self._collectives).all_reduce(pending.wait(), self.axis)

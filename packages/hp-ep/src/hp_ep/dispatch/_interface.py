@@ -1,11 +1,16 @@
-"""What a dispatcher is, and the state that one dispatch hands to its combine."""
+"""What a dispatcher is: tokens to their experts and back, each half started and waited for."""
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from .._errors import DispatchStateError, ExpertConfigError
+
+T = TypeVar("T")
+Step = Literal["counts", "rows"]
+"""What has been started: the exchange of counts, or the rows' own all-to-all."""
 
 
 class _Once:
@@ -40,6 +45,10 @@ class DispatchState:
     _once: _Once = field(default_factory=_Once, repr=False)
 
 
+Dispatched = tuple[Tensor, Tensor, DispatchState]
+"""Rows for this rank's experts, rows per expert, and the state of the call."""
+
+
 @runtime_checkable
 class TokenDispatcher(Protocol):
     """Brings tokens to their experts and the results back, summed by routing weight.
@@ -49,15 +58,13 @@ class TokenDispatcher(Protocol):
     and results need one on all.
 
     What one rank alone can see to be wrong with the arguments of ``dispatch`` (shapes, dtypes,
-    expert ids) is told to all in an exchange that is made anyway, and all raise one
+    expert ids) travels to all in an exchange that is made anyway, and all raise one
     `RoutingError`. No such exchange follows elsewhere: an error of ``combine``, of the experts, of
     the layer around them, or of an argument that is no tensor on the group's device is raised by
     the rank that meets it, while its peers wait for it until their communication times out.
     """
 
-    def dispatch(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor
-    ) -> tuple[Tensor, Tensor, DispatchState]:
+    def dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
         """Return the rows for this rank's experts, rows per expert, and the state of this call.
 
         ``x [tokens, dim]``, ``weights [tokens, k]``, ``expert_ids [tokens, k]`` (int64, distinct
@@ -100,60 +107,107 @@ class SpreadDispatcher(Protocol):
         ...
 
 
-class PendingDispatch(Protocol):
-    """Tokens on their way to their experts."""
+class Pending(Generic[T]):
+    """A dispatch or a combine that has been started; `wait` returns its result, once.
 
-    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return what ``dispatch`` returns, once the tokens are here; called once."""
-        ...
-
-
-@runtime_checkable
-class StartedDispatch(Protocol):
-    """A `PendingDispatch` whose tokens leave when it is told so, or at the latest when finished.
-
-    What runs before that overlaps with the counts' way to the host. Ranks do it in the same order.
+    A dispatcher writes either half as one generator, in the order in which things happen: it
+    yields ``"counts"`` while counts are on their way to the host, ``"rows"`` once rows are under
+    way, and returns the result.
     """
 
-    def start(self) -> object:
-        """Let the tokens leave, once; raises what ``dispatch`` does."""
-        ...
+    __slots__ = ("_step", "_steps")
+
+    def __init__(self, steps: Generator[Step, None, T]) -> None:
+        self._steps = steps
+        self._step: Step = next(steps)
+
+    def send(self) -> None:
+        """Let the rows leave if they wait for that, and the host for the counts."""
+        while self._step != "rows":
+            self._step = next(self._steps)
+
+    def wait(self) -> T:
+        """Return the result, once the rows are here."""
+        while True:
+            try:
+                self._step = next(self._steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
 
 
-class PendingCombine(Protocol):
-    """Results on their way back."""
+class Done(Pending[T]):
+    """What was done when it was started: nothing is under way."""
 
-    def finish(self) -> Tensor:
-        """Return what ``combine`` returns, once the results are here; called once."""
-        ...
+    __slots__ = ("_result",)
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def send(self) -> None:
+        """Do nothing: no rows wait."""
+
+    def wait(self) -> T:
+        """Return the result."""
+        return self._result
 
 
 @runtime_checkable
-class OverlappingDispatcher(Protocol):
-    """A `TokenDispatcher` whose two halves can each be begun and finished apart.
+class AsyncDispatcher(Protocol):
+    """A `TokenDispatcher` whose two halves can each be started and waited for apart.
 
     What runs between the two overlaps with the rows' travel, and in backward with that of their
-    gradients. Ranks begin and finish in the same order. A class that derives from this one is given
+    gradients. Ranks start and wait in the same order. A class that derives from this one is given
     ``dispatch`` and ``combine``.
     """
 
-    def dispatch(
-        self, x: Tensor, weights: Tensor, expert_ids: Tensor
-    ) -> tuple[Tensor, Tensor, DispatchState]:
+    def dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Dispatched:
         """Return the rows for this rank's experts; see `TokenDispatcher.dispatch`."""
-        return self.begin_dispatch(x, weights, expert_ids).finish()
+        return self.start_dispatch(x, weights, expert_ids).wait()
 
     def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
         """Return each token's weighted sum; see `TokenDispatcher.combine`."""
-        return self.begin_combine(rows, state).finish()
+        return self.start_combine(rows, state).wait()
 
-    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> PendingDispatch:
-        """Return while the rows travel; raises what ``dispatch`` does."""
+    def start_dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
+    ) -> Pending[Dispatched]:
+        """Return while the rows travel; raises what ``dispatch`` does.
+
+        With ``weigh_rows``, the same on all ranks, the state has ``row_weights [rows]``: the
+        experts multiply their rows by them, where that is cheapest, and ``combine`` sums.
+        """
         ...
 
-    def begin_combine(self, rows: Tensor, state: DispatchState) -> PendingCombine:
+    def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
         """Return while the results travel; raises what ``combine`` does."""
         ...
+
+
+def start_dispatch(
+    dispatcher: TokenDispatcher,
+    x: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    weigh_rows: bool = False,
+) -> Pending[Dispatched]:
+    """Return a dispatch that is under way where ``dispatcher`` can do that, else done.
+
+    Where it cannot, ``combine`` weighs the rows itself whatever was asked for.
+    """
+    if isinstance(dispatcher, AsyncDispatcher):
+        return dispatcher.start_dispatch(x, weights, expert_ids, weigh_rows=weigh_rows)
+    return Done(dispatcher.dispatch(x, weights, expert_ids))
+
+
+def start_combine(
+    dispatcher: TokenDispatcher, rows: Tensor, state: DispatchState
+) -> Pending[Tensor]:
+    """Return a combine that is under way where ``dispatcher`` can do that, else done."""
+    if isinstance(dispatcher, AsyncDispatcher):
+        return dispatcher.start_combine(rows, state)
+    return Done(dispatcher.combine(rows, state))
 
 
 S = TypeVar("S", bound=DispatchState)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor import Axis, AxisMesh, Collectives, TorchCollectives
 
-from .._errors import ExpertConfigError
+from ._errors import ExpertConfigError
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
