@@ -190,7 +190,7 @@ def test_experts_and_weights_that_do_not_fit_are_refused() -> None:
 def test_state_dicts_with_three_weights_are_loaded_as_two() -> None:
     layer = _fill(MoE(4, 8, 4, 2, num_shared_experts=1, dtype=WIDE))
     state = layer.state_dict()
-    old = {}
+    old: dict[str, Tensor] = {}
     for name, value in state.items():
         prefix, _, last = name.rpartition(".")
         if last == "gate_up_proj":

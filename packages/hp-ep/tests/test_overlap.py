@@ -206,8 +206,8 @@ def test_counts_travel_to_the_host_while_the_shared_experts_run(
             "wait rows"
         )
         assert theirs[0] == _call(
-            "start counts, wait counts, copy to host, mark, mark, shared, host waits, aside, aside, "
-            "start rows, adopt, wait rows, adopt, experts, start rows, wait rows"
+            "start counts, wait counts, copy to host, mark, mark, shared, host waits, aside, "
+            "aside, start rows, adopt, wait rows, adopt, experts, start rows, wait rows"
         )
         back = [entry for entry in theirs[1] if entry in mine[1]]
         assert back == mine[1]  # the shared experts still overlap with the gradients of the rows
@@ -222,8 +222,8 @@ def test_the_next_chunk_leaves_before_results_return_where_counts_are_copied_asi
     plain, aside = (_beside("AllToAll", 2, side, monkeypatch) for side in (False, True))
     for mine, theirs in zip(plain, aside, strict=True):
         assert theirs[0] == _call(
-            "start counts, wait counts, copy to host, mark, mark, shared, host waits, aside, aside, "
-            "start rows, adopt, wait rows, adopt, start counts, wait counts, copy to host, mark, "
+            "start counts, wait counts, copy to host, mark, mark, shared, host waits, aside, "
+            "aside, start rows, adopt, wait rows, adopt, start counts, wait counts, copy to host, mark, "
             "mark, experts, host waits, aside, aside, start rows, start rows, adopt, wait rows, "
             "adopt, experts, start rows, wait rows, wait rows"
         )
