@@ -99,7 +99,7 @@ def test_the_choice_is_the_simplest_that_is_not_much_worse(
     assert found == best
 
 
-SIZES = dict(num_ranks=16, num_experts=64, top_k=8, row_bytes=4096)
+SIZES: Any = dict(num_ranks=16, num_experts=64, top_k=8, row_bytes=4096)
 FREE, DEAR = 0.0, 1.0
 
 
@@ -124,7 +124,7 @@ def test_the_choice_follows_the_cheaper_price_on_given_links(
 
 
 def test_few_tokens_are_not_worth_the_operators_of_fewer_bytes() -> None:
-    sizes = dict(num_ranks=8, num_experts=64, top_k=8, row_bytes=4096)
+    sizes: Any = dict(num_ranks=8, num_experts=64, top_k=8, row_bytes=4096)
     assert choose_dispatcher(**sizes, num_tokens=16) == "all_to_all"
     assert choose_dispatcher(**sizes, num_tokens=16384) == "dedup"
 

@@ -107,9 +107,9 @@ def test_a_dispatch_and_its_combine_run_few_operators(name: str, weigh_rows: boo
 def test_the_price_of_a_dispatcher_has_the_operators_that_it_runs(name: str) -> None:
     operators = _Operators()
     door: Any = _Alike(operators)
-    dispatcher = MOST[name][0](_axis(), door)
+    dispatcher, given = MOST[name][0](_axis(), door), _routing()
     with operators, torch.autograd.set_multithreading_enabled(False):
-        rows, _, state = dispatcher.dispatch(*_routing())
+        rows, _, state = dispatcher.dispatch(*given)
         dispatcher.combine(rows, state).sum().backward()
     kind: Any = {"AllToAll": "all_to_all", "Dedup": "dedup"}[name]
     assert operators.number == pytest.approx(WORK[kind].operators, rel=0.1)

@@ -25,10 +25,10 @@ class Started:
 
 
 WORK: dict[Kind, Started] = {
-    "local": Started(operators=20, exchanges=0),
-    "all_to_all": Started(operators=37, exchanges=5),
-    "dedup": Started(operators=64, exchanges=7),
-    "hierarchical": Started(operators=112, exchanges=7),
+    "local": Started(operators=23, exchanges=0),
+    "all_to_all": Started(operators=35, exchanges=5),
+    "dedup": Started(operators=61, exchanges=7),
+    "hierarchical": Started(operators=109, exchanges=7),
 }
 """Counted: tests/test_operators.py and tests/test_overlap_order.py."""
 

@@ -171,7 +171,7 @@ class AsyncAllToAll:
             if needs_grad:
                 self._rows = self._rows.detach().requires_grad_()
             return self
-        if route.held is None:
+        if route.held is None or route.work is not None:
             raise RuntimeError("these rows were sent before")
         if needs_grad:
             self._rows = run_function(_Start, route.held.requires_grad_(), route)
