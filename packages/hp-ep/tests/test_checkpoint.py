@@ -8,7 +8,13 @@ import torch
 from rank_pool import cached
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -103,6 +109,25 @@ def test_what_one_split_saves_every_split_loads(
     for equal in ranks(4).run(_save_and_load, str(tmp_path), old):
         # Three weights and the bias; step and two moments of each weight.
         assert equal == [True] * len(SPLITS) * (1 + 4 + 3 * 3)
+
+
+def _whole_loaded(rank: int) -> list[bool]:
+    torch.manual_seed(3)
+    router = TopKRouter(4, 8, 2, score="sigmoid", bias_rate=0.1, dtype=torch.float64)
+    state = MoE(4, 4, 8, 2, router=router, dtype=torch.float64).state_dict()
+    options = StateDictOptions(full_state_dict=True)
+    equal = []
+    for split in SPLITS:
+        layer, _ = _build(split, seed=1)
+        set_model_state_dict(layer, {k: v.clone() for k, v in state.items()}, options=options)
+        for name, value in get_model_state_dict(layer, options=options).items():
+            equal.append(torch.equal(value, state[name]))
+    return equal
+
+
+def test_whole_tensors_load_under_every_split(ranks: Any) -> None:
+    for equal in ranks(4).run(_whole_loaded):
+        assert equal == [True] * len(SPLITS) * 4
 
 
 def _placed_and_back(rank: int) -> list[bool]:

@@ -90,22 +90,34 @@ _NEED_TORCH = {
 
 __version__ = "0.2.0"
 __all__ = [
-    "DispatchStateError",
+    "AllToAll",
+    "BalanceLoss",
+    "BaseExpertParallel",
+    "Dedup",
+    "DispatchState",
     "ExpertConfigError",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "GroupedExperts",
+    "Hierarchical",
     "LoadStats",
-    "Migration",
+    "Local",
+    "MoE",
+    "Padded",
     "Placement",
     "RoutingError",
-    "UnsupportedError",
-    "__version__",
-    "choose_capacity",
-    "choose_dispatcher",
-    "expected_bytes",
-    "plan_migration",
+    "TensorParallel",
+    "TokenDispatcher",
+    "TopKRouter",
+    "collect_loads",
+    "migrate_experts",
+    "order_by_expert",
+    "order_by_slot",
+    "parallelize_experts",
     "plan_placement",
-    "smooth_load",
-    *_NEED_TORCH,
+    "update_router_bias",
 ]
+"""What a user types. Other names are for those who extend the package, and may move."""
 
 
 def __getattr__(name: str) -> object:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._errors import ExpertConfigError
-from .._permutation import row_products
+from .._permutation import invert, row_products
 from .._sizes import check_sizes
 from .._torch import first_order, run_function
 from ._checks import (
@@ -30,6 +30,7 @@ from ._interface import AsyncDispatcher, Dispatched, DispatchState, Pending, Ste
 from ._local import SortedAssignments, sort_assignments
 
 _OVERFLOWS = ("drop", "error")
+_POLICIES = ("position", "probability")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,8 +63,9 @@ class Padded(AsyncDispatcher):
     gets ``capacity`` rows from each rank, used or not (GShard, arXiv 2006.16668, section 3.2);
     `choose_capacity` takes it from a factor.
 
-    Of tokens beyond the capacity the last ones lose that expert, whose share of the result is then
-    missing; with ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
+    Of tokens beyond the capacity the last ones lose that expert, with
+    ``drop_policy="probability"`` those of the smallest routing weight (of equal ones the last); its
+    share of the result is then missing. With ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
     synchronisation. Faults of one rank are told to all only where reading is free or asked for: on
     the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. Elsewhere a
     rank takes part in the backward of its peers' tokens only if its own tokens or weights need a
@@ -79,6 +81,7 @@ class Padded(AsyncDispatcher):
         *,
         capacity: int,
         overflow: Literal["drop", "error"] = "drop",
+        drop_policy: Literal["position", "probability"] = "position",
         validate: bool | None = None,
         payload: torch.dtype | None = None,
     ) -> None:
@@ -89,9 +92,14 @@ class Padded(AsyncDispatcher):
         check_sizes({"capacity": capacity})
         if overflow not in _OVERFLOWS:
             raise ExpertConfigError(f"overflow={overflow!r} is not 'drop' or 'error'")
+        if drop_policy not in _POLICIES:
+            raise ExpertConfigError(
+                f"drop_policy={drop_policy!r} is not 'position' or 'probability'"
+            )
         self.num_experts: Final = num_experts
         self.ranks: Final = axis.ranks
         self.capacity = capacity
+        self._by_weight = drop_policy == "probability"
         self._refuses = overflow == "error"
 
     def start_dispatch(
@@ -111,7 +119,7 @@ class Padded(AsyncDispatcher):
         if not reads:  # a peer would never hear of it
             raise_faults([check_routing(x, weights, expert_ids, self.num_experts)], None)
         given = self._config.check(x, weights, expert_ids)
-        by_expert = sort_assignments(given.expert_ids, self.num_experts)
+        by_expert = self._sorted(given)
         # Unheard of each other, ranks whose weights need a gradient take part in that of tokens.
         alone = weights.requires_grad, weights.requires_grad
         needs_grad = self._compare(given, by_expert) if reads else alone
@@ -175,6 +183,17 @@ class Padded(AsyncDispatcher):
         rooms = [f"{row[-2]}, {_OVERFLOWS[row[-1]]!r}" for row in every]
         raise_unequal("one capacity and overflow", rooms, self.ranks)
         return needs_grad
+
+    def _sorted(self, given: Checked) -> SortedAssignments:
+        """Return the assignments by expert, those of an expert in the order in which they stay."""
+        ids = given.expert_ids
+        if not self._by_weight:
+            return sort_assignments(ids, self.num_experts)
+        best = given.weights.detach().reshape(-1).argsort(descending=True, stable=True)
+        found = sort_assignments(ids.reshape(-1, 1).index_select(0, best), self.num_experts)
+        order = best.index_select(0, found.order)
+        places = invert(order).view(ids.shape)
+        return SortedAssignments(order=order, places=places, counts=found.counts)
 
     def _layout(self, given: Checked, by_expert: SortedAssignments) -> _Buffer:
         """Return which token and choice each row of the buffer is of."""
