@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import start_processes
 
 from hp_dtensor import Axis, TorchCollectives
 from hp_ep import (
@@ -125,7 +126,7 @@ def plain_layer(layer: MoE, x: Tensor, ranks: int) -> Tensor:
     rows, parts = x[tokens], [p.chunk(ranks)[dist.get_rank() % ranks] for p in stacked(layer)]
     got = counts
     if ranks > 1:
-        group = dist.group.WORLD
+        group: Any = dist.group.WORLD
         got = torch.empty_like(counts)
         dist.all_to_all_single(got, counts)
         send, receive = (c.view(ranks, -1).sum(1).tolist() for c in (counts, got))
@@ -157,8 +158,8 @@ def parity(bench: Bench, name: str, kind: str) -> str:
     x = bench.batch.to(dtype, copy=True).requires_grad_()
     wide = x.detach().double().requires_grad_()
     weights, ids = layer.router(x)
-    plain.router.forward = lambda _: (weights.detach().double(), ids)  # type: ignore[method-assign]
-    layer.router.forward = lambda _: (weights.detach(), ids)  # type: ignore[method-assign]
+    vars(plain.router)["forward"] = lambda _: (weights.detach().double(), ids)
+    vars(layer.router)["forward"] = lambda _: (weights.detach(), ids)
     y, expected = layer(x), plain_layer(plain, wide, 1)
     y.float().square().mean().backward()
     expected.square().mean().backward()
@@ -369,6 +370,7 @@ def main() -> int:
         print("no GPU here; --device cpu runs the same code on CPUs")
         return 1
     context = mp.get_context("spawn")
+    launch: Any = start_processes
     rows: list[Row] = []
     for number, world in enumerate(worlds_of(on_gpu)):
         small = arguments.quick or "nccl" not in world.backend  # gloo goes through the CPU
@@ -377,7 +379,7 @@ def main() -> int:
         queue: Any = context.SimpleQueue()
         given_to = (world, 29600 + number, arguments.device, given, queue)
         try:
-            mp.start_processes(serve, given_to, nprocs=world.ranks, start_method="spawn")
+            launch(serve, given_to, nprocs=world.ranks, start_method="spawn")
             found: list[Row] = queue.get()
         except Exception as error:  # noqa: BLE001 - the other worlds still say what they see
             lines = str(error).strip().splitlines() or [type(error).__name__]

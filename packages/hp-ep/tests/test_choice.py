@@ -99,7 +99,7 @@ def test_the_choice_is_the_simplest_that_is_not_much_worse(
     assert found == best
 
 
-SIZES: Any = dict(num_ranks=16, num_experts=64, top_k=8, row_bytes=4096)
+SIZES: dict[str, Any] = dict(num_ranks=16, num_experts=64, top_k=8, row_bytes=4096)
 FREE, DEAR = 0.0, 1.0
 
 
@@ -124,7 +124,7 @@ def test_the_choice_follows_the_cheaper_price_on_given_links(
 
 
 def test_few_tokens_are_not_worth_the_operators_of_fewer_bytes() -> None:
-    sizes: Any = dict(num_ranks=8, num_experts=64, top_k=8, row_bytes=4096)
+    sizes: dict[str, Any] = dict(num_ranks=8, num_experts=64, top_k=8, row_bytes=4096)
     assert choose_dispatcher(**sizes, num_tokens=16) == "all_to_all"
     assert choose_dispatcher(**sizes, num_tokens=16384) == "dedup"
 
@@ -153,8 +153,8 @@ def test_no_other_dispatcher_has_a_much_lower_price(
 def test_a_price_grows_with_tokens_bytes_and_latency() -> None:
     def price(tokens: int = 64, row: int = 64, alpha: float = 0.0, beta: float = 1e-9) -> float:
         links = AlphaBeta(alpha=alpha, beta=beta)
-        more = dict(num_ranks=4, num_experts=8, top_k=2, row_bytes=row, num_tokens=tokens)
-        return expected_seconds("dedup", **more, links=links)  # type: ignore[arg-type]
+        more: Any = dict(num_ranks=4, num_experts=8, top_k=2, row_bytes=row, num_tokens=tokens)
+        return expected_seconds("dedup", **more, links=links)
 
     assert price() < price(tokens=128) < price(tokens=128, row=128)
     assert price(alpha=1.0) - price() == pytest.approx(7)  # an all-to-all each
@@ -184,6 +184,23 @@ def test_numbers_that_make_no_layer_are_refused(change: dict[str, Any], text: st
         choose_dispatcher(**given_numbers)
     with pytest.raises(ExpertConfigError, match=text):
         expected_bytes("dedup", **given_numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (dict(num_tokens=0), "num_tokens=0 must be a positive integer"),
+        (
+            dict(links=AlphaBeta(beta=(1e-9,))),
+            r"must be an AlphaBeta whose alpha and beta",
+        ),
+        (dict(links=AlphaBeta(alpha=(0.0, 0.0, 0.0))), "pairs: between nodes, and inside one"),
+        (dict(links="fast"), "links='fast' must be an AlphaBeta"),
+    ],
+)
+def test_numbers_that_make_no_price_are_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ExpertConfigError, match=text):
+        choose_dispatcher(**SIZES, **change)
 
 
 def test_a_dispatcher_that_does_not_exist_is_refused() -> None:

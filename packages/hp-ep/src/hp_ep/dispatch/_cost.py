@@ -159,7 +159,7 @@ def expected_seconds(
     check_sizes({"num_tokens": num_tokens})
     node_size = node_size or num_ranks
     machine = MACHINES["cpu" if device_type == "cpu" else "cuda"]
-    links = machine.links if links is None else links
+    links = _checked(machine.links if links is None else links)
     between, inside = node_size < num_ranks, node_size > 1
     # Backward moves what forward does.
     travels = [
@@ -177,6 +177,17 @@ def expected_seconds(
         + whole(travels)
         + copied / machine.memory_bytes_per_second
     )
+
+
+def _checked(links: object) -> AlphaBeta:
+    if not isinstance(links, AlphaBeta) or any(
+        isinstance(given, tuple) and len(given) != 2 for given in (links.alpha, links.beta)
+    ):
+        raise ExpertConfigError(
+            f"links={links!r} must be an AlphaBeta whose alpha and beta are one number each, or "
+            "pairs: between nodes, and inside one"
+        )
+    return links
 
 
 def _latency(links: AlphaBeta, axis: int) -> float:

@@ -63,9 +63,9 @@ class Padded(AsyncDispatcher):
     gets ``capacity`` rows from each rank, used or not (GShard, arXiv 2006.16668, section 3.2);
     `choose_capacity` takes it from a factor.
 
-    Of tokens beyond the capacity the last ones lose that expert, with
-    ``drop_policy="probability"`` those of the smallest routing weight (of equal ones the last); its
-    share of the result is then missing. With ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
+    Of tokens beyond the capacity the last ones lose that expert, with ``drop_policy="probability"``
+    those of the smallest routing weight (of equal ones the last); its share of the result is then
+    missing. With ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
     synchronisation. Faults of one rank are told to all only where reading is free or asked for: on
     the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. Elsewhere a
     rank takes part in the backward of its peers' tokens only if its own tokens or weights need a
