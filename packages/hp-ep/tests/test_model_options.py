@@ -1,5 +1,6 @@
 """The options of published models, each against its formula in one process."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -178,6 +179,12 @@ def test_any_function_of_gate_and_up_may_be_the_activation() -> None:
     named.load_state_dict(mine.state_dict())
     counts = torch.tensor([2, 3])
     assert torch.equal(mine(_x(5), counts), named(_x(5), counts))
+
+
+def test_a_layer_can_be_pickled() -> None:
+    layer = _layer(bias=True, **CLAMPED)
+    copy = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(copy(_x(5)), layer(_x(5)))
 
 
 def test_experts_and_weights_that_do_not_fit_are_refused() -> None:

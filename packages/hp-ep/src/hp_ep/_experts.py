@@ -105,7 +105,7 @@ class GroupedExperts(nn.Module):
         self.score_before_experts = score_before_experts
         self.row_multiple = row_multiple
         self.float8 = float8
-        self._gate = gate_of(activation, self.swiglu_alpha, self.swiglu_limit)
+        gate_of(activation)  # raises for one that is unknown
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
@@ -207,7 +207,9 @@ class GroupedExperts(nn.Module):
         hidden = grouped_linear(rows, gate_up, blocks)
         if biases:
             hidden = hidden + spread_bias(biases[0], blocks, hidden.shape[0])
-        result = grouped_linear(_activate(self._gate, hidden, inside), down, blocks)
+        # Not kept on the module: a function without a name could not be pickled.
+        gate = gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit)
+        result = grouped_linear(_activate(gate, hidden, inside), down, blocks)
         if biases:
             bias = biases[1]
             if self.summed_over is not None and self.summed_over.index:
@@ -266,7 +268,8 @@ class SharedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._act = gate_of(activation)
+        gate_of(activation)  # raises for one that is unknown
+        self.activation = activation
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -289,7 +292,8 @@ class SharedExperts(nn.Module):
         gate_up, down = (
             local_weight(w, self.replicated_over) for w in (self.gate_up_proj, self.down_proj)
         )
-        result = F.linear(_activate(self._act, F.linear(x, gate_up), None), down)
+        hidden = _activate(gate_of(self.activation), F.linear(x, gate_up), None)
+        result = F.linear(hidden, down)
         if self.gate is None:
             return result
         return F.linear(x, local_weight(self.gate, self.replicated_over)).sigmoid() * result
