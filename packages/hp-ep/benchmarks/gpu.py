@@ -374,7 +374,7 @@ def main() -> int:
     rows: list[Row] = []
     for number, world in enumerate(worlds_of(on_gpu)):
         small = arguments.quick or "nccl" not in world.backend  # gloo goes through the CPU
-        sizes = (64, 32, 5) if small else (2048, 4096, 20)
+        sizes = (64, 32, 3) if small else (2048, 4096, 20)
         given = dict(zip(("width", "tokens", "rounds"), sizes, strict=True))
         queue: Any = context.SimpleQueue()
         given_to = (world, 29600 + number, arguments.device, given, queue)
