@@ -46,7 +46,7 @@ def _errors(rank: int) -> list[str]:
     done = style.apply(build_moe(0), flat)
     experts = style.apply(GroupedExperts(4, 6, 2), flat)
     uneven, wrapped = GroupedExperts(4, 6, 3), GroupedExperts(4, 6, 2)
-    wrapped.forward = lambda rows, counts, weights=None: rows  # type: ignore[method-assign, misc]
+    wrapped.forward = lambda rows, counts, weights=None: rows  # type: ignore[method-assign]
     small, real = (torch.int32, torch.float32) if rank else (torch.int64, torch.int64)
     texts = [
         _text(lambda: style.apply(uneven, flat)),
