@@ -146,7 +146,8 @@ def plain_layer(layer: MoE, x: Tensor, ranks: int) -> Tensor:
 
 def stacked(layer: MoE) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three weights of all experts."""
-    return layer.experts.w1, layer.experts.w2, layer.experts.w3
+    gate, up = layer.experts.gate_up_proj.unbind(1)
+    return gate, layer.experts.down_proj, up
 
 
 def parity(bench: Bench, name: str, kind: str) -> str:
@@ -255,7 +256,8 @@ def experts(bench: Bench) -> str:
     counts = torch.full((EXPERTS,), rows.shape[0] // EXPERTS, device=bench.device)
 
     def loop(x: Tensor) -> Tensor:
-        parts = (theirs.w1.unbind(), theirs.w2.unbind(), theirs.w3.unbind())
+        gate, up = theirs.gate_up_proj.unbind(1)
+        parts = (gate.unbind(), theirs.down_proj.unbind(), up.unbind())
         each = zip(x.chunk(EXPERTS), *parts, strict=True)
         return torch.cat([gated(part, w1, w2, w3) for part, w1, w2, w3 in each])
 

@@ -67,7 +67,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 def weights_of(num_experts: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(num_experts)
-    shapes = (num_experts, 10, 3), (num_experts, 3, 5)
+    shapes = (num_experts, 2, 5, 3), (num_experts, 3, 5)
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 

@@ -61,9 +61,7 @@ class Case:
             here = [w.chunk(self.size)[block] for w in whole]
             if self.placement is not None:
                 here = [w[list(self.placement.on_rank(block))] for w in whole]
-            gate_up, down = here
-            halves = [half.chunk(self.cut, 1)[index] for half in gate_up.chunk(2, 1)]
-            found.append([torch.cat(halves, 1), down.chunk(self.cut, 2)[index]])
+            found.append([w.chunk(self.cut, 2)[index] for w in here])
         return found
 
 

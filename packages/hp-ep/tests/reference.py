@@ -11,7 +11,7 @@ from hp_ep import MoE
 
 def dense_experts(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return what each expert makes of each token, ``[experts, tokens, dim]``."""
-    gate, up = torch.einsum("td,ehd->eth", x, gate_up).chunk(2, -1)
+    gate, up = torch.einsum("td,eghd->geth", x, gate_up)
     return torch.einsum("eth,edh->etd", F.silu(gate) * up, down)
 
 

@@ -45,7 +45,7 @@ def test_each_expert_computes_its_own_rows(
     counts: list[int], dtype: torch.dtype, dim: int, hidden: int, grouped: bool, tolerance: float
 ) -> None:
     experts, rows, result = _run(dtype, counts, dim, hidden)
-    assert can_group(rows, experts.gate_up_proj, experts.down_proj) is grouped
+    assert can_group(rows, experts.gate_up_proj.flatten(1, 2), experts.down_proj) is grouped
     assert result.dtype == dtype
     leaves = [t.detach().double().requires_grad_() for t in (rows, *experts.parameters())]
     every = dense_experts(*leaves)
@@ -102,7 +102,7 @@ def test_a_frozen_weight_gets_no_gradient_and_the_others_do() -> None:
 def test_geglu_gates_with_gelu() -> None:
     experts = GroupedExperts(2, 3, 1, activation="geglu", dtype=torch.float64)
     x = torch.randn(4, 2, dtype=torch.float64)
-    gate, up = (x @ experts.gate_up_proj[0].t()).chunk(2, -1)
+    gate, up = (x @ half.t() for half in experts.gate_up_proj[0])
     expected = (torch.nn.functional.gelu(gate) * up) @ experts.down_proj[0].t()
     assert_close(experts(x, torch.tensor([4])), expected)
 
@@ -163,7 +163,7 @@ def test_experts_that_lie_one_by_one_stack_and_come_apart_again() -> None:
         for name in ("gate", "up", "down")
     }
     state = {
-        "gate_up_proj": torch.cat([each["gate"], each["up"]], 1),
+        "gate_up_proj": torch.stack([each["gate"], each["up"]], 1),
         "down_proj": each["down"],
     }
     grouped = GroupedExperts(4, 6, 3, dtype=torch.float64)
@@ -175,7 +175,7 @@ def test_experts_that_lie_one_by_one_stack_and_come_apart_again() -> None:
         f"{e}.{name}.weight": weight
         for name, stacked in zip(
             ("gate", "up", "down"),
-            (*grouped.gate_up_proj.chunk(2, 1), grouped.down_proj),
+            (*grouped.gate_up_proj.unbind(1), grouped.down_proj),
             strict=True,
         )
         for e, weight in enumerate(stacked.unbind())

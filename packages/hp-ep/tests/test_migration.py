@@ -195,7 +195,7 @@ def test_bytes_are_those_of_the_plan_and_wrong_moves_are_refused(ranks: Any) -> 
         starts = [
             "a placement on 6 slots cannot take the place of one on 4; use as many replicas",
             "the experts have no placement",
-            "gate_up_proj has shape (4, 12, 4) and placements (Shard(dim=0), Shard(dim=0)); ",
+            "gate_up_proj has shape (4, 2, 6, 4) and placements (Shard(dim=0), Shard(dim=0)); ",
             "a placement of 4 experts on 2 ranks does not fit 4 experts on 1 ranks",
         ]
         for text, start in zip(texts, starts, strict=True):

@@ -63,9 +63,9 @@ def _dense(layer: MoE, x: Tensor) -> Tensor:
     for e in range(4):
         weight = (weights * (ids == e)).sum(-1, keepdim=True)
         rows = x * weight if experts.score_before_experts else x
-        hidden = rows @ experts.gate_up_proj[e].t()
+        hidden = rows @ experts.gate_up_proj[e].flatten(0, 1).t()
         if experts.gate_up_proj_bias is not None:
-            hidden = hidden + experts.gate_up_proj_bias[e]
+            hidden = hidden + experts.gate_up_proj_bias[e].flatten()
         out = _act(str(experts.activation), hidden) @ experts.down_proj[e].t()
         if experts.down_proj_bias is not None:
             out = out + experts.down_proj_bias[e]
@@ -201,7 +201,7 @@ def test_state_dicts_with_three_weights_are_loaded_as_two() -> None:
     for name, value in state.items():
         prefix, _, last = name.rpartition(".")
         if last == "gate_up_proj":
-            gate, up = value.chunk(2, -2)
+            gate, up = value.unbind(1) if "shared" not in name else value.chunk(2)
             old |= {f"{prefix}.w1": gate, f"{prefix}.w3": up}
         else:
             old[f"{prefix}.w2" if last == "down_proj" else name] = value
@@ -209,6 +209,22 @@ def test_state_dicts_with_three_weights_are_loaded_as_two() -> None:
     fresh.load_state_dict(old)
     for name, value in fresh.state_dict().items():
         assert torch.equal(value, state[name])
+
+
+def test_state_dicts_with_gate_and_up_along_one_axis_are_loaded_as_views() -> None:
+    layer = _fill(GroupedExperts(4, 8, 3, bias=True, dtype=WIDE))
+    state = layer.state_dict()
+    old = {k: v.flatten(1, 2) if k.startswith("gate_up") else v for k, v in state.items()}
+    assert [old[k].shape for k in ("gate_up_proj", "gate_up_proj_bias")] == [(3, 16, 4), (3, 16)]
+    fresh = GroupedExperts(4, 8, 3, bias=True, device="meta", dtype=WIDE)
+    fresh.load_state_dict(old, assign=True)
+    for name, value in fresh.state_dict().items():
+        assert value.shape == state[name].shape
+        assert torch.equal(value, state[name])
+        assert value.data_ptr() == old[name].data_ptr()
+    for wrong in (old["gate_up_proj"][:, 1:], old["gate_up_proj"][:, 2:]):
+        with pytest.raises(RuntimeError, match="size mismatch for gate_up_proj"):
+            fresh.load_state_dict(old | {"gate_up_proj": wrong})
 
 
 def _quantised(x: Tensor) -> Tensor:
@@ -235,16 +251,19 @@ def test_float8_products_are_those_of_rounded_numbers(
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return torch.einsum("ri,roi->ro", _quantised(x), _quantised(weight)[owner])
 
-    gate_up = product(rows.detach(), experts.gate_up_proj.detach()).to(dtype)
+    both = experts.gate_up_proj.detach().flatten(1, 2)
+    gate_up = product(rows.detach(), both).to(dtype)
     hidden = _act("swiglu", gate_up)
     assert_close(y.to(WIDE), product(hidden, experts.down_proj.detach()), tolerance)
     # Gradients of rows are products of rounded numbers too, those of weights are not.
     back = product(torch.ones_like(y), experts.down_proj.detach().transpose(1, 2)).to(dtype)
     leaf = gate_up.detach().requires_grad_()
     (grad,) = torch.autograd.grad(_act("swiglu", leaf), leaf, back)
-    expected = product(grad, experts.gate_up_proj.detach().transpose(1, 2))
+    expected = product(grad, both.transpose(1, 2))
     assert_close(grads([rows])[0].to(WIDE), expected, 4 * tolerance)
     for e, (g, h) in enumerate(zip(grad.split(counts), rows.detach().split(counts), strict=True)):
         assert_close(
-            grads([experts.gate_up_proj])[0][e].to(WIDE), g.to(WIDE).t() @ h.to(WIDE), tolerance
+            grads([experts.gate_up_proj])[0][e].flatten(0, 1).to(WIDE),
+            g.to(WIDE).t() @ h.to(WIDE),
+            tolerance,
         )

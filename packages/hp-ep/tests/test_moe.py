@@ -102,7 +102,7 @@ def test_copies_of_one_network_as_experts_are_that_network(top_k: int) -> None:
     with torch.no_grad():  # what upcycling a dense model does
         for parameter in layer.experts.parameters():
             parameter.copy_(parameter[:1].expand_as(parameter).clone())
-    gate, up = (x @ layer.experts.gate_up_proj[0].t()).chunk(2, -1)
+    gate, up = (x @ half.t() for half in layer.experts.gate_up_proj[0])
     dense = (nn.functional.silu(gate) * up) @ layer.experts.down_proj[0].t()
     assert_close(layer(x), dense)
 

@@ -205,7 +205,7 @@ def _reordered(rank: int, folder: str, case: int, flat: bool) -> list[float]:
     saved = _ordered(straight, flat=flat)
     state_dict_saver.save(saved, checkpoint_id=folder)
     before = _whole(saved)
-    assert before[".model.first.experts.gate_up_proj"].shape == (8, 8, 4)
+    assert before[".model.first.experts.gate_up_proj"].shape == (8, 2, 4, 4)
     first = [slots[0] for slots in CASES[case][0].slots_of]
     slots = _whole(_states(straight, flat=flat))
     assert torch.equal(

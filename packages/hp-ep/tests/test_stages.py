@@ -121,8 +121,7 @@ def test_what_one_grid_of_stages_saves_every_grid_loads(
             assert torch.equal(found[name], value), name
     names = [r[3] for r in results]
     assert (names[0] == names[3]) == (old[0] == 1)  # each stage lists its own experts only
-    # One chunk for each part of an expert weight, whoever else has a copy; gate and up are apart
-    # where experts are cut inside.
+    # One chunk for each part of an expert weight, whoever else has a copy.
     metadata = FileSystemReader(str(tmp_path)).read_metadata().state_dict_metadata
     stored: Any = metadata["model.first.experts.gate_up_proj"]
-    assert len(stored.chunks) == 4 // old[0] * min(old[2], 2)
+    assert len(stored.chunks) == 4 // old[0]

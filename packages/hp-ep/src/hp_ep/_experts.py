@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError, RoutingError
-from ._parameters import join_halves, local_weight
+from ._parameters import local_weight
 from ._permutation import pad_blocks, place_rows, row_products, take_rows
 from ._products import blocks_of, grouped_linear, spread_bias
 from ._sizes import check_factors, check_sizes
@@ -33,17 +33,22 @@ class GroupedExperts(nn.Module):
     """``num_experts`` gated feed-forward networks, each applied to its own block of rows.
 
     Expert ``e`` computes ``down[e] @ (act(gate[e] @ x) * (up[e] @ x))`` (Shazeer, arXiv 2002.05202,
-    section 2). Parameters, named as in transformers: ``gate_up_proj [num_experts, 2 * hidden_dim,
-    dim]``, the rows of ``gate`` before those of ``up``, and ``down_proj [num_experts, dim,
-    hidden_dim]``; with ``bias`` also ``gate_up_proj_bias [num_experts, 2 * hidden_dim]`` and
+    section 2). Parameters, named as in transformers: ``gate_up_proj [num_experts, 2, hidden_dim,
+    dim]``, ``gate`` at 0 and ``up`` at 1 of dimension 1, and ``down_proj [num_experts, dim,
+    hidden_dim]``; with ``bias`` also ``gate_up_proj_bias [num_experts, 2, hidden_dim]`` and
     ``down_proj_bias [num_experts, dim]``. They may be DTensors sharded by expert, as
     `ExpertParallel` makes them: then the local experts compute.
 
-    The state dict has the parameters alone; one with ``w1``, ``w3`` and ``w2`` in place of them
-    (gate, up, down) is loaded too. With a placement it has one more entry, the expert of
-    each row of the weights; loading a state dict that says another order than the layer's is
-    refused. One without that entry is in the experts' own order, and its rows go where the
-    placement wants them: one all-to-all over the experts' axis for each weight.
+    Gate and up have an axis of their own so that a rank can have the same rows of both: that is
+    ``Shard(2)``, which every checkpoint knows, where ``[num_experts, 2 * hidden_dim, dim]`` would
+    leave a rank two blocks of rows. The memory is the same, and one product computes both.
+
+    The state dict has the parameters alone. One with ``gate_up_proj`` and its bias as transformers
+    has them, ``2 * hidden_dim`` for the two axes, is loaded too, and one with ``w1``, ``w3`` and
+    ``w2`` in place of the weights (gate, up, down). With a placement it has one more entry, the
+    expert of each row of the weights; loading a state dict that says another order than the
+    layer's is refused. One without that entry is in the experts' own order, and its rows go where
+    the placement wants them: one all-to-all over the experts' axis for each weight.
 
     Args:
         dim: Length of a row.
@@ -110,9 +115,9 @@ class GroupedExperts(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
-        self.gate_up_proj = parameter(2 * hidden_dim, dim)
+        self.gate_up_proj = parameter(2, hidden_dim, dim)
         self.down_proj = parameter(dim, hidden_dim)
-        self.gate_up_proj_bias = parameter(2 * hidden_dim) if bias else None
+        self.gate_up_proj_bias = parameter(2, hidden_dim) if bias else None
         self.down_proj_bias = parameter(dim) if bias else None
         self.replicas: ReplicaSum | None = None
         self.summed_over: Axis | None = None
@@ -193,7 +198,8 @@ class GroupedExperts(nn.Module):
         parts = tuple(local_weight(p, self.summed_over) for p in given if p is not None)
         shared = parts if self.replicas is None else self.replicas.share(parts)
         # Autocast knows linear products only, not grouped ones.
-        rows, gate_up, down, *biases = (as_autocast(tensor) for tensor in (rows, *shared))
+        rows, both, down, *biases = (as_autocast(tensor) for tensor in (rows, *shared))
+        gate_up = both.flatten(1, 2)  # a view: one product for both
         self._check(rows, counts, weights, gate_up)
         places = None
         if self.row_multiple > 1:
@@ -206,7 +212,7 @@ class GroupedExperts(nn.Module):
             rows, inside = weigh_rows(rows, weights), None
         hidden = grouped_linear(rows, gate_up, blocks)
         if biases:
-            hidden = hidden + spread_bias(biases[0], blocks, hidden.shape[0])
+            hidden = hidden + spread_bias(biases[0].flatten(1), blocks, hidden.shape[0])
         # Not kept on the module: a function without a name could not be pickled.
         gate = gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit)
         result = grouped_linear(_activate(gate, hidden, inside), down, blocks)
@@ -251,10 +257,10 @@ class PlacedExperts(GroupedExperts):
 class SharedExperts(nn.Module):
     """One gated feed-forward network for every token; ``hidden_dim`` is that of all of them.
 
-    Parameters as in `GroupedExperts`, without the experts' dimension. `MoE` makes it. With
-    ``gated`` the result is multiplied by ``sigmoid(x @ gate.T)``, with a parameter ``gate [1,
-    dim]`` (Qwen's ``shared_expert_gate``). A style sets ``replicated_over`` to the axis whose ranks
-    hold the same tokens.
+    Parameters ``gate_up_proj [2 * hidden_dim, dim]``, the rows of ``gate`` before those of ``up``,
+    and ``down_proj [dim, hidden_dim]``. `MoE` makes it. With ``gated`` the result is multiplied by
+    ``sigmoid(x @ gate.T)``, with a parameter ``gate [1, dim]`` (Qwen's ``shared_expert_gate``). A
+    style sets ``replicated_over`` to the axis whose ranks hold the same tokens.
     """
 
     def __init__(
@@ -278,7 +284,7 @@ class SharedExperts(nn.Module):
         self.down_proj = parameter(dim, hidden_dim)
         self.gate = parameter(1, dim) if gated else None
         self.replicated_over: Axis | None = None
-        before_loading(self, _join_old)
+        before_loading(self, _join_rows)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -393,7 +399,11 @@ def _put_in_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     """Give ``module``, a `GroupedExperts`, rows in its own order; raise if they lie in another."""
     if not isinstance(module, GroupedExperts):
         return
-    _join_old(module, state_dict, prefix)
+    _rename_old(state_dict, prefix, lambda gate, up: torch.stack([gate, up], 1))
+    for name in (prefix + "gate_up_proj", prefix + "gate_up_proj_bias"):
+        value, dims = state_dict.get(name), 2 if name.endswith("bias") else 3
+        if isinstance(value, Tensor) and value.dim() == dims and value.shape[1] % 2 == 0:
+            state_dict[name] = value.unflatten(1, (2, -1))  # the rows of gate, then those of up
     key, replicas = prefix + EXTRA_STATE, module.replicas
     if key in state_dict and is_saved(state_dict[key]):
         module.check_order(state_dict[key])
@@ -406,13 +416,20 @@ def _put_in_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
         state_dict[key] = order_entry(module.row_order())
 
 
-def _join_old(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
-    """Rename ``w1, w3, w2`` of a state dict of version 0.1; gate and up become one tensor."""
+def _join_rows(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
+    """Make ``w1, w3, w2`` of a state dict the weights of a `SharedExperts`."""
+    _rename_old(state_dict, prefix, lambda gate, up: torch.cat([gate, up]))
+
+
+def _rename_old(
+    state_dict: dict[str, Any], prefix: str, join: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Rename ``w1, w3, w2`` of a state dict of version 0.1; ``join`` makes one of gate and up."""
     names = [prefix + name for name in ("w1", "w3", "w2")]
     if not all(name in state_dict for name in names):
         return
     gate, up, down = (state_dict.pop(name) for name in names)
-    state_dict[prefix + "gate_up_proj"] = join_halves(gate, up)
+    state_dict[prefix + "gate_up_proj"] = join(gate, up)
     state_dict[prefix + "down_proj"] = down
 
 

@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn.utils.parametrize import is_parametrized
 
 from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
-from ._torch import split_factor_of, strided_shard, teach_strided_shards
 from .placement._plan import Placement as ExpertPlacement
 
 
@@ -33,30 +32,6 @@ def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:
 
 def _is_over(weight: DTensor, axis: int, alike: Axis | None) -> bool:
     return alike is not None and Axis.of(weight.device_mesh, axis).ranks == alike.ranks
-
-
-def join_halves(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``gate`` and ``up [..., hidden, dim]`` as one ``[..., 2 * hidden, dim]``, gate first.
-
-    Of DTensors each half stays sharded as it is; communicates nothing.
-    """
-    dim = gate.dim() - 2
-    if not isinstance(gate, DTensor) or not isinstance(up, DTensor):
-        return torch.cat([gate, up], dim)
-    shape = list(gate.shape)
-    shape[dim] *= 2
-    placements = [
-        strided_shard(dim, 2) if isinstance(p, Shard) and p.dim == dim else p
-        for p in gate.placements
-    ]
-    return DTensor.from_local(
-        torch.cat([gate.to_local(), up.to_local()], dim),
-        gate.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
 
 
 def check_untied(model: nn.Module, layers: Mapping[str, Sequence[nn.Module]]) -> None:
@@ -131,16 +106,13 @@ def split_experts(
 ) -> None:
     """Replace each parameter ``[experts, ...]`` of ``module`` by a DTensor over ``mesh``.
 
-    ``placements`` of a name shard it, each of several blocks, or replicate it; dimension 0 is cut
-    by the first axis or not at all.
-    Every rank keeps its part of the values it has: a block of the experts, or those that ``held``
-    puts there. Communicates nothing.
+    ``placements`` of a name shard or replicate it; dimension 0 is cut by the first axis or not at
+    all. Every rank keeps its part of the values it has: a block of the experts, or those that
+    ``held`` puts there. Communicates nothing.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
         local = parameter.detach()
         layout = placements(name)
-        if any(split_factor_of(p) for p in layout):
-            teach_strided_shards()
         for axis, placement in enumerate(layout):
             index = mesh.get_local_rank(axis)
             if placement.is_replicate():
@@ -149,8 +121,7 @@ def split_experts(
             if dim == 0 and held is not None:
                 local = local[list(held.on_rank(index))]
             else:
-                blocks = local.unflatten(dim, (split_factor_of(placement) or 1, -1))
-                local = blocks.chunk(mesh.size(axis), dim + 1)[index].flatten(dim, dim + 1)
+                local = local.chunk(mesh.size(axis), dim)[index]
         # A copy of its own: a part of the whole would keep the whole alive.
         local = local.clone(memory_format=torch.contiguous_format)
         _replace(module, name, local, mesh, layout)

@@ -26,7 +26,6 @@ from ._parameters import (
     split_experts,
 )
 from ._router import TopKRouter, as_axes, check_apart, check_axes
-from ._torch import strided_shard
 from .dispatch._all_to_all import AllToAll, RowExchange
 from .dispatch._checks import (
     Fault,
@@ -75,17 +74,9 @@ class Split:
         up product, each apart, columns of the down product (Megatron-LM, arXiv 1909.08053, section
         3). The bias of the down product is whole.
         """
-        inside = {
-            "gate_up_proj": strided_shard(1, 2),
-            "gate_up_proj_bias": strided_shard(1, 2),
-            "down_proj": Shard(2),
-            "down_proj_bias": Replicate(),
-        }
         found: list[TensorPlacement] = [] if self.expert_axis is None else [Shard(0)]
         if self.tensor_axis is not None:
-            found.append(
-                Shard(1) if self.tensor_axis.size == 1 and "gate" in name else inside[name]
-            )
+            found.append(Replicate() if name == "down_proj_bias" else Shard(2))
         return tuple(found)
 
     def check(self, experts: GroupedExperts, placement: Placement | None) -> None:
@@ -354,9 +345,8 @@ class ExpertParallel(BaseExpertParallel):
 class TensorParallel(BaseExpertParallel):
     """Every expert cut along its hidden dimension over a 1-D mesh; no token travels.
 
-    Weights become Shard(2) (``down_proj``) and a strided shard of dimension 1 (``gate_up_proj``:
-    each half is cut), and the ranks' parts of the output are summed: for a `MoE` once per token,
-    for a `GroupedExperts` once per row. The ranks hold the same tokens.
+    Weights become Shard(2), and the ranks' parts of the output are summed: for a `MoE` once per
+    token, for a `GroupedExperts` once per row. The ranks hold the same tokens.
     """
 
     def split(self, mesh: DeviceMesh) -> Split:

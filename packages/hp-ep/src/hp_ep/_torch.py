@@ -11,14 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from itertools import pairwise
 from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ._errors import UnsupportedError
@@ -232,128 +229,6 @@ def name_in_state(model: nn.Module, name: str) -> str:
 
     (found,) = _get_fqns(model, name)
     return found
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return ``_StridedShard``: each of ``split_factor`` equal blocks of ``dim`` is sharded."""
-    return _StridedShard(dim, split_factor=split_factor)
-
-
-def split_factor_of(placement: Placement) -> int | None:
-    """Return the blocks of a ``_StridedShard``, None for any other placement."""
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
-
-
-def split_index(index: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
-    """Return which of ``index [n]`` a ``placement`` gives to one of ``size`` ranks."""
-    factor = split_factor_of(placement) or 1
-    parts = [block.chunk(size) for block in index.chunk(factor)]
-    return torch.cat([part[rank] for part in parts if rank < len(part)] or [index[:0]])
-
-
-def strided_parts(x: DTensor) -> list[tuple[tuple[slice, ...], Tensor]]:
-    """Return the blocks of this rank's part of ``x``: where each is in the whole, and a view."""
-    found: list[tuple[tuple[slice, ...], tuple[slice, ...]]] = [((), ())]
-    for dim, length in enumerate(x.shape):
-        index = torch.arange(length)
-        for axis, placement in enumerate(x.placements):
-            if not placement.is_replicate() and placement.dim == dim:  # type: ignore[attr-defined]
-                rank = x.device_mesh.get_local_rank(axis)
-                index = split_index(index, placement, x.device_mesh.size(axis), rank)
-        cuts = [0, *((index.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(index)]
-        first = index.tolist()
-        runs = [
-            (slice(first[a], first[a] + b - a), slice(a, b)) for a, b in pairwise(cuts) if b > a
-        ]
-        found = [((*g, whole), (*h, part)) for g, h in found for whole, part in runs]
-    local = x.to_local()
-    return [(whole, local[part]) for whole, part in found]
-
-
-def is_strided(x: object) -> bool:
-    """Return whether ``x`` is a DTensor with a ``_StridedShard``."""
-    return isinstance(x, DTensor) and any(split_factor_of(p) for p in x.placements)
-
-
-def teach_strided_shards() -> None:
-    """Let torch save and load all blocks of a strided shard.
-
-    Its checkpoints (``DTensor.__create_write_items__`` and its two siblings) and
-    ``set_model_state_dict`` of whole tensors (``_distribute_tensors``) take a rank's part for one
-    block from its first row on (2.11 to 2.13), which gives it rows of others without an error where
-    a strided shard stands alone. Other DTensors are left to torch. Changes torch once.
-    """
-    if hasattr(DTensor, _TAUGHT):
-        return
-    setattr(DTensor, _TAUGHT, True)
-    from torch.distributed import _state_dict_utils as states
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-    )
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    write, chunk_list, shard, distribute = (
-        DTensor.__create_write_items__,
-        DTensor.__create_chunk_list__,
-        DTensor.__get_tensor_shard__,
-        states._distribute_tensors,
-    )
-
-    def chunk_of(whole: tuple[slice, ...]) -> ChunkStorageMetadata:
-        starts, stops = [s.start for s in whole], [s.stop for s in whole]
-        sizes = [b - a for a, b in zip(starts, stops, strict=True)]
-        return ChunkStorageMetadata(offsets=torch.Size(starts), sizes=torch.Size(sizes))
-
-    def create_write_items(self: DTensor, fqn: str, value: Any) -> Any:
-        if not is_strided(self):
-            return write(self, fqn, value)
-        chunks = [chunk_of(whole) for whole, _ in strided_parts(self)]
-        properties = TensorProperties.create_from_tensor(self.to_local())
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in chunks
-        ]
-
-    def create_chunk_list(self: DTensor) -> Any:
-        if not is_strided(self):
-            return chunk_list(self)  # type: ignore[no-untyped-call]
-        return [chunk_of(whole) for whole, _ in strided_parts(self)]
-
-    def get_tensor_shard(self: DTensor, index: Any) -> Any:
-        if not is_strided(self):
-            return shard(self, index)  # type: ignore[no-untyped-call]
-        parts = {chunk_of(whole).offsets: part for whole, part in strided_parts(self)}
-        return parts[index.offset]
-
-    def distribute_tensors(
-        local: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None
-    ) -> None:
-        for key in keys:
-            if isinstance(local.get(key), tuple) and is_strided(local[key][0]):
-                mine, whole = local[key]
-                if mine.is_meta:
-                    mine = torch.empty_like(mine, device=device)
-                for place, part in strided_parts(mine):
-                    part.copy_(whole[place])
-                local[key] = mine
-        distribute(local, keys, device, pg)
-
-    for name, function in (
-        ("__create_write_items__", create_write_items),
-        ("__create_chunk_list__", create_chunk_list),
-        ("__get_tensor_shard__", get_tensor_shard),
-    ):
-        setattr(DTensor, name, function)
-    states._distribute_tensors = distribute_tensors  # type: ignore[assignment]
-
-
-_TAUGHT = "_takes_strided_shards"
 
 
 def first_order(backward: Backward) -> Backward:
