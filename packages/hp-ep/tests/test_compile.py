@@ -17,6 +17,7 @@ from hp_ep import (
     ExpertTensorParallel,
     GroupedExperts,
     MoE,
+    Padded,
     TopKRouter,
 )
 
@@ -133,3 +134,25 @@ def test_what_communicates_is_fenced_and_the_rest_is_compiled(
         assert again == 0
         for got, expected in zip(mine, eager, strict=True):
             assert_close(got.double(), expected.double(), TOLERANCES[dtype])
+
+
+def _compiled(rank: int, name: str, backend: str) -> list[list[Tensor]]:
+    mesh = cached("compiled", lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    torch.compiler.reset()
+    found = []
+    for compiles in (True, False):
+        layer, axis = _layer(torch.float64), Axis.of(mesh, 0)
+        dispatcher = Dedup(axis, 4) if name == "Dedup" else Padded(axis, 4, capacity=12)
+        ExpertParallel(dispatcher, token_axes=[axis]).apply(layer, mesh)
+        call = torch.compile(layer, backend=backend) if compiles else layer
+        found.append([value for _ in range(2) for value in _step(layer, call, torch.float64)])
+    return found
+
+
+@pytest.mark.parametrize(("name", "backend"), [("Padded", "eager"), ("Dedup", "inductor")])
+def test_a_spread_layer_compiles_with_the_values_of_eager(
+    ranks: Any, name: str, backend: str
+) -> None:
+    for mine, eager in ranks(2).run(_compiled, name, backend):
+        for got, expected in zip(mine, eager, strict=True):
+            assert_close(got, expected)
