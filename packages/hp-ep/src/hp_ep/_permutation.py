@@ -74,6 +74,8 @@ def pad_blocks(counts: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Te
 
 def place_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
     """Return ``size`` rows, those of ``rows`` at ``places [rows]`` and zeros; see `take_rows`."""
+    if torch.compiler.is_compiling():  # 2.11 loses the gradient of what a function changed in place
+        return rows.new_zeros(size, rows.shape[1]).index_copy(0, places, rows)
     return run_function(_PlaceRows, rows, places, size)
 
 
