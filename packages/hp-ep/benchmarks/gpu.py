@@ -165,7 +165,8 @@ def parity(bench: Bench, name: str, kind: str) -> str:
     y.float().square().mean().backward()
     expected.square().mean().backward()
     pairs = [(y, expected), (x.grad, wide.grad)]
-    for ours, theirs in zip(stacked(layer), stacked(plain), strict=True):
+    weights_of = (layer.experts.parameters(), plain.experts.parameters())
+    for ours, theirs in zip(*weights_of, strict=True):
         mine: Any = ours.grad
         whole: Any = theirs.grad
         if name != "Local":
