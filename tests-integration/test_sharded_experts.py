@@ -36,7 +36,7 @@ def _tokens() -> Tensor:
 def _step(rank: int, shape: tuple[int, int]) -> tuple[list[int], list[Tensor]]:
     mesh, layer = _mesh(shape), _layer()
     ExpertParallel().apply(layer, mesh["ep"])
-    unit = fully_shard(layer.experts, mesh["efsdp"], shard_placement_fn=lambda _: Shard(1))
+    unit = fully_shard(layer.experts, mesh["efsdp"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
     unit.set_gradient_divide_factor(1.0)
     (layer(_tokens().chunk(4)[rank]) ** 2).sum().backward()
     sizes, grads = [], []

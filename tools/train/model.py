@@ -163,7 +163,7 @@ def build_model(
                 parameter.fill_(1.0)
                 continue
             deviation = parameter.shape[-1] ** -0.5
-            if name.rpartition(".weight")[0].endswith("wo") or ".w2" in name:
+            if name.rpartition(".weight")[0].endswith("wo") or ".w2" in name or "down_proj" in name:
                 deviation *= depth
             parameter.copy_(_normal(f"{seed}/{name}", parameter.shape) * deviation)
     return model

@@ -18,6 +18,7 @@ from hp_ep import (
     RoutingError,
     TokenDispatcher,
 )
+from hp_ep.dispatch._interface import start_dispatch
 
 from .reference import assert_close, dense_combine, grads
 from .strategies import Routing
@@ -66,7 +67,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 def weights_of(num_experts: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(num_experts)
-    shapes = (num_experts, 5, 3), (num_experts, 3, 5), (num_experts, 5, 3)
+    shapes = (num_experts, 2, 5, 3), (num_experts, 3, 5)
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
@@ -75,6 +76,8 @@ def rank_result(
     dispatcher: TokenDispatcher,
     routing: Routing,
     held: tuple[int, ...] | None = None,
+    *,
+    weigh_rows: bool = False,
 ) -> Result:
     """Return what one rank gets, with experts ``held`` or its block of them."""
     local = routing.num_experts // routing.num_ranks
@@ -85,12 +88,16 @@ def rank_result(
             p.copy_(whole[list(mine)])
     x = routing.x[rank].clone().requires_grad_()
     w = routing.weights[rank].clone().requires_grad_()
-    rows, counts, state = dispatcher.dispatch(x, w, routing.expert_ids[rank])
-    y = dispatcher.combine(experts(rows, counts), state)
+    given = x, w, routing.expert_ids[rank]
+    rows, counts, state = start_dispatch(dispatcher, *given, weigh_rows=weigh_rows).wait()
+    results = experts(rows, counts)
+    if state.row_weights is not None:
+        results = results * state.row_weights[:, None]
+    y = dispatcher.combine(results, state)
     (y * torch.arange(1.0, 4.0)).sum().backward()
-    gx, gw, g1, g2, g3 = grads([x, w, *experts.parameters()])
+    gx, gw, g1, g2 = grads([x, w, *experts.parameters()])
     sums = rows.detach().sum(0)
-    return dict(y=y.detach(), x=gx, w=gw, w1=g1, w2=g2, w3=g3, counts=counts, sums=sums)
+    return dict(y=y.detach(), x=gx, w=gw, gate_up=g1, down=g2, counts=counts, sums=sums)
 
 
 def check(routing: Routing, results: list[Result], *, counted: bool = True) -> None:
@@ -98,11 +105,11 @@ def check(routing: Routing, results: list[Result], *, counted: bool = True) -> N
     x = torch.cat(routing.x).requires_grad_()
     w = torch.cat(routing.weights).requires_grad_()
     ids = torch.cat(routing.expert_ids)
-    w1, w2, w3 = (p.requires_grad_() for p in weights_of(routing.num_experts))
-    y = dense_combine(x, w, ids, w1, w2, w3)
+    gate_up, down = (p.requires_grad_() for p in weights_of(routing.num_experts))
+    y = dense_combine(x, w, ids, gate_up, down)
     (y * torch.arange(1.0, 4.0)).sum().backward()
     assert_close(torch.cat([r["y"] for r in results]), y)
-    for name, leaf in dict(x=x, w=w, w1=w1, w2=w2, w3=w3).items():
+    for name, leaf in dict(x=x, w=w, gate_up=gate_up, down=down).items():
         assert_close(torch.cat([r[name] for r in results]), leaf.grad)
     total = x.detach().sum(0) * routing.top_k  # every token arrives once per choice, unchanged
     assert_close(torch.stack([r["sums"] for r in results]).sum(0), total)

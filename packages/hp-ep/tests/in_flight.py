@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import Axis
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import GroupedExperts, MoE, Placed, Placement, Summed
-from hp_ep.balance._replicas import ReplicaSum
+from hp_ep.placement._replicas import ReplicaSum
 
 from .dispatching import make_dispatcher
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads
@@ -41,7 +41,7 @@ class Case:
         if self.cut > 1:
             layer.dispatcher = Summed(layer.dispatcher, axes[1], door)
         local = self.parts(whole)[me]
-        layer.experts = GroupedExperts(4, local[0].shape[1], len(local[0]), dtype=torch.float64)
+        layer.experts = GroupedExperts(4, local[1].shape[2], len(local[0]), dtype=torch.float64)
         with torch.no_grad():
             for mine, part in zip(layer.experts.parameters(), local, strict=True):
                 mine.copy_(part)
@@ -52,7 +52,7 @@ class Case:
         return layer
 
     def parts(self, whole: list[Tensor]) -> list[list[Tensor]]:
-        """Return what each rank holds of w1, w2 and w3 of all experts."""
+        """Return what each rank holds of the weights of all experts."""
         if self.name == "Local":
             return [whole] * self.size
         found = []
@@ -61,8 +61,7 @@ class Case:
             here = [w.chunk(self.size)[block] for w in whole]
             if self.placement is not None:
                 here = [w[list(self.placement.on_rank(block))] for w in whole]
-            dims = (1, 2, 1)
-            found.append([w.chunk(self.cut, d)[index] for w, d in zip(here, dims, strict=True)])
+            found.append([w.chunk(self.cut, 2)[index] for w in here])
         return found
 
 

@@ -9,19 +9,18 @@ from torch import Tensor
 from hp_ep import MoE
 
 
-def dense_experts(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def dense_experts(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return what each expert makes of each token, ``[experts, tokens, dim]``."""
-    up = torch.einsum("td,ehd->eth", x, w1)
-    side = torch.einsum("td,ehd->eth", x, w3)
-    return torch.einsum("eth,edh->etd", F.silu(up) * side, w2)
+    gate, up = torch.einsum("td,eghd->geth", x, gate_up)
+    return torch.einsum("eth,edh->etd", F.silu(gate) * up, down)
 
 
 def dense_combine(
-    x: Tensor, weights: Tensor, expert_ids: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
+    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
     """Return each token's weighted sum over its experts, ``[tokens, dim]``."""
-    every = dense_experts(x, w1, w2, w3)
-    mask = F.one_hot(expert_ids, w1.shape[0]).to(x.dtype)
+    every = dense_experts(x, gate_up, down)
+    mask = F.one_hot(expert_ids, down.shape[0]).to(x.dtype)
     return torch.einsum("tk,tke,etd->td", weights.to(x.dtype), mask, every)
 
 
@@ -30,12 +29,12 @@ def dense_moe(layer: MoE, x: Tensor) -> Tensor:
     router, experts = layer.router, layer.experts
     probabilities = (x @ router.weight.t()).softmax(-1)
     chosen, ids = probabilities.topk(router.top_k)
-    y = dense_combine(
-        x, chosen / chosen.sum(-1, keepdim=True), ids, experts.w1, experts.w2, experts.w3
-    )
+    shares = chosen / chosen.sum(-1, keepdim=True)
+    y = dense_combine(x, shares, ids, experts.gate_up_proj, experts.down_proj)
     if layer.shared_experts is not None:
         shared = layer.shared_experts
-        y = y + (F.silu(x @ shared.w1.t()) * (x @ shared.w3.t())) @ shared.w2.t()
+        gate, up = (x @ shared.gate_up_proj.t()).chunk(2, -1)
+        y = y + (F.silu(gate) * up) @ shared.down_proj.t()
     return y
 
 

@@ -20,8 +20,9 @@ from hp_ep import (
     TokenDispatcher,
     TopKRouter,
 )
-from hp_ep.dispatch._exchange import RowExchange
-from hp_ep.styles._wrap import _over_ranks as over_ranks
+from hp_ep._styles import _over_ranks as over_ranks
+from hp_ep.dispatch._all_to_all import RowExchange
+from hp_ep.dispatch._interface import start_dispatch
 
 from .dispatching import OVER_RANKS, error_of, make_dispatcher
 from .reference import assert_close
@@ -206,7 +207,11 @@ def test_autocast_on_one_rank_is_refused_by_all(name: str) -> None:
 
 
 def _idle_step(
-    me: int, idle: int, dispatcher: TokenDispatcher, leaves: tuple[bool, bool]
+    me: int,
+    idle: int,
+    dispatcher: TokenDispatcher,
+    leaves: tuple[bool, bool],
+    weigh_rows: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of tokens and weights, of which rank ``idle`` has none and needs none.
 
@@ -217,9 +222,12 @@ def _idle_step(
     x.requires_grad_(leaves[0] and me != idle)
     w.requires_grad_(leaves[1] and me != idle)
     ids = torch.tensor([[0, 1], [1, 3], [3, 2]])[:tokens]
-    rows, _, state = dispatcher.dispatch(x, w, ids)
+    rows, _, state = start_dispatch(dispatcher, x, w, ids, weigh_rows=weigh_rows).wait()
     gain = torch.full((), 2.0, requires_grad=True)  # as experts' weights do
-    y = dispatcher.combine(rows * gain, state)
+    results = rows * gain
+    if state.row_weights is not None:
+        results = results * state.row_weights[:, None]
+    y = dispatcher.combine(results, state)
     (y**2).sum().backward()
     return x.grad, w.grad
 
@@ -255,6 +263,18 @@ def test_a_rank_that_needs_no_gradient_takes_part_in_its_peers_backward(
             return _idle_step(me, idle, dispatcher, leaves)
 
         _check_idle(SimulatedWorld(4).run(rank), idle, leaves)
+
+
+@pytest.mark.parametrize("leaves", LEAVES)
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_a_rank_that_needs_no_gradient_takes_part_where_the_experts_weigh(
+    name: str, leaves: tuple[bool, bool]
+) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> Any:
+        dispatcher = make_dispatcher(name, door.mesh, 4, 4, door)
+        return _idle_step(me, 1, dispatcher, leaves, weigh_rows=True)
+
+    _check_idle(SimulatedWorld(4).run(rank), 1, leaves)
 
 
 def _idle_on_gloo(me: int) -> list[Any]:

@@ -17,7 +17,7 @@ TURNED = Placement(num_ranks=2, num_experts=4, experts=(3, 1, 2, 0))
 
 
 def _by_expert(layer: MoE, placement: Placement) -> Tensor:
-    w1 = layer.experts.w1
+    w1 = layer.experts.gate_up_proj
     assert isinstance(w1, DTensor)
     return w1.full_tensor().detach()[[slots[0] for slots in placement.slots_of]]
 
@@ -45,6 +45,6 @@ def _averaged(rank: int, moves: str) -> Tensor:
 def test_an_average_that_migrates_with_its_layer_is_the_one_without_migration(ranks: Any) -> None:
     still, both, one = (ranks(2).run(_averaged, moves) for moves in ("", "both", "layer alone"))
     for a, b, c in zip(still, both, one, strict=True):
-        assert torch.equal(a, 2 * build_moe(0).experts.w1)
+        assert torch.equal(a, 2 * build_moe(0).experts.gate_up_proj)
         assert torch.equal(a, b)
         assert not torch.equal(a, c)

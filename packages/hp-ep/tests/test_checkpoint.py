@@ -8,14 +8,21 @@ import torch
 from rank_pool import cached
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_ep import (
     ExpertParallel,
     ExpertTensorParallel,
+    GroupedExperts,
     MoE,
     Placement,
     TensorParallel,
@@ -23,7 +30,7 @@ from hp_ep import (
     migrate_experts,
 )
 
-SPLITS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4)]
+SPLITS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2)]
 """Degrees of efsdp, ep and etp."""
 
 
@@ -39,7 +46,7 @@ def _build(
     efsdp, ep, etp = split
     torch.manual_seed(seed)
     router = TopKRouter(4, 8, 2, score="sigmoid", bias_rate=0.1, dtype=torch.float64)
-    layer = MoE(4, 8, 8, 2, router=router, dtype=torch.float64)
+    layer = MoE(4, 4, 8, 2, router=router, dtype=torch.float64)
     options: dict[str, Any] = dict(token_axes=mesh["efsdp", "ep"], placement=placement)
     if etp == 1:
         ExpertParallel(**options).apply(layer, mesh["ep"])
@@ -101,8 +108,58 @@ def test_what_one_split_saves_every_split_loads(
     ranks: Any, tmp_path: Path, old: tuple[int, int, int]
 ) -> None:
     for equal in ranks(4).run(_save_and_load, str(tmp_path), old):
-        # Four weights and the bias; step and two moments of each weight.
-        assert equal == [True] * len(SPLITS) * (1 + 5 + 4 * 3)
+        # Three weights and the bias; step and two moments of each weight.
+        assert equal == [True] * len(SPLITS) * (1 + 4 + 3 * 3)
+
+
+def _placements(rank: int) -> list[list[str]]:
+    found = []
+    for ep, etp in ((2, 2), (1, 4), (4, 1)):
+        experts = GroupedExperts(4, 4, 8, bias=True)
+        ExpertTensorParallel().apply(experts, _mesh((1, ep, etp))["ep", "etp"])
+        kinds = {type(p) for w in experts.parameters() for p in getattr(w, "placements", ())}
+        found.append(sorted(kind.__name__ for kind in kinds))
+    return found
+
+
+def test_cut_experts_are_plain_shards_as_every_checkpoint_knows_them(ranks: Any) -> None:
+    """A strided shard that stands alone is taken for one block of rows by torch's checkpoints."""
+    assert ranks(4).run(_placements) == [[["Replicate", "Shard"]] * 3] * 4
+
+
+def _old_names(rank: int) -> list[bool]:
+    layer, fresh = (_build((1, 2, 2), seed=seed)[0] for seed in (0, 1))
+    state = layer.experts.state_dict()
+    gate, up = state["gate_up_proj"].unbind(1)
+    fresh.experts.load_state_dict({"w1": gate, "w3": up, "w2": state["down_proj"]})
+    alike = [
+        torch.equal(fresh.experts.state_dict()[k].to_local(), state[k].to_local()) for k in state
+    ]
+    sharded = all(p.placements == (Shard(0), Shard(n)) for p, n in ((gate, 1), (up, 1)))
+    return [*alike, sharded]
+
+
+def test_old_names_of_sharded_weights_load_part_by_part(ranks: Any) -> None:
+    assert ranks(4).run(_old_names) == [[True] * 3] * 4
+
+
+def _whole_loaded(rank: int) -> list[bool]:
+    torch.manual_seed(3)
+    router = TopKRouter(4, 8, 2, score="sigmoid", bias_rate=0.1, dtype=torch.float64)
+    state = MoE(4, 4, 8, 2, router=router, dtype=torch.float64).state_dict()
+    options = StateDictOptions(full_state_dict=True)
+    equal = []
+    for split in SPLITS:
+        layer, _ = _build(split, seed=1)
+        set_model_state_dict(layer, {k: v.clone() for k, v in state.items()}, options=options)
+        for name, value in get_model_state_dict(layer, options=options).items():
+            equal.append(isinstance(value, Tensor) and torch.equal(value, state[name]))
+    return equal
+
+
+def test_whole_tensors_load_under_every_split(ranks: Any) -> None:
+    for equal in ranks(4).run(_whole_loaded):
+        assert equal == [True] * len(SPLITS) * 4
 
 
 def _placed_and_back(rank: int) -> list[bool]:

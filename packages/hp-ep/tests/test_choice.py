@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hp_dtensor import AlphaBeta
 from hp_ep import ExpertConfigError, choose_dispatcher, expected_bytes
+from hp_ep.dispatch._cost import expected_seconds
 
 
 @st.composite
@@ -97,6 +99,68 @@ def test_the_choice_is_the_simplest_that_is_not_much_worse(
     assert found == best
 
 
+SIZES: dict[str, Any] = dict(num_ranks=16, num_experts=64, top_k=8, row_bytes=4096)
+FREE, DEAR = 0.0, 1.0
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "best"),
+    [
+        # Bytes between nodes alone: a token crosses to each node once.
+        ((FREE, FREE), (1e-6, FREE), "hierarchical"),
+        # Bytes inside a node alone: hops inside carry the tokens of all other nodes too.
+        ((FREE, FREE), (FREE, 1e-6), "dedup"),
+        # Calls alone: one less of each kind, and none over a second axis.
+        ((DEAR, DEAR), (FREE, FREE), "all_to_all"),
+        # Nothing but operators.
+        ((FREE, FREE), (FREE, FREE), "all_to_all"),
+    ],
+)
+def test_the_choice_follows_the_cheaper_price_on_given_links(
+    alpha: tuple[float, float], beta: tuple[float, float], best: str
+) -> None:
+    links = AlphaBeta(alpha=alpha, beta=beta)
+    assert choose_dispatcher(**SIZES, node_size=4, num_tokens=256, links=links) == best
+
+
+def test_few_tokens_are_not_worth_the_operators_of_fewer_bytes() -> None:
+    sizes: dict[str, Any] = dict(num_ranks=8, num_experts=64, top_k=8, row_bytes=4096)
+    assert choose_dispatcher(**sizes, num_tokens=16) == "all_to_all"
+    assert choose_dispatcher(**sizes, num_tokens=16384) == "dedup"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes(),
+    st.integers(1, 8192),
+    st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-3)),
+    st.tuples(st.floats(0, 1e-8), st.floats(0, 1e-8)),
+)
+def test_no_other_dispatcher_has_a_much_lower_price(
+    size: dict[str, Any], tokens: int, alpha: tuple[float, float], beta: tuple[float, float]
+) -> None:
+    more: Any = dict(**size, num_tokens=tokens, links=AlphaBeta(alpha=alpha, beta=beta))
+    chosen = choose_dispatcher(**more)
+    kinds: list[Any] = ["all_to_all", "dedup"] if size["num_ranks"] > 1 else ["local"]
+    kinds += ["hierarchical"] * (1 < size["node_size"] < size["num_ranks"])
+    assert chosen in kinds
+    prices = [expected_seconds(kind, **more) for kind in kinds]
+    price = prices[kinds.index(chosen)]
+    assert price <= 1.1**2 * min(prices)
+    assert all(simpler >= price for simpler in prices[: kinds.index(chosen)])
+
+
+def test_a_price_grows_with_tokens_bytes_and_latency() -> None:
+    def price(tokens: int = 64, row: int = 64, alpha: float = 0.0, beta: float = 1e-9) -> float:
+        links = AlphaBeta(alpha=alpha, beta=beta)
+        more: Any = dict(num_ranks=4, num_experts=8, top_k=2, row_bytes=row, num_tokens=tokens)
+        return expected_seconds("dedup", **more, links=links)
+
+    assert price() < price(tokens=128) < price(tokens=128, row=128)
+    assert price(alpha=1.0) - price() == pytest.approx(7)  # an all-to-all each
+    assert price() < price(beta=2e-9)
+
+
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ExpertConfigError, match="num_ranks=3 must divide num_experts=8"):
         expected_bytes("dedup", num_ranks=3, num_experts=8, top_k=2, row_bytes=4)
@@ -120,6 +184,23 @@ def test_numbers_that_make_no_layer_are_refused(change: dict[str, Any], text: st
         choose_dispatcher(**given_numbers)
     with pytest.raises(ExpertConfigError, match=text):
         expected_bytes("dedup", **given_numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (dict(num_tokens=0), "num_tokens=0 must be a positive integer"),
+        (
+            dict(links=AlphaBeta(beta=(1e-9,))),
+            r"must be an AlphaBeta whose alpha and beta",
+        ),
+        (dict(links=AlphaBeta(alpha=(0.0, 0.0, 0.0))), "pairs: between nodes, and inside one"),
+        (dict(links="fast"), "links='fast' must be an AlphaBeta"),
+    ],
+)
+def test_numbers_that_make_no_price_are_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ExpertConfigError, match=text):
+        choose_dispatcher(**SIZES, **change)
 
 
 def test_a_dispatcher_that_does_not_exist_is_refused() -> None:

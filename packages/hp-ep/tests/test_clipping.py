@@ -110,7 +110,7 @@ def _cut(rank: int) -> str:
 
 def test_replicas_that_are_cut_along_their_experts_are_refused(ranks: Any) -> None:
     for text in ranks(2).run(_cut):
-        assert text.startswith("gradient of w1 has shape (12, 6, 4) and placements")
+        assert text.startswith("gradient of gate_up_proj has shape (12, 2, 6, 4) and placements")
 
 
 def test_without_ranks_it_clips_as_torch_does() -> None:

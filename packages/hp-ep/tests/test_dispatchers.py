@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from hp_dtensor import AxisMesh
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
+    DispatchState,
     DispatchStateError,
     ExpertConfigError,
     GroupedExperts,
+    Local,
     Placed,
     Placement,
     Summed,
@@ -46,13 +48,71 @@ def test_outputs_and_all_gradients_equal_the_dense_layer(name: str, routing: Rou
     check(routing, results, counted=name != "Padded")
 
 
+@pytest.mark.parametrize("name", OVER_RANKS)
+@settings(deadline=None, max_examples=25)
+@given(routings())
+def test_rows_that_the_experts_weigh_give_the_same_output_and_gradients(
+    name: str, routing: Routing
+) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> Result:
+        return rank_result(me, simulated(name, door, routing), routing, weigh_rows=True)
+
+    results = SimulatedWorld(routing.num_ranks).run(rank)
+    check(routing, results, counted=name != "Padded")
+
+
+@settings(deadline=None, max_examples=25)
+@given(routings(max_ranks=1))
+def test_rows_that_the_experts_here_weigh_give_the_same_output_and_gradients(
+    routing: Routing,
+) -> None:
+    dispatcher = Local(routing.num_experts)
+    check(routing, [rank_result(0, dispatcher, routing, weigh_rows=True)])
+
+
+class _Plain:
+    """A dispatcher of a user's own: it has both halves whole, and weighs in ``combine``."""
+
+    def __init__(self, inner: Local) -> None:
+        self._inner = inner
+
+    def dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor
+    ) -> tuple[Tensor, Tensor, DispatchState]:
+        return self._inner.dispatch(x, weights, expert_ids)
+
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        return self._inner.combine(rows, state)
+
+
+@settings(deadline=None, max_examples=10)
+@given(routings(max_ranks=1))
+def test_a_dispatcher_that_cannot_let_the_experts_weigh_does_it_itself(routing: Routing) -> None:
+    plain = _Plain(Local(routing.num_experts))
+    check(routing, [rank_result(0, plain, routing, weigh_rows=True)])
+
+
+@pytest.mark.parametrize("around", ["Placed", "Summed"])
+def test_the_experts_weigh_behind_a_dispatcher_around_another(around: str) -> None:
+    routing = ROUTINGS["four ranks"]
+
+    def rank(me: int, door: SimulatedCollectives) -> Result:
+        dispatcher = _around(around, simulated("Dedup", door, routing), me, door, routing)
+        return rank_result(me, dispatcher, routing, weigh_rows=True)
+
+    check(routing, SimulatedWorld(4).run(rank))
+
+
 def _on_gloo(rank: int, size: int) -> dict[str, Result]:
     def meshes(shape: tuple[int, ...], names: tuple[str, ...]) -> AxisMesh:
         return cached((shape, names), lambda: init_device_mesh("cpu", shape, mesh_dim_names=names))
 
     return {
         f"{name}, {title}": rank_result(
-            rank, make_dispatcher(name, meshes, size, routing.num_experts, None), routing
+            rank,
+            make_dispatcher(name, meshes, size, routing.num_experts, None),
+            routing,
+            weigh_rows=title == "uneven",
         )
         for title, routing in ROUTINGS.items()
         if routing.num_ranks == size

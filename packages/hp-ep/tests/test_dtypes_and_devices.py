@@ -55,7 +55,7 @@ def _mixed_step(rank: int, dispatcher: str) -> dict[str, Any]:
     layer.router.register_forward_hook(lambda _m, _x, out: seen.append(out))
     y = layer(x)
     y.float().square().sum().backward()
-    dtypes = [t.dtype for t in (y, *grads([x, layer.router.weight, layer.experts.w1]))]
+    dtypes = [t.dtype for t in (y, *grads([x, layer.router.weight, layer.experts.gate_up_proj]))]
     weights, expert_ids = seen[0]
     return dict(dtypes=dtypes, weights=weights.detach(), ids=expert_ids, y=y.detach())
 
@@ -132,7 +132,7 @@ def _late_memory(rank: int, migrates: bool) -> dict[str, Tensor]:
     x = torch.randn(8, 4, generator=generator, dtype=torch.float64).chunk(2)[rank].requires_grad_()
     y = layer(x)
     (y**2).sum().backward()
-    w1 = layer.experts.w1
+    w1 = layer.experts.gate_up_proj
     assert isinstance(w1.grad, DTensor)
     return dict(y=y.detach(), x=grads([x])[0], w1=w1.grad.full_tensor())
 
@@ -149,6 +149,6 @@ def test_a_placed_layer_that_gets_its_memory_late_equals_one_process(
     assert_close(torch.cat([r["y"] for r in results]), y)
     assert_close(torch.cat([r["x"] for r in results]), x.grad)
     order = list(reversed(COPIES.experts)) if migrates else list(COPIES.experts)
-    assert layer.experts.w1.grad is not None
+    assert layer.experts.gate_up_proj.grad is not None
     for r in results:
-        assert_close(r["w1"], layer.experts.w1.grad[order])
+        assert_close(r["w1"], layer.experts.gate_up_proj.grad[order])

@@ -45,7 +45,7 @@ def test_each_expert_computes_its_own_rows(
     counts: list[int], dtype: torch.dtype, dim: int, hidden: int, grouped: bool, tolerance: float
 ) -> None:
     experts, rows, result = _run(dtype, counts, dim, hidden)
-    assert can_group(rows, experts.w1, experts.w2, experts.w3) is grouped
+    assert can_group(rows, experts.gate_up_proj.flatten(1, 2), experts.down_proj) is grouped
     assert result.dtype == dtype
     leaves = [t.detach().double().requires_grad_() for t in (rows, *experts.parameters())]
     every = dense_experts(*leaves)
@@ -59,17 +59,17 @@ def test_each_expert_computes_its_own_rows(
 
 def test_grouped_products_are_used_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    real = torch.nn.functional.linear
+    real = torch.mm
 
-    def linear(*args: Any) -> Tensor:
+    def product(*args: Any, **options: Any) -> Tensor:
         calls.append(args)
-        return real(*args)
+        return real(*args, **options)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(torch, "mm", product)
     _run(torch.float32, [2, 3], 8, 16)
     assert not calls
     _run(torch.float64, [2, 3], 8, 16)
-    assert len(calls) == 6
+    assert len(calls) == 2 * (2 + 4)  # experts, each with two products and four in backward
 
 
 def test_weights_off_the_alignment_take_the_other_path() -> None:
@@ -93,17 +93,17 @@ def test_uninitialised_memory_never_reaches_a_result_or_a_gradient(
 
 def test_a_frozen_weight_gets_no_gradient_and_the_others_do() -> None:
     experts = GroupedExperts(8, 16, 2)
-    experts.w1.requires_grad_(False)
+    experts.gate_up_proj.requires_grad_(False)
     experts(torch.randn(3, 8), torch.tensor([1, 2])).sum().backward()
-    assert experts.w1.grad is None
-    assert experts.w2.grad is not None
+    assert experts.gate_up_proj.grad is None
+    assert experts.down_proj.grad is not None
 
 
 def test_geglu_gates_with_gelu() -> None:
     experts = GroupedExperts(2, 3, 1, activation="geglu", dtype=torch.float64)
     x = torch.randn(4, 2, dtype=torch.float64)
-    gate = torch.nn.functional.gelu(x @ experts.w1[0].t())
-    expected = (gate * (x @ experts.w3[0].t())) @ experts.w2[0].t()
+    gate, up = (x @ half.t() for half in experts.gate_up_proj[0])
+    expected = (torch.nn.functional.gelu(gate) * up) @ experts.down_proj[0].t()
     assert_close(experts(x, torch.tensor([4])), expected)
 
 
@@ -119,7 +119,9 @@ def test_counts_for_another_number_of_experts_are_refused() -> None:
 
 
 def test_an_unknown_activation_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ExpertConfigError, match=r"'relu' is not one of \['geglu', 'swiglu'\]"):
+    with pytest.raises(
+        ExpertConfigError, match=r"'relu' is not one of \['clamped_swiglu', 'geglu', 'swiglu'\]"
+    ):
         GroupedExperts(8, 16, 2, activation="relu")  # type: ignore[arg-type]
 
 
@@ -156,10 +158,13 @@ def test_experts_that_lie_one_by_one_stack_and_come_apart_again() -> None:
             return y
 
     alone = nn.ModuleList(One() for _ in range(3))
-    names = {"gate": "w1", "down": "w2", "up": "w3"}
+    each = {
+        name: torch.stack([alone.get_parameter(f"{e}.{name}.weight") for e in range(3)])
+        for name in ("gate", "up", "down")
+    }
     state = {
-        ours: torch.stack([alone.get_parameter(f"{e}.{theirs}.weight") for e in range(3)])
-        for theirs, ours in names.items()
+        "gate_up_proj": torch.stack([each["gate"], each["up"]], 1),
+        "down_proj": each["down"],
     }
     grouped = GroupedExperts(4, 6, 3, dtype=torch.float64)
     grouped.load_state_dict(state)
@@ -167,9 +172,13 @@ def test_experts_that_lie_one_by_one_stack_and_come_apart_again() -> None:
     expected = [one(part) for one, part in zip(alone, rows.split([2, 0, 5]), strict=True)]
     assert_close(grouped(rows, torch.tensor([2, 0, 5])), torch.cat(expected))
     back = {
-        f"{e}.{theirs}.weight": weight
-        for theirs, ours in names.items()
-        for e, weight in enumerate(grouped.get_parameter(ours).unbind())
+        f"{e}.{name}.weight": weight
+        for name, stacked in zip(
+            ("gate", "up", "down"),
+            (*grouped.gate_up_proj.unbind(1), grouped.down_proj),
+            strict=True,
+        )
+        for e, weight in enumerate(stacked.unbind())
     }
     assert back.keys() == alone.state_dict().keys()
     for name, weight in alone.state_dict().items():
@@ -242,7 +251,7 @@ def test_the_host_reads_counts_once_where_no_kernel_leaves_them_on_the_device(
     monkeypatch.setattr(Tensor, "tolist", tolist)
     with Products(), torch.autograd.set_multithreading_enabled(False):  # type: ignore[no-untyped-call]
         experts(rows, counts).sum().backward()
-    assert calls == (["product"] * 9 if dtype in grouped else ["read"])
+    assert calls == (["product"] * 6 if dtype in grouped else ["read"])
 
 
 def test_a_thousand_experts_on_a_gpu_are_more_than_its_kernel_takes() -> None:

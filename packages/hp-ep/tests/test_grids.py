@@ -53,7 +53,7 @@ def _step(layer: MoE, x: Tensor, valid: Tensor | None, scale: float) -> dict[str
     leaf = x.clone().requires_grad_()
     y = layer(leaf) if valid is None else layer(leaf, valid)
     (scale * (y**2).sum()).backward()
-    gx, router, w1 = grads([leaf, layer.router.weight, layer.experts.w1])
+    gx, router, w1 = grads([leaf, layer.router.weight, layer.experts.gate_up_proj])
     return dict(y=y.detach(), x=gx, router=router, w1=w1, load=layer.router.load.clone())
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import GroupedExperts, MoE, Placed, Placement, Summed, TokenDispatcher
+from hp_ep._styles import _over_ranks as over_ranks
 from hp_ep._torch import run_function
-from hp_ep.balance._replicas import ReplicaSum
-from hp_ep.dispatch._exchange import RowExchange
-from hp_ep.styles._wrap import _over_ranks as over_ranks
+from hp_ep.dispatch._all_to_all import RowExchange
+from hp_ep.placement._replicas import ReplicaSum
 
 from .dispatching import NAMES, make_dispatcher
 from .meta import META, SHAPES, Waits

@@ -26,7 +26,7 @@ def test_outputs_and_all_gradients_equal_the_dense_layer(routing: Routing) -> No
     rows, counts, state = local.dispatch(x, w, ids)
     assert counts.tolist() == [int((ids == e).sum()) for e in range(routing.num_experts)]
     y = local.combine(experts(rows, counts), state)
-    expected = dense_combine(rx, rw, ids, reference.w1, reference.w2, reference.w3)
+    expected = dense_combine(rx, rw, ids, reference.gate_up_proj, reference.down_proj)
     assert_close(y, expected)
     scale = torch.arange(1.0, 1.0 + y.numel()).view(y.shape)
     (y * scale).sum().backward()

@@ -190,12 +190,12 @@ def _recorded(rank: int) -> list[Any]:
 def test_bytes_are_those_of_the_plan_and_wrong_moves_are_refused(ranks: Any) -> None:
     for moved, planned, calls, received, texts in ranks(2).run(_recorded):
         assert moved == 2  # experts 3 and 1 change places
-        assert calls == 9  # three weights, and the two moments of each
+        assert calls == 6  # two weights, and the two moments of each
         assert 2 * received == planned
         starts = [
             "a placement on 6 slots cannot take the place of one on 4; use as many replicas",
             "the experts have no placement",
-            "w1 has shape (4, 6, 4) and placements (Shard(dim=0), Shard(dim=0)); experts move as",
+            "gate_up_proj has shape (4, 2, 6, 4) and placements (Shard(dim=0), Shard(dim=0)); ",
             "a placement of 4 experts on 2 ranks does not fit 4 experts on 1 ranks",
         ]
         for text, start in zip(texts, starts, strict=True):
@@ -239,7 +239,7 @@ def _differing(rank: int) -> list[str]:
         with pytest.raises(ExpertConfigError) as error:
             case()
         texts.append(str(error.value))
-    assert not isinstance(fresh.experts.w1, DTensor)
+    assert not isinstance(fresh.experts.gate_up_proj, DTensor)
     for changed, placement in ((layer, here), (cut, half)):
         assert changed.experts.replicas is not None
         assert changed.experts.replicas.placement == placement

@@ -1,4 +1,4 @@
-"""What every dispatcher starts when it is begun, and what it waits for when it is finished."""
+"""What every dispatcher starts, and what it waits for."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from hp_dtensor import Axis, Collectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import Placed, Placement, Summed, TokenDispatcher
-from hp_ep.dispatch._begin import begin_combine, begin_dispatch
+from hp_ep.dispatch._interface import start_combine, start_dispatch
 
 from .dispatching import make_dispatcher
 from .logged import logged
@@ -54,13 +54,13 @@ def _steps(make: Make) -> list[Log]:
         dispatcher = make(door, logged(door, log, _label))
         x, w = torch.ones(8, 3, requires_grad=True), torch.ones(8, 2, requires_grad=True)
         ids = torch.stack([torch.arange(8), (torch.arange(8) + 3) % 8], 1)
-        going = begin_dispatch(dispatcher, x, w, ids)
+        going = start_dispatch(dispatcher, x, w, ids)
         step()
-        rows, _, state = going.finish()
+        rows, _, state = going.wait()
         step()
-        coming = begin_combine(dispatcher, rows * 2, state)
+        coming = start_combine(dispatcher, rows * 2, state)
         step()
-        y = coming.finish()
+        y = coming.wait()
         step()
         y.sum().backward()
         step()
@@ -123,6 +123,6 @@ CASES: dict[str, tuple[Make, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_under_way_when_begin_returns_and_awaited_when_finished(case: str) -> None:
+def test_rows_are_under_way_when_start_returns_and_awaited_by_wait(case: str) -> None:
     make, expected = CASES[case]
     assert _steps(make) == [_calls(text) for text in expected]

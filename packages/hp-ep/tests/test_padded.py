@@ -21,6 +21,16 @@ from .reference import assert_close, grads
 from .strategies import Routing, routings
 
 
+def _best(ids: Tensor, weights: Tensor, capacity: int) -> Tensor:
+    """Return which choices have one of the ``capacity`` largest weights for their expert."""
+    kept = torch.zeros(ids.shape, dtype=torch.bool)
+    for e in set(ids.flatten().tolist()):
+        places = (ids == e).nonzero().tolist()
+        for t, k in sorted(places, key=lambda at: -float(weights[at[0], at[1]]))[:capacity]:
+            kept[t, k] = True
+    return kept
+
+
 def _kept(ids: Tensor, capacity: int) -> Tensor:
     """Return which choices are among the first ``capacity`` for their expert, one by one."""
     seen: dict[int, int] = {}
@@ -33,15 +43,15 @@ def _kept(ids: Tensor, capacity: int) -> Tensor:
 
 
 @settings(deadline=None, max_examples=60)
-@given(routings(), st.integers(1, 4))
-def test_the_first_tokens_of_each_expert_are_kept_and_the_others_dropped(
-    routing: Routing, capacity: int
+@given(routings(), st.integers(1, 4), st.sampled_from(["position", "probability"]))
+def test_the_first_or_best_tokens_of_each_expert_are_kept_and_the_others_dropped(
+    routing: Routing, capacity: int, policy: Any
 ) -> None:
     size = routing.num_ranks
 
     def rank(me: int, door: SimulatedCollectives) -> list[Tensor]:
         mesh = door.mesh((size,), ("ep",))
-        dispatcher = Padded(mesh, routing.num_experts, door, capacity=capacity)
+        dispatcher = Padded(mesh, routing.num_experts, door, capacity=capacity, drop_policy=policy)
         x, w = (t[me].clone().requires_grad_() for t in (routing.x, routing.weights))
         rows, counts, state = dispatcher.dispatch(x, w, routing.expert_ids[me])
         y = dispatcher.combine(rows, state)
@@ -50,6 +60,8 @@ def test_the_first_tokens_of_each_expert_are_kept_and_the_others_dropped(
 
     for me, (y, gx, gw, counts) in enumerate(SimulatedWorld(size).run(rank)):
         kept = _kept(routing.expert_ids[me], capacity)
+        if policy == "probability":
+            kept = _best(routing.expert_ids[me], routing.weights[me], capacity)
         x, w = (t[me].clone().requires_grad_() for t in (routing.x, routing.weights))
         expected = x * (w * kept).sum(1, keepdim=True)
         (expected * torch.arange(1.0, 4.0)).sum().backward()

@@ -47,7 +47,7 @@ def _step(
 def _check(name: str, routing: Routing, results: list[Result], placement: Placement) -> None:
     """Compare with one process; what an expert's replicas got belongs together."""
     slots = torch.tensor(placement.experts)
-    for key in ("w1", "w2", "w3", "counts"):
+    for key in ("gate_up", "down", "counts"):
         every = torch.cat([r[key] for r in results])
         whole = every.new_zeros(routing.num_experts, *every.shape[1:]).index_add_(0, slots, every)
         for r, part in zip(results, whole.chunk(routing.num_ranks), strict=True):

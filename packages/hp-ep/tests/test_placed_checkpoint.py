@@ -51,7 +51,9 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 def _build(placement: Placement | None, seed: int, efsdp: int = 1) -> Built:
     mesh = _mesh((efsdp, 4 // efsdp))
-    model = ModuleDict({"first": build_moe(seed, experts=8), "second": build_moe(seed + 1)})
+    model = ModuleDict(
+        {"first": build_moe(seed, hidden=4, experts=8), "second": build_moe(seed + 1, hidden=4)}
+    )
     style = ExpertParallel(placement=placement, token_axes=mesh)
     parallelize_experts(ModuleDict({"moe": model["first"]}), mesh["ep"], style)
     if efsdp > 1:
@@ -188,7 +190,7 @@ def test_weights_without_an_order_are_in_the_experts_own() -> None:
     old, new = build_moe(0), build_moe(1)
     foreign = old.state_dict()
     new.load_state_dict(foreign)
-    assert torch.equal(new.experts.w1, old.experts.w1)
+    assert torch.equal(new.experts.gate_up_proj, old.experts.gate_up_proj)
     assert sorted(foreign) == sorted(dict(old.named_parameters()))
     assert new.load_state_dict({}, strict=False).missing_keys == list(new.state_dict())
 
@@ -203,10 +205,13 @@ def _reordered(rank: int, folder: str, case: int, flat: bool) -> list[float]:
     saved = _ordered(straight, flat=flat)
     state_dict_saver.save(saved, checkpoint_id=folder)
     before = _whole(saved)
-    assert before[".model.first.experts.w1"].shape == (8, 6, 4)
+    assert before[".model.first.experts.gate_up_proj"].shape == (8, 2, 4, 4)
     first = [slots[0] for slots in CASES[case][0].slots_of]
     slots = _whole(_states(straight, flat=flat))
-    assert torch.equal(before[".model.first.experts.w1"], slots[".model.first.experts.w1"][first])
+    assert torch.equal(
+        before[".model.first.experts.gate_up_proj"],
+        slots[".model.first.experts.gate_up_proj"][first],
+    )
     _train(straight, range(2, 3))
     after, worst = _whole(_ordered(straight, flat=flat)), []
     for placement, efsdp in TARGETS:
@@ -258,11 +263,13 @@ def _by_expert(layer: MoE, placement: Placement | None) -> dict[str, Tensor]:
 
 def _others(seed: int) -> dict[str, Tensor]:
     """Return the weights of one process, as others save them."""
-    return {f"first.{k}": v.detach() for k, v in build_moe(seed, experts=8).named_parameters()}
+    return {
+        f"first.{k}": v.detach() for k, v in build_moe(seed, hidden=4, experts=8).named_parameters()
+    }
 
 
 def _as_before(built: Built, placement: Placement | None, seed: int) -> bool:
-    expected = build_moe(seed, experts=8)
+    expected = build_moe(seed, hidden=4, experts=8)
     mine = _by_expert(_first(built[0]), placement)
     theirs = {f".{k}": v.detach() for k, v in expected.experts.named_parameters()}
     return _equal(mine, theirs) and torch.equal(
@@ -335,7 +342,9 @@ def _read(rank: int, folder: str) -> list[bool]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_that_others_wrote_loads_by_torchs_loader(ranks: Any, tmp_path: Path) -> None:
-    model = ModuleDict({"first": build_moe(3, experts=8), "second": build_moe(4)})
+    model = ModuleDict(
+        {"first": build_moe(3, hidden=4, experts=8), "second": build_moe(4, hidden=4)}
+    )
     others = {k: v.detach() for k, v in model.named_parameters()}
     state_dict_saver.save(others, checkpoint_id=tmp_path, no_dist=True)
     assert ranks(4).run(_read, str(tmp_path)) == [[True] * 5] * 4
@@ -350,7 +359,9 @@ def _written(rank: int, folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_is_saved_by_expert_is_what_others_save(ranks: Any, tmp_path: Path) -> None:
-    expected = ModuleDict({"first": build_moe(3, experts=8), "second": build_moe(4)})
+    expected = ModuleDict(
+        {"first": build_moe(3, hidden=4, experts=8), "second": build_moe(4, hidden=4)}
+    )
     ranks(4).run(_written, str(tmp_path))
     for index in range(len(EVERY)):
         reader = FileSystemReader(tmp_path / str(index))
@@ -366,7 +377,7 @@ def test_weights_without_an_order_load_into_a_compiled_layer() -> None:
     old, new = build_moe(0), build_moe(1)
     compiled: Any = torch.compile(new, backend="eager")
     set_model_state_dict(compiled, {k: v.detach() for k, v in old.named_parameters()})
-    assert torch.equal(new.experts.w1, old.experts.w1)
+    assert torch.equal(new.experts.gate_up_proj, old.experts.gate_up_proj)
     assert sorted(get_model_state_dict(compiled)) == sorted(dict(old.named_parameters()))
 
 
@@ -375,10 +386,10 @@ def test_an_order_that_was_saved_still_loads_and_a_wrong_one_is_still_refused() 
     state = {k: v.detach() for k, v in old.named_parameters()}
     state["experts._extra_state"] = torch.arange(4)
     new.load_state_dict(state)
-    assert torch.equal(new.experts.w1, old.experts.w1)
+    assert torch.equal(new.experts.gate_up_proj, old.experts.gate_up_proj)
     assert "experts._extra_state" in state
     state["experts._extra_state"] = torch.tensor([1, 0, 2, 3])
     before = build_moe(1)
     with pytest.raises(ExpertConfigError, match=r"those of experts \[1, 0, 2, 3\], this layer's"):
         before.load_state_dict(state)
-    assert torch.equal(before.experts.w1, build_moe(1).experts.w1)
+    assert torch.equal(before.experts.gate_up_proj, build_moe(1).experts.gate_up_proj)

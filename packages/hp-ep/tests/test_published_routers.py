@@ -45,10 +45,10 @@ def _pair(groups: tuple[int, int, int], norm: bool, **options: Any) -> tuple[Any
         32,
         top_k,
         score="sigmoid",
-        normalise=norm,
-        scale=2.5,
-        num_groups=n_group,
-        top_groups=topk_group,
+        norm_topk_prob=norm,
+        routed_scaling_factor=2.5,
+        n_group=n_group,
+        topk_group=topk_group,
         bias_rate=1e-3,
         **options,
     )
@@ -92,7 +92,7 @@ def test_the_number_of_experts_that_score_a_group_can_be_chosen() -> None:
     wrong: list[Any] = [0, 1.5, True]
     for each in wrong:
         with pytest.raises(ExpertConfigError, match=f"group_score_experts={each}"):
-            TopKRouter(4, 8, 2, num_groups=2, top_groups=1, group_score_experts=each)
+            TopKRouter(4, 8, 2, n_group=2, topk_group=1, group_score_experts=each)
 
 
 LAYERS, TOKENS, EXPERTS, TOP_K = 3, 24, 6, 2

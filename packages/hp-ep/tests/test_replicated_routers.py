@@ -83,7 +83,7 @@ def _over_all(rank: int) -> str:
     _replicate(layer, flat)
     with pytest.raises(ExpertConfigError) as error:
         ExpertTensorParallel(token_axes=_mesh((2, 2))["ep"]).apply(layer, _mesh((2, 2)))
-    assert not isinstance(layer.experts.w1, DTensor)
+    assert not isinstance(layer.experts.gate_up_proj, DTensor)
     return str(error.value)
 
 

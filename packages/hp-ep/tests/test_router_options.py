@@ -49,15 +49,15 @@ def test_weights_are_scores_of_the_best_experts_of_the_best_groups(
     biased: bool,
     seed: int,
 ) -> None:
-    num_groups, top_groups = groups
+    n_group, topk_group = groups
     router = _router(
         8,
         top_k,
         score=score,
-        normalise=normalise,
-        scale=scale,
-        num_groups=num_groups,
-        top_groups=top_groups,
+        norm_topk_prob=normalise,
+        routed_scaling_factor=scale,
+        n_group=n_group,
+        topk_group=topk_group,
         bias_rate=0.1 if biased else 0.0,
     )
     bias = torch.zeros(8)
@@ -68,12 +68,12 @@ def test_weights_are_scores_of_the_best_experts_of_the_best_groups(
     weights, ids = router(x)
     logits = x @ router.weight.t()
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-    size = 8 // num_groups
+    size = 8 // n_group
     best = min(2, size)
     for t in range(5):
         ranked = (scores[t] + bias).tolist()
-        worth = [sum(sorted(ranked[g * size : (g + 1) * size])[-best:]) for g in range(num_groups)]
-        kept = sorted(range(num_groups), key=lambda g: -worth[g])[:top_groups]
+        worth = [sum(sorted(ranked[g * size : (g + 1) * size])[-best:]) for g in range(n_group)]
+        kept = sorted(range(n_group), key=lambda g: -worth[g])[:topk_group]
         legal = [e for e in range(8) if e // size in kept]
         chosen = sorted(legal, key=lambda e: -ranked[e])[:top_k]
         assert ids[t].tolist() == chosen
@@ -224,10 +224,10 @@ def test_rates_in_some_layers_only_and_models_without_routers_are_refused() -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (dict(num_groups=3), r"num_groups=3 does not divide num_experts=8; use one of \[1, 2, 4"),
-        (dict(num_groups=0), "num_groups=0 does not divide"),
-        (dict(num_groups=4, top_groups=5), "top_groups=5 of num_groups=4 .* from 1 to 4"),
-        (dict(num_groups=8, top_groups=1), "must hold top_k=2 .* from 2 to 8"),
+        (dict(n_group=3), r"n_group=3 does not divide num_experts=8; use one of \[1, 2, 4"),
+        (dict(n_group=0), "n_group=0 does not divide"),
+        (dict(n_group=4, topk_group=5), "topk_group=5 of n_group=4 .* from 1 to 4"),
+        (dict(n_group=8, topk_group=1), "must hold top_k=2 .* from 2 to 8"),
         (dict(z_loss=-1), "z_loss=-1 must be a finite number of at least 0"),
         (dict(bias_rate="a"), "bias_rate='a' must be a finite number of at least 0"),
         (dict(noise=float("nan")), "noise=nan must be"),
@@ -250,9 +250,9 @@ def test_a_layer_takes_a_router_of_its_own_if_it_fits() -> None:
 
 
 def test_printing_shows_the_options_that_are_set() -> None:
-    shown = repr(_router(score="sigmoid", num_groups=4, top_groups=2, bias_rate=0.1))
+    shown = repr(_router(score="sigmoid", n_group=4, topk_group=2, bias_rate=0.1))
     assert shown.endswith(
-        "load_balance_loss=0.0, score='sigmoid', num_groups=4, top_groups=2, bias_rate=0.1)"
+        "load_balance_loss=0.0, score='sigmoid', n_group=4, topk_group=2, bias_rate=0.1)"
     )
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, TopKRouter
-from hp_ep.routing._losses import load_balancing_share
+from hp_ep._losses import load_balancing_share
 
 from .reference import assert_close, grads
 

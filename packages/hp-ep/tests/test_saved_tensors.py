@@ -1,7 +1,7 @@
 """What backward needs is saved where checkpointing and offloading see it."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,3 +64,31 @@ def _found(name: str) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_node_of_the_graph_holds_a_tensor_by_itself(name: str) -> None:
     assert _found(name) == []
+
+
+def _saved_bytes(forward: Callable[[], Tensor]) -> int:
+    """Return the bytes that the graph of ``forward`` keeps, but for parameters."""
+    held: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if not isinstance(x, torch.nn.Parameter) and not (x.requires_grad and x.is_leaf):
+            held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        forward()
+    return sum(held.values())
+
+
+def test_a_layer_keeps_rows_one_product_and_hidden_numbers_of_each_assignment() -> None:
+    torch.manual_seed(0)
+    tokens, dim, hidden, experts, top_k = 256, 64, 64, 8, 4
+    layer = MoE(dim, hidden, experts, top_k)
+    x = torch.randn(tokens, dim)
+    saved = _saved_bytes(lambda: layer(x))
+    assignments = tokens * top_k
+    # Rows, gate and up, and what the down product takes; no results, and nothing of the gate twice.
+    rows = 4 * assignments * (dim + 2 * hidden + hidden)
+    # Weights and places of the assignments, scores of the tokens, the tokens for the router.
+    small = assignments * 64 + tokens * experts * 16 + 4 * tokens * dim
+    assert rows < saved <= rows + small + sum(4 * p.numel() for p in layer.parameters())

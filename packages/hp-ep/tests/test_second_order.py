@@ -39,7 +39,9 @@ def _tokens(number: int = 5) -> Tensor:
     return torch.randn(number, 4, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("which", ["x", "router.weight", "experts.w1", "experts.w2"])
+@pytest.mark.parametrize(
+    "which", ["x", "router.weight", "experts.gate_up_proj", "experts.down_proj"]
+)
 def test_a_gradient_of_any_input_alone_is_refused_with_a_graph(which: str) -> None:
     layer, x = build_moe(0), _tokens()
     leaf = x if which == "x" else layer.get_parameter(which)
@@ -69,7 +71,7 @@ def _copies(rank: int) -> list[str]:
     layer, x = build_moe(0), _tokens()
     placement = Placement(num_ranks=2, num_experts=4, experts=(0, 1, 2, 3, 0, 1))
     ExpertParallel(placement=placement).apply(layer, mesh)
-    w1: Any = layer.experts.w1
+    w1: Any = layer.experts.gate_up_proj
     shared = layer.experts.replicas
     assert shared is not None
     (weight,) = shared.share((w1.to_local(),))

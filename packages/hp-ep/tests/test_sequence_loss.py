@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_dtensor import Axis, RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import ExpertConfigError, ExpertParallel, MoE, TopKRouter
-from hp_ep.routing._losses import sequence_balancing_share
+from hp_ep._losses import sequence_balancing_share
 
 from .reference import assert_close, grads
 

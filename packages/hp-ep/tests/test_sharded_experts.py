@@ -29,8 +29,10 @@ def _sharded(rank: int, shape: tuple[int, int, int], experts: int) -> dict[str, 
     mesh, (efsdp, ep, _) = _mesh(shape), shape
     layer = build_moe(3, hidden=8, experts=experts)
     ExpertParallel().apply(layer, mesh["ep"])
-    dim = 0 if efsdp * ep <= experts else 1
-    unit = fully_shard(layer.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(dim))
+    dim = 0 if efsdp * ep <= experts else -1
+    unit = fully_shard(
+        layer.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda p: Shard(dim % p.ndim)
+    )
     # A loss that is a mean on each rank, averaged over all ranks with tokens of their own.
     unit.set_gradient_divide_factor(float(efsdp * ep))
     unit.set_force_sum_reduction_for_comms(True)
@@ -46,7 +48,7 @@ def _sharded(rank: int, shape: tuple[int, int, int], experts: int) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("shape", "experts", "dim"),
-    [((2, 2, 1), 4, 0), ((2, 2, 1), 2, 1), ((4, 1, 1), 2, 1), ((4, 1, 1), 4, 0)],
+    [((2, 2, 1), 4, 0), ((2, 2, 1), 2, -1), ((4, 1, 1), 2, -1), ((4, 1, 1), 4, 0)],
 )
 def test_more_ranks_than_experts_shard_along_another_dimension(
     ranks: Any, shape: tuple[int, int, int], experts: int, dim: int

@@ -46,7 +46,7 @@ def _errors(rank: int) -> list[str]:
     done = style.apply(build_moe(0), flat)
     experts = style.apply(GroupedExperts(4, 6, 2), flat)
     uneven, wrapped = GroupedExperts(4, 6, 3), GroupedExperts(4, 6, 2)
-    wrapped.forward = lambda rows, counts: rows  # type: ignore[method-assign]
+    wrapped.forward = lambda rows, counts, weights=None: rows  # type: ignore[method-assign]
     small, real = (torch.int32, torch.float32) if rank else (torch.int64, torch.int64)
     texts = [
         _text(lambda: style.apply(uneven, flat)),
@@ -66,7 +66,7 @@ def _errors(rank: int) -> list[str]:
         _text(lambda: experts(torch.zeros(2, 4), torch.tensor([1, 1 + rank]))),
         _text(lambda: experts(torch.zeros(2, 4), torch.tensor([3 * rank + 1, 1 - 3 * rank]))),
     ]
-    assert not isinstance(uneven.w1, DTensor)
+    assert not isinstance(uneven.gate_up_proj, DTensor)
     return texts
 
 
@@ -77,7 +77,7 @@ def test_errors_are_the_same_on_every_rank_and_say_what_would_do(ranks: Any) -> 
         "ExpertConfigError: ep=2 does not divide num_experts=3; use one of [1, 3] ranks",
         "ExpertConfigError: expert parallelism takes a MoE or a GroupedExperts, not Linear",
         "ExpertConfigError: no axis 'ep' in a mesh with axes ['dp', 'tp']; pass the 1-D mesh",
-        "ExpertConfigError: w1 is already a DTensor",
+        "ExpertConfigError: gate_up_proj is already a DTensor",
         "ExpertConfigError: dispatcher='dedup' is not 'auto' or a TokenDispatcher",
         "ExpertConfigError: a dispatcher moves tokens of a whole MoE",
         "ExpertConfigError: token_axes, sequence_axes and sequence_mesh are for",
@@ -120,7 +120,7 @@ def _refused_layers(rank: int) -> list[str]:
 
     def shared(layer: MoE) -> None:
         assert layer.shared_experts is not None
-        distribute(layer.shared_experts, "w3")
+        distribute(layer.shared_experts, "gate_up_proj")
 
     def nothing(layer: MoE) -> None:
         pass
@@ -142,7 +142,7 @@ def test_a_layer_that_a_style_refuses_is_left_as_it_was(ranks: Any) -> None:
     assert first == second
     expected = [
         "ExpertConfigError: weight is already a DTensor",
-        "ExpertConfigError: w3 is already a DTensor",
+        "ExpertConfigError: gate_up_proj is already a DTensor",
         "ExpertConfigError: sequence_mesh has axes ('dp', 'tp'); pass the 1-D mesh",
         "ExpertConfigError: token axes ['ep'] are not a mesh or a sequence of Axis",
         "ExpertConfigError: load_balance_loss=0.2 is the loss of the whole batch; say which axes "
@@ -182,19 +182,21 @@ def _tied(rank: int) -> list[str]:
         second.experts = first.experts
 
     def weight(first: MoE, second: MoE) -> None:
-        second.experts.w2 = first.experts.w2
+        second.experts.down_proj = first.experts.down_proj
 
     def inside(first: MoE, second: MoE) -> None:
-        first.experts.w3 = first.experts.w1
+        first.experts.down_proj = first.experts.gate_up_proj
 
     def elsewhere(first: MoE, second: MoE) -> None:
-        second.extra = first.experts.w1
+        second.extra = first.experts.gate_up_proj
 
     def router(first: MoE, second: MoE) -> None:
         second.router = first.router
 
     def parametrized(first: MoE, second: MoE) -> None:
-        torch.nn.utils.parametrize.register_parametrization(first.experts, "w1", Doubled())
+        torch.nn.utils.parametrize.register_parametrization(
+            first.experts, "gate_up_proj", Doubled()
+        )
 
     plain = ExpertParallel(token_axes=mesh)
     for change in (experts, weight, inside, elsewhere, parametrized):
@@ -213,10 +215,10 @@ def test_layers_that_share_experts_are_refused_before_any_is_changed(ranks: Any)
     assert first == second
     expected = [
         "ExpertConfigError: layers ['1', '2'] share a module whose parameters are to be spread",
-        "ExpertConfigError: ['1.experts.w2', '2.experts.w2'] are one parameter, which is to be",
-        "ExpertConfigError: ['1.experts.w1', '1.experts.w3'] are one parameter, which is to be",
-        "ExpertConfigError: ['1.experts.w1', '2.extra'] are one parameter, which is to be spread",
-        "ExpertConfigError: layer '1': ['w1'] are parametrized; spread the experts first",
+        "ExpertConfigError: ['1.experts.down_proj', '2.experts.down_proj'] are one parameter, ",
+        "ExpertConfigError: ['1.experts.gate_up_proj', '1.experts.down_proj'] are one parameter, ",
+        "ExpertConfigError: ['1.experts.gate_up_proj', '2.extra'] are one parameter, ",
+        "ExpertConfigError: layer '1': ['gate_up_proj'] are parametrized; spread the experts first",
         "ExpertConfigError: layers ['1', '2'] share a module whose parameters are to be spread",
     ]
     for text, start in zip(first, expected, strict=True):

@@ -37,7 +37,7 @@ def _claims(rank: int) -> list[str]:
             ExpertParallel(token_axes=claim).apply(layer, flat)
         except ExpertConfigError as error:
             texts.append(str(error))
-            assert not isinstance(layer.experts.w1, DTensor)
+            assert not isinstance(layer.experts.gate_up_proj, DTensor)
         else:
             texts.append("taken")
     return texts
@@ -106,8 +106,8 @@ def _overlapping(rank: int) -> list[str]:
         with pytest.raises(ExpertConfigError) as error:
             case()
         texts.append(str(error.value))
-    assert not isinstance(quiet.experts.w1, DTensor)
-    assert not isinstance(told.experts.w1, DTensor)
+    assert not isinstance(quiet.experts.gate_up_proj, DTensor)
+    assert not isinstance(told.experts.gate_up_proj, DTensor)
     assert not record.by_call
     return texts
 
@@ -147,7 +147,7 @@ def _uncut(rank: int, cut: tuple[bool, bool], width: int) -> tuple[str, list[int
         except ValueError as error:
             return str(error), calls, None
         calls.append(sum(int(traffic.calls) for traffic in record.by_call.values()) - before)
-    w1: Any = layer.experts.w1
+    w1: Any = layer.experts.gate_up_proj
     return "", calls, w1.grad.full_tensor() / 3
 
 
@@ -188,7 +188,7 @@ def test_a_cut_input_is_compared_in_the_first_step_alone(ranks: Any) -> None:
     (layer(x) ** 2).sum().backward()
     for text, calls, grad in ranks(4).run(_uncut, (True, True), 4):
         assert text == ""
-        assert_close(grad, grads([layer.experts.w1])[0])
+        assert_close(grad, grads([layer.experts.gate_up_proj])[0])
         assert calls[0] > calls[1] == calls[2]
 
 

@@ -30,7 +30,7 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
         if value.ndim > 1:
             assert not torch.equal(value, other[name]), name
             # What writes to the residual stream is scaled by depth, whatever else it depends on.
-            scale = 2**0.5 if name.endswith(("wo.weight", "w2", "w2.weight")) else 1.0
+            scale = 2**0.5 if name.endswith(("wo.weight", "w2.weight", "down_proj")) else 1.0
             assert torch.allclose(value, deep[name] * scale, rtol=1e-15, atol=0), name
 
 

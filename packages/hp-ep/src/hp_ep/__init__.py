@@ -11,17 +11,20 @@ from ._errors import DispatchStateError as DispatchStateError
 from ._errors import ExpertConfigError as ExpertConfigError
 from ._errors import RoutingError as RoutingError
 from ._errors import UnsupportedError as UnsupportedError
-from .balance._migration import Migration as Migration
-from .balance._migration import plan_migration as plan_migration
-from .balance._packing import plan_placement as plan_placement
-from .balance._placement import Placement as Placement
-from .balance._stats import LoadStats as LoadStats
-from .balance._stats import smooth_load as smooth_load
-from .dispatch._capacity import choose_capacity as choose_capacity
+from .dispatch._cost import choose_capacity as choose_capacity
 from .dispatch._cost import choose_dispatcher as choose_dispatcher
 from .dispatch._cost import expected_bytes as expected_bytes
+from .placement._plan import LoadStats as LoadStats
+from .placement._plan import Migration as Migration
+from .placement._plan import Placement as Placement
+from .placement._plan import plan_migration as plan_migration
+from .placement._plan import plan_placement as plan_placement
+from .placement._plan import smooth_load as smooth_load
 
 if TYPE_CHECKING:
+    from ._balance import BalanceLoss as BalanceLoss
+    from ._balance import collect_loads as collect_loads
+    from ._balance import update_router_bias as update_router_bias
     from ._experts import GroupedExperts as GroupedExperts
     from ._moe import MoE as MoE
     from ._permutation import bag_sum as bag_sum
@@ -29,83 +32,92 @@ if TYPE_CHECKING:
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
     from ._permutation import unpermute as unpermute
+    from ._router import TopKRouter as TopKRouter
+    from ._styles import BaseExpertParallel as BaseExpertParallel
+    from ._styles import ExpertParallel as ExpertParallel
+    from ._styles import ExpertTensorParallel as ExpertTensorParallel
+    from ._styles import TensorParallel as TensorParallel
+    from ._styles import parallelize_experts as parallelize_experts
     from .balance._clip import clip_grad_norm_ as clip_grad_norm_
-    from .balance._migrate import migrate_experts as migrate_experts
-    from .balance._order import order_by_expert as order_by_expert
-    from .balance._order import order_by_slot as order_by_slot
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
-    from .dispatch._hierarchical import Hierarchical as Hierarchical
+    from .dispatch._dedup import Hierarchical as Hierarchical
+    from .dispatch._interface import AsyncDispatcher as AsyncDispatcher
+    from .dispatch._interface import DispatchState as DispatchState
+    from .dispatch._interface import SpreadDispatcher as SpreadDispatcher
+    from .dispatch._interface import TokenDispatcher as TokenDispatcher
     from .dispatch._local import Local as Local
     from .dispatch._padded import Padded as Padded
-    from .dispatch._placed import Placed as Placed
-    from .dispatch._protocol import DispatchState as DispatchState
-    from .dispatch._protocol import OverlappingDispatcher as OverlappingDispatcher
-    from .dispatch._protocol import SpreadDispatcher as SpreadDispatcher
-    from .dispatch._protocol import TokenDispatcher as TokenDispatcher
-    from .dispatch._tensor_parallel import Summed as Summed
-    from .routing._balance import BalanceLoss as BalanceLoss
-    from .routing._balance import collect_loads as collect_loads
-    from .routing._balance import update_router_bias as update_router_bias
-    from .routing._router import TopKRouter as TopKRouter
-    from .styles._base import BaseExpertParallel as BaseExpertParallel
-    from .styles._model import parallelize_experts as parallelize_experts
-    from .styles._styles import ExpertParallel as ExpertParallel
-    from .styles._styles import ExpertTensorParallel as ExpertTensorParallel
-    from .styles._styles import TensorParallel as TensorParallel
+    from .dispatch._wrappers import Placed as Placed
+    from .dispatch._wrappers import Summed as Summed
+    from .placement._checkpoint import order_by_expert as order_by_expert
+    from .placement._checkpoint import order_by_slot as order_by_slot
+    from .placement._migrate import migrate_experts as migrate_experts
 
 _NEED_TORCH = {
     "AllToAll": ".dispatch._all_to_all",
-    "BalanceLoss": ".routing._balance",
-    "BaseExpertParallel": ".styles._base",
+    "BalanceLoss": "._balance",
+    "BaseExpertParallel": "._styles",
     "Dedup": ".dispatch._dedup",
-    "DispatchState": ".dispatch._protocol",
-    "ExpertParallel": ".styles._styles",
-    "ExpertTensorParallel": ".styles._styles",
+    "DispatchState": ".dispatch._interface",
+    "ExpertParallel": "._styles",
+    "ExpertTensorParallel": "._styles",
     "GroupedExperts": "._experts",
-    "Hierarchical": ".dispatch._hierarchical",
+    "Hierarchical": ".dispatch._dedup",
     "Local": ".dispatch._local",
     "MoE": "._moe",
-    "OverlappingDispatcher": ".dispatch._protocol",
+    "AsyncDispatcher": ".dispatch._interface",
     "Padded": ".dispatch._padded",
-    "Placed": ".dispatch._placed",
-    "SpreadDispatcher": ".dispatch._protocol",
-    "Summed": ".dispatch._tensor_parallel",
-    "TensorParallel": ".styles._styles",
-    "TokenDispatcher": ".dispatch._protocol",
-    "TopKRouter": ".routing._router",
+    "Placed": ".dispatch._wrappers",
+    "SpreadDispatcher": ".dispatch._interface",
+    "Summed": ".dispatch._wrappers",
+    "TensorParallel": "._styles",
+    "TokenDispatcher": ".dispatch._interface",
+    "TopKRouter": "._router",
     "bag_sum": "._permutation",
     "clip_grad_norm_": ".balance._clip",
-    "collect_loads": ".routing._balance",
+    "collect_loads": "._balance",
     "gather_rows": "._permutation",
-    "migrate_experts": ".balance._migrate",
-    "order_by_expert": ".balance._order",
-    "order_by_slot": ".balance._order",
-    "parallelize_experts": ".styles._model",
+    "migrate_experts": ".placement._migrate",
+    "order_by_expert": ".placement._checkpoint",
+    "order_by_slot": ".placement._checkpoint",
+    "parallelize_experts": "._styles",
     "permute": "._permutation",
     "permute_indices": "._permutation",
     "unpermute": "._permutation",
-    "update_router_bias": ".routing._balance",
+    "update_router_bias": "._balance",
 }
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
-    "DispatchStateError",
+    "AllToAll",
+    "BalanceLoss",
+    "BaseExpertParallel",
+    "Dedup",
+    "DispatchState",
     "ExpertConfigError",
+    "ExpertParallel",
+    "ExpertTensorParallel",
+    "GroupedExperts",
+    "Hierarchical",
     "LoadStats",
-    "Migration",
+    "Local",
+    "MoE",
+    "Padded",
     "Placement",
     "RoutingError",
-    "UnsupportedError",
-    "__version__",
-    "choose_capacity",
-    "choose_dispatcher",
-    "expected_bytes",
-    "plan_migration",
+    "TensorParallel",
+    "TokenDispatcher",
+    "TopKRouter",
+    "collect_loads",
+    "migrate_experts",
+    "order_by_expert",
+    "order_by_slot",
+    "parallelize_experts",
     "plan_placement",
-    "smooth_load",
-    *_NEED_TORCH,
+    "update_router_bias",
 ]
+"""What a user types. Other names are for those who extend the package, and may move."""
 
 
 def __getattr__(name: str) -> object:

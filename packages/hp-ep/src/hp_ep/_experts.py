@@ -12,28 +12,67 @@ from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
-from ._sizes import check_sizes
-from ._torch import EXTRA_STATE, as_autocast, before_loading, can_group, grouped_linear, is_saved
-from .balance._replicas import ReplicaSum
-from .balance._rows import place_rows
+from ._permutation import pad_blocks, place_rows, row_products, take_rows
+from ._products import blocks_of, grouped_linear, spread_bias
+from ._sizes import check_factors, check_sizes
+from ._torch import EXTRA_STATE, as_autocast, before_loading, first_order, is_saved, run_function
+from .placement._replicas import ReplicaSum
+from .placement._replicas import place_rows as place_experts
 
-Activation = Literal["swiglu", "geglu"]
-_GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""Returns the hidden numbers of ``gate`` and ``up``, each ``[rows, hidden_dim]``."""
+Activation = Literal["swiglu", "geglu", "clamped_swiglu"] | Gate
+
+_GATES: dict[str, Gate] = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+}
 
 
 class GroupedExperts(nn.Module):
     """``num_experts`` gated feed-forward networks, each applied to its own block of rows.
 
-    Expert ``e`` computes ``w2[e] @ (gate(w1[e] @ x) * (w3[e] @ x))`` (Shazeer, arXiv 2002.05202,
-    section 2), with ``gate`` SiLU for ``activation="swiglu"`` and GELU for ``"geglu"``. Parameters:
-    ``w1, w3 [num_experts, hidden_dim, dim]`` and ``w2 [num_experts, dim, hidden_dim]``. They may be
-    DTensors sharded by expert, as `ExpertParallel` makes them: then the local experts compute.
-    `ExpertConfigError` for sizes that are no positive integers.
+    Expert ``e`` computes ``down[e] @ (act(gate[e] @ x) * (up[e] @ x))`` (Shazeer, arXiv 2002.05202,
+    section 2). Parameters, named as in transformers: ``gate_up_proj [num_experts, 2, hidden_dim,
+    dim]``, ``gate`` at 0 and ``up`` at 1 of dimension 1, and ``down_proj [num_experts, dim,
+    hidden_dim]``; with ``bias`` also ``gate_up_proj_bias [num_experts, 2, hidden_dim]`` and
+    ``down_proj_bias [num_experts, dim]``. They may be DTensors sharded by expert, as
+    `ExpertParallel` makes them: then the local experts compute.
 
-    The state dict has the parameters alone. With a placement it has one more entry, the expert of
-    each row of the weights; loading a state dict that says another order than the layer's is
-    refused. One without that entry is in the experts' own order, and its rows go where the
-    placement wants them: one all-to-all over the experts' axis for each weight.
+    Gate and up have an axis of their own so that a rank can have the same rows of both: that is
+    ``Shard(2)``, which every checkpoint knows, where ``[num_experts, 2 * hidden_dim, dim]`` would
+    leave a rank two blocks of rows. The memory is the same, and one product computes both.
+
+    The state dict has the parameters alone. One with ``gate_up_proj`` and its bias as transformers
+    has them, ``2 * hidden_dim`` for the two axes, is loaded too, and one with ``w1``, ``w3`` and
+    ``w2`` in place of the weights (gate, up, down). With a placement it has one more entry, the
+    expert of each row of the weights; loading a state dict that says another order than the
+    layer's is refused. One without that entry is in the experts' own order, and its rows go where
+    the placement wants them: one all-to-all over the experts' axis for each weight.
+
+    Args:
+        dim: Length of a row.
+        hidden_dim: Rows of ``gate`` and of ``up``.
+        num_experts: Experts of all ranks.
+        activation: ``"swiglu"`` (SiLU), ``"geglu"`` (GELU), ``"clamped_swiglu"``, which is
+            ``(up + 1) * gate * sigmoid(swiglu_alpha * gate)`` with ``gate`` at most
+            ``swiglu_limit`` and ``up`` within it on both sides (gpt-oss), or a function of
+            ``gate`` and ``up`` without parameters.
+        swiglu_alpha: See ``activation``.
+        swiglu_limit: See ``activation``.
+        bias: Whether both products have a bias.
+        score_before_experts: Multiply rows by their routing weights before the experts, not
+            inside them.
+        row_multiple: Pad each expert's rows by zeros to a multiple of this number, as kernels of
+            low precision want it: 16 for float8, 8, 32 or 128 for others.
+        float8: Round rows and weights to float8 (e4m3) where they are multiplied, each row of both
+            with a scale of its own, and gradients where those of rows are computed. Parameters,
+            results and the gradients of weights keep their dtype.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Raises:
+        ExpertConfigError: Sizes that are no positive integers, or an unknown ``activation``.
     """
 
     def __init__(
@@ -43,33 +82,67 @@ class GroupedExperts(nn.Module):
         num_experts: int,
         *,
         activation: Activation = "swiglu",
+        swiglu_alpha: float = 1.702,
+        swiglu_limit: float = 7.0,
+        bias: bool = False,
+        score_before_experts: bool = False,
+        row_multiple: int = 1,
+        float8: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes({"dim": dim, "hidden_dim": hidden_dim, "num_experts": num_experts})
+        check_sizes(
+            {
+                "dim": dim,
+                "hidden_dim": hidden_dim,
+                "num_experts": num_experts,
+                "row_multiple": row_multiple,
+            }
+        )
+        check_factors({"swiglu_alpha": swiglu_alpha, "swiglu_limit": swiglu_limit})
         self.dim = dim
         self.hidden_dim = hidden_dim
         self.num_experts = num_experts
-        self.activation = _known(activation)
-        up, down = (num_experts, hidden_dim, dim), (num_experts, dim, hidden_dim)
-        self.w1 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(down, device=device, dtype=dtype))
-        self.w3 = nn.Parameter(torch.empty(up, device=device, dtype=dtype))
+        self.activation = activation
+        self.swiglu_alpha = float(swiglu_alpha)
+        self.swiglu_limit = float(swiglu_limit)
+        self.score_before_experts = score_before_experts
+        self.row_multiple = row_multiple
+        self.float8 = float8
+        gate_of(activation)  # raises for one that is unknown
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(2, hidden_dim, dim)
+        self.down_proj = parameter(dim, hidden_dim)
+        self.gate_up_proj_bias = parameter(2, hidden_dim) if bias else None
+        self.down_proj_bias = parameter(dim) if bias else None
         self.replicas: ReplicaSum | None = None
+        self.summed_over: Axis | None = None
         before_loading(self, _put_in_order)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all weights anew, uniform within ``1 / sqrt(in)`` as ``nn.Linear`` does."""
-        _draw(self.w1, self.w2, self.w3)
+        _draw(self.gate_up_proj, self.gate_up_proj_bias)
+        _draw(self.down_proj, self.down_proj_bias)
 
     def extra_repr(self) -> str:
-        """Return the sizes and the activation, as ``print`` shows them; experts of all ranks."""
-        return (
+        """Return the sizes and the options that are set, as ``print`` shows them."""
+        text = (
             f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}, "
             f"activation={self.activation!r}"
         )
+        options: dict[str, tuple[object, object]] = {
+            "bias": (self.down_proj_bias is not None, False),
+            "score_before_experts": (self.score_before_experts, False),
+            "row_multiple": (self.row_multiple, 1),
+            "float8": (self.float8, False),
+        }
+        said = [f"{k}={value!r}" for k, (value, default) in options.items() if value != default]
+        return ", ".join([text, *said])
 
     def place(self, replicas: ReplicaSum) -> None:
         """Take the placement of ``replicas``; from now on the state dict says its order."""
@@ -102,43 +175,71 @@ class GroupedExperts(nn.Module):
                 "them under the placement they were saved with, or save what order_by_expert gives"
             )
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return each row's result ``[rows, dim]``.
+    def forward(self, rows: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return each row's result ``[rows, dim]``, times its routing weight if ``weights`` say it.
 
-        ``rows [rows, dim]`` lie by expert, ``counts [local experts]`` of them for each. Grouped
-        products where torch has a kernel for the device, dtype and shapes that leaves the counts
-        there, else one expert after the other, which copies the counts to the host, once; both in
-        autocast's dtype where that is on.
-        `ExpertConfigError` for rows of another width or dtype than the weights'. `RoutingError`
-        where ``counts`` on the CPU are negative or do not sum to the rows; on other devices that
-        is not looked at.
+        Grouped products where torch has a kernel for the device, dtype and shapes that leaves the
+        counts there, else one expert after the other, which copies the counts to the host, once;
+        both in autocast's dtype where that is on. The weights multiply what the down product takes,
+        so that neither it nor its result is kept for their gradient.
+
+        Args:
+            rows: ``[rows, dim]``, by expert.
+            counts: Rows of each local expert ``[local experts]``.
+            weights: Routing weight of each row ``[rows]``; None where ``combine`` multiplies.
+
+        Raises:
+            ExpertConfigError: Rows of another width or dtype than the weights', counts or weights
+                of another shape.
+            RoutingError: ``counts`` on the CPU that are negative or do not sum to the rows; on
+                other devices, and in a compiled graph, that is not looked at.
         """
-        weights = tuple(map(local_weight, (self.w1, self.w2, self.w3)))
-        shared = weights if self.replicas is None else self.replicas.share(weights)
+        given = (self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+        parts = tuple(local_weight(p, self.summed_over) for p in given if p is not None)
+        shared = parts if self.replicas is None else self.replicas.share(parts)
         # Autocast knows linear products only, not grouped ones.
-        rows, w1, w2, w3 = (as_autocast(tensor) for tensor in (rows, *shared))
-        if rows.shape[1:] != (self.dim,) or rows.dtype != w1.dtype:
+        rows, both, down, *biases = (as_autocast(tensor) for tensor in (rows, *shared))
+        gate_up = both.flatten(1, 2)  # a view: one product for both
+        self._check(rows, counts, weights, gate_up)
+        places = None
+        if self.row_multiple > 1:
+            places, counts, size = pad_blocks(counts, rows.shape[0], self.row_multiple)
+            rows = place_rows(rows, places, size)
+            weights = None if weights is None else place_rows(weights[:, None], places, size)[:, 0]
+        blocks = blocks_of(counts, rows, (gate_up, down), float8=self.float8)
+        inside = weights
+        if self.score_before_experts and weights is not None:
+            rows, inside = weigh_rows(rows, weights), None
+        hidden = grouped_linear(rows, gate_up, blocks)
+        if biases:
+            hidden = hidden + spread_bias(biases[0].flatten(1), blocks, hidden.shape[0])
+        # Not kept on the module: a function without a name could not be pickled.
+        gate = gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit)
+        result = grouped_linear(_activate(gate, hidden, inside), down, blocks)
+        if biases:
+            bias = biases[1]
+            if self.summed_over is not None and self.summed_over.index:
+                bias = bias - bias.detach()  # added on the first rank; its gradient is on all
+            result = result + _weighted(spread_bias(bias, blocks, result.shape[0]), inside)
+        return result if places is None else take_rows(result, places)
+
+    def _check(self, rows: Tensor, counts: Tensor, weights: Tensor | None, local: Tensor) -> None:
+        if rows.shape[1:] != (self.dim,) or rows.dtype != local.dtype:
             raise ExpertConfigError(
                 f"rows are {rows.dtype} of shape {tuple(rows.shape)}; these experts take "
-                f"{w1.dtype} of shape [rows, {self.dim}]"
+                f"{local.dtype} of shape [rows, {self.dim}]"
             )
-        if counts.shape != w1.shape[:1]:
+        if counts.shape != local.shape[:1]:
             raise ExpertConfigError(
                 f"counts {tuple(counts.shape)} must have one number per expert here: "
-                f"({w1.shape[0]},)"
+                f"({local.shape[0]},)"
             )
-        if counts.is_cpu:
+        if weights is not None and weights.shape != rows.shape[:1]:
+            raise ExpertConfigError(
+                f"weights {tuple(weights.shape)} must have one number per row: ({rows.shape[0]},)"
+            )
+        if counts.is_cpu and not torch.compiler.is_compiling():
             _check_split(counts, rows)
-        gate = _GATES[self.activation]
-        if rows.shape[0] and can_group(rows, w1, w2, w3):
-            ends = counts.cumsum(0, dtype=torch.int32)
-            hidden = gate(grouped_linear(rows, w1, ends)) * grouped_linear(rows, w3, ends)
-            return grouped_linear(hidden, w2, ends)
-        # Kernels need not write what is a sum of no rows: gradients of weights, for one.
-        sizes = counts.tolist() if rows.shape[0] else [0] * w1.shape[0]
-        # unbind has one backward for all experts; indexing w[i] would fill a whole w per expert.
-        each = zip(rows.split(sizes), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
-        return torch.cat([_gated(gate, x, up, down, side) for x, up, down, side in each])
 
 
 class PlacedExperts(GroupedExperts):
@@ -156,8 +257,10 @@ class PlacedExperts(GroupedExperts):
 class SharedExperts(nn.Module):
     """One gated feed-forward network for every token; ``hidden_dim`` is that of all of them.
 
-    Parameters as in `GroupedExperts`, without the experts' dimension. `MoE` makes it. A style sets
-    ``replicated_over`` to the axis whose ranks hold the same tokens.
+    Parameters ``gate_up_proj [2 * hidden_dim, dim]``, the rows of ``gate`` before those of ``up``,
+    and ``down_proj [dim, hidden_dim]``. `MoE` makes it. With ``gated`` the result is multiplied by
+    ``sigmoid(x @ gate.T)``, with a parameter ``gate [1, dim]`` (Qwen's ``shared_expert_gate``). A
+    style sets ``replicated_over`` to the axis whose ranks hold the same tokens.
     """
 
     def __init__(
@@ -166,31 +269,125 @@ class SharedExperts(nn.Module):
         hidden_dim: int,
         *,
         activation: Activation = "swiglu",
+        gated: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = _known(activation)
-        self.w1 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(dim, hidden_dim, device=device, dtype=dtype))
-        self.w3 = nn.Parameter(torch.empty(hidden_dim, dim, device=device, dtype=dtype))
+        gate_of(activation)  # raises for one that is unknown
+        self.activation = activation
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(2 * hidden_dim, dim)
+        self.down_proj = parameter(dim, hidden_dim)
+        self.gate = parameter(1, dim) if gated else None
         self.replicated_over: Axis | None = None
+        before_loading(self, _join_rows)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all weights anew, uniform within ``1 / sqrt(in)`` as ``nn.Linear`` does."""
-        _draw(self.w1, self.w2, self.w3)
+        for weight in (self.gate_up_proj, self.down_proj, self.gate):
+            if weight is not None:
+                _draw(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the result for each of ``x [tokens, dim]``."""
-        w1, w2, w3 = (local_weight(w, self.replicated_over) for w in (self.w1, self.w2, self.w3))
-        return _gated(_GATES[self.activation], x, w1, w2, w3)
+        gate_up, down = (
+            local_weight(w, self.replicated_over) for w in (self.gate_up_proj, self.down_proj)
+        )
+        hidden = _activate(gate_of(self.activation), F.linear(x, gate_up), None)
+        result = F.linear(hidden, down)
+        if self.gate is None:
+            return result
+        return F.linear(x, local_weight(self.gate, self.replicated_over)).sigmoid() * result
 
 
-def _gated(
-    gate: Callable[[Tensor], Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
-) -> Tensor:
-    return F.linear(gate(F.linear(x, w1)) * F.linear(x, w3), w2)
+def gate_of(activation: Activation, alpha: float = 1.702, limit: float = 7.0) -> Gate:
+    """Return the function of ``gate`` and ``up`` that ``activation`` names, or is."""
+    if activation == "clamped_swiglu":
+
+        def clamped(gate: Tensor, up: Tensor) -> Tensor:
+            gate = gate.clamp(max=limit)
+            return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+        return clamped
+    if isinstance(activation, str) and activation in _GATES:
+        return _GATES[activation]
+    if isinstance(activation, str) or not callable(activation):
+        known = sorted([*_GATES, "clamped_swiglu"])
+        raise ExpertConfigError(
+            f"activation={activation!r} is not one of {known} or a function of gate and up"
+        )
+    return activation
+
+
+def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return ``rows [rows, dim]`` times their ``weights [rows]``, rounded to the rows' dtype.
+
+    The gradient of a weight is summed in float32 at least.
+    """
+    if torch.compiler.is_compiling():
+        return _weighted(rows, weights)
+    return run_function(_WeighRows, rows, weights)
+
+
+def _activate(gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    """Return what the down product takes; ``gate_up [rows, 2 * hidden]`` alone is kept for it."""
+    if torch.compiler.is_compiling():  # the compiler recomputes what costs less than keeping it
+        return _weighted(gate(*gate_up.chunk(2, -1)), weights)
+    return run_function(_Activate, gate, gate_up, weights)
+
+
+def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return rows
+    wide = torch.promote_types(rows.dtype, weights.dtype)
+    return (rows.to(wide) * weights.to(rows.dtype).to(wide)[:, None]).to(rows.dtype)
+
+
+class _WeighRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights)
+        return rows * weights.to(rows.dtype)[:, None]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights = ctx.saved_tensors
+        products = None if rows is None else row_products(rows, grads[0]).to(weights.dtype)
+        return grads[0] * weights.to(grads[0].dtype)[:, None], products
+
+
+class _Activate(torch.autograd.Function):
+    """Computes the gate again in backward instead of keeping its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.gate = gate
+        ctx.save_for_backward(gate_up, weights)
+        hidden = gate(*gate_up.chunk(2, -1))
+        return hidden if weights is None else hidden.mul_(weights.to(hidden.dtype)[:, None])
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, weights = ctx.saved_tensors
+        _, gate_up_needs, weights_need = ctx.needs_input_grad
+        (grad,) = grads
+        with torch.enable_grad():
+            leaf = gate_up.detach().requires_grad_(gate_up_needs)
+            hidden = ctx.gate(*leaf.chunk(2, -1))
+        products = None
+        if weights is not None:
+            if weights_need:
+                products = row_products(hidden.detach(), grad).to(weights.dtype)
+            grad = grad * weights.to(grad.dtype)[:, None]
+        found = torch.autograd.grad(hidden, leaf, grad)[0] if gate_up_needs else None
+        return None, found, products
 
 
 def order_entry(experts: Iterable[int]) -> Tensor:
@@ -202,28 +399,45 @@ def _put_in_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     """Give ``module``, a `GroupedExperts`, rows in its own order; raise if they lie in another."""
     if not isinstance(module, GroupedExperts):
         return
+    _rename_old(state_dict, prefix, lambda gate, up: torch.stack([gate, up], 1))
+    for name in (prefix + "gate_up_proj", prefix + "gate_up_proj_bias"):
+        value, dims = state_dict.get(name), 2 if name.endswith("bias") else 3
+        if isinstance(value, Tensor) and value.dim() == dims and value.shape[1] % 2 == 0:
+            state_dict[name] = value.unflatten(1, (2, -1))  # the rows of gate, then those of up
     key, replicas = prefix + EXTRA_STATE, module.replicas
     if key in state_dict and is_saved(state_dict[key]):
         module.check_order(state_dict[key])
         if replicas is None:  # saved when all layers had one; torch would not expect it
             del state_dict[key]
-    elif replicas is not None and prefix + "w1" in state_dict:
+    elif replicas is not None and prefix + "gate_up_proj" in state_dict:
         names = [prefix + name for name, _ in module.named_parameters(recurse=False)]
         given = {name: state_dict[name] for name in names if name in state_dict}
-        state_dict |= place_rows(given, replicas)
+        state_dict |= place_experts(given, replicas)
         state_dict[key] = order_entry(module.row_order())
 
 
-def _draw(*weights: Tensor) -> None:
-    for weight in weights:
-        bound = 1.0 / math.sqrt(weight.shape[-1])
-        nn.init.uniform_(weight, -bound, bound)
+def _join_rows(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:
+    """Make ``w1, w3, w2`` of a state dict the weights of a `SharedExperts`."""
+    _rename_old(state_dict, prefix, lambda gate, up: torch.cat([gate, up]))
 
 
-def _known(activation: Activation) -> Activation:
-    if activation not in _GATES:
-        raise ExpertConfigError(f"activation={activation!r} is not one of {sorted(_GATES)}")
-    return activation
+def _rename_old(
+    state_dict: dict[str, Any], prefix: str, join: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Rename ``w1, w3, w2`` of a state dict of version 0.1; ``join`` makes one of gate and up."""
+    names = [prefix + name for name in ("w1", "w3", "w2")]
+    if not all(name in state_dict for name in names):
+        return
+    gate, up, down = (state_dict.pop(name) for name in names)
+    state_dict[prefix + "gate_up_proj"] = join(gate, up)
+    state_dict[prefix + "down_proj"] = down
+
+
+def _draw(weight: Tensor, bias: Tensor | None = None) -> None:
+    bound = 1.0 / math.sqrt(weight.shape[-1])
+    for each in (weight, bias):
+        if each is not None:
+            nn.init.uniform_(each, -bound, bound)
 
 
 def _check_split(counts: Tensor, rows: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: router, dispatcher, experts."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,27 @@ from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
-from ._overlap import run_chunks
+from ._permutation import sum_slots, take_slots
+from ._router import TopKRouter
 from ._sizes import check_shared, check_sizes
-from .dispatch._local import Local
-from .dispatch._protocol import TokenDispatcher
-from .routing._router import TopKRouter
+from ._torch import fenced
+from .dispatch._interface import (
+    Dispatched,
+    DispatchState,
+    Pending,
+    TokenDispatcher,
+    start_combine,
+    start_dispatch,
+)
+from .dispatch._local import Local, sort_assignments
 
 Sequences = tuple[Tensor, int]
 """Which sequence each token is of, ``[tokens]``, and how many there are."""
+
+Chunk = tuple[Tensor, Tensor, Tensor]
+"""Tokens, weights and expert ids."""
+Experts = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""What computes rows by expert, from their counts and weights."""
 
 
 class MoE(nn.Module):
@@ -29,11 +42,30 @@ class MoE(nn.Module):
     sees every token (Dai et al., arXiv 2401.06066, section 3.2). Needs no process group as it is;
     `ExpertParallel` spreads the experts over ranks.
 
-    ``router`` is the `TopKRouter` given, or a plain one with ``load_balance_loss``; ``experts`` a
-    `GroupedExperts`, ``shared_experts`` a network or None, ``dispatcher`` a `TokenDispatcher`
-    (`Local` by default) that may be replaced between calls. Shared experts run while tokens travel.
-    ``num_chunks`` cuts the tokens in as many parts, so that one travels while the experts compute
-    another: they are called once for each. `ExpertConfigError` for numbers that make no layer.
+    The attribute ``dispatcher``, a `TokenDispatcher` (`Local` by default), may be replaced between
+    calls. Shared experts run while tokens travel.
+
+    ``torch.compile`` takes the layer: as one graph where all experts are here, in every dtype, and
+    with eager fences around what is communicated otherwise.
+
+    Args:
+        dim: Length of a token.
+        hidden_dim: Hidden numbers of each expert.
+        num_experts: Experts of all ranks.
+        top_k: Experts of each token.
+        num_shared_experts: Experts' worth of the network that sees every token.
+        gated_shared_experts: Multiply that network's result by a sigmoid of the token (Qwen).
+        activation: That of all experts, see `GroupedExperts`.
+        load_balance_loss: Coefficient for the plain router.
+        router: The `TopKRouter` to use; a plain one if None.
+        experts: The `GroupedExperts` to use, with the options of a model; plain ones if None.
+        num_chunks: Cut the tokens in as many parts, so that one travels while the experts compute
+            another: they are called once for each.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Raises:
+        ExpertConfigError: Numbers that make no layer, and a router or experts of other sizes.
     """
 
     dispatcher: TokenDispatcher
@@ -46,9 +78,11 @@ class MoE(nn.Module):
         top_k: int,
         *,
         num_shared_experts: int = 0,
+        gated_shared_experts: bool = False,
         activation: Activation = "swiglu",
         load_balance_loss: float = 0.0,
         router: TopKRouter | None = None,
+        experts: GroupedExperts | None = None,
         num_chunks: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,17 +115,25 @@ class MoE(nn.Module):
                 "router"
             )
         self.router = router
-        self.experts = GroupedExperts(
-            dim, hidden_dim, num_experts, activation=activation, device=device, dtype=dtype
-        )
+        if experts is None:
+            experts = GroupedExperts(
+                dim, hidden_dim, num_experts, activation=activation, device=device, dtype=dtype
+            )
+        _check_experts(experts, dim, hidden_dim, num_experts)
+        self.experts = experts
         self.shared_experts: SharedExperts | None = None
         if num_shared_experts:
             self.shared_experts = SharedExperts(
                 dim,
                 hidden_dim * num_shared_experts,
                 activation=activation,
+                gated=gated_shared_experts,
                 device=device,
                 dtype=dtype,
+            )
+        elif gated_shared_experts:
+            raise ExpertConfigError(
+                "gated_shared_experts=True without shared experts; set num_shared_experts"
             )
         self.dispatcher = Local(num_experts)
         self.replicated_over: Axis | None = None
@@ -198,14 +240,104 @@ class MoE(nn.Module):
     def _routed(self, tokens: Tensor, sequences: Sequences | None) -> Tensor:
         weights, expert_ids = self._route(tokens, sequences)
         parts = (t.tensor_split(self.num_chunks) for t in (tokens, weights, expert_ids))
+        chunks = list(zip(*parts, strict=True))
         shared = self.shared_experts
-        total, aside = run_chunks(
-            self.dispatcher,
-            self.experts,
-            list(zip(*parts, strict=True)),
-            lambda: None if shared is None else shared(tokens),
-        )
+        if isinstance(self.dispatcher, Local):  # nothing to wait for, and nothing to overlap
+            here = [run_here(self.dispatcher, self.experts, chunk) for chunk in chunks]
+            aside = None if shared is None else shared(tokens)
+            total = here[0] if len(here) == 1 else torch.cat(here)
+        else:
+            total, aside = run_chunks(
+                self.dispatcher,
+                self.experts,
+                chunks,
+                lambda: None if shared is None else shared(tokens),
+            )
         return total if aside is None else total + aside
+
+
+def run_here(dispatcher: Local, experts: Experts, chunk: Chunk) -> Tensor:
+    """Return the results of tokens ``[tokens, dim]`` whose experts are all here."""
+    x, weights, expert_ids = chunk
+    if not torch.compiler.is_compiling():
+        rows, counts, state = dispatcher.start_dispatch(
+            x, weights, expert_ids, weigh_rows=True
+        ).wait()
+        return dispatcher.combine(experts(rows, counts, state.row_weights), state)
+    # The same without objects that a graph cannot hold; the ids are those of the layer's router.
+    found = sort_assignments(expert_ids, dispatcher.num_experts)
+    rows = take_slots(x, found.order, found.places)
+    results = experts(rows, found.counts, found.weights(weights))
+    return sum_slots(results.to(x.dtype), found.order, found.places)
+
+
+def run_chunks(
+    dispatcher: TokenDispatcher,
+    experts: Experts,
+    chunks: Sequence[Chunk],
+    beside: Callable[[], Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens' results ``[tokens, dim]`` and what ``beside`` returns.
+
+    ``chunks`` are as many on every rank. While the first travels ``beside`` runs; while the experts
+    compute one chunk the next is on its way to them and the one before on its way back. In backward
+    the same happens in the opposite order. A dispatcher that cannot be started and waited for apart
+    does one thing after the other.
+    """
+    early = isinstance(experts, GroupedExperts) and experts.score_before_experts
+    pending = _start_dispatch(dispatcher, *chunks[0])
+    aside = beside()
+    returning = []
+    for following in (*chunks[1:], None):
+        rows, counts, row_weights, state = _wait_for_rows(pending)
+        if row_weights is None and early:
+            raise ExpertConfigError(
+                f"score_before_experts=True, but a {type(dispatcher).__name__} weighs the results; "
+                "give a dispatcher with row_weights in its state, as those of this package have"
+            )
+        if following is not None:
+            pending = _start_dispatch(dispatcher, *following)
+        results = experts(rows, counts, row_weights)
+        if following is not None:
+            _send(pending)  # before these results, which would be waited for
+        returning.append(_start_combine(dispatcher, results, state))
+    parts = [_wait_for_results(each) for each in returning]
+    return parts[0] if len(parts) == 1 else torch.cat(parts), aside
+
+
+# Fences: what communicates is no part of a compiled graph.
+
+
+@fenced
+def _start_dispatch(
+    dispatcher: TokenDispatcher, x: Tensor, weights: Tensor, ids: Tensor
+) -> Pending[Dispatched]:
+    return start_dispatch(dispatcher, x, weights, ids, weigh_rows=True)
+
+
+@fenced
+def _send(pending: Pending[Dispatched]) -> None:
+    pending.send()
+
+
+@fenced
+def _wait_for_rows(
+    pending: Pending[Dispatched],
+) -> tuple[Tensor, Tensor, Tensor | None, DispatchState]:
+    rows, counts, state = pending.wait()
+    return rows, counts, state.row_weights, state
+
+
+@fenced
+def _start_combine(
+    dispatcher: TokenDispatcher, results: Tensor, state: DispatchState
+) -> Pending[Tensor]:
+    return start_combine(dispatcher, results, state)
+
+
+@fenced
+def _wait_for_results(pending: Pending[Tensor]) -> Tensor:
+    return pending.wait()
 
 
 def _sequences_of(x: Tensor) -> Sequences:
@@ -240,3 +372,14 @@ def _check_tokens(x: DTensor, replicated_over: Axis | None) -> None:
                 f"the input is a DTensor with placements {x.placements}; shard it over tokens (by "
                 "sequence or batch) or pass this rank's own tokens as a plain tensor"
             )
+
+
+def _check_experts(experts: object, dim: int, hidden_dim: int, num_experts: int) -> None:
+    if not isinstance(experts, GroupedExperts):
+        raise ExpertConfigError(f"experts are a {type(experts).__name__}; give a GroupedExperts")
+    if (experts.dim, experts.hidden_dim, experts.num_experts) != (dim, hidden_dim, num_experts):
+        raise ExpertConfigError(
+            f"experts with dim={experts.dim}, hidden_dim={experts.hidden_dim}, "
+            f"num_experts={experts.num_experts} in a layer with dim={dim}, "
+            f"hidden_dim={hidden_dim}, num_experts={num_experts}; they must agree"
+        )

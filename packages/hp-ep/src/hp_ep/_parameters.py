@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn.utils.parametrize import is_parametrized
 
 from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
-from .balance._placement import Placement as ExpertPlacement
+from .placement._plan import Placement as ExpertPlacement
 
 
 def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:
@@ -23,14 +23,15 @@ def local_weight(weight: Tensor, alike: Axis | None = None) -> Tensor:
     """
     if not isinstance(weight, DTensor):
         return weight
-    whole = None if alike is None else alike.ranks
     placements: list[Placement] = [
-        Partial()
-        if placement.is_replicate() and Axis.of(weight.device_mesh, axis).ranks != whole
-        else placement
+        Partial() if placement.is_replicate() and not _is_over(weight, axis, alike) else placement
         for axis, placement in enumerate(weight.placements)
     ]
     return weight.to_local(grad_placements=placements)
+
+
+def _is_over(weight: DTensor, axis: int, alike: Axis | None) -> bool:
+    return alike is not None and Axis.of(weight.device_mesh, axis).ranks == alike.ranks
 
 
 def check_untied(model: nn.Module, layers: Mapping[str, Sequence[nn.Module]]) -> None:
@@ -105,16 +106,18 @@ def split_experts(
 ) -> None:
     """Replace each parameter ``[experts, ...]`` of ``module`` by a DTensor over ``mesh``.
 
-    ``placements`` of a name are all Shard, and dimension 0 is cut by the first axis or not at all.
-    Every rank keeps its part of the values it has: a block of the experts, or those that ``held``
-    puts there. Communicates nothing.
+    ``placements`` of a name shard or replicate it; dimension 0 is cut by the first axis or not at
+    all. Every rank keeps its part of the values it has: a block of the experts, or those that
+    ``held`` puts there. Communicates nothing.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
         local = parameter.detach()
         layout = placements(name)
         for axis, placement in enumerate(layout):
-            dim = placement.dim if isinstance(placement, Shard) else 0
             index = mesh.get_local_rank(axis)
+            if placement.is_replicate():
+                continue
+            dim: int = placement.dim  # type: ignore[attr-defined]
             if dim == 0 and held is not None:
                 local = local[list(held.on_rank(index))]
             else:
@@ -134,5 +137,16 @@ def _replace(
     module: nn.Module, name: str, local: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]
 ) -> None:
     requires_grad = module.get_parameter(name).requires_grad
-    value = DTensor.from_local(local, mesh, layout, run_check=False)
+    shape = list(local.shape)
+    for axis, placement in enumerate(layout):
+        if not placement.is_replicate():
+            shape[placement.dim] *= mesh.size(axis)  # type: ignore[attr-defined]
+    value = DTensor.from_local(
+        local,
+        mesh,
+        layout,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
     module.register_parameter(name, nn.Parameter(value, requires_grad=requires_grad))

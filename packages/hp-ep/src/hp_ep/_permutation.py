@@ -1,5 +1,6 @@
 """Moving rows between orders: permutations, and the gather and weighted sum of routed rows."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._errors import ExpertConfigError
-from ._order_checks import check_counts, check_permutation, check_slots
 from ._torch import first_order, run_function
 
 _BLOCK = 1 << 20  # elements of a temporary that the allocator keeps instead of returning it
@@ -53,6 +53,35 @@ def block_indices(
     indices = shifts.repeat_interleave(lengths, output_size=num_rows)
     indices += torch.arange(indices.shape[0], device=indices.device)
     return indices, lengths.view(experts_per_rank, num_ranks).sum(1)
+
+
+def pad_blocks(counts: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor, int]:
+    """Return where blocks of rows go so that the length of each is a multiple of ``multiple``.
+
+    ``counts [blocks]`` sum to ``num_rows``. The results are each row's place ``[rows]``, the
+    padded counts, and how many rows these are: a number that the host knows beforehand, so the
+    last block has what the others leave.
+    """
+    size = -(-(num_rows + counts.shape[0] * (multiple - 1)) // multiple) * multiple
+    counts = counts.long()
+    padded = (counts + multiple - 1) // multiple * multiple
+    shifts = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    places = shifts.repeat_interleave(counts, output_size=num_rows)
+    places = places + torch.arange(num_rows, device=places.device)
+    rest = size - padded[:-1].sum()
+    return places, torch.cat([padded[:-1], rest[None]]), size
+
+
+def place_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
+    """Return ``size`` rows, those of ``rows`` at ``places [rows]`` and zeros; see `take_rows`."""
+    if torch.compiler.is_compiling():  # 2.11 loses the gradient of what a function changed in place
+        return rows.new_zeros(size, rows.shape[1]).index_copy(0, places, rows)
+    return run_function(_PlaceRows, rows, places, size)
+
+
+def take_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the rows at ``places``, which are distinct; backward is `place_rows`."""
+    return run_function(_TakeRows, rows, places)
 
 
 def permute(rows: Tensor, indices: Tensor) -> Tensor:
@@ -139,6 +168,80 @@ def row_products(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vecdot(x.to(wide), y.to(wide)) for x, y in blocks])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bags:
+    """Which rows belong to which token.
+
+    ``tokens [rows]`` is each row's token; ``rows [rows]`` lists the rows token by token and
+    ``starts [tokens]`` where each token's begin in that list.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    starts: Tensor
+
+
+def bags_of(tokens: Tensor, num_tokens: int) -> Bags:
+    """Return the bags of rows with these tokens ``[rows]``; reads nothing on the host."""
+    counts = torch.zeros(num_tokens, dtype=torch.int64, device=tokens.device)
+    counts.scatter_add_(0, tokens, torch.ones_like(tokens))
+    # Sorting four bytes per key costs less than sorting eight.
+    rows = tokens.to(torch.int32).argsort(stable=True)
+    return Bags(tokens=tokens, rows=rows, starts=counts.cumsum(0) - counts)
+
+
+def spread(x: Tensor, bags: Bags) -> Tensor:
+    """Return each row's token ``[rows, dim]`` of ``x [tokens, dim]``; backward is `collect`."""
+    return run_function(_Spread, x, bags)
+
+
+def collect(rows: Tensor, bags: Bags, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's rows ``[tokens, dim]``, times ``weights [rows]`` if given.
+
+    The sum is deterministic. Gradients: of ``rows``, the token's gradient times the weight; of
+    ``weights``, the inner product of row and gradient.
+    """
+    return run_function(_Collect, rows, weights, bags)
+
+
+def _sums(rows: Tensor, bags: Bags, weights: Tensor | None) -> Tensor:
+    if not rows.numel():  # torch's sums refuse to choose from nothing
+        return rows.new_zeros(bags.starts.shape[0], rows.shape[1])
+    scale = None if weights is None else weights.index_select(0, bags.rows)
+    total: Tensor = F.embedding_bag(
+        bags.rows, rows.contiguous(), bags.starts, mode="sum", per_sample_weights=scale
+    )
+    return total
+
+
+class _PlaceRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(size, rows.shape[1]).index_copy_(0, places, rows)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grads[0].index_select(0, places), None, None
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        zeros = grads[0].new_zeros(ctx.size, grads[0].shape[1])
+        return zeros.index_copy_(0, places, grads[0]), None
+
+
 class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor, inverse: Tensor) -> Tensor:
@@ -188,3 +291,95 @@ class _BagSum(torch.autograd.Function):
             grad_weights = products.index_select(0, places.view(-1)).view(places.shape)
         grad *= weights.reshape(-1).index_select(0, order).to(grad.dtype)[:, None]
         return grad, None, None, grad_weights
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bags: Bags) -> Tensor:
+        ctx.save_for_backward(bags.tokens, bags.rows, bags.starts)
+        return x.index_select(0, bags.tokens)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, rows, starts = ctx.saved_tensors
+        return _sums(grads[0], Bags(tokens=tokens, rows=rows, starts=starts), None), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, bags: Bags) -> Tensor:
+        # Without a gradient of the weights the rows need not be kept.
+        keep = weights is not None and ctx.needs_input_grad[1]
+        ctx.save_for_backward(rows if keep else None, weights, bags.tokens)
+        return _sums(rows, bags, None if weights is None else weights.to(rows.dtype))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, tokens = ctx.saved_tensors
+        grad = grads[0].index_select(0, tokens)
+        if weights is None:
+            return grad, None, None
+        grad_weights = None if rows is None else row_products(rows, grad).to(weights.dtype)
+        grad *= weights.to(grad.dtype)[:, None]
+        return grad, grad_weights, None
+
+
+def check_permutation(rows: Tensor, indices: Tensor) -> None:
+    """Raise an `ExpertConfigError` unless ``indices`` name each of ``rows`` once."""
+    if indices.shape != rows.shape[:1]:
+        raise ExpertConfigError(
+            f"a permutation of {rows.shape[0]} rows has shape ({rows.shape[0]},), "
+            f"got indices {tuple(indices.shape)}"
+        )
+    if indices.dtype != torch.int64:
+        raise ExpertConfigError(f"indices are {indices.dtype}; they must be torch.int64")
+    if not indices.is_cpu:  # looking would synchronise
+        return
+    number = indices.shape[0]
+    counts = torch.zeros(number, dtype=torch.uint8)
+    # Where one index is out of range another is missing: count the others.
+    known = indices[(indices >= 0) & (indices < number)]
+    missing = counts.index_fill_(0, known, 1) == 0
+    if missing.any():
+        raise ExpertConfigError(
+            f"indices are no permutation of {number} rows: {missing.nonzero()[0].item()} is not "
+            f"among them; each of 0 .. {number - 1} must be there once"
+        )
+
+
+def check_slots(order: Tensor, places: Tensor, tokens: int) -> None:
+    """Raise an `ExpertConfigError` unless ``order`` and ``places`` are inverses for ``tokens``."""
+    if places.dim() != 2 or places.shape[0] != tokens or order.shape != (places.numel(),):
+        raise ExpertConfigError(
+            f"order {tuple(order.shape)} and places {tuple(places.shape)} must be [tokens * k] and "
+            f"[tokens, k] for {tokens} tokens"
+        )
+    if order.dtype != torch.int64 or places.dtype != torch.int64:
+        raise ExpertConfigError(
+            f"order is {order.dtype} and places are {places.dtype}; they must be torch.int64"
+        )
+    if not (order.is_cpu and places.is_cpu):  # looking would synchronise
+        return
+    slots = places.reshape(-1)
+    check_permutation(slots, slots)
+    wrong = order.index_select(0, slots) != torch.arange(slots.shape[0])
+    if wrong.any():
+        slot = int(wrong.nonzero()[0].item())
+        raise ExpertConfigError(
+            f"places say that slot {slot} is row {slots[slot].item()}, but order has slot "
+            f"{order[slots[slot]].item()} there; places must be the inverse of order"
+        )
+
+
+def check_counts(counts: Tensor, num_rows: int | None) -> None:
+    """Raise an `ExpertConfigError` unless ``counts`` are those of ``num_rows`` rows, if given."""
+    if counts.dtype not in (torch.int64, torch.int32):
+        raise ExpertConfigError(f"counts are {counts.dtype}; they must be torch.int64 or int32")
+    if not counts.is_cpu:  # looking would synchronise
+        return
+    numbers = counts.tolist()
+    if min(numbers, default=0) < 0 or num_rows not in (None, sum(numbers)):
+        what = "" if num_rows is None else f" and sum to num_rows={num_rows}"
+        raise ExpertConfigError(f"counts {numbers} must be at least 0{what}")

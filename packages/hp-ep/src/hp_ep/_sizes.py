@@ -42,21 +42,20 @@ def check_factors(factors: Mapping[str, Any]) -> None:
             )
 
 
-def check_groups(num_groups: Any, top_groups: object, num_experts: int, top_k: int) -> None:
+def check_groups(n_group: Any, topk_group: object, num_experts: int, top_k: int) -> None:
     """Raise an `ExpertConfigError` for groups that do not divide or are too few for ``top_k``."""
     legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-    if num_groups not in legal or isinstance(num_groups, bool):
+    if n_group not in legal or isinstance(n_group, bool):
         raise ExpertConfigError(
-            f"num_groups={num_groups!r} does not divide num_experts={num_experts}; "
-            f"use one of {legal}"
+            f"n_group={n_group!r} does not divide num_experts={num_experts}; use one of {legal}"
         )
-    if top_groups is None:
+    if topk_group is None:
         return
-    groups = operator.index(num_groups)
+    groups = operator.index(n_group)
     least = -(-top_k * groups // num_experts)
-    if not is_count(top_groups, least, groups):
+    if not is_count(topk_group, least, groups):
         raise ExpertConfigError(
-            f"top_groups={top_groups!r} of num_groups={groups} must hold top_k={top_k} of "
+            f"topk_group={topk_group!r} of n_group={groups} must hold top_k={top_k} of "
             f"num_experts={num_experts} experts; use an integer from {least} to {groups}"
         )
 

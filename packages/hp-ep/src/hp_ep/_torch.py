@@ -11,16 +11,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ._errors import UnsupportedError
 
 Backward = Callable[..., Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 EXTRA_STATE: str = _EXTRA_STATE_KEY_SUFFIX
 """What ``nn.Module`` calls the entry of ``get_extra_state`` in a state dict."""
@@ -29,7 +30,7 @@ _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
 _MOST_GROUPS = 1023  # of the kernel for GPUs
 
-_grouped_mm: Callable[..., Tensor] = F.grouped_mm
+_grouped_mm: Callable[..., Tensor] = functional.grouped_mm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def has_grouped_kernel(capability: Capability, dtype: torch.dtype, num_groups: i
 
 
 def can_group(rows: Tensor, *weights: Tensor) -> bool:
-    """Return whether `grouped_linear` takes ``rows [n, in]`` and ``weights [experts, out, in]``.
+    """Return whether `grouped_mm` takes ``rows [n, in]`` and ``weights [experts, out, in]``.
 
     And does so without waiting for the device. The gradient's grouped products run over ``out``
     too, so both lengths must be aligned.
@@ -81,13 +82,86 @@ def can_group(rows: Tensor, *weights: Tensor) -> bool:
     )
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return ``rows[i] @ weight[expert of i].T`` as ``[n, out]`` by one grouped product.
+def can_group_float8(rows: Tensor) -> bool:
+    """Return whether `scaled_grouped_mm` takes rows on the device of ``rows``.
 
-    ``offsets [experts]`` int32 are the ends of the experts' row blocks; the last must be ``n``.
+    Its kernel is for CUDA devices of compute capability 9.0 (2.11 to 2.13).
     """
-    product = _grouped_mm(_dense(rows), weight.transpose(-2, -1), offs=offsets)
-    return run_function(_DenseGradient, product)
+    capability = capability_of(rows.device)
+    return capability.kind == "cuda" and capability.version == (9, 0)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return torch's grouped product; ``ends [groups]`` int32, the last of them the rows."""
+    return _grouped_mm(a, b, offs=ends)
+
+
+def scaled_grouped_mm(
+    rows: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    weight_scales: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``rows[i] @ weight[group of i].T`` of float8 numbers with scales, in ``dtype``.
+
+    ``rows [n, in]`` with ``scales [n]``, ``weight [groups, out, in]`` with ``weight_scales
+    [groups, out]``. The kernel gives bfloat16.
+    """
+    product: Tensor = torch._scaled_grouped_mm(
+        rows,
+        weight.transpose(-2, -1),
+        scales,
+        weight_scales,
+        offs=ends,
+        out_dtype=torch.bfloat16,
+    )
+    return product.to(dtype)
+
+
+def unscaled_mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` of float8 matrices, in float32.
+
+    ``_scaled_mm`` has no public name, and takes scales of rows on the CPU from 2.13 on only.
+    """
+    one = torch.ones((), device=a.device)
+    product: Tensor = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return product
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return ``x``, contiguous also by the strides of dimensions without elements."""
+    # Tensors without elements count as contiguous whatever their strides, which are checked too.
+    if x.is_contiguous() and x.numel():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def fenced(function: F) -> F:
+    """Return ``function``, which a compiled graph leaves: what communicates is no part of it."""
+    result: F = torch.compiler.disable(function)
+    return result
+
+
+def graph_op(
+    name: str,
+    run: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    *,
+    backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    save: Callable[..., None] | None = None,
+) -> Callable[..., Tensor]:
+    """Return ``run`` as one operator of compiled graphs; ``fake`` makes what it returns.
+
+    ``name`` is a dotted path, so that copies of the package have operators of their own.
+    """
+    path, _, last = name.rpartition(".")
+    op = torch.library.custom_op(f"{path.replace('.', '_')}::{last}", run, mutates_args=())
+    op.register_fake(fake)
+    if backward is not None:
+        op.register_autograd(backward, setup_context=save)
+    return cast(Callable[..., Tensor], op)
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -99,15 +173,22 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return what dtype autocast, if it is on, has products of ``x`` computed in."""
     device = x.device.type
     # Devices without autocast, as meta, have no dtype to ask for.
-    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    known = _has_autocast(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if known and x.dtype in _GROUPED_DTYPES else x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which products of tensors on the device of ``x`` keep their dtype."""
     device = x.device.type
-    known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    known = _has_autocast(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if known else nullcontext()
+
+
+def _has_autocast(device: str) -> bool:
+    # Dynamo cannot trace the question in 2.11; only the meta device is without.
+    if torch.compiler.is_compiling():
+        return device != "meta"
+    return torch.amp.is_autocast_available(device)
 
 
 def is_saved(value: object) -> bool:
@@ -186,22 +267,3 @@ def run_several(function: type[torch.autograd.Function], *args: object) -> tuple
     """Return ``function.apply(*args)`` of a function with any number of results."""
     results: tuple[Tensor, ...] = function.apply(*args)
     return results
-
-
-class _DenseGradient(torch.autograd.Function):
-    """Identity; the backward of the grouped product refuses expanded gradients, as of ``sum()``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _dense(grads[0])
-
-
-def _dense(x: Tensor) -> Tensor:
-    # Tensors without elements count as contiguous whatever their strides, which are checked too.
-    if x.is_contiguous() and x.numel():
-        return x
-    return x.clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""Even work for all ranks: where experts live, how they move, what a load looks like."""
+"""Gradient norms in which a replica counts once."""

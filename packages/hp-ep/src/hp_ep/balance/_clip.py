@@ -8,8 +8,7 @@ from hp_dtensor import Axis, AxisMesh, Collectives
 from hp_dtensor import clip_grad_norm_ as clip_counted
 
 from .._experts import GroupedExperts
-from ._replicas import ReplicaSum
-from ._rows import rows_here
+from ..placement._replicas import ReplicaSum, rows_here
 
 
 @torch.no_grad()

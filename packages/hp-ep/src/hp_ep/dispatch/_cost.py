@@ -1,17 +1,73 @@
-"""How many bytes each dispatcher is expected to move, from numbers alone."""
+"""What each dispatcher is expected to move and to cost, from numbers alone."""
 
 from dataclasses import dataclass
-from math import comb
+from math import ceil, comb
 from typing import Literal, get_args
 
+from hp_dtensor import AlphaBeta
+
 from .._errors import ExpertConfigError
-from .._sizes import check_choices, check_sizes
+from .._sizes import check_choices, check_factors, check_sizes
 
 Kind = Literal["local", "all_to_all", "dedup", "hierarchical"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
-SLOT_BYTES = 8  # row and weight of a choice, where tokens go once per rank
-SAVING = 1.3  # bytes saved must pay for the second sum and the slots' own exchange
+ASSIGNMENT_BYTES = 8  # expert and weight of a choice, where tokens go once per rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What a dispatch, its combine and their backward start, whatever the number of tokens."""
+
+    operators: int
+    exchanges: int
+    """All-to-alls over each axis."""
+
+
+WORK: dict[Kind, Started] = {
+    "local": Started(operators=23, exchanges=0),
+    "all_to_all": Started(operators=35, exchanges=5),
+    "dedup": Started(operators=61, exchanges=7),
+    "hierarchical": Started(operators=109, exchanges=7),
+}
+"""Counted: tests/test_operators.py and tests/test_overlap_order.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What calls, bytes, operators and copies cost."""
+
+    links: AlphaBeta
+    """Seconds a call and a byte between nodes, and inside one."""
+    operator_seconds: float
+    """Host time of an operator."""
+    memory_bytes_per_second: float
+
+
+# An operator's 5 us are an order of magnitude; benchmarks/gpu.py prints that of a machine.
+MACHINES = {
+    # Latencies are NCCL's own for its simple protocol, 8.4 us and 14.0 us for a network or 3.4 us
+    # for NVLink (baseLat and hwLat of its src/graph/tuning.cc). Bandwidths: a 400 Gb/s adapter for
+    # each GPU (NVIDIA ConnectX-7 data sheet); NVLink 4, 900 GB/s both ways together, and memory
+    # (NVIDIA H100 SXM data sheet).
+    "cuda": Machine(
+        links=AlphaBeta(alpha=(22.4e-6, 11.8e-6), beta=(1 / 50e9, 1 / 450e9)),
+        operator_seconds=5e-6,
+        memory_bytes_per_second=3.35e12,
+    ),
+    # Ethernet of 10 Gb/s (IEEE 802.3ae); inside, two copies through one channel of memory; eight
+    # channels of DDR4-3200, 25.6 GB/s each (JESD79-4). Latencies of TCP: an order of magnitude.
+    "cpu": Machine(
+        links=AlphaBeta(alpha=(50e-6, 20e-6), beta=(1 / 1.25e9, 4 / 25.6e9)),
+        operator_seconds=5e-6,
+        memory_bytes_per_second=8 * 25.6e9,
+    ),
+}
+"""By device type; all but the CPU are taken for GPUs."""
+NUM_TOKENS = 8192
+"""Tokens of a rank in one call by default: a sequence of Llama 3 (arXiv 2407.21783, section 3)."""
+MARGIN = 1.1
+"""What a simpler dispatcher may cost more: prices are no better than that."""
 
 
 def expected_groups(num_experts: int, num_groups: int, top_k: int) -> float:
@@ -64,20 +120,89 @@ def expected_bytes(
             f"num_ranks={num_ranks} must divide num_experts={num_experts}, and "
             f"node_size={node_size} must divide num_ranks"
         )
-    nodes = num_ranks // node_size
+    nodes, choices = num_ranks // node_size, top_k * ASSIGNMENT_BYTES
     abroad, beside = 1 - node_size / num_ranks, (node_size - 1) / num_ranks
     if kind == "local":
         return Bytes(off_node=0, in_node=0)
     if kind == "all_to_all":
         each = 2.0 * top_k * row_bytes
         return Bytes(off_node=each * abroad, in_node=each * beside)
+    second = 2 * expected_groups(num_experts, num_ranks, top_k) * row_bytes + choices
     if kind == "dedup":
-        each = 2 * expected_groups(num_experts, num_ranks, top_k) * row_bytes + top_k * SLOT_BYTES
-        return Bytes(off_node=each * abroad, in_node=each * beside)
+        return Bytes(off_node=second * abroad, in_node=second * beside)
     # Inside a node all that came to it is spread: its own tokens', and others' after the first hop.
-    first = 2 * expected_groups(num_experts, nodes, top_k) * row_bytes + top_k * SLOT_BYTES
-    second = 2 * expected_groups(num_experts, num_ranks, top_k) * row_bytes + top_k * SLOT_BYTES
+    first = 2 * expected_groups(num_experts, nodes, top_k) * row_bytes + choices
     return Bytes(off_node=first * abroad, in_node=second * (node_size - 1) / node_size)
+
+
+def expected_seconds(
+    kind: Kind,
+    *,
+    num_ranks: int,
+    num_experts: int,
+    top_k: int,
+    row_bytes: int,
+    node_size: int | None = None,
+    num_tokens: int = NUM_TOKENS,
+    links: AlphaBeta | None = None,
+    device_type: str = "cuda",
+) -> float:
+    """Return the expected seconds of a dispatch, its combine and their backward on one rank.
+
+    The sum of what is started (`WORK`, each operator and each call on a link), of the
+    bytes on the links, and of the rows that are copied in memory. A flat all-to-all uses both kinds
+    of links at once and costs what the slower does; the hops of ``hierarchical`` follow each other.
+    Numbers are those of `choose_dispatcher`.
+    """
+    sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, row_bytes=row_bytes)
+    moved = expected_bytes(kind, **sizes, node_size=node_size)
+    check_sizes({"num_tokens": num_tokens})
+    node_size = node_size or num_ranks
+    machine = MACHINES["cpu" if device_type == "cpu" else "cuda"]
+    links = _checked(machine.links if links is None else links)
+    between, inside = node_size < num_ranks, node_size > 1
+    # Backward moves what forward does.
+    travels = [
+        links.seconds((axis,), num_ranks, 2 * num_tokens * moved_bytes) - _latency(links, axis)
+        for axis, moved_bytes in enumerate((moved.off_node, moved.in_node))
+    ]
+    latencies = [between * _latency(links, 0), inside * _latency(links, 1)]
+    whole = sum if kind == "hierarchical" else max
+    started = WORK[kind]
+    rows = _rows_copied(kind, num_ranks, num_ranks // node_size, num_experts, top_k)
+    copied = 2 * num_tokens * rows * row_bytes
+    return (
+        started.operators * machine.operator_seconds
+        + started.exchanges * whole(latencies)
+        + whole(travels)
+        + copied / machine.memory_bytes_per_second
+    )
+
+
+def _checked(links: object) -> AlphaBeta:
+    if not isinstance(links, AlphaBeta) or any(
+        isinstance(given, tuple) and len(given) != 2 for given in (links.alpha, links.beta)
+    ):
+        raise ExpertConfigError(
+            f"links={links!r} must be an AlphaBeta whose alpha and beta are one number each, or "
+            "pairs: between nodes, and inside one"
+        )
+    return links
+
+
+def _latency(links: AlphaBeta, axis: int) -> float:
+    return links.seconds((axis,), 1, 0)
+
+
+def _rows_copied(kind: Kind, ranks: int, nodes: int, num_experts: int, top_k: int) -> float:
+    """Return how many rows a token's forward reads and writes: gathers, orders and sums."""
+    if kind == "local":
+        return 3 * top_k + 1
+    if kind == "all_to_all":
+        return 7 * top_k + 1
+    each, node = (expected_groups(num_experts, n, top_k) for n in (ranks, nodes))
+    copied = 4 * each + 3 * top_k + 1
+    return copied if kind == "dedup" else copied + 4 * node
 
 
 def choose_dispatcher(
@@ -87,23 +212,73 @@ def choose_dispatcher(
     top_k: int,
     row_bytes: int,
     node_size: int | None = None,
+    num_tokens: int = NUM_TOKENS,
+    links: AlphaBeta | None = None,
+    device_type: str = "cuda",
 ) -> Kind:
-    """Return the dispatcher with the fewest expected bytes that is worth its bookkeeping.
+    """Return the dispatcher whose forward and backward are expected to take the least time.
 
-    A simpler one stays unless the next saves more than a factor of `SAVING`: in all bytes for
-    ``dedup`` over ``all_to_all``, in bytes between nodes for ``hierarchical`` over both. A router
-    that keeps a token's experts on few groups sends less than expected here: give the style a
-    `Dedup` or `Hierarchical` of your own then.
-    `ExpertConfigError` as `expected_bytes`.
+    Prices latency, operators and copies beside the bytes on each link; a simpler one stays unless
+    it costs more than `MARGIN` times the next. A router that keeps a
+    token's experts on few groups sends less than expected here: give the style a `Dedup` or
+    `Hierarchical` of your own then.
+
+    Args:
+        num_ranks: Ranks that split the experts evenly.
+        num_experts: Experts of all ranks, or places of a placement.
+        top_k: Experts of a token, each taken as likely.
+        row_bytes: Bytes of a token's row.
+        node_size: Ranks of a node; by default all are one node. ``hierarchical`` needs several
+            nodes of several ranks.
+        num_tokens: Tokens of a rank in one call.
+        links: Seconds a call and a byte between nodes, and inside one: an ``AlphaBeta`` of
+            hp-dtensor whose numbers are for both or pairs; by default those of `MACHINES`.
+        device_type: What computes, ``"cpu"`` or a GPU's.
+
+    Returns:
+        The name of the dispatcher.
+
+    Raises:
+        ExpertConfigError: Numbers that make no layer, as for `expected_bytes`.
+
+    Example:
+        >>> choose_dispatcher(num_ranks=64, num_experts=256, top_k=8, row_bytes=14336, node_size=8)
+        'hierarchical'
     """
     sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, row_bytes=row_bytes)
-    _, flat, dedup, hierarchical = (expected_bytes(k, **sizes, node_size=node_size) for k in _KINDS)
+
+    def price(kind: Kind) -> float:
+        return expected_seconds(
+            kind,
+            **sizes,
+            node_size=node_size,
+            num_tokens=num_tokens,
+            links=links,
+            device_type=device_type,
+        )
+
+    best: Kind = "all_to_all"
+    cost = price(best)
     if num_ranks == 1:
         return "local"
-    best: Kind = "all_to_all"
-    bytes_between = flat.off_node
-    if flat.total > SAVING * dedup.total:
-        best, bytes_between = "dedup", dedup.off_node
-    if node_size and 1 < node_size < num_ranks and bytes_between > SAVING * hierarchical.off_node:
-        best = "hierarchical"
-    return best
+    if cost > MARGIN * price("dedup"):
+        best, cost = "dedup", price("dedup")
+    several = node_size is not None and 1 < node_size < num_ranks
+    return "hierarchical" if several and cost > MARGIN * price("hierarchical") else best
+
+
+def choose_capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Return the capacity of `Padded` that is ``factor`` times an even load, rounded up.
+
+    ``num_tokens`` is the most that a rank gives in one call, so that all ranks take the same: with
+    as many tokens, a rank's rows are ``factor * num_tokens * top_k`` where that divides evenly
+    (GShard, arXiv 2006.16668, section 2.2). At 1 nothing is dropped of an even load.
+    `ExpertConfigError` for numbers that make no capacity.
+    """
+    check_sizes({"num_tokens": num_tokens, "num_experts": num_experts})
+    check_choices(top_k, num_experts)
+    check_factors({"factor": factor})
+    if not factor:
+        raise ExpertConfigError("factor=0 leaves room for no row; use a number above 0")
+    # 1.1 * 10 is a little above 11, which one more row would not help.
+    return ceil(round(factor * num_tokens * top_k / num_experts, 6)) or 1

@@ -1,33 +1,310 @@
-"""One row per token and rank, however many of the token's experts the rank has."""
+"""One row per token and rank, or node and then rank, however many of the token's experts it has."""
 
-from typing import Final
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives
+from hp_dtensor import Axis, AxisMesh, Collectives, Work
 
-from ._exchange import expert_axis
-from ._faults import REPORT_SIZE
-from ._hops import HopsCombine, HopsDispatch, HopsState, go_back
-from ._host import start_reading
-from ._protocol import DispatchState, OverlappingDispatcher, consume
-from ._slots import slots_of
-from ._stage import Stage, find_wanted
-from ._terms import check_terms
-from ._verdict import needs_grad, raise_faults
+from .._errors import ExpertConfigError
+from .._permutation import Bags, collect, invert, reorder, spread
+from .._torch import first_order, run_function
+from ._checks import (
+    REPORT_SIZE,
+    Checked,
+    DispatchConfig,
+    check_config,
+    expert_axis,
+    raise_faults,
+)
+from ._exchange import AsyncAllToAll, HostTables
+from ._interface import AsyncDispatcher, Dispatched, DispatchState, Pending, Step, consume
+from ._local import count_ids, sorting
 
 
-class Dedup(OverlappingDispatcher):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Outgoing:
+    """Token assignments by the rank of their expert, then by token, and who gets which token."""
+
+    tokens: Tensor
+    """The token of each ``[assignments]``."""
+    expert_ids: Tensor
+    weights: Tensor
+    first: Tensor
+    """Which assignments are the first of their token and rank: with them a row begins."""
+    hit: Tensor
+    """Which tokens each rank gets ``[ranks, tokens]``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sizes:
+    """Who gets how many rows and assignments in one hop."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    send_assignments: tuple[int, ...]
+    receive_assignments: tuple[int, ...]
+    needs_grad: tuple[bool, bool]
+    """Whether rows, and whether weights, need a gradient on any rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Incoming:
+    """Rows that came over one hop, and their assignments, row by row."""
+
+    rows: Tensor
+    expert_ids: Tensor
+    """As the hop's own numbers ``[assignments]``."""
+    weights: Tensor
+    first: Tensor
+    """1 where the assignments of the next row begin, else 0 ``[assignments]``."""
+
+    @property
+    def row_of_each(self) -> Tensor:
+        """Return the row of each assignment."""
+        return self.first.cumsum(0) - 1
+
+
+class _Hop:
+    """Moves tokens over one axis, once to each rank with one of their experts, and back.
+
+    Rank ``i`` of the axis is responsible for experts ``i * e .. (i + 1) * e - 1`` of
+    ``num_experts``, which the axis's size must divide. Holds no call's state.
+    """
+
+    def __init__(self, axis: Axis, num_experts: int, collectives: Collectives) -> None:
+        self.axis = axis
+        self.num_experts = num_experts
+        self.experts_here = num_experts // axis.size
+        self._collectives = collectives
+
+    def outgoing(
+        self, expert_ids: Tensor, weights: Tensor, tokens: Tensor | int, num_tokens: int
+    ) -> _Outgoing:
+        """Return assignments ``[n]`` by rank; ``tokens`` of each, or how many each token has."""
+        ranks = expert_ids.div(self.experts_here, rounding_mode="floor")
+        ordered, order = sorting(ranks, self.axis.size)
+        ours = order // tokens if isinstance(tokens, int) else tokens.index_select(0, order)
+        keys = torch.add(ours, ordered, alpha=num_tokens)
+        pairs = F.pad(keys, (1, 0), value=-1)
+        return _Outgoing(
+            tokens=ours,
+            expert_ids=expert_ids.index_select(0, order),
+            weights=run_function(_Picked, weights, order),
+            first=pairs[1:] != pairs[:-1],
+            hit=_hits(keys, self.axis.size, num_tokens),
+        )
+
+    def table(self, rows: Tensor, counts: Tensor, *more: Tensor) -> Tensor:
+        """Return what each rank gets to know: its ``rows``, its experts' ``counts``, and ``more``.
+
+        ``rows [ranks]``, ``counts [experts]``, and vectors for all or matrices ``[ranks, n]``.
+        """
+        size = self.axis.size
+        wide = [part.expand(size, -1) if part.dim() == 1 else part for part in more]
+        return torch.cat([rows[:, None], counts.view(size, self.experts_here), *wide], 1)
+
+    def start_table(self, table: Tensor) -> Work:
+        """Start sending each rank its row of ``table``; one small all-to-all."""
+        return self._collectives.all_to_all(self.axis, table)
+
+    def sizes(
+        self,
+        sent: Sequence[Sequence[int]],
+        got: Sequence[Sequence[int]],
+        needs_grad: tuple[bool, bool],
+    ) -> _Sizes:
+        """Return what the tables say that were ``sent`` and ``got``."""
+        end = 1 + self.experts_here
+        return _Sizes(
+            send=tuple(row[0] for row in sent),
+            receive=tuple(row[0] for row in got),
+            send_assignments=tuple(sum(row[1:end]) for row in sent),
+            receive_assignments=tuple(sum(row[1:end]) for row in got),
+            needs_grad=needs_grad,
+        )
+
+    def start(self, x: Tensor, out: _Outgoing, sizes: _Sizes) -> "_Leg":
+        """Start bringing tokens ``x [tokens, dim]`` and their assignments to the ranks.
+
+        Two all-to-alls, and two in backward. An assignment is 4 bytes, its expert and whether a row
+        begins with it, and its weight.
+        """
+        wide = out.weights.to(torch.promote_types(out.weights.dtype, torch.float32))
+        labels = torch.add(out.first, out.expert_ids, alpha=2)
+        tokens = out.hit.nonzero_static(size=sum(sizes.send))[:, 1]
+        groups = _groups(tokens, x.shape[0])
+        more = self.axis, self._collectives
+        # Assignments first: collectives keep their order, so waiting for them is not for the rows.
+        assignments = AsyncAllToAll(wide, *more, labels=labels)
+        assignments.start(
+            sizes.send_assignments, sizes.receive_assignments, needs_grad=sizes.needs_grad[1]
+        )
+        rows = AsyncAllToAll(spread(x, groups), *more)
+        rows.start(sizes.send, sizes.receive, needs_grad=sizes.needs_grad[0])
+        return _Leg(hop=self, sizes=sizes, groups=groups, rows=rows, assignments=assignments)
+
+    def start_back(self, results: Tensor, sizes: _Sizes) -> AsyncAllToAll:
+        """Start returning one result for each row that came; one all-to-all, one in backward."""
+        back = AsyncAllToAll(results, self.axis, self._collectives)
+        return back.start(sizes.receive, sizes.send)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Leg:
+    """One hop under way, and what its way back needs."""
+
+    hop: _Hop
+    sizes: _Sizes
+    groups: Bags
+    """Which of the sent rows belong to which token."""
+    rows: AsyncAllToAll | None
+    assignments: AsyncAllToAll | None
+
+    def wait(self) -> _Incoming:
+        """Return the rows and their assignments, once they are here."""
+        if self.rows is None or self.assignments is None:
+            raise RuntimeError("these rows were taken before")
+        weights, labels = self.assignments.wait(), self.assignments.labels
+        if labels is None:
+            raise RuntimeError("assignments without experts")
+        found = _Incoming(
+            rows=self.rows.wait(), expert_ids=labels >> 1, weights=weights, first=labels & 1
+        )
+        self.rows = self.assignments = None
+        return found
+
+    def start_back(self, parts: Tensor) -> AsyncAllToAll:
+        """Start returning one result for each row; see `_Hop.start_back`."""
+        return self.hop.start_back(parts, self.sizes)
+
+
+def _hits(keys: Tensor, num_ranks: int, num_tokens: int) -> Tensor:
+    """Return which tokens each rank gets ``[ranks, tokens]``: ``keys`` rank * tokens + token."""
+    hit = torch.zeros(num_ranks * num_tokens, dtype=torch.bool, device=keys.device)
+    return hit.index_fill_(0, keys, True).view(num_ranks, num_tokens)
+
+
+def _groups(tokens: Tensor, num_tokens: int) -> Bags:
+    """Return which rows belong to which token, of rows with these ``tokens [rows]``."""
+    # Sorting four bytes per key costs less than sorting eight.
+    ordered, rows = tokens.to(torch.int32).sort(stable=True)
+    each = torch.arange(num_tokens, dtype=torch.int32, device=tokens.device)
+    return Bags(tokens=tokens, rows=rows, starts=torch.searchsorted(ordered, each))
+
+
+class _Picked(torch.autograd.Function):
+    """Values in another order; backward needs no inverse of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return values.index_select(0, order)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grads[0].new_empty(order.shape).index_copy_(0, order, grads[0]), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Planned:
+    """What the exchange of counts has told: the first hop's tokens, and the sizes of all hops."""
+
+    out: _Outgoing
+    route: tuple[tuple[_Hop, _Sizes], ...]
+    counts: Tensor
+    """Assignments for each of the experts here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _HopsState(DispatchState):
+    legs: tuple[_Leg, ...]
+    groups: Bags
+    """Which of the experts' rows belong to which row that came."""
+    weights: Tensor | None
+    dtype: torch.dtype
+
+
+class _Hops(AsyncDispatcher):
+    """Tokens that go to their experts in one hop or several, and are summed at every stop back."""
+
+    _config: DispatchConfig
+
+    def start_dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
+    ) -> Pending[Dispatched]:
+        """Return while tokens are on their first hop; see `AsyncDispatcher.start_dispatch`."""
+        return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
+
+    def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
+        """Return while sums are on their last hop; see `AsyncDispatcher.start_combine`."""
+        return Pending(self._combine(rows, consume(state, self, _HopsState, rows)))
+
+    def _plan(self, given: Checked) -> _Planned:
+        """Exchange counts and reports; raise on all ranks where one of them reports a fault."""
+        raise NotImplementedError
+
+    def _dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, weigh_rows: bool
+    ) -> Generator[Step, None, Dispatched]:
+        plan = self._plan(self._config.check(x, weights, expert_ids))
+        (hop, sizes), *others = plan.route
+        legs = [hop.start(self._config.narrow(x), plan.out, sizes)]
+        yield "rows"
+        came = legs[0].wait()
+        for hop, sizes in others:
+            local = came.expert_ids.long().remainder(hop.num_experts)
+            number = came.rows.shape[0]
+            out = hop.outgoing(local, came.weights, came.row_of_each, number)
+            legs.append(hop.start(came.rows, out, sizes))
+            came = legs[-1].wait()
+        order = came.expert_ids.sort(stable=True).indices
+        places = invert(order)
+        groups = Bags(
+            tokens=came.row_of_each.index_select(0, order),
+            rows=places,
+            starts=came.first.nonzero_static(size=came.rows.shape[0])[:, 0],
+        )
+        in_order = reorder(came.weights, order, places)
+        state = _HopsState(
+            owner=self,
+            num_rows=order.shape[0],
+            dim=x.shape[1],
+            row_weights=in_order.to(weights.dtype) if weigh_rows else None,
+            legs=tuple(legs),
+            groups=groups,
+            weights=None if weigh_rows else in_order,
+            dtype=x.dtype,
+        )
+        return spread(came.rows.to(x.dtype), groups), plan.counts, state
+
+    def _combine(self, rows: Tensor, state: _HopsState) -> Generator[Step, None, Tensor]:
+        parts = collect(rows.to(state.dtype), state.groups, state.weights)
+        first, *others = state.legs
+        for leg in reversed(others):
+            back = leg.start_back(self._config.narrow(parts))
+            parts = collect(back.wait().to(state.dtype), leg.groups)
+        back = first.start_back(self._config.narrow(parts))
+        yield "rows"
+        return collect(back.wait().to(state.dtype), first.groups)
+
+
+class Dedup(_Hops):
     """A `TokenDispatcher` over one mesh axis: a token goes once to each rank with an expert of it.
 
     There it is copied to its experts, and the rank sends back their weighted sum (the idea of the
     node-limited dispatch of DeepSeek-V3, arXiv 2412.19437, section 3.2.2, with ranks for nodes).
     Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
     its axis ``ep`` is taken, or an `Axis` will do. Forward makes four
-    all-to-alls (counts, tokens, slots, results) and one device-to-host synchronisation; backward
-    makes three. A slot, that is a token's choice, is sent as 8 bytes (12 where weights are
-    float64).
+    all-to-alls (counts, assignments, tokens, results) and one device-to-host synchronisation;
+    backward makes three. An assignment, that is a token's choice, is sent as 8 bytes (12 where
+    weights are float64).
 
     ``validate``, ``payload`` and the errors are those of `AllToAll`; sums made at the expert's rank
     are rounded to ``payload`` once per rank.
@@ -43,25 +320,93 @@ class Dedup(OverlappingDispatcher):
         payload: torch.dtype | None = None,
     ) -> None:
         axis = expert_axis(ep_mesh)
-        self._terms = check_terms(num_experts, axis.name, axis.size, collectives, validate, payload)
-        self._stage = Stage(axis, num_experts, self._terms.collectives)
+        self._config = check_config(
+            num_experts, axis.name, axis.size, collectives, validate, payload
+        )
+        self._hop = _Hop(axis, num_experts, self._config.collectives)
         self.num_experts: Final = num_experts
         self.ranks: Final = axis.ranks
 
-    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> HopsDispatch:
-        """Return while the tokens travel; see `OverlappingDispatcher.begin_dispatch`."""
-        ready = self._terms.prepare(x, weights, expert_ids)
-        slots = slots_of(ready.expert_ids, ready.weights, self.num_experts)
-        stage = self._stage
-        wanted = find_wanted(slots, ready.x.shape[0], stage.axis.size)
-        table = stage.table(wanted.rows, slots.counts, ready.report)
-        received, (sent, got) = start_reading(stage.tell(table), table).wait()
-        reports = [row[-REPORT_SIZE:] for row in got]
-        raise_faults(reports, self.ranks)
-        sizes = stage.sizes(sent, got, received, needs_grad(reports))
-        hop = stage.depart(self._terms.narrow(x), wanted, sizes)
-        return HopsDispatch(owner=self, hop=hop, route=((stage, sizes),), dtype=x.dtype)
+    def _plan(self, given: Checked) -> _Planned:
+        hop, ids = self._hop, given.expert_ids.reshape(-1)
+        choices = given.expert_ids.shape[1]
+        out = hop.outgoing(ids, given.weights.reshape(-1), choices, given.x.shape[0])
+        table = hop.table(out.hit.sum(1), count_ids(ids, self.num_experts), given.report)
+        received, (sent, got) = HostTables(hop.start_table(table), table).wait()
+        needs_grad = raise_faults([row[-REPORT_SIZE:] for row in got], self.ranks)
+        return _Planned(
+            out=out,
+            route=((hop, hop.sizes(sent, got, needs_grad)),),
+            counts=received[:, 1 : 1 + hop.experts_here].sum(0),
+        )
 
-    def begin_combine(self, rows: Tensor, state: DispatchState) -> HopsCombine:
-        """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
-        return go_back(rows, consume(state, self, HopsState, rows), self._terms)
+
+class Hierarchical(_Hops):
+    """A `TokenDispatcher` over nodes of ranks: a token crosses to each node once.
+
+    ``node_mesh`` has two axes, nodes and the ranks inside one. A token goes to the rank of its own
+    position in every node that has one of its experts, from there to each rank that has, and back
+    the same way, summed at both stops (two hops as in DeepSeek-V3, arXiv 2412.19437, section
+    3.2.2). Rank ``(n, i)`` holds block ``n * ranks per node + i`` of ``num_experts``. Forward makes
+    four all-to-alls over each axis and one device-to-host synchronisation, backward three over
+    each. Tokens overlap between nodes, there and back; inside the node they are waited for.
+    ``validate``, ``payload`` and the errors are those of `AllToAll`.
+    """
+
+    def __init__(
+        self,
+        node_mesh: AxisMesh,
+        num_experts: int,
+        collectives: Collectives | None = None,
+        *,
+        validate: bool | None = None,
+        payload: torch.dtype | None = None,
+    ) -> None:
+        if node_mesh.ndim != 2:
+            raise ExpertConfigError(
+                f"a mesh with axes {node_mesh.mesh_dim_names} is not nodes and the ranks inside "
+                "one; pass a mesh with these two axes"
+            )
+        nodes, inside = Axis.of(node_mesh, 0), Axis.of(node_mesh, 1)
+        names, size = f"{nodes.name} x {inside.name}", nodes.size * inside.size
+        self._config = check_config(num_experts, names, size, collectives, validate, payload)
+        self._between = _Hop(nodes, num_experts, self._config.collectives)
+        self._inside = _Hop(inside, num_experts // nodes.size, self._config.collectives)
+        rows: list[list[int]] = node_mesh.mesh.tolist()
+        self.num_experts: Final = num_experts
+        self.ranks: Final = tuple(rank for row in rows for rank in row)
+        # Reports come by rank inside the node, each with those of its position in all nodes.
+        self._reporters = [row[i] for i in range(inside.size) for row in rows]
+
+    def _plan(self, given: Checked) -> _Planned:
+        between, inside = self._between, self._inside
+        ids, choices = given.expert_ids.reshape(-1), given.expert_ids.shape[1]
+        tokens, (nodes, size) = given.x.shape[0], (between.axis.size, inside.axis.size)
+        out = between.outgoing(ids, given.weights.reshape(-1), choices, tokens)
+        ranks = out.expert_ids.div(inside.experts_here, rounding_mode="floor")
+        hit = _hits(torch.add(out.tokens, ranks, alpha=tokens), nodes * size, tokens)
+        each = hit.sum(1).view(nodes, size)
+        counts = count_ids(ids, self.num_experts)
+        sent = between.table(out.hit.sum(1), counts, each, given.report)
+        (came,) = between.start_table(sent).wait()
+        # What came for this node is what its ranks will get from here: both hops are known to all
+        # before the host looks at either.
+        lengths = [1, between.experts_here, size, REPORT_SIZE]
+        _, here, rows, reports = came.split(lengths, 1)
+        passed = inside.table(rows.sum(0), here.sum(0), reports.reshape(-1))
+        work = inside.start_table(passed)
+        told, tables = HostTables(work, sent, came, passed).wait()
+        start = 1 + inside.experts_here
+        every = [
+            row[at : at + REPORT_SIZE]
+            for row in tables[3]
+            for at in range(start, len(row), REPORT_SIZE)
+        ]
+        needs_grad = raise_faults(every, self._reporters)
+        outer = between.sizes(tables[0], tables[1], needs_grad)
+        inner = inside.sizes(tables[2], tables[3], needs_grad)
+        return _Planned(
+            out=out,
+            route=((between, outer), (inside, inner)),
+            counts=told[:, 1:start].sum(0),
+        )

@@ -1,146 +1,267 @@
-"""Rows sorted by expert, to the ranks that hold the experts and back."""
+"""What travels between ranks: counts to the host, and rows by asynchronous all-to-alls.
 
-from dataclasses import dataclass
+This is the one place where the host waits for numbers of the device, and that picks streams for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, AxisMesh, Collectives
+from hp_dtensor import Axis, Collectives, Work
 
-from .._errors import ExpertConfigError
-from .._permutation import block_indices, invert, reorder
-from ._faults import REPORT_SIZE
-from ._host import Reading, start_reading
-from ._terms import check_number_of_ranks, or_torch
-from ._trip import Trip, arrive, depart, embark, start
-from ._verdict import needs_grad, raise_faults
+from .._torch import first_order, run_function
+
+Tables = list[list[list[int]]]
 
 
-def expert_axis(mesh: AxisMesh | Axis) -> Axis:
-    """Return the axis of a 1-D mesh, whatever its name, or the axis ``ep`` of a larger one."""
-    if isinstance(mesh, Axis):
-        return mesh
-    if mesh.ndim == 1:
-        return Axis.of(mesh, 0)
-    names = mesh.mesh_dim_names or ()
-    if "ep" not in names:
-        raise ExpertConfigError(
-            f"no axis 'ep' in a mesh with axes {list(names)}; pass the 1-D mesh of the axis that "
-            "splits the experts"
-        )
-    return Axis.of(mesh, "ep")
+class SideStream(Protocol):
+    """A stream beside the one that computes: what is put there waits for nothing computed since."""
+
+    def fetch(self, work: Work, others: Sequence[Tensor]) -> tuple[Tensor, Callable[[], list[int]]]:
+        """Start copying ``others`` and the result of ``work`` to the host once that is done.
+
+        Returns the result, and what waits for the copy alone and gives its numbers; only after
+        that may the stream that computes use the result.
+        """
+        ...
+
+    def mark(self) -> object:
+        """Return a mark of what has been put to compute so far."""
+        ...
+
+    def run(self, mark: object, call: Callable[[], Work]) -> Work:
+        """Return the communication that ``call`` starts behind ``mark``, not what came later."""
+        ...
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Keep memory that `run` made as long as the stream that computes uses ``tensor``."""
+        ...
 
 
-def check_divides(axis: Axis, num_experts: int) -> None:
-    """Raise an `ExpertConfigError` if the experts do not split evenly over ``axis``."""
-    check_number_of_ranks(axis.name, axis.size, num_experts)
+def side_of(device: torch.device) -> SideStream | None:
+    """Return the side stream of ``device``; None where the host computes, or has no streams."""
+    return _cuda_side(device.index) if device.type == "cuda" else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announcement:
-    """An exchange of counts under way, to the host."""
+class HostTables:
+    """Matrices of int64 on their way to the host: ``others`` and the result of ``work``."""
 
-    reading: Reading
+    def __init__(self, work: Work, *others: Tensor) -> None:
+        self._work = work
+        self._others = others
+        self.side = side_of(others[0].device)
+        self._copied = None if self.side is None else self.side.fetch(work, others)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowPlan:
-    """Who gets how many rows in one call, and their order once they are here."""
-
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
-    counts: Tensor
-    """Rows per local expert ``[local experts]``."""
-    indices: Tensor | None
-    inverse: Tensor | None
-    needs_grad: bool
-    """Whether any rank's rows need a gradient."""
-
-    @property
-    def num_rows(self) -> int:
-        """Return how many rows this rank's experts get."""
-        return sum(self.receive_splits)
+    def wait(self) -> tuple[Tensor, Tables]:
+        """Return the result of the communication, and all tables on the host, that one last."""
+        if self._copied is None:
+            (received,) = self._work.wait()
+            return received, read_tables(*self._others, received)
+        received, wait = self._copied
+        return received, _split(wait(), (*self._others, received))
 
 
-class RowExchange:
-    """Moves rows that lie by global expert to the ranks of those experts; holds no call's state.
+def read_tables(*tables: Tensor) -> Tables:
+    """Return matrices of int64 as lists: together one device-to-host synchronisation."""
+    return _split(torch.cat([table.reshape(-1) for table in tables]).tolist(), tables)
 
-    Rank ``i`` of the axis holds experts ``i * e .. (i + 1) * e - 1`` of ``num_experts``, which the
-    axis's size must divide.
+
+def _split(numbers: list[int], tables: Sequence[Tensor]) -> Tables:
+    found, start = [], 0
+    for table in tables:
+        rows, columns = table.shape
+        ends = range(start + columns, start + rows * columns + 1, columns)
+        found.append([numbers[end - columns : end] for end in ends])
+        start += rows * columns
+    return found
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Route:
+    """The all-to-all of rows, and in backward that of their gradient; what is under way now."""
+
+    axis: Axis
+    collectives: Collectives
+    send: tuple[int, ...] | None = None
+    receive: tuple[int, ...] | None = None
+    side: SideStream | None = None
+    """Where the rows are sent from, in forward; None for where everything is computed."""
+    mark: object = None
+    labels: Tensor | None = None
+    """Integers ``[rows]`` that travel in front of the numbers of each row, in forward."""
+    work: Work | None = None
+    held: Tensor | None = field(default=None, repr=False)
+    """What is being sent: it must stay as it is until it has arrived."""
+
+    def start(self, x: Tensor, *, back: bool) -> None:
+        """Start sending ``x``, or in backward what comes ``back``."""
+        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        held = x.detach().contiguous()
+        if self.labels is not None:
+            bits = held[:, None].view(torch.int32)
+            held = torch.cat([self.labels.to(torch.int32)[:, None], bits], 1)
+            self.labels = None
+        self.held = held
+
+        def call() -> Work:
+            return self.collectives.all_to_all(self.axis, held, send, receive)
+
+        self.work = call() if self.side is None else self.side.run(self.mark, call)
+
+    def wait(self) -> Tensor:
+        """Return what has arrived, once it is here."""
+        if self.work is None:
+            raise RuntimeError("nothing is under way")
+        (arrived,) = self.work.wait()
+        if self.side is not None:
+            self.side.adopt(arrived)
+        self.work = self.held = self.side = self.mark = None
+        return arrived
+
+
+class AsyncAllToAll:
+    """One all-to-all of blocks of rows over an axis: `start` sends them, `wait` returns what came.
+
+    In backward the gradient is sent where `wait` was called, and waited for where this was made:
+    what was computed in between overlaps with both. With ``side`` the rows are sent from there,
+    behind what is computed up to now. ``labels [rows]``, integers below 2 ** 31, travel in front of
+    ``x [rows]``, which then are floating numbers of at least 32 bits, in the same collective.
+    An axis of one rank communicates nothing.
     """
 
     def __init__(
-        self, axis: Axis, num_experts: int, collectives: Collectives | None = None
+        self,
+        x: Tensor,
+        axis: Axis,
+        collectives: Collectives,
+        *,
+        side: SideStream | None = None,
+        labels: Tensor | None = None,
     ) -> None:
-        self.axis = axis
-        self.num_experts = num_experts
-        self.experts_per_rank = num_experts // axis.size
-        self._collectives = or_torch(collectives)
-
-    def announce(self, counts: Tensor, report: Tensor) -> Announcement:
-        """Start telling every rank how many rows it gets; one all-to-all over the axis.
-
-        ``counts [num_experts]`` are this rank's rows per global expert; ``report [3]`` goes to all.
-        """
-        blocks = counts.long().view(self.axis.size, self.experts_per_rank)
-        sent = torch.cat([blocks, report.expand(self.axis.size, REPORT_SIZE)], 1)
-        work = self._collectives.all_to_all(self.axis, sent)
-        return Announcement(reading=start_reading(work, sent))
-
-    def plan(self, announcement: Announcement) -> RowPlan:
-        """Return the plan once all counts are here; the call's one device-to-host synchronisation.
-
-        Raises a `RoutingError` on every rank if any of them announced a fault or other rows.
-        """
-        received, (sent, got) = announcement.reading.wait()
-        local = self.experts_per_rank
-        reports = [row[local:] for row in got]
-        raise_faults(reports, self.axis.ranks)
-        rows_need_grad, _ = needs_grad(reports)
-        send, receive = (tuple(sum(row[:local]) for row in side) for side in (sent, got))
-        counts = received[:, :local]
-        if local == 1 or self.axis.size == 1:  # rank-major is expert-major then
-            return RowPlan(
-                send_splits=send,
-                receive_splits=receive,
-                counts=counts.sum(0),
-                indices=None,
-                inverse=None,
-                needs_grad=rows_need_grad,
+        self.labels = labels
+        self._route: _Route | None = None
+        self._rows = x  # or what stands for them in the graph, and has no values
+        if axis.size > 1:
+            held = x.detach().contiguous()  # before the mark, behind which the side sends it
+            mark = None if side is None else side.mark()
+            self._route = _Route(
+                axis=axis, collectives=collectives, side=side, mark=mark, labels=labels, held=held
             )
-        indices, per_expert = block_indices(
-            counts.reshape(-1), local, self.axis.size, num_rows=sum(receive)
-        )
-        return RowPlan(
-            send_splits=send,
-            receive_splits=receive,
-            counts=per_expert,
-            indices=indices,
-            inverse=invert(indices),
-            needs_grad=rows_need_grad,
-        )
+            self._rows = run_function(_Start, x, self._route)
 
-    def embark(self, rows: Tensor, announcement: Announcement) -> Trip:
-        """Return rows that `start` will send, from the stream that reads the counts if any does."""
-        return embark(rows, self.axis, self._collectives, announcement.reading.side)
+    def start(
+        self,
+        send: Sequence[int] | None,
+        receive: Sequence[int] | None,
+        *,
+        needs_grad: bool = False,
+    ) -> "AsyncAllToAll":
+        """Send ``send`` rows to each rank, for ``receive`` rows from each; None: equal blocks.
 
-    def start(self, trip: Trip, plan: RowPlan) -> Trip:
-        """Start bringing rows to their experts; one all-to-all, and one in backward."""
-        return start(trip, plan.send_splits, plan.receive_splits, needs_grad=plan.needs_grad)
+        A rank whose own rows need no gradient, for want of tokens, say, takes part in the
+        communication of its peers' backward where some rank ``needs_grad``.
+        """
+        route = self._route
+        needs_grad = needs_grad and torch.is_grad_enabled() and not self._rows.requires_grad
+        if route is None:
+            if needs_grad:
+                self._rows = self._rows.detach().requires_grad_()
+            return self
+        if route.held is None or route.work is not None:
+            raise RuntimeError("these rows were sent before")
+        if needs_grad:
+            self._rows = run_function(_Start, route.held.requires_grad_(), route)
+        route.send, route.receive = (None if s is None else tuple(s) for s in (send, receive))
+        route.start(route.held, back=False)
+        return self
 
-    def depart(self, rows: Tensor, plan: RowPlan) -> Trip:
-        """Start bringing rows to their experts, from where they are computed."""
-        return self.start(embark(rows, self.axis, self._collectives), plan)
+    def wait(self) -> Tensor:
+        """Return the rows that came, once they are here; ``labels`` are then those of them."""
+        route = self._route
+        if route is None:
+            return self._rows
+        if self.labels is None:
+            return run_function(_Wait, self._rows, route, None)
+        message = route.wait()
+        self.labels = message[:, 0]
+        return run_function(_Wait, self._rows, route, message)
 
-    def arrive(self, trip: Trip, plan: RowPlan) -> Tensor:
-        """Return the rows for the local experts, by expert, once they are here."""
-        here = arrive(trip)
-        if plan.indices is None or plan.inverse is None:
-            return here
-        return reorder(here, plan.indices, plan.inverse)
 
-    def send_back(self, rows: Tensor, plan: RowPlan) -> Trip:
-        """Start returning the rows to where they came from; `arrive` of the trip gives them."""
-        if plan.indices is not None and plan.inverse is not None:
-            rows = reorder(rows, plan.inverse, plan.indices)
-        return depart(rows, self.axis, plan.receive_splits, plan.send_splits, self._collectives)
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, route: _Route) -> Tensor:
+        ctx.route = route
+        ctx.set_materialize_grads(False)
+        # Stands for the rows that will come, however many; what it gets in backward is nothing.
+        return x.new_empty(())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.route.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, route: _Route, message: Tensor | None) -> Tensor:
+        ctx.route = route
+        if message is None:
+            return route.wait()
+        # A copy even where there is nothing to copy: the bits must begin where a number may.
+        bits = message[:, 1:].clone(memory_format=torch.contiguous_format)
+        return bits.view(stand_in.dtype)[:, 0]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.route.start(grads[0], back=True)
+        return None, None, None  # the other side takes what arrives
+
+
+class _CudaSide:
+    """`SideStream` of a CUDA device; its memory is told of each stream that uses it."""
+
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self._device)
+
+    def fetch(self, work: Work, others: Sequence[Tensor]) -> tuple[Tensor, Callable[[], list[int]]]:
+        computing = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            (received,) = work.wait()
+            numbers = torch.cat([table.reshape(-1) for table in (*others, received)])
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            done = self._stream.record_event()
+        for table in (*others, received):
+            table.record_stream(self._stream)
+
+        def wait() -> list[int]:
+            done.synchronize()
+            torch.cuda.current_stream(self._device).wait_event(done)
+            found: list[int] = host.tolist()
+            return found
+
+        return received, wait
+
+    def mark(self) -> object:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def run(self, mark: object, call: Callable[[], Work]) -> Work:
+        if isinstance(mark, torch.cuda.Event):
+            self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            return call()
+
+    def adopt(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
+
+@lru_cache(maxsize=64)
+def _cuda_side(index: int) -> _CudaSide:
+    return _CudaSide(index)

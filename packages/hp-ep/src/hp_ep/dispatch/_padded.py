@@ -1,5 +1,6 @@
 """A fixed number of rows per rank and expert: nothing for the host to wait for."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -10,19 +11,26 @@ from torch import Tensor
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._errors import ExpertConfigError
-from .._permutation import row_products
+from .._permutation import invert, row_products
 from .._sizes import check_sizes
 from .._torch import first_order, run_function
-from ._exchange import expert_axis
-from ._faults import REPORT_SIZE, check_overflow, check_routing, checks_data
-from ._host import read_tables
-from ._protocol import DispatchState, OverlappingDispatcher, consume
-from ._sorting import SortedSlots, sort_slots
-from ._terms import Prepared, check_terms
-from ._trip import Trip, arrive, connect, depart
-from ._verdict import needs_grad, raise_faults, raise_unequal
+from ._checks import (
+    REPORT_SIZE,
+    Checked,
+    check_config,
+    check_overflow,
+    check_routing,
+    checks_data,
+    expert_axis,
+    raise_faults,
+    raise_unequal,
+)
+from ._exchange import AsyncAllToAll, read_tables
+from ._interface import AsyncDispatcher, Dispatched, DispatchState, Pending, Step, consume
+from ._local import SortedAssignments, sort_assignments
 
 _OVERFLOWS = ("drop", "error")
+_POLICIES = ("position", "probability")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,8 +39,8 @@ class _Buffer:
 
     tokens: Tensor
     """Each row's token ``[rows]``; the number of tokens for a row that nobody uses."""
-    slots: Tensor
-    """Each row's slot ``[rows]``, that is token times k plus choice; anything where unused."""
+    assignments: Tensor
+    """Each row's token times k plus choice ``[rows]``; the number of all for an unused row."""
     places: Tensor
     """Each choice's row ``[tokens, k]``; that of another choice of the token where dropped."""
     kept: Tensor
@@ -42,48 +50,22 @@ class _Buffer:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PaddedState(DispatchState):
     buffer: _Buffer
-    weights: Tensor
+    weights: Tensor | None
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Dispatching:
-    trip: Trip
-    state: _PaddedState
-    blocks: tuple[int, int, int]
-
-    def finish(self) -> tuple[Tensor, Tensor, DispatchState]:
-        """Return the rows for this rank's experts, once they are here."""
-        ranks, experts, capacity = self.blocks
-        came = arrive(self.trip).to(self.state.dtype).unflatten(0, (ranks, experts, capacity))
-        rows = came.transpose(0, 1).flatten(0, 2)
-        counts = torch.full((experts,), ranks * capacity, dtype=torch.int64, device=rows.device)
-        return rows, counts, self.state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Combining:
-    trip: Trip
-    state: _PaddedState
-
-    def finish(self) -> Tensor:
-        """Return each token's weighted sum, once its results are here."""
-        back = arrive(self.trip).to(self.state.dtype)
-        buffer = self.state.buffer
-        parts = buffer.tokens, buffer.slots, buffer.places, buffer.kept
-        return run_function(_SumChoices, back, self.state.weights, *parts)
-
-
-class Padded(OverlappingDispatcher):
+class Padded(AsyncDispatcher):
     """A `TokenDispatcher` with room for ``capacity`` rows from each rank for each expert.
 
     Every rank sends every expert as many rows, zeros where it has fewer tokens, so the host knows
     all sizes beforehand: forward makes two all-to-alls of equal parts and no device-to-host
-    synchronisation, backward two. An expert gets ``capacity`` rows from each rank, used or not
-    (GShard, arXiv 2006.16668, section 3.2); `choose_capacity` takes it from a factor.
+    synchronisation, backward two; one more of each where the experts weigh their rows. An expert
+    gets ``capacity`` rows from each rank, used or not (GShard, arXiv 2006.16668, section 3.2);
+    `choose_capacity` takes it from a factor.
 
-    Of tokens beyond the capacity the last ones lose that expert, whose share of the result is then
-    missing; with ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
+    Of tokens beyond the capacity the last ones lose that expert, with ``drop_policy="probability"``
+    those of the smallest routing weight (of equal ones the last); its share of the result is then
+    missing. With ``overflow="error"`` all ranks raise a `RoutingError` instead, which takes one
     synchronisation. Faults of one rank are told to all only where reading is free or asked for: on
     the CPU, with ``validate`` or ``overflow="error"``; one more small all-to-all then. Elsewhere a
     rank takes part in the backward of its peers' tokens only if its own tokens or weights need a
@@ -99,92 +81,139 @@ class Padded(OverlappingDispatcher):
         *,
         capacity: int,
         overflow: Literal["drop", "error"] = "drop",
+        drop_policy: Literal["position", "probability"] = "position",
         validate: bool | None = None,
         payload: torch.dtype | None = None,
     ) -> None:
         self._axis = axis = expert_axis(ep_mesh)
-        self._terms = check_terms(num_experts, axis.name, axis.size, collectives, validate, payload)
+        self._config = check_config(
+            num_experts, axis.name, axis.size, collectives, validate, payload
+        )
         check_sizes({"capacity": capacity})
         if overflow not in _OVERFLOWS:
             raise ExpertConfigError(f"overflow={overflow!r} is not 'drop' or 'error'")
+        if drop_policy not in _POLICIES:
+            raise ExpertConfigError(
+                f"drop_policy={drop_policy!r} is not 'position' or 'probability'"
+            )
         self.num_experts: Final = num_experts
         self.ranks: Final = axis.ranks
         self.capacity = capacity
+        self._by_weight = drop_policy == "probability"
         self._refuses = overflow == "error"
 
-    def begin_dispatch(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> _Dispatching:
-        """Return while the rows travel; see `OverlappingDispatcher.begin_dispatch`."""
-        reads = self._refuses or checks_data(weights, self._terms.validate)
+    def start_dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
+    ) -> Pending[Dispatched]:
+        """Return while the rows travel; see `AsyncDispatcher.start_dispatch`."""
+        return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
+
+    def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
+        """Return while the results travel; see `AsyncDispatcher.start_combine`."""
+        return Pending(self._combine(rows, consume(state, self, _PaddedState, rows)))
+
+    def _dispatch(
+        self, x: Tensor, weights: Tensor, expert_ids: Tensor, weigh_rows: bool
+    ) -> Generator[Step, None, Dispatched]:
+        reads = self._refuses or checks_data(weights, self._config.validate)
         if not reads:  # a peer would never hear of it
             raise_faults([check_routing(x, weights, expert_ids, self.num_experts)], None)
-        ready = self._terms.prepare(x, weights, expert_ids)
-        slots = sort_slots(ready.expert_ids, self.num_experts)
+        given = self._config.check(x, weights, expert_ids)
+        by_expert = self._sorted(given)
         # Unheard of each other, ranks whose weights need a gradient take part in that of tokens.
-        needed = self._compare(ready, slots) if reads else weights.requires_grad
-        buffer = self._layout(ready, slots)
+        alone = weights.requires_grad, weights.requires_grad
+        needs_grad = self._compare(given, by_expert) if reads else alone
+        buffer = self._layout(given, by_expert)
+        travelling = []
+        if weigh_rows:
+            each = given.weights.reshape(-1, 1)
+            parts = buffer.assignments, buffer.places.view(-1, 1), buffer.kept.view(-1, 1)
+            travelling.append(self._start(run_function(_FillRows, each, *parts), needs_grad[1]))
         parts = buffer.tokens, buffer.places, buffer.kept
-        rows = run_function(_FillRows, self._terms.narrow(ready.x), *parts)
-        ranks = self._axis.size
+        rows = run_function(_FillRows, self._config.narrow(given.x), *parts)
+        travelling.append(self._start(rows, needs_grad[0]))
+        yield "rows"
+        ranks, experts = self._axis.size, self.num_experts // self._axis.size
+        *row_weights, came = (
+            each.wait().unflatten(0, (ranks, experts, -1)).transpose(0, 1).flatten(0, 2)
+            for each in travelling
+        )
+        counts = torch.full(
+            (experts,), ranks * self.capacity, dtype=torch.int64, device=came.device
+        )
         state = _PaddedState(
             owner=self,
-            num_rows=rows.shape[0],
+            num_rows=came.shape[0],
             dim=x.shape[1],
+            row_weights=row_weights[0][:, 0] if weigh_rows else None,
             buffer=buffer,
-            weights=ready.weights,
+            weights=None if weigh_rows else given.weights,
             dtype=x.dtype,
         )
-        return _Dispatching(
-            trip=self._depart(connect(rows, needed)),
-            state=state,
-            blocks=(ranks, self.num_experts // ranks, self.capacity),
-        )
+        return came.to(x.dtype), counts, state
 
-    def begin_combine(self, rows: Tensor, state: DispatchState) -> _Combining:
-        """Return while the results travel; see `OverlappingDispatcher.begin_combine`."""
-        own = consume(state, self, _PaddedState, rows)
-        ranks = self._axis.size
-        by_expert = rows.unflatten(0, (self.num_experts // ranks, ranks, self.capacity))
-        results = self._terms.narrow(by_expert.transpose(0, 1).flatten(0, 2))
-        return _Combining(trip=self._depart(results), state=own)
+    def _combine(self, rows: Tensor, state: _PaddedState) -> Generator[Step, None, Tensor]:
+        ranks, experts = self._axis.size, self.num_experts // self._axis.size
+        by_rank = rows.unflatten(0, (experts, ranks, -1)).transpose(0, 1).flatten(0, 2)
+        back = self._start(self._config.narrow(by_rank), False)
+        yield "rows"
+        buffer = state.buffer
+        parts = buffer.tokens, buffer.assignments, buffer.places, buffer.kept
+        return run_function(_SumChoices, back.wait().to(state.dtype), state.weights, *parts)
 
-    def _depart(self, rows: Tensor) -> Trip:
-        return depart(rows, self._axis, None, None, self._terms.collectives)
+    def _start(self, rows: Tensor, needs_grad: bool) -> AsyncAllToAll:
+        moving = AsyncAllToAll(rows, self._axis, self._config.collectives)
+        return moving.start(None, None, needs_grad=needs_grad)
 
-    def _compare(self, ready: Prepared, slots: SortedSlots) -> bool:
-        """Return whether any rank's tokens need a gradient; raise on all what one of them found."""
-        report = ready.report
+    def _compare(self, given: Checked, by_expert: SortedAssignments) -> tuple[bool, bool]:
+        """Return whether any rank's tokens, and any rank's weights, need a gradient.
+
+        Raises on all ranks what one of them found.
+        """
+        report = given.report
         if self._refuses:
-            report = check_overflow(slots.counts, self.capacity, report)
+            report = check_overflow(by_expert.counts, self.capacity, report)
         options = (self.capacity, int(self._refuses))
         report = torch.cat([report, *(report.new_full((1,), option) for option in options)])
         received = report.expand(self._axis.size, -1).contiguous()
         if self._axis.size > 1:
-            (received,) = self._terms.collectives.all_to_all(self._axis, received).wait()
-        (told,) = read_tables(received)
-        reports = [row[:REPORT_SIZE] for row in told]
-        raise_faults(reports, self.ranks)
-        given = [f"{row[-2]}, {_OVERFLOWS[row[-1]]!r}" for row in told]
-        raise_unequal("one capacity and overflow", given, reports, self.ranks)
-        return needs_grad(reports)[0]
+            (received,) = self._config.collectives.all_to_all(self._axis, received).wait()
+        (every,) = read_tables(received)
+        needs_grad = raise_faults([row[:REPORT_SIZE] for row in every], self.ranks)
+        rooms = [f"{row[-2]}, {_OVERFLOWS[row[-1]]!r}" for row in every]
+        raise_unequal("one capacity and overflow", rooms, self.ranks)
+        return needs_grad
 
-    def _layout(self, ready: Prepared, slots: SortedSlots) -> _Buffer:
+    def _sorted(self, given: Checked) -> SortedAssignments:
+        """Return the assignments by expert, those of an expert in the order in which they stay."""
+        ids = given.expert_ids
+        if not self._by_weight:
+            return sort_assignments(ids, self.num_experts)
+        best = given.weights.detach().reshape(-1).argsort(descending=True, stable=True)
+        found = sort_assignments(ids.reshape(-1, 1).index_select(0, best), self.num_experts)
+        order = best.index_select(0, found.order)
+        places = invert(order).view(ids.shape)
+        return SortedAssignments(order=order, places=places, counts=found.counts)
+
+    def _layout(self, given: Checked, by_expert: SortedAssignments) -> _Buffer:
         """Return which token and choice each row of the buffer is of."""
-        tokens, choices = ready.expert_ids.shape
+        tokens, choices = given.expert_ids.shape
         size = self.num_experts * self.capacity
-        starts = slots.counts.cumsum(0) - slots.counts
-        nth = slots.places - starts[ready.expert_ids]
+        starts = by_expert.counts.cumsum(0) - by_expert.counts
+        nth = by_expert.places - starts[given.expert_ids]
         kept = nth < self.capacity
-        place = ready.expert_ids * self.capacity + nth
+        place = given.expert_ids * self.capacity + nth
         none = tokens * choices
-        slot = torch.full((size + 1,), none, device=place.device)
+        assignments = torch.full((size + 1,), none, device=place.device)
         target = torch.where(kept, place, size).reshape(-1)
-        slot = slot.scatter_(0, target, torch.arange(none, device=place.device))[:size]
+        steps = torch.arange(none, device=place.device)
+        assignments = assignments.scatter_(0, target, steps)[:size]
         # A dropped choice takes a row of its own token, so that no other row can reach its sum.
         first = kept.to(torch.uint8).argmax(1, keepdim=True) if none else kept.long()
         own = place.clamp(max=size - 1).gather(1, first)
         return _Buffer(
-            tokens=slot // max(1, choices),
-            slots=slot.clamp(max=max(0, none - 1)),
+            tokens=assignments // max(1, choices),
+            assignments=assignments,
             places=torch.where(kept, place, own),
             kept=kept,
         )
@@ -212,29 +241,31 @@ class _SumChoices(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
         tokens: Tensor,
-        slots: Tensor,
+        assignments: Tensor,
         places: Tensor,
         kept: Tensor,
     ) -> Tensor:
         # Without a gradient of the weights the rows need not be kept.
         keep = rows if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(keep, weights, tokens, slots, places, kept)
-        return _sum_kept(rows, places, kept, weights.to(rows.dtype) * kept)
+        ctx.save_for_backward(keep, weights, tokens, assignments, places, kept)
+        scale = kept.to(rows.dtype) if weights is None else weights.to(rows.dtype) * kept
+        return _sum_kept(rows, places, kept, scale)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights, tokens, slots, places, kept = ctx.saved_tensors
+        rows, weights, tokens, assignments, places, kept = ctx.saved_tensors
         grad = F.pad(grads[0], (0, 0, 0, 1)).index_select(0, tokens)
         grad_weights = None
-        if rows is not None:
+        if rows is not None and weights is not None:
             products = row_products(rows, grad).to(weights.dtype)
             chosen = products.index_select(0, places.view(-1)).view(places.shape)
             grad_weights = torch.where(kept, chosen, 0)
-        if weights.numel():
-            grad *= weights.reshape(-1).index_select(0, slots).to(grad.dtype)[:, None]
+        if weights is not None:
+            scale = F.pad(weights.reshape(-1), (0, 1)).index_select(0, assignments)
+            grad *= scale.to(grad.dtype)[:, None]
         return grad, grad_weights, None, None, None, None
 
 

@@ -1,0 +1,187 @@
+"""Once per step: what was routed where, on all ranks, the biases that even it, and one loss."""
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from hp_dtensor import Axis, AxisMesh, Collectives
+
+from ._errors import ExpertConfigError
+from ._losses import RoutingRecord
+from ._router import TopKRouter, as_axes, check_apart
+
+
+def collect_loads(
+    model: nn.Module,
+    axes: AxisMesh | Sequence[Axis] | None = None,
+    collectives: Collectives | None = None,
+) -> dict[str, Tensor]:
+    """Return how often each expert was chosen on all ranks, by router, and count from zero again.
+
+    Values are ``[num_experts]`` int64, keys the routers' names in ``model``. The loads are those of
+    the backward passes since the last call. One all-reduce of all routers' loads together for each
+    of ``axes``, by default those that the routers were told about. `ExpertConfigError` for a model
+    without routers, for routers that were told about different axes, and for ``axes`` over ranks
+    that hold the same tokens.
+    """
+    routers = _routers(model)
+    over = _axes(routers) if axes is None else _given(axes, routers)
+    used = next(iter(routers.values())).collectives if collectives is None else collectives
+    loads = [router.counted_load().clone() for router in routers.values()]
+    for axis in over:
+        if axis.size > 1:
+            used.all_reduce(axis, loads).wait()
+    for router in routers.values():
+        router.load.zero_()
+    return dict(zip(routers, loads, strict=True))
+
+
+@torch.no_grad()
+def update_router_bias(
+    model: nn.Module,
+    axes: AxisMesh | Sequence[Axis] | None = None,
+    collectives: Collectives | None = None,
+) -> dict[str, Tensor]:
+    """Move each router's bias by its ``bias_rate`` towards even loads; return the loads.
+
+    Call it once per optimizer step: the bias of experts with less than the mean load rises, of
+    those with more falls, of exact ones stays (Wang et al., arXiv 2408.15664, algorithm 1).
+    Communicates as `collect_loads`. `ExpertConfigError`, before that, where some routers have a
+    rate and others none.
+    """
+    rates = {name: router.bias_rate for name, router in _routers(model).items()}
+    without = [name for name, rate in rates.items() if not rate]
+    if without:
+        raise ExpertConfigError(
+            f"routers {without} have bias_rate=0; set a rate for all routers of the model"
+        )
+    loads = collect_loads(model, axes, collectives)
+    for name, router in _routers(model).items():
+        if router.bias is not None:
+            load = loads[name].to(torch.float64)
+            router.bias += router.bias_rate * (load.mean() - load).sign().to(router.bias.dtype)
+    return loads
+
+
+class BalanceLoss:
+    """The load-balancing loss of all layers of a model as one number, as transformers has it.
+
+    With the tokens of all layers together, ``E * sum over e of (C_e / N) * (S_e / N)``: ``C_e`` is
+    how often expert ``e`` was chosen, ``S_e`` the sum of its probabilities, both over the ``N``
+    pairs of token and layer of all ranks (``load_balancing_loss_func`` of transformers, after Fedus
+    et al., arXiv 2101.03961, section 2.2). Even loads make it ``top_k``, not 1. Probabilities are
+    softmax scores, or sigmoid scores divided by their sum. A router's own ``load_balance_loss`` is
+    another one, of its layer alone; leave that at 0 beside this.
+
+    As a context it records the forwards of the routers in ``model`` that run inside, those of
+    several micro-batches together; activations may be recomputed, but not by the reentrant kind of
+    checkpoint, which runs them without a graph. Masked tokens are left out.
+
+    Args:
+        model: The model, or a part of it; routers of other pipeline stages are not counted.
+        axes: Axes that split the tokens, by default those that the routers were told about.
+        collectives: What communicates, by default what the routers were told.
+
+    Raises:
+        ExpertConfigError: The model has no router, its routers differ in experts or ``top_k``, or
+            they were told about different axes, or ``axes`` are over ranks that hold the same
+            tokens.
+
+    Example:
+        >>> with BalanceLoss(model) as balance:
+        ...     logits = model(tokens)
+        >>> aux = balance.loss()
+        >>> (cross_entropy(logits, labels) + 0.001 * aux).backward()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: AxisMesh | Sequence[Axis] | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        routers = _routers(model)
+        sizes = {name: (r.num_experts, r.top_k) for name, r in routers.items()}
+        if len(set(sizes.values())) > 1:
+            raise ExpertConfigError(
+                f"routers have num_experts and top_k {sizes}; one loss needs one number of experts "
+                "and one top_k: make a BalanceLoss for each kind of layer"
+            )
+        self._routers = list(routers.values())
+        self._axes = _axes(routers) if axes is None else _given(axes, routers)
+        self._collectives = self._routers[0].collectives if collectives is None else collectives
+
+    def __enter__(self) -> "BalanceLoss":
+        if any(r.record is not None and r.record.is_open for r in self._routers):
+            raise ExpertConfigError(
+                "a router is recorded already; leave that BalanceLoss before entering another"
+            )
+        for router in self._routers:
+            router.record = RoutingRecord(is_open=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Kept, closed: recomputation must compute what forward did.
+        for router in self._routers:
+            if router.record is not None:
+                router.record.is_open = False
+
+    def loss(self) -> Tensor:
+        """Return the loss of what was recorded, a scalar; all ranks call it.
+
+        Its value is that of all ranks' tokens and is the same on all of them. Its gradient is this
+        rank's share: add it to a loss whose gradients are summed over ranks. Where they are
+        averaged, multiply it by their number. One small all-reduce per axis, whatever the number of
+        layers.
+
+        Raises:
+            ExpertConfigError: No router ran inside the context.
+        """
+        records = [r.record for r in self._routers if r.record is not None]
+        entries = [entry for record in records for entry in record.entries]
+        if not entries:
+            raise ExpertConfigError("no router ran; run the model inside `with BalanceLoss(model)`")
+        first = entries[0].probabilities
+        mine = torch.stack([e.probabilities.to(first.device, first.dtype) for e in entries]).sum(0)
+        counts = torch.stack([e.counts.to(first.device) for e in entries]).sum(0)
+        pairs = counts.new_full((1,), sum(e.num_tokens for e in entries))
+        # Numbers of choices are exact in float64.
+        totals = torch.cat([t.detach().to(torch.float64) for t in (counts, mine, pairs)])
+        for axis in self._axes:
+            if axis.size > 1:
+                (totals,) = self._collectives.all_reduce(axis, [totals]).wait()
+        chosen, probabilities = totals[:-1].chunk(2)
+        scale = chosen.shape[0] / totals[-1].clamp(min=1) ** 2
+        share = (chosen * scale).to(mine.dtype) @ mine
+        whole = ((chosen * scale) @ probabilities).to(mine.dtype)
+        return share + (whole - share).detach()
+
+
+def _routers(model: nn.Module) -> dict[str, TopKRouter]:
+    found = {name: m for name, m in model.named_modules() if isinstance(m, TopKRouter)}
+    if not found:
+        raise ExpertConfigError(f"{type(model).__name__} has no TopKRouter")
+    return found
+
+
+def _axes(routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
+    told = {name: router.token_axes or () for name, router in routers.items()}
+    if len({tuple(axis.ranks for axis in axes) for axes in told.values()}) > 1:
+        names = {name: [axis.name for axis in axes] for name, axes in told.items()}
+        raise ExpertConfigError(
+            f"routers count tokens over different axes, {names}; pass the axes of this model"
+        )
+    return next(iter(told.values()))
+
+
+def _given(axes: AxisMesh | Sequence[Axis], routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
+    for router in routers.values():
+        check_apart(axes, router.replicated_over)
+    return as_axes(axes)

@@ -1,0 +1,1 @@
+"""Where experts live, how they move between ranks, and how they are saved."""

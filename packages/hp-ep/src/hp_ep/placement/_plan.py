@@ -1,0 +1,502 @@
+"""Where experts live: placements for a load, what a load says, and the way from one to another.
+
+Pure: needs no torch and communicates nothing.
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .._errors import ExpertConfigError
+from .._sizes import Listed, as_loads, check_sizes, is_count, is_factor
+
+NEAR = 1.05  # this much less even is worth not moving everything
+EVEN = 1.02  # a largest load within this of the mean needs no more swaps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Experts on the slots of ranks: ``experts[s]`` is the expert of slot ``s``, rank by rank.
+
+    A slot holds one physical expert, as EPLB calls it; every rank has as many. An expert may have
+    several, its replicas, on different ranks; every expert has at least one. `ExpertConfigError`
+    for anything else.
+    """
+
+    num_ranks: int
+    num_experts: int
+    experts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_sizes({"num_experts": self.num_experts, "num_ranks": self.num_ranks})
+        if not isinstance(self.experts, tuple):
+            raise ExpertConfigError(
+                f"experts={self.experts!r} must be a tuple of integers, so that placements compare"
+            )
+        if len(self.experts) % self.num_ranks:
+            raise ExpertConfigError(
+                f"{len(self.experts)} slots on {self.num_ranks} ranks; every rank must have as many"
+            )
+        if not all(is_count(expert, 0) for expert in self.experts):
+            raise ExpertConfigError(
+                f"experts {list(self.experts)} must be integers from 0 to {self.num_experts - 1}"
+            )
+        if set(self.experts) != set(range(self.num_experts)):
+            wrong = sorted(set(self.experts) ^ set(range(self.num_experts)))
+            raise ExpertConfigError(
+                f"experts {wrong} are missing or unknown; place each of 0 .. "
+                f"{self.num_experts - 1} at least once"
+            )
+        for rank in range(self.num_ranks):
+            here = self.on_rank(rank)
+            if len(set(here)) < len(here):
+                raise ExpertConfigError(
+                    f"rank {rank} holds experts {list(here)}; replicas must be on different ranks"
+                )
+
+    @classmethod
+    def contiguous(cls, num_experts: int, num_ranks: int) -> "Placement":
+        """Return equal blocks in order: what a weight cut along its first dimension gives."""
+        check_sizes({"num_experts": num_experts, "num_ranks": num_ranks})
+        return cls(num_ranks=num_ranks, num_experts=num_experts, experts=tuple(range(num_experts)))
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Return how many slots a rank has."""
+        return len(self.experts) // self.num_ranks
+
+    @property
+    def slots_of(self) -> tuple[tuple[int, ...], ...]:
+        """Return each expert's slots, ascending."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.experts):
+            found[expert].append(slot)
+        return tuple(map(tuple, found))
+
+    def on_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the experts on one rank, by slot; `ExpertConfigError` for a rank of none."""
+        if not is_count(rank, 0, self.num_ranks - 1):
+            raise ExpertConfigError(f"rank={rank!r} is not one of 0 .. {self.num_ranks - 1}")
+        size = self.slots_per_rank
+        return self.experts[rank * size : (rank + 1) * size]
+
+    def rank_load(self, load: Sequence[float]) -> tuple[float, ...]:
+        """Return each rank's load where ``load [num_experts]`` is shared among replicas."""
+        if len(load) != self.num_experts:
+            raise ExpertConfigError(
+                f"a load of {len(load)} numbers for num_experts={self.num_experts}; give one each"
+            )
+        share = [x / len(slots) for x, slots in zip(load, self.slots_of, strict=True)]
+        return tuple(sum(share[e] for e in self.on_rank(r)) for r in range(self.num_ranks))
+
+    def imbalance(self, load: Sequence[float]) -> float:
+        """Return the largest rank's load over the mean of all ranks, 1 where there is no load."""
+        loads = self.rank_load(load)
+        total = sum(loads)
+        return max(loads) * len(loads) / total if total else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStats:
+    """A step's load: how many tokens chose each expert, on all ranks together.
+
+    A tensor of them is read once. `ExpertConfigError` for no experts, negative numbers, and a
+    placement of other experts.
+    """
+
+    expert_load: tuple[float, ...]
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "expert_load", as_loads(self.expert_load))
+        self.placement.rank_load(self.expert_load)
+
+    @property
+    def rank_load(self) -> tuple[float, ...]:
+        """Return the load of each rank, replicas sharing their expert's."""
+        return self.placement.rank_load(self.expert_load)
+
+    @property
+    def rank_imbalance(self) -> float:
+        """Return the largest rank load over the mean: how much longer a step takes than it must."""
+        return self.placement.imbalance(self.expert_load)
+
+    @property
+    def expert_imbalance(self) -> float:
+        """Return the largest expert load over the mean, 1 where there is no load."""
+        total = sum(self.expert_load)
+        return max(self.expert_load) * len(self.expert_load) / total if total else 1.0
+
+    @property
+    def idle_experts(self) -> int:
+        """Return how many experts no token chose."""
+        return sum(x == 0 for x in self.expert_load)
+
+    @property
+    def entropy(self) -> float:
+        """Return the entropy of the choice of expert over its maximum: 1 even, 0 one expert."""
+        total = sum(self.expert_load)
+        if not total or len(self.expert_load) == 1:
+            return 1.0
+        shares = [x / total for x in self.expert_load if x]
+        return -sum(p * math.log(p) for p in shares) / math.log(len(self.expert_load))
+
+
+def smooth_load(
+    before: Sequence[float] | None, load: Sequence[float] | Listed, decay: float
+) -> tuple[float, ...]:
+    """Return ``decay`` times the average so far plus the rest of the new load; a first load as is.
+
+    `ExpertConfigError` for a decay outside 0 .. 1 and for loads of different lengths.
+    """
+    if not is_factor(decay) or decay >= 1:
+        raise ExpertConfigError(f"decay={decay!r} must be at least 0 and below 1")
+    load = as_loads(load)
+    if before is None:
+        return load
+    if len(before) != len(load):
+        raise ExpertConfigError(f"loads of {len(before)} and {len(load)} experts; give one length")
+    return tuple(decay * a + (1 - decay) * b for a, b in zip(before, load, strict=True))
+
+
+def plan_placement(
+    load: Sequence[float] | Listed,
+    num_ranks: int,
+    *,
+    num_replicas: int = 0,
+    node_size: int | None = None,
+    near: Placement | None = None,
+) -> Placement:
+    """Return a placement of ``len(load)`` experts whose ranks have about the same load.
+
+    ``load`` are numbers, or a tensor of them, which is read once.
+
+    ``num_replicas`` slots beyond one per expert go, one after the other, to the expert with the
+    most load per replica. Then the heaviest first, each goes to the least loaded rank with room
+    (longest processing time first, Graham 1969, section 5); with ``node_size`` ranks per node,
+    first to nodes and then inside them.
+
+    ``near`` is the placement of today: then only as many experts change places with others as it
+    takes to be within `NEAR` of that plan, or if that does not get there, ranks of that plan are
+    numbered so that many experts stay.
+
+    `ExpertConfigError` where slots do not divide by ranks, ranks by nodes, for more replicas than
+    ranks can hold, and for loads that are negative or not finite.
+    """
+    load = as_loads(load)
+    _check(len(load), num_ranks, num_replicas, node_size)
+    copies = _copies(load, num_replicas, num_ranks)
+    items = sorted(
+        (e for e, n in enumerate(copies) for _ in range(n)), key=lambda e: (-load[e] / copies[e], e)
+    )
+    weight = [x / n for x, n in zip(load, copies, strict=True)]
+    node_size = node_size or 1
+    nodes = num_ranks // node_size
+    ranks = [
+        sorted(rank)
+        for node in _pack(items, weight, nodes, node_size)
+        for rank in _pack(sorted(node, key=lambda e: (-weight[e], e)), weight, node_size, 1)
+    ]
+    if near is None:
+        return _placed(ranks, len(load))
+    fresh = _placed(_near(ranks, near, node_size), len(load))
+    today = near.num_experts, len(near.experts), near.num_ranks
+    if today != (len(load), len(fresh.experts), num_ranks):
+        return fresh
+    enough = NEAR * fresh.imbalance(load)
+    if near.imbalance(load) <= enough:
+        return near
+    changed = _placed(_rebalance(load, copies, near), len(load))
+    return changed if changed.imbalance(load) <= enough else fresh
+
+
+def _placed(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
+    experts = tuple(e for rank in ranks for e in rank)
+    return Placement(num_ranks=len(ranks), num_experts=num_experts, experts=experts)
+
+
+def _check(num_experts: int, num_ranks: int, num_replicas: int, node_size: int | None) -> None:
+    check_sizes({"num_ranks": num_ranks})
+    most = num_experts * (num_ranks - 1)
+    if not is_count(num_replicas, 0, most) or (num_experts + num_replicas) % num_ranks:
+        least = -num_experts % num_ranks
+        legal = list(range(least, most + 1, num_ranks))[:4]
+        raise ExpertConfigError(
+            f"num_replicas={num_replicas!r} with {num_experts} experts does not fill the slots of "
+            f"{num_ranks} ranks evenly; use {', '.join(map(str, legal))} or more in such steps, "
+            f"at most {most}"
+        )
+    if node_size is not None and (not is_count(node_size, 1) or num_ranks % node_size):
+        raise ExpertConfigError(f"node_size={node_size!r} must divide num_ranks={num_ranks}")
+
+
+def _copies(load: Sequence[float], num_replicas: int, most: int) -> list[int]:
+    """Return how many slots each expert gets."""
+    copies = [1] * len(load)
+    heap = [(-x, e) for e, x in enumerate(load)] if most > 1 else []
+    heapq.heapify(heap)
+    for _ in range(num_replicas):
+        _, e = heapq.heappop(heap)
+        copies[e] += 1
+        if copies[e] < most:
+            heapq.heappush(heap, (-load[e] / copies[e], e))
+    return copies
+
+
+def _pack(
+    items: Sequence[int], weight: Sequence[float], num_bins: int, most_copies: int
+) -> list[list[int]]:
+    """Return equally many ``items`` in each bin, heaviest first to the bin with the least weight.
+
+    A bin takes an item ``most_copies`` times at most.
+    """
+    room = len(items) // num_bins
+    bins: list[Counter[int]] = [Counter() for _ in range(num_bins)]
+    loads = [0.0] * num_bins
+    sizes = [0] * num_bins
+    for item in items:
+        free = [b for b in range(num_bins) if sizes[b] < room]
+        legal = [b for b in free if bins[b][item] < most_copies]
+        if legal:
+            target = min(legal, key=lambda b: (loads[b], sizes[b], b))
+        else:
+            # Free bins are full of this item: one that is not makes room by giving another away.
+            free_bin = free[0]
+            target, given = _exchange(bins, item, free_bin, most_copies, weight)
+            bins[target][given] -= 1
+            bins[free_bin][given] += 1
+            loads[target] -= weight[given]
+            loads[free_bin] += weight[given]
+            sizes[target] -= 1
+            sizes[free_bin] += 1
+        bins[target][item] += 1
+        loads[target] += weight[item]
+        sizes[target] += 1
+    return [list(b.elements()) for b in bins]
+
+
+def _exchange(
+    bins: list[Counter[int]], item: int, free: int, most_copies: int, weight: Sequence[float]
+) -> tuple[int, int]:
+    """Return a bin that can take ``item`` once it gives the other item to the bin ``free``."""
+    pairs = (
+        (b, other)
+        for b, held in enumerate(bins)
+        if held[item] < most_copies
+        for other in held.elements()
+        if other != item and bins[free][other] < most_copies
+    )
+    return min(pairs, key=lambda pair: (abs(weight[pair[1]] - weight[item]), pair))
+
+
+def _near(ranks: Sequence[Sequence[int]], near: Placement, node_size: int) -> list[list[int]]:
+    """Return ``ranks``, each the experts of one rank, in an order and with slots like ``near``'s.
+
+    Nodes of ``node_size`` ranks stay together. What overlaps most is matched first, which is not
+    always the best matching but within half of it.
+    """
+    if near.num_ranks != len(ranks) or near.slots_per_rank != len(ranks[0]):
+        return [list(rank) for rank in ranks]
+    old = [near.on_rank(r) for r in range(near.num_ranks)]
+    starts = range(0, len(ranks), node_size)
+    new_nodes = [ranks[i : i + node_size] for i in starts]
+    old_nodes = [old[i : i + node_size] for i in starts]
+    nodes = _match([_flat(n) for n in new_nodes], [_flat(n) for n in old_nodes])
+    result: list[list[int]] = []
+    for position, node in enumerate(nodes):
+        order = _match(new_nodes[node], old_nodes[position])
+        for rank, experts in zip(order, old_nodes[position], strict=True):
+            result.append(_in_place(new_nodes[node][rank], experts))
+    return result
+
+
+def _flat(node: Sequence[Sequence[int]]) -> list[int]:
+    return [e for rank in node for e in rank]
+
+
+def _match(new: Sequence[Sequence[int]], old: Sequence[Sequence[int]]) -> list[int]:
+    """Return which of ``new`` takes the place of each of ``old``, largest overlaps first."""
+    overlaps = sorted(
+        (-len(set(a) & set(b)), i, j) for i, a in enumerate(new) for j, b in enumerate(old)
+    )
+    chosen: dict[int, int] = {}
+    taken: set[int] = set()
+    for _, i, j in overlaps:
+        if j not in chosen and i not in taken:
+            chosen[j] = i
+            taken.add(i)
+    return [chosen[j] for j in range(len(old))]
+
+
+def _in_place(experts: Sequence[int], old: Sequence[int]) -> list[int]:
+    """Return ``experts`` so that those that were here before have their old slots."""
+    arriving = iter(sorted(set(experts) - set(old)))
+    return [e if e in experts else next(arriving) for e in old]
+
+
+def _rebalance(load: Sequence[float], copies: Sequence[int], near: Placement) -> list[list[int]]:
+    """Return the experts of each rank: those of ``near``, but ``copies[e]`` slots of expert ``e``.
+
+    Slots of replicas that are given up go to new ones, then experts of the heaviest rank change
+    places with lighter ones elsewhere as long as that lowers the larger of the two loads.
+    """
+    ranks = [list(near.on_rank(r)) for r in range(near.num_ranks)]
+    weight = [x / n for x, n in zip(load, copies, strict=True)]
+    _change_copies(ranks, copies, weight)
+    loads = [sum(weight[e] for e in rank) for rank in ranks]
+    mean = sum(loads) / len(loads)
+    while max(loads) > EVEN * mean:
+        heavy = max(range(len(ranks)), key=lambda r: loads[r])
+        best = min(_swaps(ranks, loads, weight, heavy), default=None)
+        if best is None or best[0] >= loads[heavy] * (1 - 1e-9):
+            break
+        _, other, i, j = best
+        change = weight[ranks[heavy][i]] - weight[ranks[other][j]]
+        ranks[heavy][i], ranks[other][j] = ranks[other][j], ranks[heavy][i]
+        loads[heavy] -= change
+        loads[other] += change
+    return ranks
+
+
+def _change_copies(ranks: list[list[int]], copies: Sequence[int], weight: Sequence[float]) -> None:
+    """Give slots of experts that have too many to experts that have too few."""
+
+    def load(rank: int) -> float:
+        return sum(weight[e] for e in ranks[rank])
+
+    have = [0] * len(copies)
+    for held in ranks:
+        for e in held:
+            have[e] += 1
+    wanting = sorted(
+        (e for e, n in enumerate(copies) for _ in range(n - have[e])), key=lambda e: -weight[e]
+    )
+    for new in wanting:
+        old_slots = [
+            (load(r) - weight[e], r, i)
+            for r, held in enumerate(ranks)
+            if new not in held
+            for i, e in enumerate(held)
+            if have[e] > copies[e]
+        ]
+        if old_slots:
+            _, rank, slot = min(old_slots)
+            have[ranks[rank][slot]] -= 1
+            ranks[rank][slot] = new
+        else:  # every free slot is beside this expert: one that is not gives it its place
+            _, rank, slot, free, i = min(
+                (load(r), r, s, f, i)
+                for r, held in enumerate(ranks)
+                if new not in held
+                for s, given in enumerate(held)
+                for f, other in enumerate(ranks)
+                if given not in other
+                for i, e in enumerate(other)
+                if have[e] > copies[e]
+            )
+            have[ranks[free][i]] -= 1
+            ranks[free][i], ranks[rank][slot] = ranks[rank][slot], new
+        have[new] += 1
+
+
+def _swaps(
+    ranks: list[list[int]], loads: list[float], weight: Sequence[float], heavy: int
+) -> list[tuple[float, int, int, int]]:
+    """Return swaps with the heaviest rank: the larger load after it, the rank, both slots."""
+    found = []
+    mine = set(ranks[heavy])
+    for other, held in enumerate(ranks):
+        if other == heavy or loads[other] >= loads[heavy]:
+            continue
+        theirs = set(held)
+        for i, a in enumerate(ranks[heavy]):
+            if a in theirs:
+                continue
+            for j, b in enumerate(held):
+                change = weight[a] - weight[b]
+                if change > 0 and b not in mine:
+                    after = max(loads[heavy] - change, loads[other] + change)
+                    found.append((after, other, i, j))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """From one placement to another: ``sources[s]`` is the old slot whose values slot ``s`` takes.
+
+    Communicates nothing; `migrate_experts` carries it out.
+    """
+
+    old: Placement
+    new: Placement
+    sources: tuple[int, ...]
+
+    @property
+    def moved(self) -> int:
+        """Return how many experts' values go to another rank."""
+        return len(self._travels())
+
+    def bytes(self, expert_bytes: int) -> int:
+        """Return the bytes that go to other ranks where one expert, all states, has so many."""
+        return self.moved * expert_bytes
+
+    def sent(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return the slots, counted on ``rank``, whose values go to each rank, in its order."""
+        parts: list[list[int]] = [[] for _ in range(self.new.num_ranks)]
+        for (to, _), (source, row) in self._travels():
+            if source == rank:
+                parts[to].append(row)
+        return tuple(map(tuple, parts))
+
+    def received(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return the slots, counted on ``rank``, whose values come from each rank, in its order."""
+        parts: list[list[int]] = [[] for _ in range(self.new.num_ranks)]
+        for (to, row), (source, _) in self._travels():
+            if to == rank:
+                parts[source].append(row)
+        return tuple(map(tuple, parts))
+
+    def kept(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return ``(slot, old slot)`` pairs, counted on ``rank``, of values that stay there."""
+        return tuple(
+            (row, from_row)
+            for (to, row), (source, from_row) in self._pairs()
+            if to == source == rank
+        )
+
+    def _travels(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return [(target, source) for target, source in self._pairs() if target[0] != source[0]]
+
+    def _pairs(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Return each new slot and the old one it takes from, as rank and slot on that rank."""
+        new, old = self.new.slots_per_rank, self.old.slots_per_rank
+        return [
+            (divmod(slot, new), divmod(source, old)) for slot, source in enumerate(self.sources)
+        ]
+
+
+def plan_migration(old: Placement, new: Placement) -> Migration:
+    """Return how experts get from ``old`` to ``new``; values stay on their rank where they can.
+
+    Of several replicas elsewhere the rank that has sent the least so far sends.
+    `ExpertConfigError` where the two have different numbers of ranks or experts.
+    """
+    a, b = (dict(num_ranks=p.num_ranks, num_experts=p.num_experts) for p in (old, new))
+    if a != b:
+        raise ExpertConfigError(
+            f"experts cannot move from a placement with {a} to one with {b}; they must agree"
+        )
+    size, new_size = old.slots_per_rank, new.slots_per_rank
+    slots_of = old.slots_of
+    sent = [0] * old.num_ranks
+    sources = []
+    for slot, expert in enumerate(new.experts):
+        held = slots_of[expert]
+        here = [t for t in held if t // size == slot // new_size]
+        source = here[0] if here else min(held, key=lambda t: (sent[t // size], t))
+        if not here:
+            sent[source // size] += 1
+        sources.append(source)
+    return Migration(old=old, new=new, sources=tuple(sources))

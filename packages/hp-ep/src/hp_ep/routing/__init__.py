@@ -1,1 +1,0 @@
-"""Which experts a token goes to, and what keeps their loads even."""

@@ -1,1 +1,0 @@
-"""Parallel styles: how a mixture-of-experts layer is spread over a mesh."""
