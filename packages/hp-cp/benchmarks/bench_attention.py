@@ -104,7 +104,7 @@ def ours(
             seq_len=seq_len,
         )
 
-    seq_len = None if mask.cu_seqlens is None else mask.cu_seqlens[-1]
+    seq_len = mask.ends[0][-1] if mask.ends else None
     return layout, attend
 
 
@@ -139,7 +139,7 @@ def arms_of(mesh: DeviceMesh, mask: MaskSpec) -> dict[str, tuple[Layout, Arm]]:
 
 def alone(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
     """Return the attention of one process: document by document."""
-    ends = mask.cu_seqlens or (0, q.shape[2])
+    ends = mask.ends[0] if mask.ends else (0, q.shape[2])
     parts = [
         F.scaled_dot_product_attention(
             *(x[:, :, start:stop] for x in (q, k, v)), is_causal=True, enable_gqa=True
@@ -169,7 +169,7 @@ def measure(
     dist.init_process_group("gloo", store=FileStore(store, n), rank=rank, world_size=n)
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     mask = mask_of(args)
-    seq_len = args.seq_len if mask.cu_seqlens is None else mask.cu_seqlens[-1]
+    seq_len: int = mask.ends[0][-1] if mask.ends else args.seq_len
     arms = arms_of(mesh, mask)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (

@@ -175,9 +175,12 @@ def test_autocast_changes_no_operation_of_the_attention_itself(inside: bool) -> 
     def results(autocast: bool, dtype: torch.dtype) -> list[Any]:
         def rank(rank: int, collectives: SimulatedCollectives) -> list[Tensor]:
             mine = [x.chunk(2, 2)[rank].to(dtype).clone().requires_grad_() for x in tensors]
+            q, k, v = mine
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 out, lse = context_parallel_attention(
-                    *mine,
+                    q,
+                    k,
+                    v,
                     collectives.mesh((2,), ("cp",)),
                     mask=MaskSpec(causal=True),
                     softcap=50.0,

@@ -353,9 +353,9 @@ def test_a_method_of_a_changed_object_is_another_function() -> None:
         mask = MaskSpec(causal=True, mask_mod=rule.seen)
 
         def rank(rank: int, collectives: SimulatedCollectives) -> Tensor:
-            mine = (x.chunk(2, 2)[rank] for x in (q, k, v))
+            a, b, c = (x.chunk(2, 2)[rank] for x in (q, k, v))
             return context_parallel_attention(
-                *mine, collectives.mesh((2,), ("cp",)), mask=mask, collectives=collectives
+                a, b, c, collectives.mesh((2,), ("cp",)), mask=mask, collectives=collectives
             )
 
         return torch.cat(SimulatedWorld(2).run(rank), 2)
