@@ -522,6 +522,22 @@ def test_both_functions_need_one_layout_and_one_length() -> None:
         model(**shard_batch({"input_ids": tokens()}, mesh, Zigzag()))
 
 
+def test_a_call_without_the_shard_is_refused_where_ranks_hold_parts() -> None:
+    def rank(rank: int, collectives: SimulatedCollectives) -> None:
+        mesh = collectives.mesh((2,), ("cp",))
+        model = context_parallel(model_of("Llama"), mesh, collectives=collectives)
+        with pytest.raises(InputError, match=r"without a sequence_shard.* Generation is not supp"):
+            model.generate(tokens(), max_new_tokens=2, use_cache=False, do_sample=False)
+
+    SimulatedWorld(2).run(rank)
+
+
+def test_a_batch_is_cut_once() -> None:
+    mesh, _ = one_rank()
+    with pytest.raises(InputError, match="shard_batch cut it before; give the whole sequences"):
+        shard_batch(shard_batch({"input_ids": tokens()}, mesh), mesh)
+
+
 def test_a_model_that_keeps_arguments_from_its_attention_is_refused() -> None:
     mesh, collectives = one_rank()
     model = model_of("Llama")

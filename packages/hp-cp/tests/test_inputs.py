@@ -226,3 +226,56 @@ def test_an_output_without_gradients_may_be_changed_in_place(n: int, dims: tuple
         return grad - expected
 
     assert all(difference.abs().max() < 1e-5 for difference in SimulatedWorld(n).run(rank))
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gather"}, {"ulysses_degree": 2}], ids=str)
+def test_a_second_derivative_is_refused_and_a_graph_of_gradients_alone_is_not(options: Any) -> None:
+    whole = inputs(2, 2, 16)[0]
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> None:
+        weight = torch.ones(whole.shape[3], dtype=whole.dtype, requires_grad=True)
+        x = whole.chunk(2, 2)[rank] * weight
+        out = context_parallel_attention(
+            x,
+            x,
+            x,
+            collectives.mesh((2,), ("cp",)),
+            mask=MaskSpec(causal=True),
+            collectives=collectives,
+            **options,
+        )
+        (plain,) = torch.autograd.grad(out.sum(), weight, retain_graph=True)
+        (grad,) = torch.autograd.grad(out.sum(), weight, create_graph=True)
+        assert torch.equal(grad, plain)
+        with pytest.raises(RuntimeError, match="twice"):
+            grad.pow(2).sum().backward()
+
+    SimulatedWorld(2).run(rank)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gather"}, {"ulysses_degree": 2}], ids=str)
+@pytest.mark.parametrize("dims", [(2, 1), (1, 2)])
+def test_a_residual_may_be_added_in_place_to_an_output_as_to_that_of_sdpa(
+    options: Any, dims: tuple[int, int]
+) -> None:
+    seq_dim, head_dim = dims
+    whole = inputs(2, 2, 16)[0].transpose(2, seq_dim).contiguous()
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> None:
+        x = whole.chunk(2, seq_dim)[rank].clone().requires_grad_()
+        out = context_parallel_attention(
+            x,
+            x,
+            x,
+            collectives.mesh((2,), ("cp",)),
+            mask=MaskSpec(causal=True),
+            seq_dim=seq_dim,
+            head_dim=head_dim,
+            collectives=collectives,
+            **options,
+        )
+        expected = out.detach() + x.detach()
+        out += x
+        assert torch.equal(out, expected)
+
+    SimulatedWorld(2).run(rank)

@@ -195,6 +195,12 @@ def context_parallel(
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = _checked_call(module, kwargs)
         settings.expected = kwargs.get("sequence_shard")
+        if settings.expected is None and place_of(mesh)[0] > 1:
+            raise InputError(
+                f"{type(module).__name__} was called without a sequence_shard, and ranks hold "
+                f"parts of a sequence; call it with what shard_batch returns. Generation is not "
+                f"supported over ranks"
+            )
         return args, kwargs
 
     def after(*_: object) -> None:
@@ -250,6 +256,10 @@ def shard_batch(
     n, _ = place_of(mesh)
     layout = checked_layout(layout)
     rest = dict(_checked_mapping(batch))
+    if "sequence_shard" in rest:
+        raise InputError(
+            "the batch has a sequence_shard: shard_batch cut it before; give the whole sequences"
+        )
     rows, seq_len = _size_of(rest)
     if dropout_seed is not None and (type(dropout_seed) is not int or dropout_seed < 0):
         raise InputError(f"dropout_seed={described(dropout_seed)} is no int of at least 0")
