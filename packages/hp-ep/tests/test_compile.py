@@ -54,8 +54,15 @@ def _step(layer: MoE, call: Any, dtype: torch.dtype) -> list[Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in found]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+COMPILED = [(dtype, backend) for backend in ("eager", "aot_eager") for dtype in TOLERANCES]
+COMPILED.append((torch.float32, "inductor"))
+LONGER = [(torch.float64, "inductor"), (torch.bfloat16, "inductor")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [*COMPILED, *(pytest.param(*case, marks=pytest.mark.long) for case in LONGER)],
+)
 def test_a_layer_on_one_rank_is_one_graph_with_the_values_of_eager(
     dtype: torch.dtype, backend: str
 ) -> None:
@@ -149,7 +156,10 @@ def _compiled(rank: int, name: str, backend: str) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "backend"), [("Padded", "eager"), ("Dedup", "inductor")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("Padded", "eager"), pytest.param("Dedup", "inductor", marks=pytest.mark.long)],
+)
 def test_a_spread_layer_compiles_with_the_values_of_eager(
     ranks: Any, name: str, backend: str
 ) -> None:

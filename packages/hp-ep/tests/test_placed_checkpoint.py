@@ -114,9 +114,9 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def _resumed(rank: int, folder: str, placement: Placement) -> list[bool]:
-    straight = _build(placement if placement is COPIES else HOME, 0)
+    straight = _build(placement if placement == COPIES else HOME, 0)
     _train(straight, range(2))
-    if placement is not COPIES:
+    if placement != COPIES:
         migrate_experts(_first(straight[0]), placement, straight[1])
     saved = {**_states(straight)}
     state_dict_saver.save(saved, checkpoint_id=folder)
