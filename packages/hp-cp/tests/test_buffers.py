@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -271,9 +272,10 @@ class Small(nn.Module):
 
 def test_a_model_whose_buffers_are_cut_trains_as_one_process() -> None:
     tokens = torch.randint(11, (2, 24), generator=torch.Generator().manual_seed(1))
+    made = Small()  # once: simulated ranks are threads, which share the generator
 
     def trained(mesh: Any, attend: Callable[..., Tensor], door: Any) -> list[Tensor]:
-        model, mine = Small(), tokens.clone()
+        model, mine = deepcopy(made), tokens.clone()
         labels = shift_labels(mine)
         with sharded_buffers(mesh, [mine, labels, model.positions], [1, 1, 0], layout=Zigzag()):
             logits = model(mine, attend).flatten(0, 1)

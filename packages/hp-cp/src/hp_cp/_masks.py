@@ -176,10 +176,10 @@ def _check_documents(given: object) -> None:
 
 
 def _check_row(ends: object) -> None:
-    wrong = [x for x in ends if type(x) is not int] if isinstance(ends, tuple) else [ends]
-    if wrong:
+    if not isinstance(ends, tuple) or not all(type(end) is int for end in ends):
+        wrong = next(x for x in ends if type(x) is not int) if isinstance(ends, tuple) else ends
         raise LayoutError(
-            f"cu_seqlens must be a tuple of ints, got {described(wrong[0])}; of a tensor or an "
+            f"cu_seqlens must be a tuple of ints, got {described(wrong)}; of a tensor or an "
             f"array use tuple(cu_seqlens.tolist()), or give such a tuple for each row of the batch"
         )
     if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
