@@ -11,6 +11,7 @@ take. Backends get transposed views, with the dims of `AttentionBackend`.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._blocks import Block
+from ._errors import InputError
 from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
@@ -31,6 +33,8 @@ from .kernels._interface import (
     ints_on,
     packs,
 )
+
+Backward = Callable[..., Any]
 
 _RUNS = 2  # stretches of rows from which on they are gathered and scattered by index
 _SMALL = 1024  # rows of a block up to which a copy costs less than launches
@@ -559,3 +563,24 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
+
+
+def first_order(backward: Backward) -> Backward:
+    """Return ``backward`` of an autograd function, made to refuse ``create_graph=True``.
+
+    torch's ``once_differentiable`` puts an error into the graph of the gradients instead. A second
+    backward does not meet it where the incoming gradient needs none, or where it asks for some
+    inputs alone, and would lack terms without an error.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "a backward with create_graph=True through context_parallel_attention is not "
+                "supported: its gradients have no graph, and second derivatives would lack terms; "
+                "leave create_graph out"
+            )
+        return backward(ctx, *grads)
+
+    return checked

@@ -25,6 +25,7 @@ from ._blockwise import (
     RowSum,
     accumulator,
     backward_blocks,
+    first_order,
     forward_blocks,
     gradient_of_sinks,
     without_autocast,
@@ -500,64 +501,39 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            grads = _gradients(ctx, grad)
-        if torch.is_grad_enabled():  # for a graph of the gradients
-            grads = _Once.apply(torch.zeros((), requires_grad=True), *grads)  # type: ignore[no-untyped-call]
-        return *grads, None, None
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
+        schedule: RankSchedule = ctx.schedule
+        grad = grad.contiguous()
+        dq = RowSum(q)
+        own = KVGradient((k, v), schedule.own_rows)
 
+        with without_autocast(q.device), PendingWork(schedule.peers) as calls:
+            returns = schedule.movement.returns(schedule, own, (k, v), calls)
+            for source, held in _kept_or_fetched(k, v, kept, schedule, calls):
+                share = own if source == schedule.rank else KVGradient((k, v), held.rows)
+                blocks = schedule.part.blocks[source]
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
-    schedule: RankSchedule = ctx.schedule
-    grad = grad.contiguous()
-    dq = RowSum(q)
-    own = KVGradient((k, v), schedule.own_rows)
+                def add(
+                    rows: Ranges,
+                    keys: Ranges,
+                    part: Tensor,
+                    dk: Tensor,
+                    dv: Tensor,
+                    share: KVGradient = share,
+                ) -> None:
+                    dq.add(rows, part)
+                    share.add(keys, dk, dv)
 
-    with without_autocast(q.device), PendingWork(schedule.peers) as calls:
-        returns = schedule.movement.returns(schedule, own, (k, v), calls)
-        for source, held in _kept_or_fetched(k, v, kept, schedule, calls):
-            share = own if source == schedule.rank else KVGradient((k, v), held.rows)
-            blocks = schedule.part.blocks[source]
-
-            def add(
-                rows: Ranges,
-                keys: Ranges,
-                part: Tensor,
-                dk: Tensor,
-                dv: Tensor,
-                share: KVGradient = share,
-            ) -> None:
-                dq.add(rows, part)
-                share.add(keys, dk, dv)
-
-            backward_blocks(blocks, grad, q, held, out, lse, schedule.kernel, add)
-            if source != schedule.rank:
-                returns.add(source, share.pair if blocks else None)
-        returns.finish()
-    own_k, own_v = own.pair
-    to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
-    shares = dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype)
-    return *shares, to_sinks
-
-
-class _Once(torch.autograd.Function):
-    """Gradients whose own gradients are not known, which torch would else take for zero.
-
-    ``once_differentiable`` looks at the incoming gradient alone, and not at q, k and v.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tracked: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if x is None else x.view_as(x) for x in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(
-            "context_parallel_attention was differentiated twice, which is not supported: its "
-            "gradients have no gradient"
-        )
+                backward_blocks(blocks, grad, q, held, out, lse, schedule.kernel, add)
+                if source != schedule.rank:
+                    returns.add(source, share.pair if blocks else None)
+            returns.finish()
+        own_k, own_v = own.pair
+        to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+        shares = dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype)
+        return *shares, to_sinks, None, None
 
 
 def _kept_or_fetched(

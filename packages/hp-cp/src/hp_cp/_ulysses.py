@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ._blockwise import accumulator
+from ._blockwise import accumulator, first_order
 from ._layouts import Chunks, lengths_of, out_of_order
 from ._mesh import Peers, RankGroups
 from ._plan import AttentionPlan, HeadShare, rank_plan_of
@@ -74,7 +73,7 @@ class _Exchanged(torch.autograd.Function):
         return tuple(there(tensors, heads, exchange))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         back, exchange, heads = ctx.saved
         return None, None, None, None, *back(grads, heads, exchange)
@@ -231,7 +230,7 @@ class _Swap(torch.autograd.Function):
         return _exchange_halves(x, peers, back)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _exchange_halves(grad, ctx.peers, not ctx.back), None, None
 

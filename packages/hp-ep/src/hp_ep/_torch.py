@@ -257,12 +257,6 @@ def run_function(function: type[torch.autograd.Function], *args: object) -> Tens
     return result
 
 
-def run_pair(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, Tensor]:
-    """Return ``function.apply(*args)`` of a function with two results."""
-    first, second = function.apply(*args)
-    return first, second
-
-
 def run_several(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, ...]:
     """Return ``function.apply(*args)`` of a function with any number of results."""
     results: tuple[Tensor, ...] = function.apply(*args)
