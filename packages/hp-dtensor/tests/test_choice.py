@@ -74,6 +74,17 @@ def test_the_limit_holds_for_any_layouts_on_any_two_meshes(case: Case, limit: in
         check_within(made, limit)
 
 
+def test_the_limit_holds_where_the_first_rank_does_not_hold_the_most() -> None:
+    """Halves of 7 rows are 4 and 3; of their 3 blocks some rank of the smaller half holds 3."""
+    source = Layout((2, 2), (S0, StridedShard(0, 3)))
+    assert [source.local_shape((7,), rank) for rank in range(4)] == [(2,), (2,), (3,), (0,)]
+    case = Case(source, Layout((2, 2), (R, S0)), (7,))
+    for limit in range(0, 160, 4):
+        made = plans(case, limit)
+        if not isinstance(made, NoPlanError):
+            check_within(made, limit)
+
+
 def test_less_memory_takes_another_way() -> None:
     pair = Layout((8, 2), (S0, P)), Layout((8, 2), (R, R))
     cost = AlphaBeta(alpha=0.0, beta=1e-9)

@@ -52,3 +52,12 @@ def test_who_holds_a_position_inverts_pieces(
         for lo, hi in _intervals.pieces(length, nested, index):
             for position in range(lo, hi):
                 assert _intervals.held_at(length, nested, position) == (index, hi)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 40), splits)
+def test_the_longest_part_is_that_of_some_index(
+    length: int, nested: tuple[tuple[int, int], ...]
+) -> None:
+    lengths = [len(values) for values in torch_parts(length, nested).values()]
+    assert _intervals.longest(length, nested) == max(lengths)

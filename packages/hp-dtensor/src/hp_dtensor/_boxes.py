@@ -128,6 +128,17 @@ def held_at(length: int, splits: Sequence[Split], position: int) -> tuple[tuple[
     return tuple(index), position + run
 
 
+def longest(length: int, splits: Sequence[Split]) -> int:
+    """Return the most places that some index holds after all splits.
+
+    It may be any: of 7 places halves are 4 and 3, of whose 3 blocks halves hold 2 and at most 3.
+    """
+    lengths = {length}
+    for degree, factor in splits:
+        lengths = {n for total in lengths for n in _held_lengths(total, degree, factor)}
+    return max(lengths)
+
+
 def ravel(index: Sequence[int], degrees: Sequence[int]) -> int:
     """Return the row-major position of ``index``."""
     position = 0
@@ -148,6 +159,19 @@ def unravel(position: int, degrees: Sequence[int]) -> tuple[int, ...]:
 def _chunk_length(length: int, degree: int, i: int) -> int:
     lo, hi = chunk(length, (degree,), (i,))
     return hi - lo
+
+
+def _held_lengths(total: int, degree: int, factor: int) -> set[int]:
+    """Return how many of ``total`` places the indices of one split hold, each number once."""
+    block = -(-total // factor) or 1
+    full, last = divmod(total, block)
+    # Along the indices they change where the chunks of a block end, and nowhere else.
+    ends = [length // -(-length // degree) for length in (block, last) if length]
+    return {
+        full * _chunk_length(block, degree, i) + _chunk_length(last, degree, i)
+        for i in (0, *ends, *(end + 1 for end in ends))
+        if i < degree
+    }
 
 
 def _taken(held: Sequence[Interval], places: Sequence[Interval]) -> list[Interval]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from ._boxes import chunk, intersect, unravel, volume
+from ._boxes import chunk, intersect, longest, unravel, volume
 from ._errors import LayoutError
 from ._layout import Layout, is_local, moving_axes, with_placement, with_split, without_last_split
 from ._placements import Partial, Replicate
@@ -169,11 +169,7 @@ def move_step(src: Layout, old: int, new: int, shape: Sequence[int], factor: int
 
 def most_held(layout: Layout, shape: Sequence[int]) -> int:
     """Return how many elements of a tensor of ``shape`` the fullest rank holds."""
-    # The first chunk is nowhere shorter than another.
-    lengths = [
-        sum(hi - lo for lo, hi in ranges)
-        for ranges in layout.intervals_at(shape, (0,) * len(layout.mesh_shape))
-    ]
+    lengths = [longest(length, layout.splits(dim)) for dim, length in enumerate(shape)]
     if layout.ragged is not None:
         placement = layout.ragged[1]
         lengths[: len(placement.dims)] = [max(placement.sizes)]
