@@ -264,6 +264,17 @@ def test_ranks_without_a_call_and_splits_of_another_length_are_told(ranks: Ranks
     assert "splits must have 2 lengths" in found[0]
 
 
+def own_message(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis, peer = Axis.of(mesh, "tp"), 1 - rank
+    sends = {peer: torch.ones(2), rank: torch.ones(2 + rank)}
+    checked.send_recv(axis, sends, {to: torch.empty(2) for to in (0, 1)}).wait()
+
+
+def test_what_a_rank_alone_sends_itself_wrong_is_an_error_on_its_peers_too(ranks: Ranks) -> None:
+    for text in ranks(2).run(errors, own_message, 2):
+        assert "rank 1 sends itself float32 [3] over tp and receives float32 [2]" in text
+
+
 def some_then_all(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
     axis = Axis.of(mesh, "tp")
     if rank < 2:

@@ -701,6 +701,33 @@ def test_different_dtypes_fail_as_they_do_between_processes() -> None:
         SimulatedWorld(2).run(disagree)
 
 
+def test_messages_of_another_dtype_fail_as_they_do_between_processes() -> None:
+    def disagree(rank: int, door: SimulatedCollectives) -> None:
+        if rank:
+            door.send_recv(door.axis(), {}, {0: torch.zeros(2, dtype=torch.float64)}).wait()
+        else:
+            door.send_recv(door.axis(), {1: torch.ones(2)}, {}).wait()
+
+    with pytest.raises(RuntimeError, match=r"sent float32 \[2\] .* expects float64 \[2\]"):
+        SimulatedWorld(2).run(disagree)
+
+
+@pytest.mark.parametrize(
+    ("sends", "receives"),
+    [({}, [(2,)]), ([(2,)], {}), ([(1,)], [(2,)]), ([(2,), (2,)], [(2,)])],
+)
+def test_what_a_rank_sends_itself_is_what_it_receives_from_itself(
+    sends: Any, receives: Any
+) -> None:
+    """One-sided parts would stay as they are, others would be broadcast."""
+    sent = {0: [torch.ones(shape) for shape in sends]} if sends else {}
+    places = {0: [torch.zeros(shape) for shape in receives]} if receives else {}
+    carriers = SimulatedCollectives(SimulatedWorld(1), 0), TorchCollectives()
+    for carrier in carriers:
+        with pytest.raises(ValueError, match=r"sends itself .* over world and receives"):
+            carrier.send_recv(carriers[0].axis(), sent, places)
+
+
 def test_rows_that_cannot_be_joined_fail_on_all_ranks_at_once() -> None:
     def disagree(rank: int, door: SimulatedCollectives) -> None:
         door.all_to_all(door.axis(), torch.ones(2, 1 + rank)).wait()

@@ -18,6 +18,8 @@ from .collectives._interface import (
     Work,
     as_tensors,
     check_divisible,
+    described,
+    own_fault,
 )
 
 
@@ -186,7 +188,7 @@ class SimulatedCollectives:
             whole = [torch.cat(parts) for parts in zip(*posted, strict=True)]
             return [whole for _ in posted]
 
-        return self._meet(axis, f"all_gather{_shapes(inputs)}", inputs, gather, outputs)
+        return self._meet(axis, f"all_gather {described(inputs)}", inputs, gather, outputs)
 
     def reduce_scatter(
         self,
@@ -203,7 +205,9 @@ class SimulatedCollectives:
             chunks = [total.tensor_split(axis.size) for total in totals]
             return [[chunk[i] for chunk in chunks] for i in range(axis.size)]
 
-        return self._meet(axis, f"reduce_scatter {op}{_shapes(inputs)}", inputs, scatter, outputs)
+        return self._meet(
+            axis, f"reduce_scatter {op} {described(inputs)}", inputs, scatter, outputs
+        )
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
         """Reduce each tensor in place; see `Collectives.all_reduce`."""
@@ -212,7 +216,7 @@ class SimulatedCollectives:
             totals = [_reduce(parts, op) for parts in zip(*posted, strict=True)]
             return [totals for _ in posted]
 
-        return self._meet(axis, f"all_reduce {op}{_shapes(tensors)}", tensors, reduce, tensors)
+        return self._meet(axis, f"all_reduce {op} {described(tensors)}", tensors, reduce, tensors)
 
     def all_to_all(
         self,
@@ -251,6 +255,8 @@ class SimulatedCollectives:
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`."""
+        if fault := own_fault(axis, sends, receives):
+            raise ValueError(fault)
         world = self._world
         with world._changed:
             for peer, parts in sends.items():
@@ -272,10 +278,10 @@ class SimulatedCollectives:
                     f"send_recv over {axis.name}",
                 )
                 message = world._messages.pop(key)
-                if message.shape != out.shape:
+                if (message.dtype, message.shape) != (out.dtype, out.shape):
                     raise RankMismatchError(
-                        f"rank {axis.ranks[peer]} sent {tuple(message.shape)} over {axis.name} "
-                        f"where rank {self.rank} expects {tuple(out.shape)}"
+                        f"rank {axis.ranks[peer]} sent {described([message])} over {axis.name} "
+                        f"where rank {self.rank} expects {described([out])}"
                     )
                 out.detach().copy_(message)
             return [out for out, *_ in awaited]
@@ -288,7 +294,7 @@ class SimulatedCollectives:
         def spread(posted: list[list[Tensor]]) -> list[list[Tensor]]:
             return [[tensor.clone() for tensor in posted[source]] for _ in posted]
 
-        call = f"broadcast from {source}{_shapes(tensors)}"
+        call = f"broadcast from {source} {described(tensors)}"
         return self._meet(axis, call, tensors, spread, tensors)
 
     def _meet(
@@ -366,10 +372,6 @@ def _next(counters: dict[Any, int], key: Any) -> int:
     turn = counters.get(key, 0)
     counters[key] = turn + 1
     return turn
-
-
-def _shapes(tensors: Sequence[Tensor]) -> str:
-    return " " + " ".join(f"{t.dtype}{tuple(t.shape)}".removeprefix("torch.") for t in tensors)
 
 
 def _reduce(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:

@@ -15,7 +15,16 @@ from torch._C._distributed_c10d import (  # the option structs of the coalesced 
 )
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ._interface import Axis, Group, Parts, ReduceOp, Work, as_tensors, check_divisible
+from ._interface import (
+    Axis,
+    Group,
+    Parts,
+    ReduceOp,
+    Work,
+    as_tensors,
+    check_divisible,
+    own_fault,
+)
 
 
 def _first(owner: Any, *names: str) -> Any:
@@ -243,6 +252,8 @@ class TorchCollectives:
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`."""
         group = _group(axis) if axis.size > 1 else None  # alone, a rank only copies
+        if fault := own_fault(axis, sends, receives):
+            raise ValueError(fault)
         outs = [(peer, x) for peer, parts in receives.items() for x in as_tensors(parts)]
         sent = [(peer, x.contiguous()) for peer, parts in sends.items() for x in as_tensors(parts)]
         if axis.index in sends:

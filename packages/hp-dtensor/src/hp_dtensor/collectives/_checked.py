@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._c10d import TorchCollectives, default_store, group_identity, is_store_timeout
-from ._interface import Axis, Collectives, Parts, RankMismatchError, ReduceOp, Work, as_tensors
+from ._interface import (
+    Axis,
+    Collectives,
+    Parts,
+    RankMismatchError,
+    ReduceOp,
+    Work,
+    as_tensors,
+    described,
+    dtype_name,
+    own_fault,
+)
 from ._recording import RecordingCollectives
 
 _ROOT = "hp_dtensor/checked"
@@ -167,7 +178,7 @@ class CheckedCollectives:
         equal = [input.shape[0] // axis.size] * axis.size
         sent = equal if send_splits is None else list(send_splits)
         received = equal if receive_splits is None else list(receive_splits)
-        row = f"{_dtype(input)} rows {list(input.shape[1:])}"
+        row = f"{dtype_name(input)} rows {list(input.shape[1:])}"
         details = f"sending {sent} and expecting {received}"
         fault, rows = "", input.shape[0]
         if len(sent) != axis.size or len(received) != axis.size:
@@ -215,7 +226,7 @@ class CheckedCollectives:
             list(axis.ranks),
             number,
             operation,
-            _described(tensors) if must_match is None else must_match,
+            described(tensors) if must_match is None else must_match,
             details,
             fault,
             list(sent),
@@ -237,7 +248,7 @@ class CheckedCollectives:
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> None:
         """Compare what each pair of ranks sends and expects; others may take no part."""
-        me = axis.index
+        me, fault = axis.index, own_fault(axis, sends, receives)
         prefix = self._prefix(axis)
         posted, awaited = [], []
         for peers, kind, other in ((sends, "send", "receive"), (receives, "receive", "send")):
@@ -254,8 +265,9 @@ class CheckedCollectives:
                     list(axis.ranks),
                     number,
                     f"send from rank {axis.ranks[ends[0]]} to rank {axis.ranks[ends[1]]} of",
-                    _described(tensors),
+                    described(tensors),
                     f"({kind})",
+                    fault,
                     instance=self._number,
                     group=group_identity(axis.group),
                     devices=_devices(tensors),
@@ -374,14 +386,10 @@ def _misfit(
     for tensor, output in zip(inputs, outputs, strict=True):
         if output.dtype != tensor.dtype or output.numel() != numel(tensor.numel()):
             return (
-                f"its output is {_described([output])}, which must have {numel(tensor.numel())} "
-                f"elements of {_dtype(tensor)}"
+                f"its output is {described([output])}, which must have {numel(tensor.numel())} "
+                f"elements of {dtype_name(tensor)}"
             )
     return ""
-
-
-def _described(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{_dtype(tensor)} {list(tensor.shape)}" for tensor in tensors)
 
 
 def _devices(tensors: Sequence[Tensor]) -> str:
@@ -402,10 +410,6 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
         else:
             found.append((rank, rank + 1, 1))
     return found
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def checking(collectives: Collectives) -> CheckedCollectives | None:

@@ -193,3 +193,27 @@ class Collectives(Protocol):
 def as_tensors(parts: Parts) -> list[Tensor]:
     """Return what travels together as a list."""
     return [parts] if isinstance(parts, Tensor) else list(parts)
+
+
+def own_fault(axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> str:
+    """Say why a rank does not receive from itself what it sends itself; empty if it does."""
+    me = axis.index
+    if me not in sends and me not in receives:
+        return ""
+    sent, received = (described(as_tensors(peers.get(me, ()))) for peers in (sends, receives))
+    if sent == received:
+        return ""
+    return (
+        f"rank {axis.ranks[me]} sends itself {sent or 'nothing'} over {axis.name} and receives "
+        f"{received or 'nothing'} from itself; give both, of the same shapes and dtypes"
+    )
+
+
+def described(tensors: Sequence[Tensor]) -> str:
+    """Return dtypes and shapes for a message."""
+    return ", ".join(f"{dtype_name(tensor)} {list(tensor.shape)}" for tensor in tensors)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype as messages have it."""
+    return str(tensor.dtype).removeprefix("torch.")
