@@ -224,6 +224,12 @@ def test_a_largest_norm_is_a_number_of_zero_or_more(wrong: Any) -> None:
     assert parameter.grad.tolist() == [3.0, 4.0]
 
 
+@pytest.mark.parametrize("order", ["x", None, 0, -1.0, math.nan, [2]])
+def test_an_order_is_a_number_above_zero(order: Any) -> None:
+    with pytest.raises(ValueError, match=r"norm_type=.* is no norm; use a positive number"):
+        clip_grad_norm_(nn.Parameter(torch.zeros(2)), 1.0, order)
+
+
 LIMITS: list[Any] = [
     torch.tensor(0.5),
     torch.tensor([0.5], dtype=torch.float64),

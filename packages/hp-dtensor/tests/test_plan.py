@@ -158,6 +158,17 @@ def test_explain_needs_the_shape_of_a_layout_and_one_mesh() -> None:
     assert kinds(explain(Layout((2,), (S0,)), shape=(4,))) == ["all_gather"]
 
 
+def test_a_layout_leaves_no_room_for_another_order_mesh_or_groups() -> None:
+    """They would be left out without a word."""
+    pair: Any = Layout((2, 2), (R, R)), Layout((2, 2), (S0, S0))
+    with pytest.raises(LayoutError, match=r"shard_order=.* beside the Layout \(S\(0\), S\(0\)\)"):
+        explain(*pair, shape=(4,), shard_order={0: (1, 0)})
+    with pytest.raises(MeshError, match=r"beside a Layout, .* shape \(2, 2\); leave mesh= out"):
+        explain(torch.zeros(4), pair[1], mesh="cp")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"groups=\[\] beside a Layout"):
+        explain(*pair, shape=(4,), groups=[])
+
+
 @pytest.mark.parametrize("target", [None, (R,), Layout((2,), (R,))])
 @pytest.mark.parametrize(("x", "said"), [(torch.zeros(4), "Tensor"), ((S0,), "tuple")])
 def test_explain_starts_from_a_layout_or_a_dtensor(x: Any, said: str, target: Any) -> None:

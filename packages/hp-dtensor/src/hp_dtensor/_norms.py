@@ -68,7 +68,7 @@ def clip_grad_norm_(
     """
     try:
         order = float(norm_type)
-    except ValueError:
+    except (TypeError, ValueError):
         order = 0.0
     if not order > 0:
         raise ValueError(f"norm_type={norm_type!r} is no norm; use a positive number or inf")

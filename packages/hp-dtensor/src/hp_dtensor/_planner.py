@@ -161,27 +161,40 @@ def explain(
         x: A DTensor, a `RaggedTensor` or a `NonMember`, planned with the groups that exist; or a
             `Layout`, planned as if any set of axes had a group, without torch.
         placements: As for `redistribute`, or a `Layout`, also on another mesh where ``x`` is one.
-        mesh: The target's mesh; not for a `Layout`.
-        shard_order: The order of axes that shard the same dim, as in `Layout`.
+        mesh: The target's mesh; not beside a `Layout`.
+        shard_order: The order of axes that shard the same dim, as in `Layout`; not beside one.
         shape: The global shape, for a `Layout` only.
         rank: Whose plan it is, for a `Layout` only.
         itemsize: Bytes of an element, for a `Layout` only.
         cost: What plans are compared by; `AlphaBeta` with its defaults if None.
         max_bytes: The most bytes that a step may hold at once, on any rank.
-        groups: Process groups or meshes of one axis that may carry steps over several axes.
+        groups: Process groups or meshes of one axis that may carry steps over several axes; not for
+            a `Layout`.
 
     Returns:
         The plan of this rank, or of ``rank``: ``steps``, ``bytes_received``, ``step_bytes``,
         ``peak_bytes``, ``time`` in seconds by the cost model, ``why`` and ``note``.
 
     Raises:
-        LayoutError: As `redistribute` does; a `Layout` without ``shape``; negative sizes.
-        MeshError: As `redistribute` does; a rank that has no part.
+        LayoutError: As `redistribute` does; a `Layout` without ``shape``, or beside ``shard_order``
+            or ``groups``; negative sizes.
+        MeshError: As `redistribute` does; a rank that has no part; a mesh beside a `Layout`.
         NoPlanError: Every plan needs more than ``max_bytes``.
 
     Example:
         >>> print(explain(Layout((8,), (Shard(0),)), (Replicate(),), shape=(1024, 1024)))
     """
+    for layout in (x, placements):
+        if mesh is not None and isinstance(layout, Layout):
+            raise MeshError(
+                f"mesh={mesh!r} beside a Layout, which has its own mesh of shape "
+                f"{layout.mesh_shape}; leave mesh= out"
+            )
+    if shard_order is not None and isinstance(placements, Layout):
+        raise LayoutError(
+            f"shard_order={shard_order!r} beside the Layout {placements}, which has its own; leave "
+            "shard_order= out"
+        )
     if not isinstance(x, Layout):
         # Layouts are planned without loading torch.
         from ._prepare import options_of, plan_for
@@ -191,10 +204,10 @@ def explain(
     check_limits(cost, max_bytes)
     if shape is None:
         raise LayoutError("a plan between layouts needs the tensor's global shape=")
-    if mesh is not None:
-        raise MeshError(
-            f"mesh={mesh!r} beside a Layout, which has its own mesh of shape {x.mesh_shape}; "
-            "leave mesh= out"
+    if groups is not None:
+        raise LayoutError(
+            f"groups={groups!r} beside a Layout, which is planned as if any set of axes had a "
+            "group; leave groups= out"
         )
     if not isinstance(placements, Layout):
         target = in_tuple(placements, len(x.mesh_shape))
