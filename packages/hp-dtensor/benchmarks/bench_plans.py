@@ -1,6 +1,6 @@
 """Time how long plans take: transfers and whole plans at many ranks, on one mesh and between two.
 
-Nothing communicates and torch is not needed: these are computations with whole numbers on one rank
+Nothing communicates: these are computations with whole numbers on one rank
 of up to 131,072. ``transfer`` is `plan_transfer`, which is not kept; ``plan`` is what `explain`
 does, first with empty caches, then again with the plan kept. Medians of all rounds.
 """
@@ -20,10 +20,10 @@ from hp_dtensor import (
     RaggedShard,
     Replicate,
     Shard,
-    clear_caches,
     explain,
     plan_transfer,
 )
+from hp_dtensor.testing import clear_caches
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 Case = tuple[str, Layout, Layout]

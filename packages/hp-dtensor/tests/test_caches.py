@@ -18,12 +18,12 @@ from hp_dtensor import (
     RaggedShard,
     Replicate,
     Shard,
-    clear_caches,
     clip_grad_norm_,
     explain,
     plan_transfer,
     redistribute,
 )
+from hp_dtensor.testing import clear_caches
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 _prepare: Any = import_module(plan_transfer.__module__.rpartition("._")[0] + "._prepare")

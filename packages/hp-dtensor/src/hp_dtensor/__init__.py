@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._cost import AlphaBeta as AlphaBeta
-from ._cost import clear_caches as clear_caches
 from ._errors import LayoutError as LayoutError
 from ._errors import MeshError as MeshError
 from ._errors import NoPlanError as NoPlanError
@@ -72,7 +71,6 @@ __all__ = [
     "Shard",
     "StridedShard",
     "__version__",
-    "clear_caches",
     "explain",
     "plan_transfer",
     *_NEED_TORCH,

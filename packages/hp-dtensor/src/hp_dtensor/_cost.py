@@ -287,8 +287,8 @@ def clearable(cache: C) -> C:
 def clear_caches() -> None:
     """Drop the plans and layouts that were worked out for earlier calls.
 
-    Later calls work them out again. The caches are bounded and hold no tensor, mesh or process
-    group, so that only memory for plans is freed. Communicates nothing.
+    For tests and timings, `hp_dtensor.testing` has it: later calls work them out again. The caches
+    are bounded and hold no tensor, mesh or process group. Communicates nothing.
 
     Example:
         >>> clear_caches()

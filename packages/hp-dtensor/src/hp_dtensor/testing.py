@@ -1,4 +1,4 @@
-"""A group and a mesh of ranks that are threads of one process."""
+"""For tests: all ranks of a world as threads of one process; the caches of plans, emptied."""
 
 import math
 import threading
@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ._cost import clear_caches as clear_caches
 from .collectives._interface import (
     Axis,
     Parts,
