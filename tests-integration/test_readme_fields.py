@@ -1,5 +1,6 @@
 """What the READMEs list, where the code has the same list."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from hp_mesh._model import NESTED, SPELLINGS
 from hp_mesh.planner import ModelShape
 from hp_mesh.planner._reading import SIZES
 
-README = Path(__file__).parents[1] / "packages" / "hp-mesh" / "README.md"
+PACKAGES = Path(__file__).parents[1] / "packages"
+README = PACKAGES / "hp-mesh" / "README.md"
 SHAPE = {"n_layers": 2, "dim": 8, "n_heads": 4, "ffn": 8, "vocab": 8, "top_k": 1, "expert_ffn": 8}
 
 
@@ -50,3 +52,11 @@ def test_every_name_in_the_readme_of_hp_mesh_is_read(field: str) -> None:
 def read_by_the_planner(field: str, name: str) -> bool:
     rest = {key: value for key, value in SHAPE.items() if key not in SIZES[field]}
     return bool(getattr(ModelShape.from_config({**rest, name: 4}), field) == 4)
+
+
+def test_the_readme_of_hp_dtensor_lists_the_modules_that_its_test_sees_entered() -> None:
+    text = (PACKAGES / "hp-dtensor" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\d\. `([\w/]+)`:", text, re.MULTILINE)
+    test = (PACKAGES / "hp-dtensor" / "tests" / "test_journey.py").read_text(encoding="utf-8")
+    (seen,) = re.findall(r"^DOWN = (\[.*\])$", test, re.MULTILINE)
+    assert [name.replace("/", ".") for name in listed] == ast.literal_eval(seen)

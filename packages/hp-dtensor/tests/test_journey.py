@@ -11,10 +11,13 @@ from rank_pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import Layout, Replicate, Shard, redistribute
+from hp_dtensor.testing import clear_caches
 
 Ranks = Callable[[int], RankPool]
 PACKAGE = Layout.__module__.rpartition("._")[0]
 DOWN = ["_redistribute", "_prepare", "_groups", "_execute", "collectives._c10d"]
+# What the first of all like calls enters besides, as `_prepare` and `_execute` ask them.
+FIRST = {"_convert", "_planner", "_cost", "_transfer", "_boxes"}
 # Values that are compared, the interface, and torch's private names.
 NO_ROOMS = {"_placements", "_layout", "collectives._interface", "_torch"}
 
@@ -36,7 +39,8 @@ def entered(call: Callable[[], Any]) -> list[str]:
     return list(found)
 
 
-def journeys(rank: int) -> dict[str, list[str]]:
+def journeys(rank: int) -> dict[str, list[list[str]]]:
+    """Return the modules that the first call enters, and a later one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = dt.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [dt.Shard(0), dt.Shard(1)])
     one = init_device_mesh("cpu", (4,))
@@ -45,14 +49,20 @@ def journeys(rank: int) -> dict[str, list[str]]:
         "S(0) -> R": lambda: redistribute(y, (Replicate(),)),
         "(S0, S1) -> (S1, S0)": lambda: redistribute(x, (Shard(1), Shard(0))),
     }
-    for call in calls.values():
-        call()  # what is worked out once
-    return {name: entered(call) for name, call in calls.items()}
+    found = {}
+    for name, call in calls.items():
+        clear_caches()  # what other calls worked out
+        found[name] = [entered(call), entered(call)]
+    return found
 
 
 def test_a_change_of_layout_enters_five_modules_downwards(ranks: Ranks) -> None:
     for found in ranks(4).run(journeys):
-        for modules in found.values():
-            rooms = [module for module in modules if module not in NO_ROOMS]
+        for first, later in found.values():
+            rooms = [module for module in later if module not in NO_ROOMS]
             assert sorted(rooms) == sorted(DOWN)
             assert rooms[:4] == DOWN[:4]  # the last two are entered by turns
+            assert {*first} - NO_ROOMS == {*DOWN} | FIRST
+            order = [module for module in first if module in DOWN]
+            assert order[:4] == DOWN[:4]
+            assert first.index("_convert") < first.index("_planner") < first.index("_execute")
