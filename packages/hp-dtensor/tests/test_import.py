@@ -1,9 +1,17 @@
-"""Layouts and plans work where torch is not installed."""
+"""The names at the root; layouts and plans work where torch is not installed."""
 
+import doctest
 import subprocess
 import sys
+from importlib import import_module
+from typing import Any
+
+import pytest
 
 from hp_dtensor import Layout
+
+ROOT: Any = import_module(Layout.__module__.rpartition("._")[0])
+NAMES = [name for name in ROOT.__all__ if name != "__version__"]
 
 PROGRAM = """
 import importlib, sys
@@ -30,3 +38,21 @@ def test_layouts_and_plans_need_no_torch() -> None:
     lines = done.stdout.splitlines()
     assert int(lines[0]) > 0
     assert lines[-1] == "redistribute needs torch"
+
+
+def test_the_root_has_few_names_and_few_errors() -> None:
+    kinds = [getattr(ROOT, name) for name in NAMES]
+    errors = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert 20 <= len(NAMES) <= 30
+    assert 4 <= len(errors) <= 6
+    assert not [kind for kind in kinds if kind not in errors and "Example:" not in kind.__doc__]
+
+
+@pytest.mark.parametrize(
+    "name", ["Layout", "Partial", "RaggedShard", "Replicate", "Shard", "StridedShard"]
+)
+def test_examples_of_layouts_give_what_they_show(name: str) -> None:
+    finder = doctest.DocTestFinder(recurse=False)
+    (example,) = finder.find(getattr(ROOT, name), name, globs=dict(vars(ROOT)))
+    result = doctest.DocTestRunner().run(example)
+    assert (result.attempted > 0, result.failed) == (True, 0)

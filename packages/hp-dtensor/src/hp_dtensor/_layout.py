@@ -199,6 +199,7 @@ class Layout:
 
     Example:
         >>> Layout((2, 4), (Shard(0), Shard(0)), shard_order={0: (1, 0)}).boxes((16, 4), rank=3)
+        (((12, 14), (0, 4)),)
     """
 
     mesh_shape: tuple[int, ...]

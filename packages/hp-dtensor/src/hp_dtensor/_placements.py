@@ -22,7 +22,12 @@ def _torchs(other: object, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicate:
-    """Every coordinate of the axis holds the same values."""
+    """Every coordinate of the axis holds the same values.
+
+    Example:
+        >>> Layout((2,), (Replicate(),)).boxes((6,), rank=1)
+        (((0, 6),),)
+    """
 
     def __eq__(self, other: object) -> bool:
         return other.__class__ is Replicate or _torchs(other, "Replicate") is not None
@@ -40,6 +45,10 @@ class Shard:
 
     Lengths are those of ``torch.chunk``: all ``ceil(length / degree)`` except the last ones, which
     may be shorter or empty.
+
+    Example:
+        >>> Layout((4,), (Shard(0),)).boxes((10,), rank=3)
+        (((9, 10),),)
     """
 
     dim: int
@@ -66,6 +75,10 @@ class StridedShard:
     Blocks and chunks have the lengths of ``torch.chunk``. Where the factor is the product of the
     degrees of later mesh axes that shard the dim, this spells a shard order: those axes split the
     dim first, as in torch's FSDP over tensor parallelism; `Layout` then keeps the order instead.
+
+    Example:
+        >>> Layout((2,), (StridedShard(0, 2),)).boxes((8,), rank=0)
+        (((0, 2),), ((4, 6),))
     """
 
     dim: int
@@ -102,6 +115,10 @@ class RaggedShard:
     of the coordinates before it; for ``dims=(0,)`` these are rows. Later dims stay as they are: the
     local tensor is ``[sizes[i], ...]``. Where other axes shard some of ``dims``, evenly, the runs
     are those of what each of their coordinates holds.
+
+    Example:
+        >>> Layout((2,), (RaggedShard((0,), (1, 5)),)).boxes((6,), rank=1)
+        (((1, 6),),)
     """
 
     dims: tuple[int, ...]
@@ -142,6 +159,11 @@ class Partial:
     """The value is the reduction with ``op`` of what the coordinates of the axis hold.
 
     ``"product"``, torch's name, is taken for ``"prod"``.
+
+    Example:
+        >>> plan = explain(Layout((2,), (Partial("max"),)), (Shard(0),), shape=(6,))
+        >>> [step.kind for step in plan.steps]
+        ['reduce_scatter']
     """
 
     op: PartialOp = "sum"

@@ -138,6 +138,9 @@ class TorchCollectives:
 
     An axis of one rank communicates nothing: outputs are copies of the inputs, or the inputs
     themselves where no output was given.
+
+    Example:
+        >>> TorchCollectives().broadcast(Axis.of(mesh, "dp"), [weight], source=0).wait()
     """
 
     def all_gather(

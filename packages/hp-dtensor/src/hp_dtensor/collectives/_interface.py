@@ -28,7 +28,11 @@ class Group(Protocol):
 
 
 class AxisMesh(Protocol):
-    """A mesh whose axes can be looked up; ``torch.distributed.device_mesh.DeviceMesh`` is one."""
+    """A mesh whose axes can be looked up; ``torch.distributed.device_mesh.DeviceMesh`` is one.
+
+    Example:
+        >>> Axis.of(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), "tp")
+    """
 
     @property
     def ndim(self) -> int:
@@ -56,7 +60,11 @@ class AxisMesh(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One mesh axis as this process sees it: its name, its group, and the group's global ranks."""
+    """One mesh axis as this process sees it: its name, its group, and the group's global ranks.
+
+    Example:
+        >>> Axis.of(mesh, "tp").size
+    """
 
     name: str
     group: Group
@@ -118,7 +126,12 @@ def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
 
 @runtime_checkable
 class Work(Protocol):
-    """A collective under way."""
+    """A collective under way.
+
+    Example:
+        >>> work = collectives.all_reduce(axis, [loss])
+        >>> (total,) = work.wait()
+    """
 
     def wait(self) -> list[Tensor]:
         """Return the outputs, complete for use on the caller's stream; may be called again.
@@ -137,6 +150,9 @@ class Collectives(Protocol):
     broadcasts are a call for each tensor. Inputs must stay untouched
     until `Work.wait`. Outputs are allocated where they are not given; those that are may have any
     strides. Nothing here is differentiable; see `AutogradCollectives` for that.
+
+    Example:
+        >>> (whole,) = collectives.all_gather(Axis.of(mesh, "tp"), [part]).wait()
     """
 
     def all_gather(

@@ -233,6 +233,9 @@ class RaggedTensor(Tensor):
     to a number, so that modules reset their parameters. All others raise `TypeError`. So optimizers
     that update elements alone work, as does `clip_grad_norm_` of this package. Distributed
     checkpoints save and load it, also into other layouts.
+
+    Example:
+        >>> redistribute(weight, [RaggedShard((0,), (3, 5))]).to_local()
     """
 
     _local: Tensor
