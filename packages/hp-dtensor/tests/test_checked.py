@@ -52,6 +52,12 @@ def other_operation(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) ->
         checked.all_gather(axis, [torch.ones(4)]).wait()
 
 
+def other_name(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
+    axis = Axis.of(mesh, "tp")
+    named = Axis("dp" if rank == 1 else "tp", axis.group, axis.ranks)
+    checked.all_reduce(named, [torch.ones(4)]).wait()
+
+
 def other_reduction(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
     checked.all_reduce(Axis.of(mesh, "tp"), [torch.ones(4)], "max" if rank == 1 else "sum").wait()
 
@@ -84,6 +90,7 @@ def other_message(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> N
 
 DIFFERENT = {
     other_operation: ("all_gather float32 [4]", "all_reduce sum float32 [4]"),
+    other_name: ("over axis 'tp', ranks", "over axis 'dp', ranks"),
     other_reduction: ("all_reduce sum", "all_reduce max"),
     other_shape: ("float32 [4]", "float32 [5]"),
     other_dtype: ("reduce_scatter sum float32 [4]", "reduce_scatter sum float64 [4]"),

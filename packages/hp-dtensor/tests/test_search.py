@@ -79,6 +79,21 @@ def test_the_search_finds_the_cheapest_of_all_steps(
     assert _pricing.seconds(found, shape, ITEMSIZE, cost) == pytest.approx(expected, rel=1e-9)
 
 
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_no_layout_on_the_way_is_cheaper_than_to_go_straight(data: st.DataObject) -> None:
+    """At one price for all axes; with partial values ranks of other axes may help on the way."""
+    mesh = data.draw(st.sampled_from(MESHES))
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
+    cost = data.draw(st.sampled_from(MODELS[:3]))
+    source, between, target = (data.draw(layouts(mesh, len(shape))) for _ in range(3))
+    straight, first, then = (
+        _plan.make_plan(*pair, shape, 0, ITEMSIZE, cost).time
+        for pair in ((source, target), (source, between), (between, target))
+    )
+    assert straight <= (first + then) * (1 + 1e-9)
+
+
 KINDS = (Replicate(), Partial(), Shard(0), Shard(1), Shard(2))
 
 
