@@ -672,6 +672,10 @@ def test_alone_a_simulated_rank_needs_no_collectives() -> None:
     TorchCollectives().send_recv(axis, {0: x}, {0: y}).wait()
     assert torch.equal(y, x)
     assert torch.equal(AutogradCollectives().all_gather(x, axis), x)
+    for splits in (([1], [2]), ([2], [1]), ([1, 1], [1, 1])):
+        with pytest.raises(ValueError, match="of 2 rows over world, which has one rank"):
+            TorchCollectives().all_to_all(axis, x, *splits)
+    assert torch.equal(TorchCollectives().all_to_all(axis, x, [2], [2]).wait()[0], x)
 
 
 def test_a_rank_that_ends_early_fails_its_peers_instead_of_hanging() -> None:

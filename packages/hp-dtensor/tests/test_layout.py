@@ -19,6 +19,8 @@ from hp_dtensor import (
     Replicate,
     Shard,
     StridedShard,
+    explain,
+    plan_transfer,
 )
 
 from .strategies import MESHES, Case, cases, free_layouts, shapes
@@ -97,6 +99,29 @@ def test_a_mesh_shape_is_a_sequence_of_degrees(shape: Any) -> None:
     with pytest.raises(LayoutError, match=r"mesh_shape=.* is no shape of a mesh; .* \(2, 4\)"):
         Layout(shape, (Shard(0),))
     assert Layout(np.array([2]), (Shard(0),)) == Layout((2,), (Shard(0),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [4, "4", (4.0,), None, [(4,)]])
+def test_a_shape_is_a_sequence_of_whole_numbers(shape: Any) -> None:
+    """A plan for 4.0 rows would be found again for 4."""
+    rows, whole = Layout((2,), (S0,)), Layout((2,), (R,))
+    with pytest.raises(LayoutError, match=r"shape="):
+        explain(rows, whole, shape=shape)
+    for call in (lambda: rows.boxes(shape, 0), lambda: plan_transfer(rows, whole, shape, 0)):
+        with pytest.raises(LayoutError, match=r"shape=.* is no shape of a tensor"):
+            call()
+    for rows_of_4 in ([4], np.array([4]), (np.int64(4),)):
+        made = explain(rows, whole, shape=rows_of_4)  # type: ignore[arg-type]
+        assert repr(made) == repr(explain(rows, whole, shape=(4,)))
+        assert [type(n) for n in (*made.shape, made.bytes_received)] == [int, int]
+
+
+@pytest.mark.parametrize("placements", [{S0, R}, {S0: 0, R: 1}, "SR", frozenset([S0, R])])
+def test_placements_come_in_the_order_of_the_axes(placements: Any) -> None:
+    with pytest.raises(LayoutError, match="placements are a sequence"):
+        Layout((2, 2), placements)
+    with pytest.raises(LayoutError, match="RaggedShard takes sizes as a sequence"):
+        RaggedShard((0,), {1, 3})  # type: ignore[arg-type]
 
 
 def test_errors_say_what_is_legal() -> None:

@@ -164,6 +164,7 @@ def refused(rank: int) -> list[tuple[str, str]]:
         lambda: reduce_partial(data),
         lambda: reduce_partial(cast(Any, ragged)),
         lambda: distribute_tensor(data, square, (StridedShard(0, 3), Partial())),
+        lambda: distribute_tensor(data, square, (S0, R), src_data_rank=cast(Any, "0")),
     ]
     texts = []
     with CommDebugMode() as counted:
@@ -182,7 +183,7 @@ def test_wrong_arguments_are_named_on_every_rank_alike_before_communication(rank
     kinds += [LayoutError, LayoutError, LayoutError, LayoutError]
     kinds += [LayoutError, LayoutError, MeshError, *[LayoutError] * 3]
     kinds += [MeshError, LayoutError, *[MeshError] * 4, LayoutError]
-    kinds += [LayoutError] * 2
+    kinds += [LayoutError, LayoutError, MeshError]
     assert [name for name, _ in first] == [kind.__name__ for kind in kinds]
     texts = [text for _, text in first]
     assert "use 0 to 1, or None" in texts[9]

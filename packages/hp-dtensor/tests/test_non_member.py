@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_dtensor import Layout, LayoutError, NonMember, Replicate, Shard
+from hp_dtensor import Layout, LayoutError, NonMember, RaggedShard, Replicate, Shard
 
 LAYOUT = Layout((2, 2), (Shard(0), Replicate()), ranks=(4, 5, 6, 7))
 ABSENT: Any = NonMember(LAYOUT, (6, 3), torch.float32)
@@ -62,6 +62,11 @@ def test_a_shape_that_the_layout_does_not_fit_is_refused() -> None:
         NonMember(LAYOUT, (), torch.float32)
     with pytest.raises(LayoutError, match="negative"):
         NonMember(LAYOUT, (-1, 3), torch.float32)
+    with pytest.raises(LayoutError, match="got 'rows'"):
+        NonMember("rows", (4,), torch.float32)  # type: ignore[arg-type]
+    runs = Layout((2,), (RaggedShard((0,), (1, 2)),))
+    with pytest.raises(LayoutError, match="they must sum to 4"):
+        NonMember(runs, (4,), torch.float32)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -186,6 +186,13 @@ def test_a_rank_of_neither_mesh_has_no_plan() -> None:
     assert explain(pair[0], apart, shape=(4, 4), rank=6).rank == 6
 
 
+@pytest.mark.parametrize(("rank", "itemsize"), [(1.0, 4), ("1", 4), (0, 0), (0, -4), (0, 2.5)])
+def test_ranks_and_bytes_of_an_element_are_whole_numbers(rank: Any, itemsize: Any) -> None:
+    pair = Layout((2,), (S0,)), Layout((2,), (R,))
+    with pytest.raises(LayoutError, match=r"rank=.* is in neither|itemsize=.* give 1 or more"):
+        explain(*pair, shape=(4,), rank=rank, itemsize=itemsize)
+
+
 @pytest.mark.parametrize("limit", [1.5, True, "64"])
 def test_a_limit_that_is_no_number_of_bytes_is_refused_between_layouts_too(limit: Any) -> None:
     pair = Layout((2,), (Shard(0),)), Layout((2,), (Replicate(),))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from ._errors import MeshError
+from ._errors import LayoutError, MeshError
 from ._groups import ranks_of_both
-from ._layout import Box, Layout, check_sizes, replicated
+from ._layout import Box, Layout, checked_sizes, replicated
 from ._planner import Plan
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, RankMismatchError
@@ -45,7 +45,7 @@ class NonMember:
         graph: Where it comes from; set by `redistribute`.
 
     Raises:
-        LayoutError: A shape that the layout does not fit.
+        LayoutError: No `Layout`, or a shape that it does not fit.
 
     Example:
         >>> NonMember(Layout((2,), (Shard(0),), ranks=(4, 5)), (8, 8), torch.float32)
@@ -58,9 +58,10 @@ class NonMember:
     graph: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_sizes(self.shape)
-        object.__setattr__(self, "shape", tuple(self.shape))
-        self.layout.check(len(self.shape))
+        if not isinstance(cast(object, self.layout), Layout):
+            raise LayoutError(f"a NonMember takes the tensor's Layout, got {self.layout!r}")
+        object.__setattr__(self, "shape", checked_sizes(self.shape))
+        self.layout.check_shape(self.shape)
 
     def anchor(self) -> torch.Tensor:
         """Return an empty tensor in the place of this one in the graph of autograd."""

@@ -1,10 +1,11 @@
 """Layouts, each in one spelling, and the splits of each dim, axis after axis."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from ._boxes import Box as Box
 from ._boxes import Interval, Split, chunk, pieces, ravel, run_boxes, unravel
@@ -27,14 +28,13 @@ AxisSplits: TypeAlias = dict[int, tuple[AxisSplit, ...]]
 
 def checked_shape(mesh_shape: object) -> tuple[int, ...]:
     """Return the shape of a mesh as a tuple; raises `LayoutError` for what is none."""
-    if isinstance(mesh_shape, Iterable):
-        shape = tuple(mesh_shape)
-        if all(hasattr(degree, "__index__") for degree in shape):
-            return shape
-    raise LayoutError(
-        f"mesh_shape={mesh_shape!r} is no shape of a mesh; give a sequence of degrees, one for "
-        "each axis, such as (2, 4) or (8,)"
-    )
+    shape = whole_numbers(mesh_shape)
+    if shape is None:
+        raise LayoutError(
+            f"mesh_shape={mesh_shape!r} is no shape of a mesh; give a sequence of degrees, one for "
+            "each axis, such as (2, 4) or (8,)"
+        )
+    return shape
 
 
 def checked_placements(placements: object, mesh_shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -290,11 +290,10 @@ class Layout:
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise unless a tensor of ``shape`` can have this layout.
 
-        `LayoutError` for negative sizes, dims that are not there, and ragged runs that are not all
-        of what they divide.
+        `LayoutError` for sizes that are none, dims that are not there, and ragged runs that are not
+        all of what they divide.
         """
-        check_sizes(shape)
-        self.check(len(shape))
+        self.check(len(checked_sizes(shape)))
         if self.ragged is None:
             return
         axis, placement = self.ragged
@@ -425,10 +424,25 @@ class Layout:
         return text
 
 
-def check_sizes(shape: Sequence[int]) -> None:
-    """Raise `LayoutError` for a global shape with negative sizes."""
-    if any(length < 0 for length in shape):
-        raise LayoutError(f"shape={tuple(shape)} has negative sizes; give sizes of 0 or more")
+def checked_sizes(shape: object) -> tuple[int, ...]:
+    """Return the shape of a tensor as a tuple; raises `LayoutError` for what is none."""
+    sizes = whole_numbers(shape)
+    if sizes is None:
+        raise LayoutError(f"shape={shape!r} is no shape of a tensor; give a sequence of sizes")
+    if min(sizes, default=0) < 0:
+        raise LayoutError(f"shape={sizes} has negative sizes; give sizes of 0 or more")
+    return sizes
+
+
+def whole_numbers(values: object) -> tuple[int, ...] | None:
+    """Return numbers as plain ints, None where some are not whole numbers.
+
+    What is kept between calls is found by equal numbers: 4.0 would stand for 4 in later calls.
+    """
+    try:
+        return tuple(map(int, map(operator.index, cast(Any, values))))
+    except TypeError:
+        return None
 
 
 def _pairs(layout: Layout) -> ShardOrder:

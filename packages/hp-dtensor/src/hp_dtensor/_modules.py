@@ -95,7 +95,7 @@ def distribute_tensor(
             "a tensor that operations made has a history that would be lost; detach() it first, "
             "or use DTensor.from_local inside a computation"
         )
-    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+    if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
         raise MeshError(
             f"src_data_rank={src_data_rank} is a coordinate on each axis of a mesh of shape "
             f"{tuple(mesh.shape)}; use 0 to {min(mesh.shape) - 1}, or None for each rank's own data"

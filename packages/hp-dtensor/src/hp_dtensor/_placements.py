@@ -129,7 +129,7 @@ class RaggedShard:
         for name in ("dims", "sizes"):
             given = getattr(self, name)
             try:
-                object.__setattr__(self, name, tuple(given))
+                object.__setattr__(self, name, _in_order(given))
             except TypeError:
                 raise LayoutError(
                     f"RaggedShard takes {name} as a sequence of numbers, got {given!r}"
@@ -205,7 +205,7 @@ def in_tuple(placements: object, axes: int = 0) -> tuple[Any, ...]:
     if placements is None and axes:
         return (Replicate(),) * axes
     try:
-        return tuple(cast(Any, placements))
+        return _in_order(placements)
     except TypeError:
         raise LayoutError(
             f"placements are a sequence with one for each mesh axis, got {placements!r} alone; "
@@ -224,6 +224,13 @@ def check_dim(dim: object) -> None:
     """Raise `LayoutError` for what is no number of a dim."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise LayoutError(f"Shard takes the number of a tensor dim, got {dim!r}")
+
+
+def _in_order(values: object) -> tuple[Any, ...]:
+    """Return a sequence as a tuple; a set, a dict or a text is none, whatever it would give."""
+    if isinstance(values, set | frozenset | dict | str):
+        raise TypeError
+    return tuple(cast(Any, values))
 
 
 def _short(sizes: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ._cost import (
     AlphaBeta,
@@ -34,12 +34,14 @@ from ._layout import (
     Layout,
     ShardOrder,
     axis_splits,
+    checked_sizes,
     common,
     is_local,
     reduced_layout,
     replicated,
     same_runs,
     unchanged_axes,
+    whole_numbers,
     with_placement,
     with_split,
     without,
@@ -177,7 +179,7 @@ def explain(
 
     Raises:
         LayoutError: As `redistribute` does; a `Layout` without ``shape``, or beside ``shard_order``
-            or ``groups``; negative sizes.
+            or ``groups``; sizes that are none.
         MeshError: As `redistribute` does; a rank that has no part; a mesh beside a `Layout`.
         NoPlanError: Every plan needs more than ``max_bytes``.
 
@@ -209,17 +211,21 @@ def explain(
             f"groups={groups!r} beside a Layout, which is planned as if any set of axes had a "
             "group; leave groups= out"
         )
+    if not isinstance(cast(object, itemsize), int) or itemsize < 1:
+        raise LayoutError(f"itemsize={itemsize!r} is no number of bytes; give 1 or more")
     if not isinstance(placements, Layout):
         target = in_tuple(placements, len(x.mesh_shape))
         placements = Layout(x.mesh_shape, target, shard_order, x.ranks)
-    if not x.holds(rank) and not placements.holds(rank):
+    numbers = whole_numbers([rank])
+    if numbers is None or not (x.holds(rank) or placements.holds(rank)):
         held = sorted({*x.all_ranks(), *placements.all_ranks()})
         consecutive = held[-1] - held[0] + 1 == len(held)
         legal = f"{held[0]} to {held[-1]}" if consecutive else str(held)
         raise MeshError(
             f"rank={rank} is in neither layout's mesh, so that it has no part; use one of {legal}"
         )
-    return make_plan(x, placements, tuple(shape), rank, itemsize, cost, max_bytes=max_bytes)
+    sizes = checked_sizes(shape)
+    return make_plan(x, placements, sizes, *numbers, itemsize, cost, max_bytes=max_bytes)
 
 
 @clearable

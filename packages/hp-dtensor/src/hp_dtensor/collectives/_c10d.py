@@ -232,6 +232,12 @@ class TorchCollectives:
     ) -> Work:
         """Exchange row blocks; see `Collectives.all_to_all`."""
         if axis.size == 1:
+            for splits in (send_splits, receive_splits):
+                if splits is not None and list(splits) != [input.shape[0]]:
+                    raise ValueError(
+                        f"splits {list(splits)} of {input.shape[0]} rows over {axis.name}, which "
+                        "has one rank; they are one number, that of the rows"
+                    )
             return _Done(_copied([input], None if output is None else [output]))
         input = input.contiguous()
         copy_out = None
