@@ -92,13 +92,13 @@ def moved(
     for source, target, *_ in cases:
         x = leaf(as_dtensor(whole((size, size)).to(dtype), Layout(mesh, source), rank))
         ascent = as_dtensor(whole((size, size), 1).to(dtype), Layout(mesh, target), rank)
-        door, calls = RecordingCollectives(), []
+        collectives, calls = RecordingCollectives(), []
         with CommDebugMode() as beside:
-            y = redistribute(x, target, collectives=door)
-            calls.append(sum(each.calls for each in door.by_axis.values()))
-            door.reset()
+            y = redistribute(x, target, collectives=collectives)
+            calls.append(sum(each.calls for each in collectives.by_axis.values()))
+            collectives.reset()
             torch.autograd.backward(y, ascent)
-            calls.append(sum(each.calls for each in door.by_axis.values()))
+            calls.append(sum(each.calls for each in collectives.by_axis.values()))
         grad = x.grad
         assert isinstance(grad, DTensor)
         labels = (str(y.placements), str(grad.placements))
@@ -161,12 +161,16 @@ def partial_gradients(rank: int) -> list[tuple[Tensor, int]]:
     results = []
     for source in ((S0,), (P,)):
         x = leaf(as_dtensor(whole((6, 2)), Layout((4,), source), rank))
-        door = RecordingCollectives()
-        y = redistribute(x, (R,), collectives=door).to_local(grad_placements=[theirs.Partial()])
-        door.reset()
+        collectives = RecordingCollectives()
+        y = redistribute(x, (R,), collectives=collectives).to_local(
+            grad_placements=[theirs.Partial()]
+        )
+        collectives.reset()
         torch.autograd.backward((y * whole((6, 2), 1 + rank)).sum())
         assert isinstance(x.grad, DTensor)
-        results.append((x.grad.to_local(), sum(each.calls for each in door.by_axis.values())))
+        results.append(
+            (x.grad.to_local(), sum(each.calls for each in collectives.by_axis.values()))
+        )
     return results
 
 

@@ -90,9 +90,9 @@ def moved(rank: int, batch: list[Case]) -> list[Moved]:
     results = []
     for source, target, shape in batch:
         x = laid(whole(shape, 0), source, rank).detach().requires_grad_()
-        order, door = target.shard_order, RecordingCollectives()
-        y: Any = redistribute(x, target.placements, shard_order=order, collectives=door)
-        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        order, collectives = target.shard_order, RecordingCollectives()
+        y: Any = redistribute(x, target.placements, shard_order=order, collectives=collectives)
+        received = sum(traffic.bytes for traffic in collectives.by_axis.values())
         predicted = explain(x, target.placements, shard_order=order).bytes_received
         local = y.to_local()
         local.backward(cut(whole(shape, 1), target, rank))

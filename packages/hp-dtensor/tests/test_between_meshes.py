@@ -130,10 +130,10 @@ def moved(rank: int, batch: list[Case]) -> list[tuple[Tensor | None, int, int, b
     for source, target, shape in batch:
         x = laid(whole(shape), source, rank)
         mesh = mesh_of(target)
-        door = RecordingCollectives()
-        y = redistribute(x, target.placements, mesh=mesh, collectives=door)
+        collectives = RecordingCollectives()
+        y = redistribute(x, target.placements, mesh=mesh, collectives=collectives)
         again = redistribute(x, target.placements, mesh=mesh, async_op=True).wait()
-        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        received = sum(traffic.bytes for traffic in collectives.by_axis.values())
         if isinstance(y, NonMember):
             results.append((None, received, 0, y == again and y.layout == target))
             continue

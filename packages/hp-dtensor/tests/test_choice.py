@@ -138,7 +138,7 @@ def test_the_text_says_why() -> None:
     assert "and of all steps" in text
 
 
-def test_slices_come_before_reductions_also_where_no_walks_are_searched() -> None:
+def test_slices_come_before_reductions_also_where_nothing_is_searched() -> None:
     """Blocks are beyond the search. Two ranks that reduce the whole each receive half of it."""
     pair = Layout((2, 2, 2), (P, R, R)), Layout((2, 2, 2), (R, S1, StridedShard(0, 3)))
     plan = explain(*pair, shape=(12, 8), cost=AlphaBeta(alpha=0.0, beta=1.0), itemsize=1)

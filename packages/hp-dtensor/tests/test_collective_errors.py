@@ -78,12 +78,12 @@ def part_fails(rank: int, kind: str, start: int | None, wait: int | None) -> dic
         outputs, where, name = inputs, dist, "broadcast"
         expected = [torch.full((LARGE,), 10.0 * i) for i in range(3)]
     with mock.patch.object(where, name, failing(getattr(where, name), start, wait, seen)):
-        door = TorchCollectives()
+        carrier = TorchCollectives()
         try:
             if kind == "all_gather":
-                work = door.all_gather(axis, inputs, outputs)
+                work = carrier.all_gather(axis, inputs, outputs)
             else:
-                work = door.broadcast(axis, inputs)
+                work = carrier.broadcast(axis, inputs)
         except Broken as error:
             return {"at once": str(error), "started": len(seen)}
     complete = []
@@ -120,22 +120,22 @@ def test_waiting_waits_for_all_and_raises_the_first_error_every_time(
 
 def abandoned(rank: int, kind: str) -> list[bool]:
     """Drop works and tensors under way, use memory of that size at once, then communicate on."""
-    axis, door, seen = world(), TorchCollectives(), []
+    axis, carrier, seen = world(), TorchCollectives(), []
     for _ in range(20):
         if rank:
             time.sleep(0.001)
         x = torch.full((2 * LARGE,), 1.0 + rank)
         if kind == "all_gather":
-            door.all_gather(axis, [x])
+            carrier.all_gather(axis, [x])
         elif kind == "all_to_all":
-            door.all_to_all(axis, x)
+            carrier.all_to_all(axis, x)
         elif kind == "all_reduce":
-            door.all_reduce(axis, [x])
+            carrier.all_reduce(axis, [x])
         else:
-            door.reduce_scatter(axis, [x])
+            carrier.reduce_scatter(axis, [x])
         del x
         held = [torch.full((2 * LARGE,), 7.0) for _ in range(3)]
-        (told,) = door.all_reduce(axis, [torch.ones(4)]).wait()
+        (told,) = carrier.all_reduce(axis, [torch.ones(4)]).wait()
         dist.barrier()
         seen += [bool((each == 7.0).all()) for each in held]
         seen.append(bool((told == 2).all()))
@@ -150,9 +150,9 @@ def test_memory_that_is_dropped_under_way_lives_as_long_as_it_is_used(
         assert all(seen)
 
 
-def waits_twice(rank: int, door: SimulatedCollectives) -> int:
+def waits_twice(rank: int, carrier: SimulatedCollectives) -> int:
     """Make another call than the peer, and return how many of two waits raise."""
-    work = door.all_gather(door.axis(), [torch.ones(2 + rank, dtype=torch.float64)])
+    work = carrier.all_gather(carrier.axis(), [torch.ones(2 + rank, dtype=torch.float64)])
     raised = 0
     for _ in range(2):
         try:

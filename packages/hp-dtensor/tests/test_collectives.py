@@ -32,146 +32,152 @@ def numbers(rank: int, *shape: int) -> Tensor:
     return torch.randint(-9, 9, shape, generator=generator).double()
 
 
-def gather(door: Collectives, axis: Axis) -> list[Tensor]:
-    return door.all_gather(axis, [numbers(axis.index, 3, 2)]).wait()
+def gather(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return collectives.all_gather(axis, [numbers(axis.index, 3, 2)]).wait()
 
 
-def gather_list(door: Collectives, axis: Axis) -> list[Tensor]:
-    return door.all_gather(axis, [numbers(axis.index, 3, 2), numbers(axis.index + 9, 1)]).wait()
+def gather_list(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return collectives.all_gather(
+        axis, [numbers(axis.index, 3, 2), numbers(axis.index + 9, 1)]
+    ).wait()
 
 
-def gather_small_and_large(door: Collectives, axis: Axis) -> list[Tensor]:
+def gather_small_and_large(collectives: Collectives, axis: Axis) -> list[Tensor]:
     parts = [numbers(axis.index, 2), numbers(axis.index, 2**17), numbers(axis.index + 9, 1)]
-    return door.all_gather(axis, parts).wait()
+    return collectives.all_gather(axis, parts).wait()
 
 
-def gather_dtypes(door: Collectives, axis: Axis) -> list[Tensor]:
+def gather_dtypes(collectives: Collectives, axis: Axis) -> list[Tensor]:
     exact = torch.tensor([2**53 + 1 + axis.index])  # no float has it
     parts = [exact, numbers(axis.index, 2).float(), exact + 4, numbers(axis.index, 3)]
-    return door.all_gather(axis, parts).wait()
+    return collectives.all_gather(axis, parts).wait()
 
 
-def gather_into(door: Collectives, axis: Axis) -> list[Tensor]:
+def gather_into(collectives: Collectives, axis: Axis) -> list[Tensor]:
     out = torch.zeros(3 * axis.size + 1, dtype=torch.double)
-    door.all_gather(axis, [numbers(axis.index, 3)], [out[1:]]).wait()
+    collectives.all_gather(axis, [numbers(axis.index, 3)], [out[1:]]).wait()
     return [out]
 
 
-def scatter(door: Collectives, axis: Axis) -> list[Tensor]:
-    return door.reduce_scatter(axis, [numbers(axis.index, 2 * axis.size, 3)]).wait()
+def scatter(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return collectives.reduce_scatter(axis, [numbers(axis.index, 2 * axis.size, 3)]).wait()
 
 
-def scatter_list(door: Collectives, axis: Axis) -> list[Tensor]:
+def scatter_list(collectives: Collectives, axis: Axis) -> list[Tensor]:
     n = axis.size
-    return door.reduce_scatter(axis, [numbers(axis.index, n), numbers(axis.index, 2 * n)]).wait()
+    return collectives.reduce_scatter(
+        axis, [numbers(axis.index, n), numbers(axis.index, 2 * n)]
+    ).wait()
 
 
-def scatter_mean_of_list(door: Collectives, axis: Axis) -> list[Tensor]:
+def scatter_mean_of_list(collectives: Collectives, axis: Axis) -> list[Tensor]:
     n, parts = axis.size, [(0,), (axis.size, 2), (3 * axis.size,)]
     outputs = [numbers(1, *(rows // n, *rest)) for rows, *rest in parts]
     inputs = [numbers(axis.index, *part) for part in parts]
-    return door.reduce_scatter(axis, inputs, outputs, op="avg").wait()
+    return collectives.reduce_scatter(axis, inputs, outputs, op="avg").wait()
 
 
-def scatter_large(door: Collectives, axis: Axis) -> list[Tensor]:
+def scatter_large(collectives: Collectives, axis: Axis) -> list[Tensor]:
     parts = [numbers(axis.index, axis.size * 2**17), numbers(axis.index, axis.size)]
-    return door.reduce_scatter(axis, parts).wait()
+    return collectives.reduce_scatter(axis, parts).wait()
 
 
-def scatter_mean(door: Collectives, axis: Axis) -> list[Tensor]:
-    return door.reduce_scatter(axis, [numbers(axis.index, axis.size)], op="avg").wait()
+def scatter_mean(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return collectives.reduce_scatter(axis, [numbers(axis.index, axis.size)], op="avg").wait()
 
 
-def reduce_all(door: Collectives, axis: Axis) -> list[Tensor]:
-    return [door.all_reduce(axis, [numbers(axis.index, 5)], op).wait()[0] for op in OPS]
+def reduce_all(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return [collectives.all_reduce(axis, [numbers(axis.index, 5)], op).wait()[0] for op in OPS]
 
 
-def reduce_list(door: Collectives, axis: Axis) -> list[Tensor]:
-    return door.all_reduce(axis, [numbers(axis.index, 5), numbers(axis.index + 4, 2, 2)]).wait()
+def reduce_list(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return collectives.all_reduce(
+        axis, [numbers(axis.index, 5), numbers(axis.index + 4, 2, 2)]
+    ).wait()
 
 
-def reduce_dtypes(door: Collectives, axis: Axis) -> list[Tensor]:
+def reduce_dtypes(collectives: Collectives, axis: Axis) -> list[Tensor]:
     parts = [numbers(axis.index, 5).float(), torch.arange(2) + 2**53, numbers(axis.index, 3)]
-    return door.all_reduce(axis, parts).wait()
+    return collectives.all_reduce(axis, parts).wait()
 
 
-def swap_equal(door: Collectives, axis: Axis) -> list[Tensor]:
-    return door.all_to_all(axis, numbers(axis.index, 2 * axis.size, 3)).wait()
+def swap_equal(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return collectives.all_to_all(axis, numbers(axis.index, 2 * axis.size, 3)).wait()
 
 
-def swap_uneven(door: Collectives, axis: Axis) -> list[Tensor]:
+def swap_uneven(collectives: Collectives, axis: Axis) -> list[Tensor]:
     me, n = axis.index, axis.size
     send = [(me * 3 + peer) % 4 for peer in range(n)]
     receive = [(peer * 3 + me) % 4 for peer in range(n)]
-    return door.all_to_all(axis, numbers(me, sum(send), 2), send, receive).wait()
+    return collectives.all_to_all(axis, numbers(me, sum(send), 2), send, receive).wait()
 
 
-def send_onwards(door: Collectives, axis: Axis) -> list[Tensor]:
+def send_onwards(collectives: Collectives, axis: Axis) -> list[Tensor]:
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     place = torch.empty(4, dtype=torch.double)
-    return door.send_recv(axis, {after: numbers(axis.index, 4)}, {before: place}).wait()
+    return collectives.send_recv(axis, {after: numbers(axis.index, 4)}, {before: place}).wait()
 
 
-def send_one_way(door: Collectives, axis: Axis) -> list[Tensor]:
+def send_one_way(collectives: Collectives, axis: Axis) -> list[Tensor]:
     last = axis.size - 1
     sends = {last: numbers(0, 3)} if axis.index == 0 else {}
     receives = {0: torch.empty(3, dtype=torch.double)} if axis.index == last else {}
-    return door.send_recv(axis, sends, receives).wait()
+    return collectives.send_recv(axis, sends, receives).wait()
 
 
-def send_pairs(door: Collectives, axis: Axis) -> list[Tensor]:
+def send_pairs(collectives: Collectives, axis: Axis) -> list[Tensor]:
     me, n = axis.index, axis.size
     sends = {peer: (numbers(me, 3), numbers(me + peer, 2, 2)) for peer in (me, (me + 1) % n)}
     places = {
         peer: [torch.empty(3, dtype=torch.double), torch.empty(2, 2, dtype=torch.double)]
         for peer in (me, (me - 1) % n)
     }
-    return door.send_recv(axis, sends, places).wait()
+    return collectives.send_recv(axis, sends, places).wait()
 
 
-def spread(door: Collectives, axis: Axis) -> list[Tensor]:
+def spread(collectives: Collectives, axis: Axis) -> list[Tensor]:
     tensors = [numbers(axis.index, 3), numbers(axis.index + 5, 2)]
-    return door.broadcast(axis, tensors, axis.size - 1).wait()
+    return collectives.broadcast(axis, tensors, axis.size - 1).wait()
 
 
-def reduce_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+def reduce_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
     whole = numbers(axis.index, 3, 4)
-    door.all_reduce(axis, [whole[:, ::2]], "avg").wait()
+    collectives.all_reduce(axis, [whole[:, ::2]], "avg").wait()
     return [whole]
 
 
-def swap_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+def swap_into_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
     whole = numbers(axis.index, axis.size, 4)
-    door.all_to_all(axis, numbers(axis.index, axis.size, 2), output=whole[:, ::2]).wait()
+    collectives.all_to_all(axis, numbers(axis.index, axis.size, 2), output=whole[:, ::2]).wait()
     return [whole]
 
 
-def send_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+def send_into_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
     whole = numbers(axis.index, 3, 4)
-    door.send_recv(axis, {after: numbers(axis.index, 3, 2)}, {before: whole[:, ::2]}).wait()
+    collectives.send_recv(axis, {after: numbers(axis.index, 3, 2)}, {before: whole[:, ::2]}).wait()
     return [whole]
 
 
-def gather_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+def gather_into_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
     outputs = [numbers(0, 2, 3 * axis.size).T, numbers(0, axis.size)]
-    return door.all_gather(
+    return collectives.all_gather(
         axis, [numbers(axis.index, 3, 2), numbers(axis.index + 9, 1)], outputs
     ).wait()
 
 
-def scatter_into_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+def scatter_into_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
     n = axis.size
     outputs = [numbers(0, 1), numbers(0, 3, 2).T]
     inputs = [numbers(axis.index, n), numbers(axis.index, 2 * n, 3)]
-    return door.reduce_scatter(axis, inputs, outputs).wait()
+    return collectives.reduce_scatter(axis, inputs, outputs).wait()
 
 
-def spread_strided(door: Collectives, axis: Axis) -> list[Tensor]:
+def spread_strided(collectives: Collectives, axis: Axis) -> list[Tensor]:
     whole = numbers(axis.index, 3, 4)
     # The source's has other strides than those of its peers.
     part = whole.T[::2].T if axis.index else whole[:, ::2].clone()
-    door.broadcast(axis, [part]).wait()
+    collectives.broadcast(axis, [part]).wait()
     return [whole[:, 1::2], part]
 
 
@@ -321,7 +327,10 @@ def on_gloo(rank: int, program: Program, n: int) -> list[Tensor]:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_simulated_collectives_give_the_definition(program: Program, n: int) -> None:
-    check(program, SimulatedWorld(n).run(lambda rank, door: program(door, door.axis())))
+    check(
+        program,
+        SimulatedWorld(n).run(lambda rank, collectives: program(collectives, collectives.axis())),
+    )
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -339,8 +348,8 @@ def calls_of_lists(rank: int, program: Program, n: int, backend: str) -> list[st
     return [event.name for event in profile.events() or () if event.name.startswith("c10d::")]
 
 
-def gather_one_small(door: Collectives, axis: Axis) -> list[Tensor]:
-    return door.all_gather(axis, [torch.ones(2**18), torch.ones(4)]).wait()
+def gather_one_small(collectives: Collectives, axis: Axis) -> list[Tensor]:
+    return collectives.all_gather(axis, [torch.ones(2**18), torch.ones(4)]).wait()
 
 
 @pytest.mark.parametrize("program", [gather_list, gather_one_small, reduce_list, scatter_list])
@@ -386,9 +395,9 @@ RECEIVED: dict[Program, Callable[[int, int], int]] = {
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("n", [2, 4])
 def test_recording_counts_calls_and_received_bytes(program: Program, n: int) -> None:
-    def counted(rank: int, door: SimulatedCollectives) -> tuple[int, int]:
-        recording = RecordingCollectives(door)
-        program(recording, door.axis("a"))
+    def counted(rank: int, collectives: SimulatedCollectives) -> tuple[int, int]:
+        recording = RecordingCollectives(collectives)
+        program(recording, collectives.axis("a"))
         calls = recording.by_call.values()
         assert recording.by_axis == {"a": tuple(map(sum, zip(*calls, strict=True)))}
         return recording.by_axis["a"]
@@ -399,9 +408,9 @@ def test_recording_counts_calls_and_received_bytes(program: Program, n: int) -> 
 
 
 def test_recording_starts_again_after_reset() -> None:
-    def counted(rank: int, door: SimulatedCollectives) -> Any:
-        recording = RecordingCollectives(door)
-        gather(recording, door.axis("a"))
+    def counted(rank: int, collectives: SimulatedCollectives) -> Any:
+        recording = RecordingCollectives(collectives)
+        gather(recording, collectives.axis("a"))
         recording.reset()
         return recording.by_axis
 
@@ -417,15 +426,19 @@ def adjoint_pairs(n: int, sizes: list[int]) -> list[tuple[Map, Callable[[int], t
     transposed = [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]
     return [
         (
-            lambda x, axis, door: AutogradCollectives(door).all_gather(x, axis, 1, sizes=sizes),
+            lambda x, axis, collectives: AutogradCollectives(collectives).all_gather(
+                x, axis, 1, sizes=sizes
+            ),
             lambda me: (2, sizes[me]),
         ),
         (
-            lambda x, axis, door: AutogradCollectives(door).reduce_scatter(x, axis, 1, sizes=sizes),
+            lambda x, axis, collectives: AutogradCollectives(collectives).reduce_scatter(
+                x, axis, 1, sizes=sizes
+            ),
             lambda me: (2, total),
         ),
         (
-            lambda x, axis, door: AutogradCollectives(door).all_to_all(
+            lambda x, axis, collectives: AutogradCollectives(collectives).all_to_all(
                 x, axis, transposed[axis.index], [row[axis.index] for row in transposed]
             ),
             lambda me: (sum(transposed[me]), 2),
@@ -440,9 +453,9 @@ def test_backward_is_the_adjoint_summed_over_ranks(sizes: list[int], which: int)
     n = len(sizes)
     apply, shape = adjoint_pairs(n, sizes)[which]
 
-    def products(rank: int, door: SimulatedCollectives) -> tuple[float, float]:
+    def products(rank: int, collectives: SimulatedCollectives) -> tuple[float, float]:
         x = numbers(rank, *shape(rank)).requires_grad_()
-        out = apply(x, door.axis(), door)
+        out = apply(x, collectives.axis(), collectives)
         y = numbers(rank + 50, *out.shape)
         (back,) = torch.autograd.grad(out, x, y)
         return (out * y).sum().item(), (x * back).sum().item()
@@ -454,14 +467,14 @@ def test_backward_is_the_adjoint_summed_over_ranks(sizes: list[int], which: int)
 def of_conjugates(rank: int) -> list[tuple[Tensor, Tensor]]:
     axis = Axis.of(init_device_mesh("cpu", (2,), mesh_dim_names=("a",)))
     z = torch.complex(numbers(rank, 4), numbers(rank + 2, 4))
-    door = AutogradCollectives()
+    collectives = AutogradCollectives()
     found = []
     for apply in (
-        door.all_gather,
-        door.reduce_scatter,
-        door.all_to_all,
-        door.all_reduce,
-        door.replicate,
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.all_to_all,
+        collectives.all_reduce,
+        collectives.replicate,
     ):
         for x in (z.conj(), z.conj().resolve_conj()):
             x = x.detach().requires_grad_()
@@ -487,13 +500,15 @@ def test_replicate_and_all_reduce_compose_to_a_tensor_parallel_product() -> None
     whole = [t.clone().requires_grad_() for t in (x, w1, w2)]
     (whole[0] @ whole[1] @ whole[2]).square().sum().backward()
 
-    def cut(rank: int, door: SimulatedCollectives) -> list[Tensor]:
-        axis = door.axis()
+    def cut(rank: int, collectives: SimulatedCollectives) -> list[Tensor]:
+        axis = collectives.axis()
         leaves = [x.clone(), w1.chunk(n, 1)[rank].clone(), w2.chunk(n, 0)[rank].clone()]
         for leaf in leaves:
             leaf.requires_grad_()
-        hidden = AutogradCollectives(door).replicate(leaves[0], axis) @ leaves[1]
-        AutogradCollectives(door).all_reduce(hidden @ leaves[2], axis).square().sum().backward()
+        hidden = AutogradCollectives(collectives).replicate(leaves[0], axis) @ leaves[1]
+        AutogradCollectives(collectives).all_reduce(
+            hidden @ leaves[2], axis
+        ).square().sum().backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     results = SimulatedWorld(n).run(cut)
@@ -561,9 +576,9 @@ def test_a_compiled_function_has_each_call_between_two_graphs(
 
 
 def test_second_derivatives_flow_through_the_collectives() -> None:
-    def twice(rank: int, door: SimulatedCollectives) -> float:
+    def twice(rank: int, collectives: SimulatedCollectives) -> float:
         x = numbers(rank, 2).requires_grad_()
-        out = AutogradCollectives(door).all_gather(x, door.axis())
+        out = AutogradCollectives(collectives).all_gather(x, collectives.axis())
         (first,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)
         torch.testing.assert_close(first, 2 * 3 * x**2)
@@ -574,8 +589,8 @@ def test_second_derivatives_flow_through_the_collectives() -> None:
 
 
 def test_axis_of_reads_groups_and_ranks_from_a_mesh() -> None:
-    def axes(rank: int, door: SimulatedCollectives) -> tuple[Any, ...]:
-        mesh = door.mesh((2, 3), ("outer", "inner"))
+    def axes(rank: int, collectives: SimulatedCollectives) -> tuple[Any, ...]:
+        mesh = collectives.mesh((2, 3), ("outer", "inner"))
         outer, inner = Axis.of(mesh, "outer"), Axis.of(mesh, 1)
         assert Axis.of(mesh["inner"]).ranks == inner.ranks
         return outer.ranks, outer.index, inner.ranks, inner.index, inner.name
@@ -595,8 +610,8 @@ def test_a_copied_module_keeps_its_axis(ranks: Callable[[int], RankPool]) -> Non
 
 
 def test_axis_of_refuses_unknown_axes() -> None:
-    def ask(rank: int, door: SimulatedCollectives) -> None:
-        mesh = door.mesh((1,), ("a",))
+    def ask(rank: int, collectives: SimulatedCollectives) -> None:
+        mesh = collectives.mesh((1,), ("a",))
         with pytest.raises(ValueError, match=r"no axis 'b' in a mesh with axes \['a'\]"):
             Axis.of(mesh, "b")
         with pytest.raises(ValueError, match="no axis 1"):
@@ -632,10 +647,10 @@ def test_a_mesh_in_another_order_than_its_group_is_refused(
     ],
 )
 def test_bad_sizes_raise_before_communication(call: Map, message: str) -> None:
-    def attempt(rank: int, door: SimulatedCollectives) -> None:
-        recording = RecordingCollectives(door)
+    def attempt(rank: int, collectives: SimulatedCollectives) -> None:
+        recording = RecordingCollectives(collectives)
         with pytest.raises(ValueError, match=message):
-            call(torch.zeros(3, 2), door.axis(), recording)
+            call(torch.zeros(3, 2), collectives.axis(), recording)
         assert recording.by_axis == {}
 
     SimulatedWorld(2).run(attempt)
@@ -679,38 +694,40 @@ def test_alone_a_simulated_rank_needs_no_collectives() -> None:
 
 
 def test_a_rank_that_ends_early_fails_its_peers_instead_of_hanging() -> None:
-    def leave(rank: int, door: SimulatedCollectives) -> None:
+    def leave(rank: int, collectives: SimulatedCollectives) -> None:
         if rank:
-            door.all_reduce(door.axis(), [torch.ones(1)]).wait()
+            collectives.all_reduce(collectives.axis(), [torch.ones(1)]).wait()
 
     with pytest.raises(RuntimeError, match=r"ranks \[0\] ended without taking part in all_reduce"):
         SimulatedWorld(3).run(leave)
 
 
 def test_different_calls_fail_instead_of_mixing() -> None:
-    def disagree(rank: int, door: SimulatedCollectives) -> None:
+    def disagree(rank: int, collectives: SimulatedCollectives) -> None:
         program = gather if rank else scatter
-        program(door, door.axis("cp"))
+        program(collectives, collectives.axis("cp"))
 
     with pytest.raises(RuntimeError, match=r"over cp, rank .* where another rank calls"):
         SimulatedWorld(2).run(disagree)
 
 
 def test_different_dtypes_fail_as_they_do_between_processes() -> None:
-    def disagree(rank: int, door: SimulatedCollectives) -> None:
+    def disagree(rank: int, collectives: SimulatedCollectives) -> None:
         dtype = torch.float64 if rank else torch.float32
-        door.all_reduce(door.axis(), [torch.ones(1, dtype=dtype)]).wait()
+        collectives.all_reduce(collectives.axis(), [torch.ones(1, dtype=dtype)]).wait()
 
     with pytest.raises(RuntimeError, match="where another rank calls"):
         SimulatedWorld(2).run(disagree)
 
 
 def test_messages_of_another_dtype_fail_as_they_do_between_processes() -> None:
-    def disagree(rank: int, door: SimulatedCollectives) -> None:
+    def disagree(rank: int, collectives: SimulatedCollectives) -> None:
         if rank:
-            door.send_recv(door.axis(), {}, {0: torch.zeros(2, dtype=torch.float64)}).wait()
+            collectives.send_recv(
+                collectives.axis(), {}, {0: torch.zeros(2, dtype=torch.float64)}
+            ).wait()
         else:
-            door.send_recv(door.axis(), {1: torch.ones(2)}, {}).wait()
+            collectives.send_recv(collectives.axis(), {1: torch.ones(2)}, {}).wait()
 
     with pytest.raises(RuntimeError, match=r"sent float32 \[2\] .* expects float64 \[2\]"):
         SimulatedWorld(2).run(disagree)
@@ -733,17 +750,17 @@ def test_what_a_rank_sends_itself_is_what_it_receives_from_itself(
 
 
 def test_rows_that_cannot_be_joined_fail_on_all_ranks_at_once() -> None:
-    def disagree(rank: int, door: SimulatedCollectives) -> None:
-        door.all_to_all(door.axis(), torch.ones(2, 1 + rank)).wait()
+    def disagree(rank: int, collectives: SimulatedCollectives) -> None:
+        collectives.all_to_all(collectives.axis(), torch.ones(2, 1 + rank)).wait()
 
     with pytest.raises(RuntimeError, match="cannot be combined"):
         SimulatedWorld(2, timeout=3600).run(disagree)
 
 
 def test_simulated_reduce_scatter_refuses_uneven_rows() -> None:
-    def attempt(rank: int, door: SimulatedCollectives) -> None:
+    def attempt(rank: int, collectives: SimulatedCollectives) -> None:
         with pytest.raises(ValueError, match="divisible by 2"):
-            door.reduce_scatter(door.axis(), [torch.ones(3)])
+            collectives.reduce_scatter(collectives.axis(), [torch.ones(3)])
 
     SimulatedWorld(2).run(attempt)
 
@@ -755,10 +772,10 @@ def test_simulated_reduce_scatter_refuses_uneven_rows() -> None:
 def test_each_direction_makes_the_one_call_that_its_docstring_names(
     sizes: tuple[int, int], forward: str, backward: str
 ) -> None:
-    def counted(rank: int, door: SimulatedCollectives) -> None:
-        recording = RecordingCollectives(door)
+    def counted(rank: int, collectives: SimulatedCollectives) -> None:
+        recording = RecordingCollectives(collectives)
         x = numbers(rank, sizes[rank]).requires_grad_()
-        out = AutogradCollectives(recording).all_gather(x, door.axis("a"), sizes=sizes)
+        out = AutogradCollectives(recording).all_gather(x, collectives.axis("a"), sizes=sizes)
         assert list(recording.by_call) == [("a", forward)]
         out.sum().backward()
         assert list(recording.by_call) == [("a", forward), ("a", backward)]
@@ -768,10 +785,10 @@ def test_each_direction_makes_the_one_call_that_its_docstring_names(
 
 
 def test_a_ranks_own_error_is_shown_before_its_peers() -> None:
-    def fail(rank: int, door: SimulatedCollectives) -> None:
+    def fail(rank: int, collectives: SimulatedCollectives) -> None:
         if rank == 2:
             raise KeyError("mine")
-        gather(door, door.axis())
+        gather(collectives, collectives.axis())
 
     with pytest.raises(KeyError, match="mine"):
         SimulatedWorld(3).run(fail)
@@ -781,10 +798,10 @@ def test_a_simulated_world_keeps_nothing_of_calls_that_are_over() -> None:
     world = SimulatedWorld(3)
     calls = 50
 
-    def reduced(rank: int, door: SimulatedCollectives) -> float:
-        axis, total = door.axis(), torch.zeros(8)
+    def reduced(rank: int, collectives: SimulatedCollectives) -> float:
+        axis, total = collectives.axis(), torch.zeros(8)
         for _ in range(calls):
-            (total,) = door.all_reduce(axis, [torch.ones(8)]).wait()
+            (total,) = collectives.all_reduce(axis, [torch.ones(8)]).wait()
         return float(total.sum())
 
     assert world.run(reduced) == [24.0] * 3

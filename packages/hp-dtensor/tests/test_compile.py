@@ -247,7 +247,7 @@ def refused(rank: int) -> list[str]:
     x = leaf(whole((4, 4)), Layout((2, 2), (S0, R)), rank)
     line = x.device_mesh["b"]
     absent = NonMember(Layout((2,), (S0,)), (4, 4), torch.float32)
-    door = TorchCollectives()
+    collectives = TorchCollectives()
     wrong = DTensor.from_local(
         torch.zeros(3, 4), x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
     )
@@ -255,7 +255,7 @@ def refused(rank: int) -> list[str]:
         lambda: redistribute(x, (S0,)),
         lambda: redistribute(x, (R, R), max_bytes=100),
         lambda: redistribute(x, (RaggedShard((0,), (1, 3)), R)),
-        lambda: redistribute(x, (R, R), collectives=door),
+        lambda: redistribute(x, (R, R), collectives=collectives),
         lambda: redistribute(absent, (S0,)),
         lambda: redistribute(x, (S0,), mesh=line),
         lambda: redistribute(wrong, (R, R)),
@@ -293,13 +293,13 @@ def test_a_plan_comes_back_from_its_text(case: Case) -> None:
     stages = import_module(f"{_package}._groups")
     group = type("Group", (), {"group_name": "7"})()
 
-    def fold(step: Any) -> Any:
+    def find(step: Any) -> Any:
         name = "_".join(map(str, step.axes))
         axis = type("Axis", (), {"name": name, "group": group})()
         return stages.AxisGroup(lambda: axis, range(step.ranks), step.ranks)
 
     plan = explain(case.source, case.target, shape=case.shape, rank=1)
-    groups = {step: fold(step) for step in plan.steps if step.kind != "slice"}
+    groups = {step: find(step) for step in plan.steps if step.kind != "slice"}
     again, read = written.read_plan(written.write_plan(plan, groups))
     assert again == replace(plan, why="", note="")
     for step in plan.steps:

@@ -140,11 +140,11 @@ def test_after_a_refusal_ranks_are_in_step(ranks: Pools) -> None:
 
 
 def not_sent(rank: int) -> int:
-    door = RecordingCollectives()
+    collectives = RecordingCollectives()
     x = absent(rank, dtype=torch.float32)
     with pytest.raises(RankMismatchError):
-        redistribute(x, (S1,), mesh=mesh_of(TARGET), collectives=door)
-    return sum(traffic.calls for traffic in door.by_axis.values())
+        redistribute(x, (S1,), mesh=mesh_of(TARGET), collectives=collectives)
+    return sum(traffic.calls for traffic in collectives.by_axis.values())
 
 
 def test_nothing_of_the_tensor_is_sent_then(ranks: Pools) -> None:

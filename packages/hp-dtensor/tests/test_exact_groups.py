@@ -139,8 +139,8 @@ def drawn(draw: st.DrawFn) -> tuple[Case, list[int], int, list[tuple[str, ...]]]
         ranks = sorted(ranks)
     rank = draw(st.sampled_from(ranks))
     names = NAMES[: len(grid)]
-    folds = [tuple(names[lo:hi]) for lo in range(len(grid)) for hi in range(lo + 2, len(grid) + 1)]
-    return case, ranks, rank, draw(st.lists(st.sampled_from(folds), unique=True)) if folds else []
+    spans = [tuple(names[lo:hi]) for lo in range(len(grid)) for hi in range(lo + 2, len(grid) + 1)]
+    return case, ranks, rank, draw(st.lists(st.sampled_from(spans), unique=True)) if spans else []
 
 
 @settings(deadline=None, max_examples=150)
@@ -148,11 +148,11 @@ def drawn(draw: st.DrawFn) -> tuple[Case, list[int], int, list[tuple[str, ...]]]
 def test_a_rank_that_differs_on_an_unchanged_axis_takes_no_part(
     example: tuple[Case, list[int], int, list[tuple[str, ...]]],
 ) -> None:
-    case, ranks, rank, folds = example
+    case, ranks, rank, spans = example
     grid = case.source.mesh_shape
     with one_of(8, rank):
         mesh = DeviceMesh("cpu", torch.tensor(ranks).view(grid), mesh_dim_names=NAMES[: len(grid)])
-        for names in folds:
+        for names in spans:
             mesh[names]._flatten("+".join(names))
         plain = Layout(grid, case.source.placements)
         place = ranks.index(rank)
@@ -161,12 +161,12 @@ def test_a_rank_that_differs_on_an_unchanged_axis_takes_no_part(
         x = DTensor.from_local(
             local, mesh, spelled(plain), shape=torch.Size(case.shape), stride=stride
         )
-        door = Unmoved()
+        collectives = Unmoved()
         redistribute(
-            x, case.target.placements, shard_order=case.target.shard_order, collectives=door
+            x, case.target.placements, shard_order=case.target.shard_order, collectives=collectives
         )
         still = {NAMES[axis] for axis in range(len(grid)) if unchanged(case, axis)}
-        for axis in door.axes:
+        for axis in collectives.axes:
             assert set(axis.ranks) == ranks_of(mesh, axis.name)
             assert still.isdisjoint(axis.name.split("_"))
             assert tuple(dist.get_process_group_ranks(axis.group)) == axis.ranks  # type: ignore[arg-type]
@@ -177,9 +177,9 @@ def swapped(rank: int) -> tuple[Tensor, list[tuple[str, tuple[int, ...]]]]:
     full = torch.arange(24.0).view(6, 4)
     whole = theirs.distribute_tensor(full, mesh, [theirs.Replicate()] * 3, src_data_rank=None)
     x = redistribute(whole, (R, S0, S1))
-    door = Seen()
-    y = redistribute(x, (R, S1, S0), collectives=door)
-    return y.to_local(), [(axis.name, axis.ranks) for axis in door.axes]
+    collectives = Seen()
+    y = redistribute(x, (R, S1, S0), collectives=collectives)
+    return y.to_local(), [(axis.name, axis.ranks) for axis in collectives.axes]
 
 
 def test_on_a_mesh_of_the_world_two_axes_are_changed_without_the_third(ranks: Pools) -> None:
@@ -206,15 +206,15 @@ def given_groups(rank: int) -> tuple[list[Any], list[str], list[tuple[int, ...]]
     notes, used, right = [], [], []
     choices: list[Any] = [(half,), (line,), (line, dist.group.WORLD)]
     for groups in choices:
-        door = Seen()
-        y = redistribute(x, (R, S1, S0), groups=groups, collectives=door)
+        collectives = Seen()
+        y = redistribute(x, (R, S1, S0), groups=groups, collectives=collectives)
         (y * y).sum().backward()
-        used.append([axis.group is half for axis in door.axes])
+        used.append([axis.group is half for axis in collectives.axes])
         right.append(torch.equal(y.full_tensor(), full))
         notes.append(explain_note(x, groups))
-    door = Seen()
-    redistribute(x, (R, S1, S0), collectives=door)
-    without = [axis.ranks for axis in door.axes]
+    collectives = Seen()
+    redistribute(x, (R, S1, S0), collectives=collectives)
+    without = [axis.ranks for axis in collectives.axes]
     return [used, right], notes, without
 
 

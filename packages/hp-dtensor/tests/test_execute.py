@@ -72,10 +72,10 @@ def expected(values: Tensor, case: Case, rank: int) -> Tensor:
     return part(values, case.target, case.shape, rank)
 
 
-def folder(plan: Any, door: SimulatedCollectives) -> Callable[[Any], Any]:
+def group_finder(plan: Any, collectives: SimulatedCollectives) -> Callable[[Any], Any]:
     """Return how to find the group of a step, named by its axes; that of all between meshes."""
 
-    def fold(step: Any) -> Any:
+    def find(step: Any) -> Any:
         layout, axes = step.source, step.axes
         ranks = list(range(WORLD))
         if step.kind != "transfer":
@@ -88,37 +88,39 @@ def folder(plan: Any, door: SimulatedCollectives) -> Callable[[Any], Any]:
                     for axis, (a, b) in enumerate(zip(layout.coordinate(rank), mine, strict=True))
                 )
             ]
-        axis: Axis = door.axis(str(axes), ranks)
+        axis: Axis = collectives.axis(str(axes), ranks)
         return _groups.AxisGroup(lambda: axis, tuple(range(len(ranks))), len(ranks))
 
-    return fold
+    return find
 
 
-def carried_out(plan: Any, local: Tensor, fold: Callable[[Any], Any], door: Collectives) -> Tensor:
+def carried_out(
+    plan: Any, local: Tensor, find: Callable[[Any], Any], collectives: Collectives
+) -> Tensor:
     groups = {
-        step: fold(step)
+        step: find(step)
         for step in plan.steps
         if step.kind != "slice" and (step.source.holds(plan.rank) or step.target.holds(plan.rank))
     }
-    result: Tensor = _execute.start(_execute.bind(plan, groups), local, door)()
+    result: Tensor = _execute.start(_execute.bind(plan, groups), local, collectives)()
     return result
 
 
 def run(
     case: Case,
     dtype: torch.dtype = torch.double,
-    folded: frozenset[tuple[int, ...]] | None = None,
+    spanned: frozenset[tuple[int, ...]] | None = None,
     cost: AlphaBeta | None = None,
 ) -> list[tuple[Tensor, Any, int]]:
     """Carry out a case on all ranks: results, plans, and received bytes as counted."""
     values = global_values(case.source, case.shape).to(dtype)
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, Any, int]:
-        plan: Any = _plan.make_plan(*case, rank, dtype.itemsize, cost, folded)
-        door = RecordingCollectives(simulated)
+        plan: Any = _plan.make_plan(*case, rank, dtype.itemsize, cost, spanned)
+        collectives = RecordingCollectives(simulated)
         local = part(values, case.source, case.shape, rank)
-        result = carried_out(plan, local, folder(plan, simulated), door)
-        return result, plan, sum(traffic.bytes for traffic in door.by_axis.values())
+        result = carried_out(plan, local, group_finder(plan, simulated), collectives)
+        return result, plan, sum(traffic.bytes for traffic in collectives.by_axis.values())
 
     return SimulatedWorld(case.source.size, timeout=200.0).run(member)
 
@@ -126,10 +128,10 @@ def run(
 @settings(deadline=None, max_examples=150)
 @given(cases(), st.sampled_from([None, frozenset()]))
 def test_all_ranks_get_their_slice_and_receive_what_was_predicted(
-    case: Case, folded: frozenset[tuple[int, ...]] | None
+    case: Case, spanned: frozenset[tuple[int, ...]] | None
 ) -> None:
     values = global_values(case.source, case.shape)
-    for rank, (result, plan, received) in enumerate(run(case, folded=folded)):
+    for rank, (result, plan, received) in enumerate(run(case, spanned=spanned)):
         assert torch.equal(result, expected(values, case, rank))
         assert result.is_contiguous()
         assert received == plan.bytes_received
@@ -147,10 +149,10 @@ COSTS = [
 @settings(deadline=None, max_examples=250)
 @given(cases(partial=True), st.sampled_from([None, frozenset()]), st.sampled_from(COSTS))
 def test_partial_values_are_reduced_over_exactly_their_axes(
-    case: Case, folded: frozenset[tuple[int, ...]] | None, cost: AlphaBeta | None
+    case: Case, spanned: frozenset[tuple[int, ...]] | None, cost: AlphaBeta | None
 ) -> None:
     values = global_values(case.source, case.shape)
-    for rank, (result, plan, received) in enumerate(run(case, folded=folded, cost=cost)):
+    for rank, (result, plan, received) in enumerate(run(case, spanned=spanned, cost=cost)):
         torch.testing.assert_close(result, expected(values, case, rank), rtol=1e-12, atol=1e-12)
         assert received == plan.bytes_received
 
@@ -173,16 +175,16 @@ class Listening:
 @settings(deadline=None, max_examples=100)
 @given(cases(partial=True), st.sampled_from([None, frozenset()]), st.sampled_from(COSTS))
 def test_every_rank_makes_the_same_calls_on_each_group_also_with_nothing_to_move(
-    case: Case, folded: frozenset[tuple[int, ...]] | None, cost: AlphaBeta | None
+    case: Case, spanned: frozenset[tuple[int, ...]] | None, cost: AlphaBeta | None
 ) -> None:
     values = global_values(case.source, case.shape)
 
     def member(rank: int, simulated: SimulatedCollectives) -> dict[tuple[int, ...], list[str]]:
-        plan: Any = _plan.make_plan(*case, rank, 8, cost, folded)
-        door = Listening(simulated)
+        plan: Any = _plan.make_plan(*case, rank, 8, cost, spanned)
+        collectives = Listening(simulated)
         local = part(values, case.source, case.shape, rank)
-        carried_out(plan, local, folder(plan, simulated), cast(Collectives, door))
-        return door.heard
+        carried_out(plan, local, group_finder(plan, simulated), cast(Collectives, collectives))
+        return collectives.heard
 
     heard = SimulatedWorld(case.source.size, timeout=200.0).run(member)
     for calls in heard:
@@ -206,12 +208,12 @@ def moved(
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor | None, int, int]:
         plan: Any = _plan.make_plan(*case, rank, 8, cost, groups)
-        door = RecordingCollectives(simulated)
+        collectives = RecordingCollectives(simulated)
         local = full.new_empty(0)
         if case.source.holds(rank):
             local = cut(full, case.source, rank) if given is None else given[rank]
-        result = carried_out(plan, local, folder(plan, simulated), door)
-        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        result = carried_out(plan, local, group_finder(plan, simulated), collectives)
+        received = sum(traffic.bytes for traffic in collectives.by_axis.values())
         here = case.target.holds(rank)
         return result if here else None, received, plan.bytes_received
 
@@ -263,12 +265,12 @@ def test_partial_values_are_reduced_on_their_way_to_another_mesh(
 
     def member(rank: int, simulated: SimulatedCollectives) -> tuple[Tensor, int, int]:
         plan: Any = _plan.make_plan(source, target, shape, rank, 8)
-        door = RecordingCollectives(simulated)
+        collectives = RecordingCollectives(simulated)
         local = values.new_empty(0)
         if source.holds(rank):
             local = part(values, source, shape, rank)
-        result = carried_out(plan, local, folder(plan, simulated), door)
-        return result, sum(t.bytes for t in door.by_axis.values()), plan.bytes_received
+        result = carried_out(plan, local, group_finder(plan, simulated), collectives)
+        return result, sum(t.bytes for t in collectives.by_axis.values()), plan.bytes_received
 
     results = SimulatedWorld(WORLD, timeout=200.0).run(member)
     for rank, (result, received, predicted) in enumerate(results):
@@ -303,8 +305,10 @@ def test_there_and_back_is_identity(case: Case) -> None:
     back = Case(case.target, case.source, case.shape)
     plans = [_plan.make_plan(*back, rank, 8) for rank in case.ranks]
 
-    def member(rank: int, door: SimulatedCollectives) -> Tensor:
-        return carried_out(plans[rank], there[rank][0], folder(plans[rank], door), door)
+    def member(rank: int, collectives: SimulatedCollectives) -> Tensor:
+        return carried_out(
+            plans[rank], there[rank][0], group_finder(plans[rank], collectives), collectives
+        )
 
     for rank, result in enumerate(SimulatedWorld(case.source.size).run(member)):
         assert torch.equal(result, part(values, case.source, case.shape, rank))
@@ -326,7 +330,7 @@ def test_a_result_that_moved_shares_no_memory_with_its_input() -> None:
     def no_group(step: Any) -> Any:
         raise AssertionError(f"a slice needs no group, asked for one for {step}")
 
-    door: Collectives = RecordingCollectives()
-    result = carried_out(plan, local, no_group, door)
+    collectives: Collectives = RecordingCollectives()
+    result = carried_out(plan, local, no_group, collectives)
     result.fill_(1.0)
     assert math.isclose(local.sum().item(), 0.0)

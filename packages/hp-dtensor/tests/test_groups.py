@@ -30,7 +30,7 @@ from hp_dtensor import (
 )
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_route = import_module(f"{_package}._prepare")
+_prepare = import_module(f"{_package}._prepare")
 
 Placements = tuple[Replicate | Shard, ...]
 Pools = Callable[[int], RankPool]
@@ -81,13 +81,13 @@ def part(rank: int, placements: Placements) -> Tensor:
 def swapped(rank: int, flat: bool) -> tuple[Tensor, list[str], list[str], str]:
     mesh = grid(flat)
     x = source(rank, mesh)
-    door = RecordingCollectives()
-    y = redistribute(x, (S1, S0), collectives=door)
+    collectives = RecordingCollectives()
+    y = redistribute(x, (S1, S0), collectives=collectives)
     inside = mesh.get_coordinate() is not None
     plan = explain(x, (S1, S0)) if inside else None
     kinds: list[str] = [step.kind for step in plan.steps] if plan else []
     assert y.placements == (theirs.Shard(1), theirs.Shard(0))
-    return y.to_local(), list(door.by_axis), kinds, plan.note if plan else ""
+    return y.to_local(), list(collectives.by_axis), kinds, plan.note if plan else ""
 
 
 def test_a_direct_plan_uses_the_flattened_group_of_a_mesh_smaller_than_the_world(
@@ -232,12 +232,12 @@ def counted(rank: int) -> tuple[int, int, list[str], list[str]]:
     searched: list[int] = []
     axes: list[list[str]] = []
     for _ in range(2):
-        with mock.patch.object(_route, "spanned_axes", wraps=_route.spanned_axes) as search:
+        with mock.patch.object(_prepare, "spanned_axes", wraps=_prepare.spanned_axes) as search:
             for _ in range(2):
-                door = RecordingCollectives()
-                redistribute(x, (S1, S0), collectives=door)
+                collectives = RecordingCollectives()
+                redistribute(x, (S1, S0), collectives=collectives)
         searched.append(search.call_count)
-        axes.append(list(door.by_axis))
+        axes.append(list(collectives.by_axis))
         if not mesh._get_root_mesh()._flatten_mapping:
             mesh._flatten("ef")
     return searched[0], searched[1], axes[0], axes[1]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hp_dtensor import plan_transfer
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_intervals = import_module(f"{_package}._boxes")
+_boxes = import_module(f"{_package}._boxes")
 
 splits = st.lists(
     st.tuples(st.integers(1, 4), st.one_of(st.just(1), st.integers(1, 5))), max_size=3
@@ -38,7 +38,7 @@ def test_pieces_are_torch_chunks_of_blocks(
     length: int, nested: tuple[tuple[int, int], ...]
 ) -> None:
     for index, values in torch_parts(length, nested).items():
-        held = _intervals.pieces(length, nested, index)
+        held = _boxes.pieces(length, nested, index)
         assert [i for lo, hi in held for i in range(lo, hi)] == values
         assert all(lo < hi for lo, hi in held)
 
@@ -49,9 +49,9 @@ def test_who_holds_a_position_inverts_pieces(
     length: int, nested: tuple[tuple[int, int], ...]
 ) -> None:
     for index in torch_parts(length, nested):
-        for lo, hi in _intervals.pieces(length, nested, index):
+        for lo, hi in _boxes.pieces(length, nested, index):
             for position in range(lo, hi):
-                assert _intervals.held_at(length, nested, position) == (index, hi)
+                assert _boxes.held_at(length, nested, position) == (index, hi)
 
 
 @settings(deadline=None, max_examples=300)
@@ -60,4 +60,4 @@ def test_the_longest_part_is_that_of_some_index(
     length: int, nested: tuple[tuple[int, int], ...]
 ) -> None:
     lengths = [len(values) for values in torch_parts(length, nested).values()]
-    assert _intervals.longest(length, nested) == max(lengths)
+    assert _boxes.longest(length, nested) == max(lengths)

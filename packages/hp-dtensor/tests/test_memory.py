@@ -30,7 +30,7 @@ from hp_dtensor import (
 Placement = Replicate | Shard | Partial
 _package = plan_transfer.__module__.rpartition("._")[0]
 _execute: Any = import_module(f"{_package}._execute")
-_route: Any = import_module(f"{_package}._prepare")
+_prepare: Any = import_module(f"{_package}._prepare")
 
 KINDS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
 
@@ -132,11 +132,11 @@ def test_a_plan_holds_at_most_what_it_says(
         local, mesh, [spelled(p) for p in source], shape=torch.Size(shape), stride=(shape[1], 1)
     )
     for target in itertools.product(KINDS[:3], repeat=2):
-        route = _route.prepare(x, (target, None, None), _route.Options())
-        if route.unchanged:
+        prepared = _prepare.prepare(x, (target, None, None), _prepare.Options())
+        if prepared.unchanged:
             continue
         with Held(local) as mode:
-            result = _execute.start(route.steps, local, Allocating())()
-        assert mode.most <= route.plan.peak_bytes, str(route.plan)
+            result = _execute.start(prepared.steps, local, Allocating())()
+        assert mode.most <= prepared.plan.peak_bytes, str(prepared.plan)
         assert mode.most >= local.nbytes + result.nbytes
         del result

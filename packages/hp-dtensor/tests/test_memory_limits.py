@@ -19,7 +19,7 @@ from .test_memory import Allocating, Held
 
 _package = plan_transfer.__module__.rpartition("._")[0]
 _execute: Any = import_module(f"{_package}._execute")
-_route: Any = import_module(f"{_package}._prepare")
+_prepare: Any = import_module(f"{_package}._prepare")
 
 # Meshes of a world of 8: of all ranks, of some, overlapping and disjoint.
 GRIDS = [
@@ -63,11 +63,11 @@ def mesh_of(layout: Layout, meshes: Meshes) -> DeviceMesh:
     return meshes[(*layout.mesh_shape, *(layout.ranks or range(layout.size)))]
 
 
-def route_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
-    """Return the route of this rank, as from a tensor or, where it holds none, what says so."""
+def prepared_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
+    """Return what is prepared for this rank: of a tensor, or of what says where it is."""
     source, target, shape = case
     here = source.holds(dist.get_rank())
-    x = _route.TensorSpec(
+    x = _prepare.TensorSpec(
         layout=Layout(source.mesh_shape, source.placements, source.shard_order) if here else source,
         mesh=mesh_of(source, meshes) if here else None,
         shape=shape,
@@ -77,18 +77,18 @@ def route_of(case: Case, meshes: Meshes, limit: int | None) -> Any:
     other = None if one_mesh else mesh_of(target, meshes)
     try:
         wanted = target.placements, other, target.shard_order
-        return _route.prepare(x, wanted, _route.Options(max_bytes=limit))
+        return _prepare.prepare(x, wanted, _prepare.Options(max_bytes=limit))
     except NoPlanError:
         raise
     except LayoutError:  # torch has no name for it, or no group
         return assume(False)
 
 
-def measured(route: Any) -> int:
+def measured(prepared: Any) -> int:
     """Return the most bytes that were alive at once, what was given and the result at least."""
-    local = torch.ones(route.local_shape or (0,))
+    local = torch.ones(prepared.local_shape or (0,))
     with Held(local) as mode:
-        result = _execute.start(route.steps, local, Allocating())()
+        result = _execute.start(prepared.steps, local, Allocating())()
     most: int = mode.most
     assert most >= local.nbytes + result.nbytes
     return most
@@ -99,16 +99,16 @@ def measured(route: Any) -> int:
 def test_what_is_held_is_within_the_limit_and_what_the_plan_says(
     meshes: Meshes, case: Case
 ) -> None:
-    free = route_of(case, meshes, None)
+    free = prepared_of(case, meshes, None)
     assume(free.steps is not None and free.plan.steps)
     assert measured(free) <= free.plan.peak_bytes
     try:
-        route_of(case, meshes, 1)
+        prepared_of(case, meshes, 1)
     except NoPlanError as error:
         least = error.best_peak
     else:
         return
-    tight = route_of(case, meshes, least)
+    tight = prepared_of(case, meshes, least)
     assert measured(tight) <= tight.plan.peak_bytes <= least
 
 
@@ -117,9 +117,9 @@ def test_a_transfer_holds_what_it_packs_and_what_arrives_beside_both_parts(meshe
     rank = dist.get_rank()
     source = Layout((8,), (Shard(1),))
     target = Layout((2, 4), (Shard(0), Shard(0)))
-    plan = route_of(Case(source, target, (64, 64)), meshes, None).plan
+    plan = prepared_of(Case(source, target, (64, 64)), meshes, None).plan
     assert [step.kind for step in plan.steps] == ["transfer"]
     part = 64 * 64 * 4 // 8
-    route = route_of(Case(source, target, (64, 64)), meshes, plan.peak_bytes)
-    assert route.plan.rank == rank
-    assert 2 * part + 2 * part * 7 // 8 <= measured(route) <= plan.peak_bytes == 4 * part
+    prepared = prepared_of(Case(source, target, (64, 64)), meshes, plan.peak_bytes)
+    assert prepared.plan.rank == rank
+    assert 2 * part + 2 * part * 7 // 8 <= measured(prepared) <= plan.peak_bytes == 4 * part

@@ -300,9 +300,9 @@ def reduced(rank: int) -> list[tuple[str, Tensor, Tensor, bool, int]]:
     results = []
     for placements, _ in PARTIALS:
         x = DTensor.from_local(whole((4, 4), rank).round(), mesh_of((2, 2)), placements)
-        door = RecordingCollectives()
-        y = reduce_partial(x, collectives=door)
-        calls = sum(traffic.calls for traffic in door.by_axis.values())
+        collectives = RecordingCollectives()
+        y = reduce_partial(x, collectives=collectives)
+        calls = sum(traffic.calls for traffic in collectives.by_axis.values())
         results.append((str(y.placements), y.full_tensor(), x.full_tensor(), y is x, calls))
     return results
 

@@ -98,9 +98,9 @@ def ordered(rank: int) -> tuple[Tensor, list[tuple[str, tuple[int, ...]]]]:
         parameter(second, (S1, R), 4),
         parameter(second, (R, RaggedShard((0,), (3, 1))), 5),
     ]
-    door = Noting()
-    norm = clip_grad_norm_(given if rank in (0, 3) else given[::-1], 1e9, collectives=door)
-    return norm, door.axes
+    collectives = Noting()
+    norm = clip_grad_norm_(given if rank in (0, 3) else given[::-1], 1e9, collectives=collectives)
+    return norm, collectives.axes
 
 
 def test_ranks_that_list_parameters_in_another_order_reduce_in_the_same_one(ranks: Pools) -> None:
@@ -136,12 +136,12 @@ def test_a_group_with_ranks_outside_the_mesh_is_not_used(eight: DeviceMesh) -> N
     x = DTensor.from_local(torch.ones(2, 3), half, [theirs.Shard(0), theirs.Shard(1)])
     weight = nn.Parameter(torch.zeros_like(x))
     weight.grad = x
-    door = Noting()
-    clip_grad_norm_(weight, 1e9, collectives=door)
-    assert [name for name, _ in door.axes] == ["a", "b"]
-    redistribute(x, (R, R), collectives=door)
-    assert len(door.axes) > 2
-    assert all(inside.issuperset(ranks) for _, ranks in door.axes)
+    collectives = Noting()
+    clip_grad_norm_(weight, 1e9, collectives=collectives)
+    assert [name for name, _ in collectives.axes] == ["a", "b"]
+    redistribute(x, (R, R), collectives=collectives)
+    assert len(collectives.axes) > 2
+    assert all(inside.issuperset(ranks) for _, ranks in collectives.axes)
 
 
 def groupless(rank: int) -> str:

@@ -67,14 +67,14 @@ def parameters() -> list[nn.Parameter]:
 def clipped(rank: int, order: float) -> tuple[Tensor, list[Tensor], int]:
     given = parameters()
     silent = nn.Parameter(torch.zeros(3))
-    door = RecordingCollectives()
-    norm = clip_grad_norm_([*given, silent, given[0]], 1.5, order, collectives=door)
+    collectives = RecordingCollectives()
+    norm = clip_grad_norm_([*given, silent, given[0]], 1.5, order, collectives=collectives)
     after = []
     for parameter in given:
         assert parameter.grad is not None
         grad = parameter.grad
         after.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
-    return norm, after, sum(traffic.calls for traffic in door.by_axis.values())
+    return norm, after, sum(traffic.calls for traffic in collectives.by_axis.values())
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -183,14 +183,16 @@ def poisoned(
         grad = DTensor.from_local(local, mesh, [S0])
     parameter = nn.Parameter(torch.zeros_like(grad))
     parameter.grad = grad.clone()
-    door = RecordingCollectives()
+    collectives = RecordingCollectives()
     try:
-        clip_grad_norm_(parameter, 1.0, order, error_if_nonfinite=True, pp=pp, collectives=door)
+        clip_grad_norm_(
+            parameter, 1.0, order, error_if_nonfinite=True, pp=pp, collectives=collectives
+        )
         error = ""
     except RuntimeError as found:
         error = str(found)
     norm = clip_grad_norm_(parameter, 1.0, order, pp=pp)
-    return error, norm.item(), sum(traffic.calls for traffic in door.by_axis.values())
+    return error, norm.item(), sum(traffic.calls for traffic in collectives.by_axis.values())
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf])

@@ -137,8 +137,8 @@ def test_ragged_runs_can_be_waited_for_both_ways(ranks: Pools) -> None:
 class Late:
     """A call under way, that is over only once it is waited for."""
 
-    def __init__(self, door: "LateCollectives", work: Work) -> None:
-        self._door, self._work = door, work
+    def __init__(self, collectives: "LateCollectives", work: Work) -> None:
+        self._door, self._work = collectives, work
 
     def wait(self) -> list[Tensor]:
         """Return the outputs."""
@@ -190,19 +190,19 @@ def test_a_call_returns_while_its_first_collective_is_under_way(kinds: tuple[str
         shape=torch.Size(shape),
         stride=(shape[1], 1),
     )
-    door = LateCollectives()
+    collectives = LateCollectives()
     calls = [kind for kind in kinds if kind != "slice"]
     pending = redistribute(
         x,
         target.placements,
         mesh=meshes[target.mesh_shape],
-        collectives=door,
+        collectives=collectives,
         async_op=True,
     )
-    assert (door.started, door.waited) == (min(1, len(calls)), 0)
+    assert (collectives.started, collectives.waited) == (min(1, len(calls)), 0)
     pending.wait()
     pending.wait()
-    assert (door.started, door.waited) == (len(calls), len(calls))
+    assert (collectives.started, collectives.waited) == (len(calls), len(calls))
 
 
 class FailingCollectives(LateCollectives):
@@ -248,8 +248,8 @@ def test_after_a_failure_every_wait_raises_the_same_error(fails: int) -> None:
         shape=torch.Size(shape),
         stride=(shape[1], 1),
     )
-    door = FailingCollectives(fails)
-    pending = redistribute(x, target.placements, collectives=door, async_op=True)
+    collectives = FailingCollectives(fails)
+    pending = redistribute(x, target.placements, collectives=collectives, async_op=True)
     errors = []
     for _ in range(3):
         with pytest.raises(ConnectionError, match="the peer is gone") as info:
@@ -257,4 +257,4 @@ def test_after_a_failure_every_wait_raises_the_same_error(fails: int) -> None:
         errors.append(info.value)
     assert errors[0] is errors[1] is errors[2]
     # Nothing that was started is left unwaited for, and nothing is started anew.
-    assert door.started == door.waited == fails
+    assert collectives.started == collectives.waited == fails

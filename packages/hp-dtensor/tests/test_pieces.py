@@ -15,7 +15,7 @@ from hp_dtensor import plan_transfer
 Box = tuple[tuple[int, int], ...]
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_pieces = import_module(f"{_package}._execute")
+_execute = import_module(f"{_package}._execute")
 
 frames = st.lists(
     st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))),
@@ -54,7 +54,7 @@ def piece(x: Tensor, box: Box, frame: Box) -> Tensor:
 
 
 def viewer(frame: Box) -> Callable[[Box], Callable[[Tensor], Tensor]]:
-    return lambda box: lambda x: _pieces.taken(x, _pieces.within(box, frame))
+    return lambda box: lambda x: _execute.taken(x, _execute.within(box, frame))
 
 
 @settings(deadline=None, max_examples=200)
@@ -62,7 +62,7 @@ def viewer(frame: Box) -> Callable[[Box], Callable[[Tensor], Tensor]]:
 def test_a_packed_buffer_holds_the_pieces_in_order(case: tuple[Box, list[Box]]) -> None:
     frame, boxes = case
     x = values(frame)
-    packed = _pieces.packer(boxes, frame, viewer(frame))(x)
+    packed = _execute.packer(boxes, frame, viewer(frame))(x)
     assert torch.equal(packed, torch.cat([piece(x, box, frame).flatten() for box in boxes]))
 
 
@@ -72,8 +72,8 @@ def test_unpacking_undoes_packing(case: tuple[Box, list[Box]]) -> None:
     frame, boxes = case
     x = values(frame)
     out = torch.full_like(x, -1)
-    packed = _pieces.packer(boxes, frame, viewer(frame))(x)
-    _pieces.unpacker(boxes, viewer(frame))(packed, out)
+    packed = _execute.packer(boxes, frame, viewer(frame))(x)
+    _execute.unpacker(boxes, viewer(frame))(packed, out)
     assert torch.equal(out, x)
 
 
@@ -83,11 +83,11 @@ def test_joining_undoes_parting(part: tuple[int, ...], parts: int, data: st.Data
     dim = data.draw(st.integers(0, len(part) - 1))
     shape = (*part[:dim], part[dim] * parts, *part[dim + 1 :])
     x = torch.arange(math.prod(shape)).view(shape)
-    apart = _pieces.splitter(shape, dim, parts)(x)
+    apart = _execute.splitter(shape, dim, parts)(x)
     assert apart.is_contiguous()
     expected = x.chunk(parts, dim) if x.shape[dim] else [x] * parts
     assert torch.equal(apart.flatten(), torch.cat([chunk.flatten() for chunk in expected]))
-    together = _pieces.concatenator(part, dim, parts)(apart)
+    together = _execute.concatenator(part, dim, parts)(apart)
     assert torch.equal(together, x)
     assert together.is_contiguous()
 
@@ -96,5 +96,5 @@ def test_rows_are_packed_without_a_copy() -> None:
     x = torch.arange(12).view(4, 3)
     rows: list[Box] = [((0, 1), (0, 3)), ((1, 4), (0, 3))]
     frame: Box = ((0, 4), (0, 3))
-    packed = _pieces.packer(rows, frame, viewer(frame))(x)
+    packed = _execute.packer(rows, frame, viewer(frame))(x)
     assert packed.data_ptr() == x.data_ptr()

@@ -85,9 +85,9 @@ def gathered(rank: int, batch: list[Ragged]) -> list[tuple[Tensor, Tensor, int, 
     results = []
     for case in batch:
         x = ragged_of(whole(case.shape), case, rank)
-        door = RecordingCollectives()
-        full = x.full_tensor(collectives=door)
-        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        collectives = RecordingCollectives()
+        full = x.full_tensor(collectives=collectives)
+        received = sum(traffic.bytes for traffic in collectives.by_axis.values())
         with torch.no_grad():
             same = x.to_local() is x.to_local()
         results.append((full, x.to_local(), received, same))

@@ -26,14 +26,14 @@ def clipped(rank: int, world: int, order: float) -> tuple[Tensor, list[Tensor], 
     even = distribute_tensor(whole((8, 2), 6), mesh_of((world,)), [Shard(0)], src_data_rank=None)
     dense, plain = nn.Parameter(torch.zeros_like(even)), nn.Parameter(whole((3,)))
     dense.grad, plain.grad = even, whole((3,), 7)
-    door = RecordingCollectives()
+    collectives = RecordingCollectives()
     given = [*parameters, silent, dense, plain, parameters[0]]
-    norm = clip_grad_norm_(given, 1.5, order, collectives=door)
+    norm = clip_grad_norm_(given, 1.5, order, collectives=collectives)
     parts = []
     for parameter in parameters:
         assert isinstance(parameter.grad, RaggedTensor)
         parts.append(parameter.grad.to_local())
-    return norm, parts, plain.grad, sum(traffic.calls for traffic in door.by_axis.values())
+    return norm, parts, plain.grad, sum(traffic.calls for traffic in collectives.by_axis.values())
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -89,11 +89,11 @@ def moved(rank: int, batch: list[Case]) -> list[tuple[Tensor, Tensor, int, int, 
     for source, target, shape in batch:
         full = whole(shape)
         x = as_dtensor(full, source, rank)
-        door = RecordingCollectives()
+        collectives = RecordingCollectives()
         order = target.shard_order
         plan = explain(x, target.placements, shard_order=order)
-        y = redistribute(x, target.placements, shard_order=order, collectives=door)
-        received = sum(traffic.bytes for traffic in door.by_axis.values())
+        y = redistribute(x, target.placements, shard_order=order, collectives=collectives)
+        received = sum(traffic.bytes for traffic in collectives.by_axis.values())
         again = redistribute(x, target.placements, shard_order=order, async_op=True).wait()
         same = torch.equal(again.to_local(), y.to_local()) and again.placements == y.placements
         results.append((y.to_local(), y.full_tensor(), received, plan.bytes_received, same))
@@ -332,10 +332,10 @@ def submesh(rank: int) -> tuple[list[str], Tensor, Tensor, str]:
     x = DTensor.from_local(
         slice_of(full, layout, rank % 2), line, [theirs.Shard(0)], shape=full.shape, stride=(4, 1)
     )
-    door = RecordingCollectives()
-    y = redistribute(x, (S1,), collectives=door)
+    collectives = RecordingCollectives()
+    y = redistribute(x, (S1,), collectives=collectives)
     grown = redistribute(x, mesh=line)
-    return list(door.by_axis), y.to_local(), grown.to_local(), str(y.device_mesh)
+    return list(collectives.by_axis), y.to_local(), grown.to_local(), str(y.device_mesh)
 
 
 def test_a_submesh_moves_over_its_own_axis(ranks: Pools) -> None:
@@ -477,9 +477,9 @@ def fewest_bytes(rank: int) -> list[tuple[int, int]]:
         for ops in (("sum", "sum"), ("avg", "sum")):
             partial = [theirs.Partial(op) for op in ops]
             x = DTensor.from_local(whole((64, 64), rank), mesh_of((2, 2)), partial)
-            door = RecordingCollectives()
-            redistribute(x, target, collectives=door)
-            seen.append(sum(traffic.bytes for traffic in door.by_axis.values()))
+            collectives = RecordingCollectives()
+            redistribute(x, target, collectives=collectives)
+            seen.append(sum(traffic.bytes for traffic in collectives.by_axis.values()))
         results.append((seen[0], seen[1]))
     return results
 

@@ -80,10 +80,10 @@ def unreducible(rank: int) -> list[tuple[str, int]]:
     texts = []
     for op, dtype in REDUCTIONS:
         for target in ((R, R), (S0, R), (R, S0)):
-            door = RecordingCollectives()
+            collectives = RecordingCollectives()
             with pytest.raises(LayoutError) as info:
-                redistribute(partial(op, dtype), target, collectives=door)
-            texts.append((str(info.value), sum(t.calls for t in door.by_axis.values())))
+                redistribute(partial(op, dtype), target, collectives=collectives)
+            texts.append((str(info.value), sum(t.calls for t in collectives.by_axis.values())))
     return texts
 
 

@@ -1,4 +1,4 @@
-"""The search for the cheapest walk: finds it, and looks at few layouts on the way."""
+"""The search for the cheapest steps: finds it, and looks at few layouts on the way."""
 
 import math
 import random
@@ -16,10 +16,9 @@ from hp_dtensor import AlphaBeta, Layout, NoPlanError, Partial, Replicate, Shard
 from .strategies import layouts
 
 _package = plan_transfer.__module__.rpartition("._")[0]
-_links: Any = import_module(f"{_package}._layout")
-_plan: Any = import_module(f"{_package}._planner")
-_pricing: Any = import_module(f"{_package}._cost")
-_search: Any = import_module(f"{_package}._planner")
+_layout: Any = import_module(f"{_package}._layout")
+_planner: Any = import_module(f"{_package}._planner")
+_cost: Any = import_module(f"{_package}._cost")
 
 
 class Discounted(AlphaBeta):
@@ -43,7 +42,7 @@ MESHES = [(2,), (3,), (2, 2), (2, 3), (4, 2), (1, 4), (2, 2, 2), (2, 1, 3)]
 
 
 def price(cost: AlphaBeta, shape: tuple[int, ...]) -> Callable[[Any], float]:
-    return lambda step: float(_pricing.step_seconds(step, shape, ITEMSIZE, cost))
+    return lambda step: float(_cost.step_seconds(step, shape, ITEMSIZE, cost))
 
 
 def relaxed(src: Layout, dst: Layout, shape: tuple[int, ...], cost: AlphaBeta) -> float:
@@ -52,7 +51,7 @@ def relaxed(src: Layout, dst: Layout, shape: tuple[int, ...], cost: AlphaBeta) -
     while changed:
         changed = False
         for here in list(spent):
-            for step in _search._next_steps(here, dst, shape):
+            for step in _planner._next_steps(here, dst, shape):
                 total = spent[here] + price(cost, shape)(step)
                 if len(step.axes) <= 2 and total < spent.get(step.target, math.inf):
                     spent[step.target], changed = total, True
@@ -67,16 +66,16 @@ def test_the_search_finds_the_cheapest_of_all_steps(
     """Where only single axes and pairs have groups."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple))
     # Plans are searched for without axes of one rank, which mean nothing.
-    src = _links.replicated(data.draw(layouts(mesh, len(shape), ("sum",))))
-    dst = _links.replicated(data.draw(layouts(mesh, len(shape))))
+    src = _layout.replicated(data.draw(layouts(mesh, len(shape), ("sum",))))
+    dst = _layout.replicated(data.draw(layouts(mesh, len(shape))))
     allowed = lambda step: len(step.axes) <= 2  # noqa: E731
-    least = _search.least_seconds(dst, shape, ITEMSIZE, cost)
-    found, ended = _search.search(src, dst, shape, price(cost, shape), allowed, least)
+    least = _planner.least_seconds(dst, shape, ITEMSIZE, cost)
+    found, ended = _planner.search(src, dst, shape, price(cost, shape), allowed, least)
     assert found is not None
     assert ended
     expected = relaxed(src, dst, shape, cost)
     assert least(src) <= expected * (1 + 1e-9)
-    assert _pricing.seconds(found, shape, ITEMSIZE, cost) == pytest.approx(expected, rel=1e-9)
+    assert _cost.seconds(found, shape, ITEMSIZE, cost) == pytest.approx(expected, rel=1e-9)
 
 
 @settings(deadline=None, max_examples=150)
@@ -88,7 +87,7 @@ def test_no_layout_on_the_way_is_cheaper_than_to_go_straight(data: st.DataObject
     cost = data.draw(st.sampled_from(MODELS[:3]))
     source, between, target = (data.draw(layouts(mesh, len(shape))) for _ in range(3))
     straight, first, then = (
-        _plan.make_plan(*pair, shape, 0, ITEMSIZE, cost).time
+        _planner.make_plan(*pair, shape, 0, ITEMSIZE, cost).time
         for pair in ((source, target), (source, between), (between, target))
     )
     assert straight <= (first + then) * (1 + 1e-9)
@@ -113,11 +112,11 @@ def expanded(
     pair: tuple[Layout, Layout], shape: tuple[int, ...], cost: Any, groups: Any, limit: int | None
 ) -> int:
     """Return how many layouts a plan looks beyond."""
-    _plan._choose.cache_clear()
-    _plan.make_plan.cache_clear()
-    with mock.patch.object(_search, "_next_steps", wraps=_search._next_steps) as look:
+    _planner._choose.cache_clear()
+    _planner.make_plan.cache_clear()
+    with mock.patch.object(_planner, "_next_steps", wraps=_planner._next_steps) as look:
         try:
-            _plan.make_plan(*pair, shape, 0, ITEMSIZE, cost, groups, limit)
+            _planner.make_plan(*pair, shape, 0, ITEMSIZE, cost, groups, limit)
         except NoPlanError:
             assert limit == 1
     return look.call_count
@@ -131,7 +130,7 @@ def test_a_search_on_four_axes_ends_before_its_bound_on_work() -> None:
                 expanded(pair, (64, 64, 64), cost, frozenset(), limit)
                 for pair in pairs((2, 4, 2, 8), 1)
             ]
-            assert max(counts) < _search._MOST_LAYOUTS
+            assert max(counts) < _planner._MOST_LAYOUTS
 
 
 class Priced:
@@ -144,13 +143,13 @@ class Priced:
 
 def test_the_search_gives_up_at_its_bound_and_the_usual_ways_remain() -> None:
     src, dst = pairs((2, 2, 2, 2), 1)[0]
-    with mock.patch.object(_search, "_MOST_LAYOUTS", 0):
-        _plan._choose.cache_clear()
-        _plan.make_plan.cache_clear()
-        plan = _plan.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None)
-    _plan._choose.cache_clear()
-    _plan.make_plan.cache_clear()
-    searched = _plan.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None)
+    with mock.patch.object(_planner, "_MOST_LAYOUTS", 0):
+        _planner._choose.cache_clear()
+        _planner.make_plan.cache_clear()
+        plan = _planner.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None)
+    _planner._choose.cache_clear()
+    _planner.make_plan.cache_clear()
+    searched = _planner.make_plan(src, dst, (64, 64, 64), 0, 4, MODELS[3], None, None)
     assert plan.steps[-1].target == dst
     assert plan.why.endswith("; the search for others gave up")
     assert searched.why.endswith(" and of all steps")

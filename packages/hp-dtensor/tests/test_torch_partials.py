@@ -172,11 +172,11 @@ def explained(rank: int) -> tuple[str, str, str, str]:
     other: Any = theirs.distribute_tensor(table(), mesh_of(), [theirs.Replicate()] * 2)
     with pytest.raises(LayoutError) as asked:
         redistribute(other, (R, Partial()))
-    door = RecordingCollectives()
+    collectives = RecordingCollectives()
     again, _ = embedded(rank)  # torch lets go of the mask with the first reduction
     free: Any = again.detach()
-    redistribute(free, (R, R), collectives=door)
-    return text, str(made.value), str(asked.value), " ".join(sorted(door.by_axis))
+    redistribute(free, (R, R), collectives=collectives)
+    return text, str(made.value), str(asked.value), " ".join(sorted(collectives.by_axis))
 
 
 def test_what_torch_reduces_is_explained_and_cannot_be_asked_for(ranks: Pools) -> None:

@@ -49,11 +49,11 @@ def costs(rank: int) -> list[dict[str, int]]:
     seen = []
     for cost in (AlphaBeta(alpha=1.0, beta=0.0), AlphaBeta(alpha=0.0, beta=1.0)):
         x = leaf([theirs.Shard(1), theirs.Shard(0)])
-        door = RecordingCollectives()
-        y = redistribute(x, (S0, R), cost=cost, collectives=door)
-        before = {axis: traffic.bytes for axis, traffic in door.by_axis.items()}
+        collectives = RecordingCollectives()
+        y = redistribute(x, (S0, R), cost=cost, collectives=collectives)
+        before = {axis: traffic.bytes for axis, traffic in collectives.by_axis.items()}
         y.backward(leaf([theirs.Shard(0), theirs.Replicate()], grad=False))
-        after = {axis: traffic.bytes for axis, traffic in door.by_axis.items()}
+        after = {axis: traffic.bytes for axis, traffic in collectives.by_axis.items()}
         seen.append({axis: after[axis] - before.get(axis, 0) for axis in after})
     return seen
 
