@@ -299,11 +299,6 @@ class RaggedTensor(Tensor):
         return self._spec.mesh
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """Return the mesh."""
-        return self._spec.mesh
-
-    @property
     def placements(self) -> tuple[Placement | RaggedShard, ...]:
         """Return a placement for each mesh axis: torch's, and ours where the tensor is ragged."""
         return self._spec.placements
