@@ -387,6 +387,8 @@ def misused(rank: int) -> list[tuple[str, str]]:
         lambda: explain(x, Shard(0)),  # type: ignore[arg-type]
         lambda: redistribute(x, (R, R), mesh="cp"),  # type: ignore[call-overload]
         lambda: explain(x, (R, R), mesh=[mesh]),  # type: ignore[arg-type]
+        lambda: explain(x, (R, R), shape=(4, 4)),
+        lambda: explain(x, (R, R), rank=3),
     ]
     texts = []
     for call in calls:
@@ -399,7 +401,7 @@ def misused(rank: int) -> list[tuple[str, str]]:
 def test_arguments_of_another_kind_are_named_with_what_is_legal(ranks: Pools) -> None:
     first, *others = ranks(4).run(misused)
     assert others == [first] * 3
-    kinds = [LayoutError] * 6 + [MeshError] * 2
+    kinds = [LayoutError] * 6 + [MeshError] * 2 + [LayoutError] * 2
     assert [name for name, _ in first] == [kind.__name__ for kind in kinds]
     starts = "a redistribution starts from a DTensor, got an object of type "
     assert first[0][1].startswith(f"{starts}Tensor; make one with")
@@ -409,6 +411,7 @@ def test_arguments_of_another_kind_are_named_with_what_is_legal(ranks: Pools) ->
     assert "got Shard(dim=0) alone; on a mesh of one axis write (Shard(0),)" in first[2][1]
     assert first[6][1].startswith("mesh='cp' is no DeviceMesh; give the target's, or, to stay on")
     assert "(2, 2) with axes ('a', 'b'): leave mesh= out" in first[6][1]
+    assert "rank=3 and itemsize=None beside a tensor, which has its own" in first[9][1]
 
 
 def test_wrong_targets_raise_on_every_rank_alike_before_any_communication(ranks: Pools) -> None:

@@ -149,8 +149,8 @@ def explain(
     mesh: "DeviceMesh | None" = None,
     shard_order: ShardOrder | Mapping[int, Sequence[int]] | None = None,
     shape: Sequence[int] | None = None,
-    rank: int = 0,
-    itemsize: int = 4,
+    rank: int | None = None,
+    itemsize: int | None = None,
     cost: CostModel | None = None,
     max_bytes: int | None = None,
     groups: "Sequence[ProcessGroup | DeviceMesh] | None" = None,
@@ -166,8 +166,8 @@ def explain(
         mesh: The target's mesh; not beside a `Layout`.
         shard_order: The order of axes that shard the same dim, as in `Layout`; not beside one.
         shape: The global shape, for a `Layout` only.
-        rank: Whose plan it is, for a `Layout` only.
-        itemsize: Bytes of an element, for a `Layout` only.
+        rank: Whose plan it is, for a `Layout` only; 0 if None.
+        itemsize: Bytes of an element, for a `Layout` only; 4 if None.
         cost: What plans are compared by; `AlphaBeta` with its defaults if None.
         max_bytes: The most bytes that a step may hold at once, on any rank.
         groups: Process groups or meshes of one axis that may carry steps over several axes; not for
@@ -179,7 +179,7 @@ def explain(
 
     Raises:
         LayoutError: As `redistribute` does; a `Layout` without ``shape``, or beside ``shard_order``
-            or ``groups``; sizes that are none.
+            or ``groups``; a tensor beside ``shape``, ``rank`` or ``itemsize``; sizes that are none.
         MeshError: As `redistribute` does; a rank that has no part; a mesh beside a `Layout`.
         NoPlanError: Every plan needs more than ``max_bytes``.
 
@@ -202,8 +202,17 @@ def explain(
         from ._prepare import options_of, plan_for
 
         where = (placements, mesh, shard_order)
-        return plan_for(x, where, options_of(cost, max_bytes, groups))
+        plan = plan_for(x, where, options_of(cost, max_bytes, groups))
+        if not (shape is None and rank is None and itemsize is None):
+            raise LayoutError(
+                f"shape={shape!r}, rank={rank!r} and itemsize={itemsize!r} beside a tensor, which "
+                "has its own, of which this is the plan on this rank; leave them out, or give a "
+                "Layout in its place"
+            )
+        return plan
     check_limits(cost, max_bytes)
+    rank = 0 if rank is None else rank
+    itemsize = 4 if itemsize is None else itemsize
     if shape is None:
         raise LayoutError("a plan between layouts needs the tensor's global shape=")
     if groups is not None:
