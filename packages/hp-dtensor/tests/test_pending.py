@@ -119,9 +119,9 @@ def test_every_kind_of_plan_can_be_waited_for(ranks: Pools, kinds: tuple[str, ..
 
 def written_into(rank: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> list[str]:
     """Return the errors of results whose input was written into, also without a gradient."""
-    found = []
+    found, given = [], (source, shape, rank)
     for grad in (True, False):
-        x = leaf(source, shape, rank) * 1 if grad else leaf(source, shape, rank).detach()
+        x = cast(DTensor, leaf(*given).mul(1) if grad else leaf(*given).detach())
         mesh = mesh_of(target.mesh_shape)
         pending = redistribute(x, target.placements, mesh=mesh, async_op=True)
         with torch.no_grad():
