@@ -114,6 +114,25 @@ def test_a_different_call_is_one_error_on_all_ranks(
         assert words in found[0]
 
 
+def goes_on(rank: int) -> list[str]:
+    mesh = mesh_of(2)
+    checked, found = CheckedCollectives(deadline=60), []
+    for call in (other_shape, other_operation):
+        try:
+            call(rank, checked, mesh)
+        except RankMismatchError as error:
+            found.append(str(error))
+    axis = Axis.of(mesh, "tp")
+    CheckedCollectives(deadline=60).all_reduce(axis, [torch.ones(2)]).wait()
+    return found
+
+
+def test_an_object_that_a_call_ended_says_so_and_another_goes_on(ranks: Ranks) -> None:
+    for first, second in ranks(2).run(goes_on):
+        assert second.startswith("an earlier call ended this object")
+        assert second.endswith(first)
+
+
 def one_call_less(rank: int, checked: CheckedCollectives, mesh: DeviceMesh) -> None:
     for _ in range(3 - (rank == 1)):
         checked.all_reduce(Axis.of(mesh, "tp"), [torch.ones(4)]).wait()

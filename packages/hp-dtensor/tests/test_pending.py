@@ -117,6 +117,29 @@ def test_every_kind_of_plan_can_be_waited_for(ranks: Pools, kinds: tuple[str, ..
         assert again
 
 
+def written_into(rank: int, source: Layout, target: Layout, shape: tuple[int, ...]) -> list[str]:
+    """Return the errors of results whose input was written into, also without a gradient."""
+    found, given = [], (source, shape, rank)
+    for grad in (True, False):
+        x = cast(DTensor, leaf(*given).mul(1) if grad else leaf(*given).detach())
+        mesh = mesh_of(target.mesh_shape)
+        pending = redistribute(x, target.placements, mesh=mesh, async_op=True)
+        with torch.no_grad():
+            x.zero_()
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("kinds", [kinds for kinds in WAYS if kinds], ids="+".join)
+def test_what_is_being_sent_must_not_be_written_into(ranks: Pools, kinds: tuple[str, ...]) -> None:
+    for found in ranks(4).run(written_into, *WAYS[kinds]):
+        assert len(found) == 2
+        assert all("written into between redistribute" in words for words in found)
+
+
 def ragged(rank: int) -> tuple[Tensor, Tensor]:
     x = leaf(Layout((4,), (S0,)), (6, 2), rank)
     runs = redistribute(x, (RaggedShard((0,), (1, 0, 3, 2)),), async_op=True).wait()

@@ -71,8 +71,12 @@ class NonMember:
         """Take part in the backward pass of the ranks that hold the tensor.
 
         Called where these call ``backward`` of what they made of it: the gradient then comes back
-        through the redistributions that this rank took part in, with what these communicate.
-        Raises `TypeError` for one that comes from none, or that no gradient flows through.
+        through the redistributions that this rank took part in, with what these communicate. Of
+        several in a row, backward of the last result goes through all of them; for an earlier one
+        this rank would wait for peers that never come.
+
+        Raises:
+            TypeError: It comes from no redistribution, or no gradient flows through it.
         """
         if self.graph is None:
             raise _NoTensor(

@@ -56,7 +56,8 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: A ``max_norm``, ``norm_type`` or ``collectives`` that cannot be.
-        LayoutError: A gradient with partial values, which is not reduced yet.
+        LayoutError: A gradient with partial values, which is not reduced yet. (torch's function
+            reduces it for its norm; a rank without a gradient would let the others wait there.)
         MeshError: A ``pp`` that is not one axis, or an axis without process group.
         RuntimeError: With ``error_if_nonfinite``, before anything is scaled; on all ranks alike
             where replicas have the same gradients.
@@ -168,7 +169,8 @@ def _found_span(x: DTensor | RaggedTensor) -> _Span:
     if any(isinstance(placements[axis], Partial) and mesh.size(axis) > 1 for axis in axes):
         raise LayoutError(
             f"a gradient with placements {placements} is not reduced yet; redistribute it to "
-            "Replicate() or Shard(dim) before clipping"
+            "Replicate() or Shard(dim) before clipping, or use redistribute(p, p.placements) in "
+            "place of the parameter p in forward, whose gradient then comes in the layout of p"
         )
     axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not axes or mesh.get_coordinate() is None:

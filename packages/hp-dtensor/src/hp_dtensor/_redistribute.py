@@ -29,6 +29,7 @@ from ._prepare import (
     own_mesh,
     prepare,
 )
+from ._torch import writes_into
 from .collectives._c10d import TorchCollectives
 from .collectives._checked import checking
 from .collectives._interface import Collectives
@@ -49,6 +50,9 @@ class Pending(Generic[Result]):
 
         Until then what was given must stay untouched, and the result may share its memory. Where a
         collective fails, nothing further is started, and every call raises that first error.
+
+        Raises:
+            RuntimeError: What was given was written into since, in place, while it was being sent.
         """
         if self._error is not None:
             raise self._error
@@ -166,7 +170,8 @@ def redistribute(
         max_bytes: The most bytes that a step may hold at once, on any rank.
         cost: What plans are compared by; `AlphaBeta` with its defaults if None.
         async_op: Start the first collective and return what does the rest in ``wait()``. Until
-            then ``x`` must stay untouched. Autograd records the result if it would at the call.
+            then ``x`` must stay untouched: ``wait()`` raises RuntimeError where it was written
+            into. Autograd records the result if it would at the call.
         collectives: What carries the steps out; `TorchCollectives` if None.
         groups: Process groups or meshes of one axis that may carry steps over several axes; the
             same on all ranks, in the same order.
@@ -297,13 +302,24 @@ def _pending(
     x: Distributed, call: _Call, recorded: bool, compared: Callable[[], None] | None
 ) -> Pending[Distributed]:
     """Start the first step; what waits for it finishes the rest, recorded if the call was."""
+    local = local_of(x)
+    sent = (cast(Tensor, x), local) if local is not None and call.prepared.steps else ()
+    before = writes_into(*sent)
     finish = _started(x, call)
 
     def wait() -> Distributed:
         if compared is not None:
             compared()
         with torch.set_grad_enabled(recorded):
-            return _recorded(x, call, finish) if recorded else _finished(x, call, finish)
+            result = _recorded(x, call, finish) if recorded else _finished(x, call, finish)
+        # Some steps send what lies in x, others a copy: it is one rule for all.
+        if writes_into(*sent) != before:
+            raise RuntimeError(
+                "a tensor was written into between redistribute(x, async_op=True) and wait(), "
+                "while it was being sent, so that the result may hold any of both; write into x "
+                "after wait(), or give redistribute a copy"
+            )
+        return result
 
     return Pending(wait)
 

@@ -41,6 +41,15 @@ def local_part(x: DTensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def writes_into(*tensors: Tensor | None) -> int:
+    """Return how often tensors were written into in place, all in all.
+
+    Of a distributed tensor that is the tensor and its part: torch counts in the one it was told of.
+    Inference tensors have no count.
+    """
+    return sum(x._version for x in tensors if x is not None and not x.is_inference())
+
+
 def spec_of(x: object) -> Spec:
     """Return what torch keeps of a DTensor besides its values; it keeps its own hash.
 

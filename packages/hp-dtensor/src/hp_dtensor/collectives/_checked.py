@@ -329,7 +329,10 @@ class CheckedCollectives:
     def _prefix(self, axis: Axis) -> str:
         """Return where calls on the axis's ranks are kept: of this object, not of another."""
         if self._failure:
-            raise RankMismatchError(self._failure)
+            raise RankMismatchError(
+                "an earlier call ended this object, which no longer knows what each rank has done; "
+                f"make a new one on all ranks; that call: {self._failure}"
+            )
         prefix = self._prefixes.get(axis.ranks)
         if prefix is None:
             rank = axis.ranks[axis.index]
