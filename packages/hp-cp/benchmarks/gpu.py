@@ -14,9 +14,6 @@ A row that needs what is not here says SKIPPED and what it needs; a check that f
 and the script then ends with 1. Times on CPUs mean nothing here, nor do those of gloo on GPUs.
 """
 
-import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,7 +44,9 @@ from hp_cp.kernels._interface import Places, packs
 from hp_cp.kernels._sdpa import CUDNN, EFFICIENT, SDPA
 from hp_cp.kernels._varlen import VARLEN
 
-Row = tuple[str, str, str]  # world, what, result
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+from gpu_rows import Rows, World, main, nccl
+
 BACKENDS: tuple[AttentionBackend, ...] = (SDPA, EFFICIENT, CUDNN, VARLEN, FLEX, EAGER)
 # The largest root mean square error of a result, over that of the exact one.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -214,41 +212,19 @@ def torchs(given: list[Tensor], causal: bool, rounds: int) -> str:
     return f"{timed(step, rounds, grad.device):.2f} ms"
 
 
-def kernels(device: torch.device, sizes: Sizes) -> list[Row]:
-    """Return the rows of the kernels alone."""
-    rows: list[Row] = []
+def kernels(device: torch.device, large: bool, rows: Rows) -> None:
+    """Add the rows of the kernels alone."""
+    sizes = LARGE if large else SMALL
     for dtype in BOUNDS:
         given = drawn(sizes, device, dtype)
         name = str(dtype).removeprefix("torch.")
         for causal in (False, True):
             kind = "causal" if causal else "full"
-            rows.append(("kernels", f"SDPA, {kind}, {name}", torchs(given, causal, sizes.rounds)))
+            rows.add(f"SDPA, {kind}, {name}", torchs, given, causal, sizes.rounds)
         for backend in BACKENDS:
             for kind, causal, options in kernel_cases(sizes):
                 rest = kind, causal, options, given, sizes.rounds
-                rows.append(
-                    caught("kernels", f"{backend.name}, {kind}, {name}", kernel_row, backend, *rest)
-                )
-    return rows
-
-
-def caught(world: str, what: str, check: Callable[..., str], *given: Any) -> Row:
-    """Return a row, also of a check that raises."""
-    try:
-        result = check(*given)
-    except Exception as error:  # noqa: BLE001 - a row of the table, and the end of the run
-        result = f"FAILED: {type(error).__name__}: {error}"
-    return world, what, " ".join(result.split())[:400]
-
-
-@dataclass(frozen=True)
-class World:
-    """Some ranks: their name in the table, the backend, and what it lacks here, if anything."""
-
-    name: str
-    backend: str
-    ranks: int
-    lack: str | None = None
+                rows.add(f"{backend.name}, {kind}, {name}", kernel_row, backend, *rest)
 
 
 def modes_of(n: int) -> dict[str, tuple[Layout, dict[str, Any]]]:
@@ -292,7 +268,7 @@ def over_ranks(
         if right is None
         else error_of(found, [x.index_select(2, mine.to(device)) for x in right], q.dtype)
     )
-    if device.type == "cuda" and dist.get_backend() == "nccl":
+    if device.type == "cuda" and "nccl" in dist.get_backend_config():
         torch.cuda.set_sync_debug_mode("error")
         try:
             step()
@@ -303,38 +279,20 @@ def over_ranks(
     return f"{said}, {timed(step, rounds, device):.2f} ms"
 
 
-def serve(rank: int, world: World, port: int, kind: str, sizes: Sizes, queue: Any) -> None:
-    """Be one rank of a world; rank 0 sends the rows."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.ranks))
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(world.backend)
-    mesh = init_device_mesh(kind, (world.ranks,), mesh_dim_names=("cp",))
-    rows: list[Row] = []
+def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
+    """Add the rows of one world."""
+    if not world.backend:
+        kernels(device, large, rows)
+        return
+    sizes = LARGE if large else SMALL
+    mesh = init_device_mesh(device.type, world.shape, mesh_dim_names=("cp",))
     for dtype in BOUNDS:
         given = drawn(sizes, device, dtype)
         for name, mask in masks_of(sizes.seq_len).items():
             right = exact(given, mask)
             for mode in modes_of(world.ranks):
                 what = f"{mode}, {name}, {str(dtype).removeprefix('torch.')}"
-                rest = given, right, mask, mesh, mode, sizes.rounds
-                rows.append(caught(world.name, what, over_ranks, *rest))
-    said: list[Any] = [None] * world.ranks
-    dist.all_gather_object(said, rows)
-    if rank == 0:
-        queue.put([worst_of(each) for each in zip(*said, strict=True)])
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def worst_of(rows: tuple[Row, ...]) -> Row:
-    """Return the row of a rank that failed, if one did, else that of the first."""
-    return next((row for row in rows if "FAILED" in row[2]), rows[0])
+                rows.add(what, over_ranks, given, right, mask, mesh, mode, sizes.rounds)
 
 
 def worlds_of(on_gpu: bool) -> list[World]:
@@ -342,51 +300,12 @@ def worlds_of(on_gpu: bool) -> list[World]:
     gpus = torch.cuda.device_count() if on_gpu else 0
     lack = None if gpus > 1 else "it needs two GPUs"
     return [
-        World("2 ranks, gloo", "gloo", 2),
-        World("4 ranks, gloo", "gloo", 4),
-        World(f"{max(2, gpus)} ranks, NCCL", "nccl", max(2, gpus), lack),
+        World("kernels", ""),
+        World("2 ranks, gloo", "gloo", (2,)),
+        World("4 ranks, gloo", "gloo", (4,)),
+        World(f"{max(2, gpus)} ranks, NCCL", nccl(on_gpu), (max(2, gpus),), lack),
     ]
 
 
-def main() -> int:
-    """Run all, print the table, and return 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    on_gpu = arguments.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        print("no GPU here; --device cpu runs the same code on CPUs")
-        return 1
-    torch.backends.cuda.matmul.allow_tf32 = False
-    small = arguments.quick or not on_gpu
-    rows = kernels(torch.device(arguments.device), SMALL if small else LARGE)
-    show(rows)
-    for number, world in enumerate(worlds_of(on_gpu)):
-        found: list[Row] = [(world.name, "the whole world", f"SKIPPED: {world.lack}")]
-        if world.lack is None:
-            queue: Any = mp.get_context("spawn").SimpleQueue()
-            sizes = SMALL if small or world.backend == "gloo" else LARGE
-            given = world, 29700 + number, arguments.device, sizes, queue
-            try:
-                mp.start_processes(serve, given, nprocs=world.ranks, start_method="spawn")
-                found = queue.get()
-            except Exception as error:  # noqa: BLE001 - the other worlds still say what they see
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                found = [(world.name, "the whole world", f"FAILED: {lines[-1]}")]
-        show(found)
-        rows += found
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(any("FAILED" in result for _, _, result in rows))
-
-
-def show(rows: list[Row]) -> None:
-    """Print rows of the table."""
-    for world, what, result in rows:
-        print(f"{world:16} {what:40} {result}", flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, worlds_of, checks))

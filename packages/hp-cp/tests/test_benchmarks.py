@@ -34,9 +34,10 @@ def test_the_gpu_script_checks_on_a_cpu_what_is_there_and_says_what_is_skipped(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["gpu.py"])
     script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
-    rows = script["kernels"](torch.device("cpu"), script["SMALL"])
-    results = {what: result for _, what, result in rows}
-    assert not [row for row in rows if "FAILED" in row[2]]
+    rows = script["Rows"](script["World"]("kernels", ""))
+    script["kernels"](torch.device("cpu"), False, rows)
+    results = {what: result for _, what, result in rows.found}
+    assert not [row for row in rows.found if "FAILED" in row[2]]
     assert results["eager, function, float32"].startswith("error")
     assert results["sdpa, causal, bfloat16"].startswith("error")
     for backend in ("efficient", "cudnn", "varlen", "flex"):

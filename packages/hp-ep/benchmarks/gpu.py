@@ -19,10 +19,7 @@ Rows that need a GPU are skipped on CPUs and say so. Times on CPUs mean nothing 
 of gloo on GPUs.
 """
 
-import argparse
 import copy
-import json
-import os
 import statistics
 import sys
 import time
@@ -34,12 +31,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import start_processes
 
 from hp_dtensor import Axis, TorchCollectives
 from hp_ep import (
@@ -53,21 +48,14 @@ from hp_ep import (
     TokenDispatcher,
 )
 
-Row = tuple[str, str, str]  # world, what, result
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+from gpu_rows import Rows, World, main, nccl
+
 Step = Callable[[], object]
 WAITS = {"Local": 0, "AllToAll": 1, "Dedup": 1, "Hierarchical": 1, "Padded": 0}
 DTYPES = {"float32": (torch.float32, 1e-4), "bfloat16": (torch.bfloat16, 5e-2)}
 EXPERTS, TOP_K = 16, 4
-SKIPPED = "skipped: needs a GPU"
-
-
-@dataclass(frozen=True)
-class World:
-    """Some ranks: their name in the table, their backend, and how many there are."""
-
-    name: str
-    backend: str
-    ranks: int
+SKIPPED = "SKIPPED: it needs a GPU"
 
 
 @dataclass
@@ -178,7 +166,7 @@ def parity(bench: Bench, name: str, kind: str) -> str:
         if a is None or b is None:
             raise RuntimeError("an input without gradient")
         found.append((a.double() - b).norm() / b.norm().clamp(min=1e-30))
-    worst = float(torch.stack(found).max())  # NaN if any is
+    worst = float(torch.stack(found).detach().max())  # NaN if any is
     return f"{'' if worst < bound else 'FAILED: '}{worst:.1e} of one process's output and gradients"
 
 
@@ -297,106 +285,44 @@ def exchange(bench: Bench) -> str:
     return f"{1e6 * found[0]:.0f} us a call, {moved / found[1] / 1e9:.2f} GB/s"
 
 
-def checks(bench: Bench, rows: list[Row]) -> None:
-    """Add the rows of one world, as this rank sees them."""
-
-    def add(what: str, check: Callable[..., str], *given: Any) -> None:
-        try:
-            result = check(bench, *given)
-        except Exception as error:  # noqa: BLE001 - a row of the table, and the end of the run
-            result = f"FAILED: {type(error).__name__}: {error}"
-        rows.append((bench.world.name, what, " ".join(result.split())))
-
-    names = [name for name in WAITS if name != "Local" or bench.world.ranks == 1]
-    for name in names:
-        for kind in DTYPES:
-            add(f"{name}, {kind}", parity, name, kind)
-        add(f"{name}, host waits", waits, name)
-        add(f"{name}, step", ratio, name)
-        add(f"{name}, memory", memory, name)
-    if bench.world.ranks == 1:
-        add("experts alone", experts)
-        add("an operator", operator)
-    add("an all-to-all", exchange)
-
-
-def serve(rank: int, world: World, port: int, device: str, given: dict[str, int], to: Any) -> None:
-    """Be one rank of a world; rank 0 sends the rows."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world.ranks)
-    )
-    on_gpu = device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    else:
-        torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group(world.backend)
+def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
+    """Add the rows of one world."""
     inside = 2 if world.ranks % 2 == 0 else 1
-    mesh = init_device_mesh(device, (world.ranks,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device.type, world.shape, mesh_dim_names=("ep",))
     shape = (world.ranks // inside, inside)
-    nodes = init_device_mesh(device, shape, mesh_dim_names=("node", "inside"))
+    nodes = init_device_mesh(device.type, shape, mesh_dim_names=("node", "inside"))
+    width, tokens, rounds = (2048, 4096, 20) if large else (64, 32, 3)
     torch.manual_seed(0)
-    base = MoE(given["width"], 2 * given["width"], EXPERTS, TOP_K, device=device)
-    torch.manual_seed(rank)
-    batch = torch.randn(given["tokens"], given["width"], device=device)
-    rows: list[Row] = []
-    try:
-        checks(Bench(world, mesh, nodes, base, batch, given["rounds"], on_gpu), rows)
-    except Exception as error:  # noqa: BLE001 - after the rows that there are
-        rows.append((world.name, "what follows", f"FAILED: {type(error).__name__}: {error}"))
-    if rank == 0:
-        to.put(rows)
-    dist.barrier()
-    dist.destroy_process_group()
+    base = MoE(width, 2 * width, EXPERTS, TOP_K, device=device)
+    torch.manual_seed(dist.get_rank())
+    batch = torch.randn(tokens, width, device=device)
+    bench = Bench(world, mesh, nodes, base, batch, rounds, device.type == "cuda")
+    for name in WAITS:
+        if name == "Local" and world.ranks > 1:
+            continue
+        for kind in DTYPES:
+            rows.add(f"{name}, {kind}", parity, bench, name, kind)
+        rows.add(f"{name}, host waits", waits, bench, name)
+        rows.add(f"{name}, step", ratio, bench, name)
+        rows.add(f"{name}, memory", memory, bench, name)
+    if world.ranks == 1:
+        rows.add("experts alone", experts, bench)
+        rows.add("an operator", operator, bench)
+    rows.add("an all-to-all", exchange, bench)
 
 
 def worlds_of(on_gpu: bool) -> list[World]:
-    """Return the worlds that there are ranks for."""
-    nccl = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    worlds = [World("1 rank", nccl, 1), *(World(f"{n} ranks, gloo", "gloo", n) for n in (2, 4))]
-    gpus = torch.cuda.device_count() if on_gpu else 1
-    # As many as divide the experts.
-    most = max(n for n in (1, 2, 4, 8, 16) if n <= max(gpus, 1))
-    return [*worlds, World(f"{most} ranks, NCCL", nccl, most)] if most > 1 else worlds
-
-
-def main() -> int:
-    """Run all worlds, print the table, and return 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    on_gpu = arguments.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        print("no GPU here; --device cpu runs the same code on CPUs")
-        return 1
-    context = mp.get_context("spawn")
-    launch: Any = start_processes
-    rows: list[Row] = []
-    for number, world in enumerate(worlds_of(on_gpu)):
-        small = arguments.quick or "nccl" not in world.backend  # gloo goes through the CPU
-        sizes = (64, 32, 3) if small else (2048, 4096, 20)
-        given = dict(zip(("width", "tokens", "rounds"), sizes, strict=True))
-        queue: Any = context.SimpleQueue()
-        given_to = (world, 29600 + number, arguments.device, given, queue)
-        try:
-            launch(serve, given_to, nprocs=world.ranks, start_method="spawn")
-            found: list[Row] = queue.get()
-        except Exception as error:  # noqa: BLE001 - the other worlds still say what they see
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            found = [(world.name, "the whole world", f"FAILED: {lines[-1]}")]
-        for row in found:
-            print(f"{row[0]:16} {row[1]:26} {row[2]}", flush=True)
-        rows += found
-    if not on_gpu:
-        print(f"{'NCCL':16} {'one rank for each GPU':26} {SKIPPED}")
-        rows.append(("NCCL", "one rank for each GPU", SKIPPED))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(any(result.startswith("FAILED") for _, _, result in rows))
+    """Return the worlds, also those that cannot be here."""
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    most = max(n for n in (2, 4, 8, 16) if n <= max(gpus, 2))  # they divide the experts
+    lack = None if gpus > 1 else "it needs two GPUs"
+    return [
+        World("1 rank", nccl(on_gpu)),
+        World("2 ranks, gloo", "gloo", (2,)),
+        World("4 ranks, gloo", "gloo", (4,)),
+        World(f"{most} ranks, NCCL", nccl(on_gpu), (most,), lack),
+    ]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, worlds_of, checks))

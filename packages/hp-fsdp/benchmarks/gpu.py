@@ -21,14 +21,9 @@ A check that fails is a row that says so, and the script then ends with 1. Times
 nothing here, nor do those of gloo on GPUs.
 """
 
-import argparse
 import copy
-import json
-import math
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +31,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from arms import Block, Net, Step, ours, rows_of, timed, torchs, training
 from bench_gather import KILOBYTES, cheaper_from, sweep
 from torch import Tensor
@@ -46,7 +40,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from hp_dtensor import Axis, TorchCollectives
 from hp_fsdp import Ring
 
-Row = tuple[str, str, str]  # world, what, result
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+from gpu_rows import Rows, World, main, nccl
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 MODES: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -64,20 +60,6 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "bfloat16": ({"mp_policy": BF16}, 5e-2),
 }
 TIMED = ("exact", "exact, fused", "exact, Ring(2)", "ragged", "ragged, fused", "offload")
-
-
-@dataclass(frozen=True)
-class World:
-    """Some ranks: their name in the table, the backend, and the mesh, ``(replicate, shard)``."""
-
-    name: str
-    backend: str
-    shape: tuple[int, ...]
-
-    @property
-    def ranks(self) -> int:
-        """Return how many there are."""
-        return math.prod(self.shape)
 
 
 @dataclass
@@ -272,8 +254,8 @@ def averages(bench: Bench) -> str:
     with mock.patch.object(dist, "all_reduce", noted):
         (mean,) = TorchCollectives().all_reduce(axis, [given], "avg").wait()
     expected = (axis.size - 1) / 2
-    nccl = bench.on_gpu and "nccl" in bench.world.backend
-    right = bool((mean == expected).all()) and ("AVG" in asked[0]) == nccl
+    over_nccl = bench.on_gpu and "nccl" in bench.world.backend
+    right = bool((mean == expected).all()) and ("AVG" in asked[0]) == over_nccl
     return f"{'' if right else 'FAILED: '}{asked[0]} gives {float(mean[0])}, expected {expected}"
 
 
@@ -282,8 +264,8 @@ def threshold(bench: Bench) -> str:
     axis = Axis.of(bench.mesh, bench.mesh.ndim - 1)
     if axis.size == 1:
         return "one rank, nothing is gathered"
-    nccl = bench.on_gpu and "nccl" in bench.world.backend
-    sizes = (*KILOBYTES, 1024, 2048, 4096) if nccl else KILOBYTES
+    over_nccl = bench.on_gpu and "nccl" in bench.world.backend
+    sizes = (*KILOBYTES, 1024, 2048, 4096) if over_nccl else KILOBYTES
     device = bench.batch.device.type
     sync = torch.cuda.synchronize if bench.on_gpu else bench.sync
     rows = sweep(axis, sizes, bench.rounds, device, sync)
@@ -324,28 +306,27 @@ def memory(bench: Bench, step: Step) -> str:
     return f"{(torch.cuda.max_memory_allocated() - rest) / 2**20:.1f} MB above rest"
 
 
-def checks(bench: Bench, rows: list[Row]) -> None:
-    """Add the rows of one world, as this rank sees them."""
-
-    def add(what: str, check: Callable[..., str], *given: Any) -> None:
-        try:
-            result = check(bench, *given)
-        except Exception as error:  # noqa: BLE001 - a row of the table, and the end of the run
-            result = f"FAILED: {type(error).__name__}: {error}"
-        rows.append((bench.world.name, what, " ".join(result.split())))
-
+def checks(world: World, device: torch.device, large: bool, rows: Rows) -> None:
+    """Add the rows of one world."""
+    names = ("replicate", "shard")[-len(world.shape) :]
+    mesh = init_device_mesh(device.type, world.shape, mesh_dim_names=names)
+    width, blocks, tokens, rounds = (2048, 8, 2048, 20) if large else (128, 3, 32, 5)
+    torch.manual_seed(0)
+    base = Net(Block, width, blocks).to(device)
+    batch = torch.randn(tokens, width, device=device) + dist.get_rank()
+    bench = Bench(world, mesh, base, batch, rounds, device.type == "cuda")
     for mode in MODES:
         for kind in KINDS:
-            add(f"{mode}, {kind}", parity, mode, kind)
-        add(f"{mode}, trained", trained, mode)
+            rows.add(f"{mode}, {kind}", parity, bench, mode, kind)
+        rows.add(f"{mode}, trained", trained, bench, mode)
     for mode in ("exact", "offload"):
-        add(f"{mode}, profile", ranges, mode)
-        add(f"{mode}, streams", streams, mode)
+        rows.add(f"{mode}, profile", ranges, bench, mode)
+        rows.add(f"{mode}, streams", streams, bench, mode)
     for mode in ("exact, fused", "ragged, fused"):
-        add(f"{mode}, plan", fused, mode)
-    add("mean", averages)
-    add("packing threshold", threshold)
-    base, policy = bench.base, CPUOffloadPolicy(pin_memory=bench.on_gpu)
+        rows.add(f"{mode}, plan", fused, bench, mode)
+    rows.add("mean", averages, bench)
+    rows.add("packing threshold", threshold, bench)
+    policy = CPUOffloadPolicy(pin_memory=bench.on_gpu)
     theirs = {
         False: training(torchs(copy.deepcopy(base), bench.mesh, tuned=True), bench.batch),
         True: training(
@@ -353,94 +334,31 @@ def checks(bench: Bench, rows: list[Row]) -> None:
         ),
     }
     for offloads, step in theirs.items():
-        add(f"torch{', offload' if offloads else ''}, memory", memory, step)
+        rows.add(f"torch{', offload' if offloads else ''}, memory", memory, bench, step)
     for mode in TIMED:
         step = training(bench.model(mode), bench.batch)
-        add(f"{mode}, step", ratio, step, theirs["offload_policy" in MODES[mode]])
-        add(f"{mode}, memory", memory, step)
-        add(f"{mode}, host waits", waits, step)
-        add(f"{mode}, unordered", unordered, step)
+        rows.add(f"{mode}, step", ratio, bench, step, theirs["offload_policy" in MODES[mode]])
+        rows.add(f"{mode}, memory", memory, bench, step)
+        rows.add(f"{mode}, host waits", waits, bench, step)
+        rows.add(f"{mode}, unordered", unordered, bench, step)
     mixed = training(bench.model("exact", mp_policy=BF16), bench.batch)
-    add("exact, bfloat16, host waits", waits, mixed)
-    add("exact, bfloat16, unordered", unordered, mixed)
-
-
-def serve(rank: int, world: World, port: int, device: str, given: dict[str, int], to: Any) -> None:
-    """Be one rank of a world; rank 0 sends the rows."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world.ranks)
-    )
-    on_gpu = device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    else:
-        torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group(world.backend)
-    names = ("replicate", "shard")[-len(world.shape) :]
-    mesh = init_device_mesh(device, world.shape, mesh_dim_names=names)
-    torch.manual_seed(0)
-    base = Net(Block, given["width"], given["blocks"]).to(device)
-    batch = torch.randn(given["tokens"], given["width"], device=device) + rank
-    rows: list[Row] = []
-    try:
-        checks(Bench(world, mesh, base, batch, given["rounds"], on_gpu), rows)
-    except Exception as error:  # noqa: BLE001 - after the rows that there are
-        rows.append((world.name, "what follows", f"FAILED: {type(error).__name__}: {error}"))
-    if rank == 0:
-        to.put(rows)
-    dist.barrier()
-    dist.destroy_process_group()
+    rows.add("exact, bfloat16, host waits", waits, bench, mixed)
+    rows.add("exact, bfloat16, unordered", unordered, bench, mixed)
 
 
 def worlds_of(on_gpu: bool) -> list[World]:
-    """Return the worlds that there are ranks for."""
-    nccl = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    worlds = [
-        World("1 rank", nccl, (1,)),
+    """Return the worlds, also those that cannot be here."""
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    two, four = (None if gpus > n - 1 else f"it needs {n} GPUs" for n in (2, 4))
+    pairs = max(2, gpus // 2)
+    return [
+        World("1 rank", nccl(on_gpu)),
         World("2 ranks, gloo", "gloo", (2,)),
         World("2 x 2 ranks, gloo", "gloo", (2, 2)),
+        World(f"{max(2, gpus)} ranks, NCCL", nccl(on_gpu), (max(2, gpus),), two),
+        World(f"2 x {pairs} ranks, NCCL", nccl(on_gpu), (2, pairs), four),
     ]
-    gpus = torch.cuda.device_count() if on_gpu else 1
-    if gpus > 1:
-        worlds.append(World(f"{gpus} ranks, NCCL", nccl, (gpus,)))
-    if gpus > 1 and gpus % 2 == 0:
-        worlds.append(World(f"2 x {gpus // 2} ranks, NCCL", nccl, (2, gpus // 2)))
-    return worlds
-
-
-def main() -> int:
-    """Run all worlds, print the table, and return 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    on_gpu = arguments.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        print("no GPU here; --device cpu runs the same code on CPUs")
-        return 1
-    context = mp.get_context("spawn")
-    rows: list[Row] = []
-    for number, world in enumerate(worlds_of(on_gpu)):
-        small = arguments.quick or "nccl" not in world.backend  # gloo goes through the CPU
-        sizes = (128, 3, 32, 5) if small else (2048, 8, 2048, 20)
-        given = dict(zip(("width", "blocks", "tokens", "rounds"), sizes, strict=True))
-        queue: Any = context.SimpleQueue()
-        given_to = (world, 29500 + number, arguments.device, given, queue)
-        try:
-            mp.start_processes(serve, given_to, nprocs=world.ranks, start_method="spawn")
-            found: list[Row] = queue.get()
-        except Exception as error:  # noqa: BLE001 - the other worlds still say what they see
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            found = [(world.name, "the whole world", f"FAILED: {lines[-1]}")]
-        for row in found:
-            print(f"{row[0]:18} {row[1]:28} {row[2]}", flush=True)
-        rows += found
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(any(result.startswith("FAILED") for _, _, result in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, worlds_of, checks))
