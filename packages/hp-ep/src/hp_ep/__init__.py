@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ._styles import ExpertTensorParallel as ExpertTensorParallel
     from ._styles import TensorParallel as TensorParallel
     from ._styles import parallelize_experts as parallelize_experts
-    from .balance._clip import clip_grad_norm_ as clip_grad_norm_
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
     from .dispatch._dedup import Hierarchical as Hierarchical
@@ -75,7 +74,6 @@ _NEED_TORCH = {
     "TokenDispatcher": ".dispatch._interface",
     "TopKRouter": "._router",
     "bag_sum": "._permutation",
-    "clip_grad_norm_": ".balance._clip",
     "collect_loads": "._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".placement._migrate",

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_dtensor import Axis
+from hp_dtensor import Axis, mark_repeated_rows
 
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
@@ -145,15 +145,21 @@ class GroupedExperts(nn.Module):
         return ", ".join([text, *said])
 
     def place(self, replicas: ReplicaSum) -> None:
-        """Take the placement of ``replicas``; from now on the state dict says its order."""
+        """Take the placement of ``replicas``; from now on state dict and parameters say it."""
         self.replicas = replicas
         kind = type(self)
         # The class, not the module, is what torch asks for an extra state.
-        self.__class__ = (
-            PlacedExperts
-            if kind is GroupedExperts
-            else type(f"Placed{kind.__name__}", (PlacedExperts, kind), {})
-        )
+        if kind is GroupedExperts:
+            self.__class__ = PlacedExperts
+        elif not issubclass(kind, PlacedExperts):
+            self.__class__ = type(f"Placed{kind.__name__}", (PlacedExperts, kind), {})
+        self.mark_replicas()
+
+    def mark_replicas(self) -> None:
+        """Let each parameter say which of its rows are replicas; see `mark_repeated_rows`."""
+        if self.replicas is not None:
+            for parameter in self.parameters(recurse=False):
+                mark_repeated_rows(parameter, self.replicas.repeated)
 
     def row_order(self) -> list[int]:
         """Return the expert of each row of the weights, of all ranks."""
@@ -243,7 +249,26 @@ class GroupedExperts(nn.Module):
 
 
 class PlacedExperts(GroupedExperts):
-    """Experts with a placement, whose state dict says which expert each row is."""
+    """Experts with a placement: the state dict says which expert each row is.
+
+    Parameters say which of their rows are replicas, also those that FSDP, a loader or a copy puts
+    in the place of others.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # FSDP sets its parameters by this method where a class has one of its own.
+        if isinstance(value, nn.Parameter) and self.replicas is not None:
+            mark_repeated_rows(value, self.replicas.repeated)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.mark_replicas()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.mark_replicas()
+        return self
 
     def get_extra_state(self) -> Tensor:
         """Return the expert of each row of the weights ``[rows]``, of all ranks."""

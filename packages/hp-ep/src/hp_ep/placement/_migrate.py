@@ -52,7 +52,7 @@ def migrate_experts(
     for tensor in tensors:
         tensor.copy_(exchange_rows(tensor, migration, replicas.axis, replicas.collectives))
     layer.dispatcher = dispatcher
-    layer.experts.replicas = replicas.moved_to(placement)
+    layer.experts.place(replicas.moved_to(placement))
     return migration
 
 
