@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from ._balance import update_router_bias as update_router_bias
     from ._experts import GroupedExperts as GroupedExperts
     from ._moe import MoE as MoE
-    from ._permutation import bag_sum as bag_sum
     from ._permutation import gather_rows as gather_rows
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
+    from ._permutation import scatter_rows as scatter_rows
     from ._permutation import unpermute as unpermute
     from ._router import TopKRouter as TopKRouter
     from ._styles import BaseExpertParallel as BaseExpertParallel
@@ -73,7 +73,6 @@ _NEED_TORCH = {
     "TensorParallel": "._styles",
     "TokenDispatcher": ".dispatch._interface",
     "TopKRouter": "._router",
-    "bag_sum": "._permutation",
     "collect_loads": "._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".placement._migrate",
@@ -82,6 +81,7 @@ _NEED_TORCH = {
     "parallelize_experts": "._styles",
     "permute": "._permutation",
     "permute_indices": "._permutation",
+    "scatter_rows": "._permutation",
     "unpermute": "._permutation",
     "update_router_bias": "._balance",
 }

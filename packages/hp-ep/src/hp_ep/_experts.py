@@ -1,7 +1,7 @@
 """The experts' feed-forward networks: many at once on sorted rows, and the one all tokens share."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Self
 
 import torch
@@ -12,10 +12,25 @@ from hp_dtensor import Axis, mark_repeated_rows
 
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
-from ._permutation import pad_blocks, place_rows, row_products, take_rows
-from ._products import blocks_of, grouped_linear, spread_bias
+from ._permutation import pad_blocks, place_rows, row_products, rows_at_once, take_rows
+from ._products import (
+    Blocks,
+    blocks_of,
+    gather_bias,
+    grouped_linear,
+    outer_products,
+    products,
+)
 from ._sizes import check_factors, check_sizes
-from ._torch import EXTRA_STATE, as_autocast, before_loading, first_order, is_saved, run_function
+from ._torch import (
+    EXTRA_STATE,
+    as_autocast,
+    before_loading,
+    first_order,
+    is_saved,
+    keeps_graph,
+    run_function,
+)
 from .placement._replicas import ReplicaSum
 from .placement._replicas import place_rows as place_experts
 
@@ -218,15 +233,15 @@ class GroupedExperts(nn.Module):
             rows, inside = weigh_rows(rows, weights), None
         hidden = grouped_linear(rows, gate_up, blocks)
         if biases:
-            hidden = hidden + spread_bias(biases[0].flatten(1), blocks, hidden.shape[0])
+            hidden = hidden + gather_bias(biases[0].flatten(1), blocks, hidden.shape[0])
         # Not kept on the module: a function without a name could not be pickled.
         gate = gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit)
-        result = grouped_linear(_activate(gate, hidden, inside), down, blocks)
+        result = _down_product(gate, hidden, inside, down, blocks)
         if biases:
             bias = biases[1]
             if self.summed_over is not None and self.summed_over.index:
                 bias = bias - bias.detach()  # added on the first rank; its gradient is on all
-            result = result + _weighted(spread_bias(bias, blocks, result.shape[0]), inside)
+            result = result + _weighted(gather_bias(bias, blocks, result.shape[0]), inside)
         return result if places is None else take_rows(result, places)
 
     def _check(self, rows: Tensor, counts: Tensor, weights: Tensor | None, local: Tensor) -> None:
@@ -323,8 +338,8 @@ class SharedExperts(nn.Module):
         gate_up, down = (
             local_weight(w, self.replicated_over) for w in (self.gate_up_proj, self.down_proj)
         )
-        hidden = _activate(gate_of(self.activation), F.linear(x, gate_up), None)
-        result = F.linear(hidden, down)
+        hidden, down = F.linear(x, gate_up), as_autocast(down)
+        result = _down_product(gate_of(self.activation), hidden, None, down[None], None)
         if self.gate is None:
             return result
         return F.linear(x, local_weight(self.gate, self.replicated_over)).sigmoid() * result
@@ -359,11 +374,21 @@ def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
     return run_function(_WeighRows, rows, weights)
 
 
-def _activate(gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
-    """Return what the down product takes; ``gate_up [rows, 2 * hidden]`` alone is kept for it."""
+def _down_product(
+    gate: Gate, gate_up: Tensor, weights: Tensor | None, down: Tensor, blocks: Blocks | None
+) -> Tensor:
+    """Return the product of ``down`` with the hidden numbers, times ``weights [rows]`` if given.
+
+    Of these ``gate_up [rows, 2 * hidden]`` alone is kept for backward, which computes them again.
+    ``blocks`` are None for one expert.
+    """
     if torch.compiler.is_compiling():  # the compiler recomputes what costs less than keeping it
-        return _weighted(gate(*gate_up.chunk(2, -1)), weights)
-    return run_function(_Activate, gate, gate_up, weights)
+        hidden = _weighted(gate(*gate_up.chunk(2, -1)), weights)
+        return F.linear(hidden, down[0]) if blocks is None else grouped_linear(hidden, down, blocks)
+    if blocks is None:
+        rows = gate_up.shape[0]
+        blocks = Blocks(counts=torch.tensor([rows], device="cpu"), sizes=(rows,))
+    return run_function(_DownProduct, gate, gate_up, weights, down, blocks)
 
 
 def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -387,32 +412,64 @@ class _WeighRows(torch.autograd.Function):
         return grads[0] * weights.to(grads[0].dtype)[:, None], products
 
 
-class _Activate(torch.autograd.Function):
-    """Computes the gate again in backward instead of keeping its parts."""
+class _DownProduct(torch.autograd.Function):
+    """The gate and the down product together, so that what is between them need not be kept.
+
+    Rows are computed in blocks, since a gate makes several temporaries of the size of its input.
+    Backward writes gradients to memory that nobody needs any more: those of ``gate_up`` in its
+    place, where the graph is not kept for another backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
-        ctx.gate = gate
-        ctx.save_for_backward(gate_up, weights)
-        hidden = gate(*gate_up.chunk(2, -1))
-        return hidden if weights is None else hidden.mul_(weights.to(hidden.dtype)[:, None])
+    def forward(
+        ctx: Any, gate: Gate, gate_up: Tensor, weights: Tensor | None, down: Tensor, blocks: Blocks
+    ) -> Tensor:
+        ctx.gate, ctx.sizes, ctx.float8 = gate, blocks.sizes, blocks.float8
+        ctx.save_for_backward(gate_up, weights, down, blocks.counts)
+        hidden = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        for part in _parts(gate_up):
+            found = gate(*gate_up[part].chunk(2, -1))
+            scale = 1 if weights is None else weights[part].to(found.dtype)[:, None]
+            torch.mul(found, scale, out=hidden[part])
+        return products(hidden, down, blocks)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, weights = ctx.saved_tensors
-        _, gate_up_needs, weights_need = ctx.needs_input_grad
-        (grad,) = grads
-        with torch.enable_grad():
-            leaf = gate_up.detach().requires_grad_(gate_up_needs)
-            hidden = ctx.gate(*leaf.chunk(2, -1))
-        products = None
-        if weights is not None:
+        gate_up, weights, down, counts = ctx.saved_tensors
+        blocks = Blocks(counts=counts, sizes=ctx.sizes, float8=ctx.float8)
+        _, gate_up_needs, weights_need, down_needs, _ = ctx.needs_input_grad
+        # The gradient of the hidden numbers; where that was used, the numbers take its place.
+        hidden = products(grads[0], down.transpose(1, 2), blocks)
+        found = torch.empty_like(gate_up) if keeps_graph() else gate_up
+        inner = []
+        for part in _parts(gate_up):
+            grad = hidden[part]
+            scale = 1 if weights is None else weights[part].to(grad.dtype)[:, None]
+            with torch.enable_grad():
+                leaf = gate_up[part].detach().requires_grad_(gate_up_needs)
+                numbers = ctx.gate(*leaf.chunk(2, -1))
             if weights_need:
-                products = row_products(hidden.detach(), grad).to(weights.dtype)
-            grad = grad * weights.to(grad.dtype)[:, None]
-        found = torch.autograd.grad(hidden, leaf, grad)[0] if gate_up_needs else None
-        return None, found, products
+                inner.append(row_products(numbers.detach(), grad))
+            leaf_grad = None
+            if gate_up_needs:
+                (leaf_grad,) = torch.autograd.grad(numbers, leaf, grad * scale)
+            torch.mul(numbers.detach(), scale, out=grad)
+            if leaf_grad is not None:
+                found[part] = leaf_grad
+        return (
+            None,
+            found if gate_up_needs else None,
+            torch.cat(inner).to(weights.dtype) if weights_need else None,
+            outer_products(grads[0], hidden, blocks) if down_needs else None,
+            None,
+        )
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Yield slices of ``rows``, each of as many as are computed at once."""
+    step = rows_at_once(rows)
+    return (slice(start, start + step) for start in range(0, max(1, rows.shape[0]), step))
 
 
 def order_entry(experts: Iterable[int]) -> Tensor:
