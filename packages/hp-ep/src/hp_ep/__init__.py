@@ -13,9 +13,7 @@ from ._errors import RoutingError as RoutingError
 from ._errors import UnsupportedError as UnsupportedError
 from .dispatch._cost import choose_capacity as choose_capacity
 from .dispatch._cost import choose_dispatcher as choose_dispatcher
-from .dispatch._cost import expected_bytes as expected_bytes
 from .placement._plan import LoadStats as LoadStats
-from .placement._plan import Migration as Migration
 from .placement._plan import Placement as Placement
 from .placement._plan import plan_migration as plan_migration
 from .placement._plan import plan_placement as plan_placement
@@ -43,15 +41,12 @@ if TYPE_CHECKING:
     from .dispatch._dedup import Hierarchical as Hierarchical
     from .dispatch._interface import AsyncDispatcher as AsyncDispatcher
     from .dispatch._interface import DispatchState as DispatchState
-    from .dispatch._interface import SpreadDispatcher as SpreadDispatcher
     from .dispatch._interface import TokenDispatcher as TokenDispatcher
     from .dispatch._local import Local as Local
     from .dispatch._padded import Padded as Padded
-    from .dispatch._wrappers import Placed as Placed
-    from .dispatch._wrappers import Summed as Summed
-    from .placement._checkpoint import order_by_expert as order_by_expert
-    from .placement._checkpoint import order_by_slot as order_by_slot
     from .placement._migrate import migrate_experts as migrate_experts
+    from .placement._migrate import order_by_expert as order_by_expert
+    from .placement._migrate import order_by_slot as order_by_slot
 
 _NEED_TORCH = {
     "AllToAll": ".dispatch._all_to_all",
@@ -67,17 +62,14 @@ _NEED_TORCH = {
     "MoE": "._moe",
     "AsyncDispatcher": ".dispatch._interface",
     "Padded": ".dispatch._padded",
-    "Placed": ".dispatch._wrappers",
-    "SpreadDispatcher": ".dispatch._interface",
-    "Summed": ".dispatch._wrappers",
     "TensorParallel": "._styles",
     "TokenDispatcher": ".dispatch._interface",
     "TopKRouter": "._router",
     "collect_loads": "._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".placement._migrate",
-    "order_by_expert": ".placement._checkpoint",
-    "order_by_slot": ".placement._checkpoint",
+    "order_by_expert": ".placement._migrate",
+    "order_by_slot": ".placement._migrate",
     "parallelize_experts": "._styles",
     "permute": "._permutation",
     "permute_indices": "._permutation",

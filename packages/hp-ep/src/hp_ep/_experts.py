@@ -1,7 +1,7 @@
 """The experts' feed-forward networks: many at once on sorted rows, and the one all tokens share."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self
 
 import torch
@@ -12,7 +12,7 @@ from hp_dtensor import Axis, mark_repeated_rows
 
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
-from ._permutation import pad_blocks, place_rows, row_products, rows_at_once, take_rows
+from ._permutation import pad_blocks, place_rows, row_parts, row_products, take_rows
 from ._products import (
     Blocks,
     blocks_of,
@@ -415,7 +415,7 @@ class _WeighRows(torch.autograd.Function):
 class _DownProduct(torch.autograd.Function):
     """The gate and the down product together, so that what is between them need not be kept.
 
-    Rows are computed in blocks, since a gate makes several temporaries of the size of its input.
+    Rows are computed in parts, since a gate makes several temporaries of the size of its input.
     Backward writes gradients to memory that nobody needs any more: those of ``gate_up`` in its
     place, where the graph is not kept for another backward.
     """
@@ -427,7 +427,7 @@ class _DownProduct(torch.autograd.Function):
         ctx.gate, ctx.sizes, ctx.float8 = gate, blocks.sizes, blocks.float8
         ctx.save_for_backward(gate_up, weights, down, blocks.counts)
         hidden = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        for part in _parts(gate_up):
+        for part in row_parts(gate_up):
             found = gate(*gate_up[part].chunk(2, -1))
             scale = 1 if weights is None else weights[part].to(found.dtype)[:, None]
             torch.mul(found, scale, out=hidden[part])
@@ -443,7 +443,7 @@ class _DownProduct(torch.autograd.Function):
         hidden = products(grads[0], down.transpose(1, 2), blocks)
         found = torch.empty_like(gate_up) if keeps_graph() else gate_up
         inner = []
-        for part in _parts(gate_up):
+        for part in row_parts(gate_up):
             grad = hidden[part]
             scale = 1 if weights is None else weights[part].to(grad.dtype)[:, None]
             with torch.enable_grad():
@@ -464,12 +464,6 @@ class _DownProduct(torch.autograd.Function):
             outer_products(grads[0], hidden, blocks) if down_needs else None,
             None,
         )
-
-
-def _parts(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of ``rows``, each of as many as are computed at once."""
-    step = rows_at_once(rows)
-    return (slice(start, start + step) for start in range(0, max(1, rows.shape[0]), step))
 
 
 def order_entry(experts: Iterable[int]) -> Tensor:

@@ -1,5 +1,6 @@
 """Moving rows between orders: permutations, gathers and weighted scatters of routed rows."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from ._errors import ExpertConfigError
 from ._torch import first_order, run_function
 
-_BLOCK = 1 << 20  # elements of a temporary that the allocator keeps instead of returning it
+_BLOCK = 1 << 18  # elements of a temporary
 
 
 def permute_indices(
@@ -178,24 +179,24 @@ def invert(indices: Tensor) -> Tensor:
     return torch.empty_like(indices).scatter_(0, indices, steps)
 
 
-def rows_at_once(x: Tensor) -> int:
-    """Return how many rows of ``x [rows, n]`` to compute at once where temporaries are to be small.
+def row_parts(x: Tensor) -> Iterator[slice]:
+    """Yield slices of ``x [rows, n]``, each of as many rows as are computed at once.
 
-    Those of a CPU then stay in memory that the allocator has; elsewhere a kernel launch costs more
-    than a larger temporary.
+    Temporaries stay small, and on a CPU in its cache; elsewhere a kernel launch costs more than a
+    larger temporary. There is one slice at least.
     """
-    return max(1, (_BLOCK if x.is_cpu else 16 * _BLOCK) // max(1, x.shape[1]))
+    step = max(1, (_BLOCK if x.is_cpu else 64 * _BLOCK) // max(1, x.shape[1]))
+    return (slice(start, start + step) for start in range(0, max(1, x.shape[0]), step))
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
     """Return each row's inner product, in float32 where that is wider.
 
-    In blocks: torch's own product makes a temporary as large as ``a``.
+    In parts: torch's own product makes a temporary as large as ``a``.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
-    step = rows_at_once(a)
-    blocks = zip(a.split(step), b.split(step), strict=True)
-    return torch.cat([torch.linalg.vecdot(x.to(wide), y.to(wide)) for x, y in blocks])
+    parts = [torch.linalg.vecdot(a[p].to(wide), b[p].to(wide)) for p in row_parts(a)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _sum_groups(
