@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import hp_cp
 from hp_cp import Zigzag, shard_sequence
-from hp_ep import MoE
+from hp_ep import ExpertParallel, MoE, parallelize_experts
 
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
 BLOCK = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -91,10 +91,68 @@ def experts_on_rank(rank: int, sources: tuple[str, str], x: Tensor) -> list[Tens
 def test_the_sum_of_hp_eps_readme_gives_the_gradients_of_one_process(ranks: Any) -> None:
     text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
-    (style,) = [block for block in blocks if "parallelize_experts(" in block]
+    (style,) = [block for block in blocks if "init_device_mesh(" in block]
     (total,) = [block for block in blocks if "all_reduce(" in block]
     model, x = model_with_experts(), torch.randn(12, 8, dtype=torch.float64)
     model(x).square().sum().backward()
     for grads in ranks(4).run(experts_on_rank, (style, total), x):
+        for grad, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-11)
+
+
+class Block(nn.Module):
+    """A dense layer and a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 8, dtype=torch.float64)
+        self.moe = MoE(8, 12, 4, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as many tokens."""
+        y: Tensor = x + self.moe(self.dense(x))
+        return y
+
+
+class Blocks(nn.Module):
+    """A model with the blocks that the README has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as many tokens."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def sharded_on_rank(rank: int, source: str, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Run the example on this rank's tokens; return all gradients, whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    names: dict[str, Any] = dict(
+        model=Blocks(),
+        mesh=mesh,
+        x=x.chunk(4)[rank],
+        y=y.chunk(4)[rank],
+        number_of_tokens_of_all_ranks=len(x),
+        parallelize_experts=parallelize_experts,
+        ExpertParallel=ExpertParallel,
+    )
+    exec(source, names)
+    grads = [parameter.grad for parameter in names["model"].parameters()]
+    return [g.full_tensor() for g in grads if isinstance(g, DTensor)]
+
+
+def test_the_sharded_model_of_hp_eps_readme_steps_as_one_process(ranks: Any) -> None:
+    text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
+    (source,) = [block for block in BLOCK.findall(text) if "fully_shard(" in block]
+    model = Blocks()
+    x, y = 5 * torch.randn(2, 12, 8, dtype=torch.float64)
+    ((model(x) - y).square().sum() / len(x)).backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1.0
+    for grads in ranks(4).run(sharded_on_rank, source, x, y):
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-11)

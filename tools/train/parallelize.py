@@ -157,6 +157,5 @@ def apply_fully_shard(model: LanguageModel, mesh: ParallelMesh, collectives: Col
     ]
     units += [(block, dense) for block in model.blocks]
     for module, over in [*units, (model, dense)]:
-        sharded = fully_shard(module, over, collectives=collectives)
         # Losses are shares of one mean already: a mean would scale experts and the rest unlike.
-        sharded.set_gradient_divide_factor(1.0)
+        fully_shard(module, over, gradient_reduction="sum", collectives=collectives)

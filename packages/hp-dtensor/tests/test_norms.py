@@ -25,6 +25,9 @@ from hp_dtensor import (
     TorchCollectives,
     Work,
     clip_grad_norm_,
+    mark_repeated_rows,
+    redistribute,
+    repeated_rows,
 )
 
 Pools = Callable[[int], RankPool]
@@ -93,6 +96,63 @@ def test_norm_and_gradients_equal_those_of_one_process(ranks: Pools, order: floa
         assert calls == 2
 
 
+REPEATED = [0, 1, 2, 1, 3, 0, 0, 4, 2]  # which of five rows each of nine is
+
+
+def repeating(rank: int, order: float, foreach: bool) -> tuple[Tensor, list[Tensor], int]:
+    whole = torch.randn(5, 4, generator=torch.Generator().manual_seed(7)).double()[REPEATED]
+    mesh = mesh_of(("efsdp", "ep"))
+    grads: list[Tensor] = [whole.clone()]
+    for names, placements in [
+        (("fsdp",), (S0,)),  # uneven, and nothing on the last rank
+        (("fsdp",), (S1,)),
+        (("dp", "tp"), (R, S0)),
+        (("efsdp", "ep"), (S1, S0)),
+    ]:
+        grads.append(distribute_tensor(whole, mesh_of(names), placements, src_data_rank=None))
+    both = distribute_tensor(whole, mesh, (S0, S0), src_data_rank=None)
+    grads += [both, redistribute(both, (S0, S0), shard_order={0: (1, 0)})]
+    given = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for parameter, grad in zip(given, grads, strict=True):
+        parameter.grad = grad
+        mark_repeated_rows(parameter, [3, 5, 6, 8])
+    door = RecordingCollectives()
+    norm = clip_grad_norm_(given, 1.5, order, False, foreach, collectives=door)
+    calls = sum(traffic.calls for traffic in door.by_axis.values())
+    return norm, [whole_gradient(parameter) for parameter in given], calls
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_that_repeat_others_are_scaled_and_count_once(
+    ranks: Pools, order: float, foreach: bool
+) -> None:
+    once = torch.randn(5, 4, generator=torch.Generator().manual_seed(7)).double()
+    alone = [nn.Parameter(torch.zeros_like(once)) for _ in range(7)]
+    for parameter in alone:
+        parameter.grad = once.clone()
+    expected = nn.utils.clip_grad_norm_(alone, 1.5, order)
+    wanted = whole_gradient(alone[0])[REPEATED]
+    for norm, after, calls in ranks(4).run(repeating, order, foreach):
+        torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0.0)
+        assert len(after) == 7
+        for grad in after:
+            torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=0.0)
+        assert calls == 2
+
+
+def test_a_parameter_says_which_of_its_rows_repeat_others() -> None:
+    weight = nn.Parameter(torch.zeros(4, 2))
+    assert repeated_rows(weight) == ()
+    mark_repeated_rows(weight, [3, 1, 3])
+    assert repeated_rows(weight) == (1, 3)
+    mark_repeated_rows(weight, [])
+    assert repeated_rows(weight) == ()
+    for wrong in (weight, nn.Parameter(torch.zeros(()))):
+        with pytest.raises(LayoutError, match=r"rows \[-1, 4\] of a parameter of shape"):
+            mark_repeated_rows(wrong, [-1, 4])
+
+
 def with_one_rank_silent(rank: int) -> tuple[Tensor, list[torch.dtype]]:
     mesh = mesh_of(("fsdp",))
     value = torch.zeros(8, dtype=torch.float64)
@@ -148,8 +208,13 @@ def refused(rank: int) -> list[str]:
     only_rank_2 = torch.zeros(2)
     only_rank_2[0] = math.nan if rank == 2 else 1.0
     broken.grad = DTensor.from_local(only_rank_2, mesh, [S0])
+    runs = (RaggedShard((0,), (2, 2, 2, 2)),)
+    ragged = nn.Parameter(RaggedTensor.from_local(torch.zeros(2), mesh, runs, shape=(8,)))
+    ragged.grad = RaggedTensor.from_local(torch.ones(2), mesh, runs, shape=(8,))
+    mark_repeated_rows(ragged, [7])
     calls: list[Callable[[], Tensor]] = [
         lambda: clip_grad_norm_(partial, 1.0),
+        lambda: clip_grad_norm_(ragged, 1.0),
         lambda: clip_grad_norm_(broken, 1.0, error_if_nonfinite=True),
         lambda: clip_grad_norm_(broken, 1.0, 0.0),
     ]
@@ -163,7 +228,7 @@ def refused(rank: int) -> list[str]:
 
 
 def test_every_rank_refuses_alike_and_scales_nothing(ranks: Pools) -> None:
-    errors = [kind.__name__ for kind in (LayoutError, RuntimeError, ValueError)]
+    errors = [kind.__name__ for kind in (LayoutError, LayoutError, RuntimeError, ValueError)]
     for rank, names in enumerate(ranks(4).run(refused)):
         assert names == [*errors, "nan" if rank == 2 else "1.0"]
 

@@ -3,13 +3,15 @@
 Bytes are counted by the same instrument for all sides: what rank 0 receives from other ranks in one
 step, forward and backward, by all collectives that torch runs.
 
-    python bench_dispatch.py [--quick] [--json FILE] [--deadline SECONDS]
+    python bench_dispatch.py [--quick] [--json FILE] [--minutes 3.5] [--deadline SECONDS]
 
 All sides run in the same gloo ranks (one thread each) in random order within each round, on the
 same tokens, weights and expert ids, and their outputs and gradients are compared first. The other
 side gets its counts per expert for free (its router has them), runs its plain-tensor path, and in
-the rows with experts computes with this package's experts: only the dispatch differs. Times on
-gloo say something about copies, calls and host time, nothing about a GPU.
+the rows with experts computes with this package's experts; there this side has the experts weigh
+their rows, as its layer does. Each line has the median of the ratios of one round, their tenth and
+ninetieth percentile, and the aim. As many rounds are made as fit into the minutes, 5 to 15. Times
+on gloo say something about copies, calls and host time, nothing about a GPU.
 """
 
 import argparse
@@ -36,12 +38,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_ep import AllToAll, Dedup, GroupedExperts, TokenDispatcher
+from hp_ep import AllToAll, Dedup, GroupedExperts
 
 PEER = "torchtitan.models.common.token_dispatcher"
 Times = dict[str, list[list[float]]]
 Step = Callable[[Tensor, Tensor], Tensor]
-Compute = Callable[[Tensor, Tensor], Tensor]
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,21 @@ class Case:
     experts: int
     top_k: int
     skew: float
-    rounds: int
+
+    def aim(self, arm: str) -> float:
+        """Return the ratio that this package wants to be below."""
+        return 0.9 if self.hidden else {"AllToAll": 0.65, "Dedup": 0.40}.get(arm, 1.0)
 
 
 CASES = [
-    Case(2, 2048, 512, 0, 64, 8, 0.0, 15),
-    Case(2, 2048, 512, 0, 64, 8, 6.0, 15),
-    Case(2, 1024, 512, 1024, 64, 8, 0.0, 15),
-    Case(4, 2048, 512, 0, 64, 8, 0.0, 15),
-    Case(4, 1024, 512, 1024, 64, 8, 0.0, 15),
+    Case(2, 2048, 512, 0, 64, 8, 0.0),
+    Case(2, 2048, 512, 0, 64, 8, 6.0),
+    Case(2, 1024, 512, 1024, 64, 8, 0.0),
+    Case(4, 2048, 512, 0, 64, 8, 0.0),
+    Case(4, 1024, 512, 1024, 64, 8, 0.0),
 ]
-QUICK = [Case(2, 64, 16, 0, 8, 2, 0.0, 2), Case(2, 64, 16, 32, 8, 2, 0.0, 2)]
+QUICK = [Case(2, 64, 16, 0, 8, 2, 0.0), Case(2, 64, 16, 32, 8, 2, 0.0)]
+FEWEST, MOST = 5, 15
 
 
 def main() -> int:
@@ -76,7 +82,11 @@ def main() -> int:
     parser.add_argument(
         "--deadline", type=float, help="seconds for the ranks of one size (600, quick: 35)"
     )
+    parser.add_argument(
+        "--minutes", type=float, help="for all rounds of all cases (3.5, quick: none)"
+    )
     options = parser.parse_args()
+    minutes = options.minutes or (0.0 if options.quick else 3.5)
     deadline = options.deadline or (35.0 if options.quick else 600.0)
     if importlib.util.find_spec("torchtitan") is None:
         print(
@@ -86,17 +96,21 @@ def main() -> int:
         )
         return 1
     rows = []
+    every = QUICK if options.quick else CASES
+    # Starting ranks and comparing sides take a part of the time.
+    seconds = 0.8 * 60 * minutes / len(every)
     print("gloo, one thread per rank; torchtitan: plain-tensor path, counts for free")
-    for _, group in itertools.groupby(QUICK if options.quick else CASES, lambda c: c.ranks):
+    for _, group in itertools.groupby(every, lambda c: c.ranks):
         cases = list(group)
-        for case, times in zip(cases, _run_ranks(cases, deadline), strict=True):
+        for case, times in zip(cases, _run_ranks(cases, seconds, deadline), strict=True):
             row = _row(case, times)
             rows.append(row)
             print(case)
             for name, arm in row["arms"].items():
                 print(
                     f"  {name:9s} wall {arm['ms']:8.1f} ms  ratio {arm['ratio']:.3f} "
-                    f"({arm['ratio_low']:.3f} .. {arm['ratio_high']:.3f})  CPU, all ranks "
+                    f"({arm['ratio_low']:.3f} .. {arm['ratio_high']:.3f}) of {arm['rounds']}, aim "
+                    f"{case.aim(name):.2f}  CPU, all ranks "
                     f"{arm['cpu_s']:.3f} s  ratio {arm['cpu_ratio']:.3f}  "
                     f"received {arm['bytes'] / 2**20:.1f} MiB",
                     flush=True,
@@ -119,11 +133,13 @@ def _row(case: Case, times: Times) -> dict[str, Any]:
             "cpu_s": statistics.median(t[1] for t in ours),
             "cpu_ratio": statistics.median(a[1] / b[1] for a, b in zip(ours, theirs, strict=True)),
             "bytes": ours[0][2],
+            "rounds": len(ours),
+            "aim": case.aim(name),
         }
     return asdict(case) | {"arms": arms}
 
 
-def _run_ranks(cases: list[Case], deadline: float) -> list[Times]:
+def _run_ranks(cases: list[Case], seconds: float, deadline: float) -> list[Times]:
     """Return each case's times, all with as many ranks; raise where a rank fails or is late."""
     end = time.monotonic() + deadline
     size = cases[0].ranks
@@ -131,7 +147,7 @@ def _run_ranks(cases: list[Case], deadline: float) -> list[Times]:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", PEER])
     with tempfile.TemporaryDirectory() as folder:
         context = start_processes(
-            _rank, (cases, folder), size, join=False, start_method="forkserver"
+            _rank, (cases, seconds, folder), size, join=False, start_method="forkserver"
         )
         try:
             while not context.join(timeout=max(0.0, end - time.monotonic()), grace_period=1.0):
@@ -146,7 +162,7 @@ def _run_ranks(cases: list[Case], deadline: float) -> list[Times]:
     return times
 
 
-def _rank(rank: int, cases: list[Case], folder: str) -> None:
+def _rank(rank: int, cases: list[Case], seconds: float, folder: str) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -154,14 +170,14 @@ def _rank(rank: int, cases: list[Case], folder: str) -> None:
     store = Path(folder, "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    times = [_case_times(rank, case, mesh) for case in cases]
+    times = [_case_times(rank, case, mesh, seconds) for case in cases]
     if rank == 0:
         Path(folder, "times").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _case_times(rank: int, case: Case, mesh: DeviceMesh) -> Times:
+def _case_times(rank: int, case: Case, mesh: DeviceMesh, seconds: float) -> Times:
     torch.manual_seed(rank)
     logits = torch.randn(case.tokens, case.experts)
     logits += case.skew * torch.linspace(1, 0, case.experts)
@@ -172,30 +188,36 @@ def _case_times(rank: int, case: Case, mesh: DeviceMesh) -> Times:
     compute = _experts(case)
     arms = {
         "theirs": _theirs(case, mesh, ids, compute),
-        "AllToAll": _ours(AllToAll(mesh, case.experts), ids, compute),
-        "Dedup": _ours(Dedup(mesh, case.experts), ids, compute),
+        "AllToAll": _ours(AllToAll(mesh, case.experts), ids, compute, case.hidden > 0),
+        "Dedup": _ours(Dedup(mesh, case.experts), ids, compute, case.hidden > 0),
     }
     _compare(arms, x, weights, grad)
     received = {name: _received(step, x, weights, grad) for name, step in arms.items()}
     times: Times = {name: [] for name in arms}
     shuffle = random.Random(case.tokens)  # the same on every rank
-    for _ in range(case.rounds + 1):
+    started, late = time.monotonic(), torch.zeros(1)
+    for done in range(MOST + 1):
         for name in shuffle.sample(sorted(arms), len(arms)):
             times[name].append([*_timed(arms[name], x, weights, grad), received[name]])
+        late.fill_(time.monotonic() - started > seconds)
+        dist.broadcast(late, 0)
+        if done >= FEWEST and late:
+            break
     return {name: values[1:] for name, values in times.items()}  # the first round warms up
 
 
 def _experts(case: Case) -> Compute:
     if case.hidden == 0:
-        return lambda rows, _counts: rows * 2
+        return lambda rows, _counts, _weights: rows * 2
     experts = GroupedExperts(case.dim, case.hidden, case.experts // case.ranks)
-    return lambda rows, counts: experts(rows, counts)
+    return lambda rows, counts, weights: experts(rows, counts, weights)
 
 
-def _ours(dispatcher: TokenDispatcher, ids: Tensor, compute: Compute) -> Step:
+def _ours(dispatcher: AllToAll | Dedup, ids: Tensor, compute: Compute, weigh_rows: bool) -> Step:
     def step(x: Tensor, weights: Tensor) -> Tensor:
-        rows, counts, state = dispatcher.dispatch(x, weights, ids)
-        return dispatcher.combine(compute(rows, counts), state)
+        pending = dispatcher.start_dispatch(x, weights, ids, weigh_rows=weigh_rows)
+        rows, counts, state = pending.wait()
+        return dispatcher.combine(compute(rows, counts, state.row_weights), state)
 
     return step
 
@@ -210,7 +232,7 @@ def _theirs(case: Case, mesh: DeviceMesh, ids: Tensor, compute: Compute) -> Step
 
     def step(x: Tensor, weights: Tensor) -> Tensor:
         rows, counts, state = dispatcher.dispatch(x, weights, ids, counts_here)
-        result: Tensor = dispatcher.combine(compute(rows, counts), state, x)
+        result: Tensor = dispatcher.combine(compute(rows, counts, None), state, x)
         return result
 
     return step

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hp_ep import MoE, bag_sum, permute
+from hp_ep import MoE, permute, scatter_rows
 
 Arms = dict[str, Callable[[], Tensor]]
 
@@ -60,7 +60,7 @@ def _sums(tokens: int, dim: int, top_k: int) -> Arms:
         scaled = rows * weights.view(-1)[order][:, None]
         return torch.zeros(tokens, dim).scatter_add_(0, index, scaled)
 
-    return {"ours": lambda: bag_sum(rows, order, places, weights), "theirs": scatter_add}
+    return {"ours": lambda: scatter_rows(rows, order, places, weights), "theirs": scatter_add}
 
 
 def _compare(name: str, arms: Arms, rounds: int) -> dict[str, object]:

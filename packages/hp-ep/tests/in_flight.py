@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import Axis
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
-from hp_ep import GroupedExperts, MoE, Placed, Placement, Summed
+from hp_ep import GroupedExperts, MoE, Placement
+from hp_ep.dispatch._wrappers import Placed, Summed
 from hp_ep.placement._replicas import ReplicaSum
 
 from .dispatching import make_dispatcher

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_dtensor import AlphaBeta
-from hp_ep import ExpertConfigError, choose_dispatcher, expected_bytes
-from hp_ep.dispatch._cost import expected_seconds
+from hp_ep import ExpertConfigError, choose_dispatcher
+from hp_ep.dispatch._cost import expected_bytes, expected_seconds
 
 
 @st.composite

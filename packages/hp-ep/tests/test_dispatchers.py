@@ -17,11 +17,10 @@ from hp_ep import (
     ExpertConfigError,
     GroupedExperts,
     Local,
-    Placed,
     Placement,
-    Summed,
     TokenDispatcher,
 )
+from hp_ep.dispatch._wrappers import Placed, Summed
 
 from .dispatching import (
     NAMES,

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_ep import ExpertConfigError, GroupedExperts, RoutingError, _experts, _torch
+from hp_ep import (
+    ExpertConfigError,
+    GroupedExperts,
+    RoutingError,
+    _experts,
+    _permutation,
+    _torch,
+)
 from hp_ep._torch import can_group
 
 from .reference import assert_close, dense_experts, grads
@@ -258,3 +265,25 @@ def test_a_thousand_experts_on_a_gpu_are_more_than_its_kernel_takes() -> None:
     capability = _torch.Capability(kind="cuda", version=(9, 0))
     assert _torch.has_grouped_kernel(capability, torch.bfloat16, 1023)
     assert not _torch.has_grouped_kernel(capability, torch.bfloat16, 1024)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", lambda gate, up: up])
+def test_rows_that_are_computed_in_blocks_give_what_all_at_once_give(
+    monkeypatch: pytest.MonkeyPatch, activation: Any, weighted: bool
+) -> None:
+    experts = GroupedExperts(4, 6, 3, activation=activation, bias=True, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(11, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(11, generator=generator, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(11, 4, generator=generator, dtype=torch.float64)
+    leaves = [rows, *experts.parameters(), *([weights] if weighted else [])]
+    found = []
+    for size in (_permutation._BLOCK, 3 * 12):  # blocks of 3, 3, 3 and 2 rows
+        monkeypatch.setattr(_permutation, "_BLOCK", size)
+        y = experts(rows, torch.tensor([5, 0, 6]), weights if weighted else None)
+        kept = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        found += [(y, *kept), (y, *torch.autograd.grad(y, leaves, grad))]
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
-from hp_ep import GroupedExperts, MoE, Placed, Placement, Summed, TokenDispatcher
+from hp_ep import (
+    GroupedExperts,
+    MoE,
+    Placement,
+    TokenDispatcher,
+)
 from hp_ep._styles import _over_ranks as over_ranks
 from hp_ep._torch import run_function
 from hp_ep.dispatch._all_to_all import RowExchange
+from hp_ep.dispatch._wrappers import Placed, Summed
 from hp_ep.placement._replicas import ReplicaSum
 
 from .dispatching import NAMES, make_dispatcher

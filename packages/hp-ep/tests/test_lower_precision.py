@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_ep import GroupedExperts, Local, MoE, TopKRouter, bag_sum
-from hp_ep._permutation import bags_of, collect
+from hp_ep import GroupedExperts, Local, MoE, TopKRouter, scatter_rows
+from hp_ep._permutation import TokenGroups, scatter_tokens
 
 from .reference import grads
 
@@ -33,16 +33,17 @@ def _products(kind: str) -> tuple[Tensor, Tensor]:
     grad = torch.randn(4, 512, generator=generator).bfloat16()
     weights = torch.rand(4, 8, generator=generator).requires_grad_()
     order = torch.arange(32)
-    if kind == "bag_sum":
-        y = bag_sum(rows, order, order.view(4, 8), weights)
+    if kind == "equal groups":
+        y = scatter_rows(rows, order, order.view(4, 8), weights)
     else:
-        y = collect(rows, bags_of(order // 8, 4), weights.view(-1))
+        groups = TokenGroups(tokens=order // 8, rows=order, starts=torch.arange(0, 32, 8))
+        y = scatter_tokens(rows, groups, weights.view(-1))
     y.backward(grad)
     exact = (rows.double().view(4, 8, 512) * grad.double()[:, None]).sum(-1)
     return grads([weights])[0], exact
 
 
-@pytest.mark.parametrize("kind", ["bag_sum", "collect"])
+@pytest.mark.parametrize("kind", ["equal groups", "any groups"])
 def test_gradients_of_float32_weights_of_narrow_rows_are_float32(kind: str) -> None:
     got, exact = _products(kind)
     assert got.dtype == torch.float32

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
-from hp_ep import Placed, Placement, Summed, TokenDispatcher
+from hp_ep import Placement, TokenDispatcher
 from hp_ep.dispatch._interface import start_combine, start_dispatch
+from hp_ep.dispatch._wrappers import Placed, Summed
 
 from .dispatching import make_dispatcher
 from .logged import logged

@@ -25,10 +25,10 @@ from hp_ep import (
     Hierarchical,
     MoE,
     Padded,
-    Summed,
     TensorParallel,
     TokenDispatcher,
 )
+from hp_ep.dispatch._wrappers import Summed
 
 from .reference import assert_close, build_moe, dense_balance_loss, dense_moe, grads
 

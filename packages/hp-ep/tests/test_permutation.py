@@ -11,10 +11,10 @@ from torch import Tensor
 from hp_ep import (
     ExpertConfigError,
     _permutation,
-    bag_sum,
     gather_rows,
     permute,
     permute_indices,
+    scatter_rows,
     unpermute,
 )
 
@@ -85,60 +85,62 @@ def test_no_rows_stay_connected_to_their_input() -> None:
     assert per_expert.tolist() == [0, 0]
 
 
-def _slots(tokens: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
+def _orders(tokens: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(tokens * k, generator=torch.Generator().manual_seed(seed))
     return order, order.argsort().view(tokens, k)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(0, 2**31))
-def test_gather_and_bag_sum_are_each_others_transposes(tokens: int, k: int, seed: int) -> None:
-    order, places = _slots(tokens, k, seed)
+def test_gather_and_scatter_are_each_others_transposes(tokens: int, k: int, seed: int) -> None:
+    order, places = _orders(tokens, k, seed)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(tokens * k, 3, generator=generator, dtype=torch.float64)
     weights = torch.randn(tokens, k, generator=generator, dtype=torch.float64)
     rows = gather_rows(x, order, places)
-    for slot in range(tokens * k):
-        assert torch.equal(rows[places.view(-1)[slot]], x[slot // k])
+    for choice in range(tokens * k):
+        assert torch.equal(rows[places.view(-1)[choice]], x[choice // k])
     slow = (y[places] * weights[..., None]).sum(1)
-    torch.testing.assert_close(bag_sum(y, order, places, weights), slow, rtol=1e-12, atol=1e-12)
-    left, right = (rows * y).sum(), (x * bag_sum(y, order, places)).sum()
+    torch.testing.assert_close(
+        scatter_rows(y, order, places, weights), slow, rtol=1e-12, atol=1e-12
+    )
+    left, right = (rows * y).sum(), (x * scatter_rows(y, order, places)).sum()
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_gradients_of_gather_and_bag_sum_are_right(tokens: int) -> None:
-    order, places = _slots(tokens, 2, 7)
+def test_gradients_of_gather_and_scatter_are_right(tokens: int) -> None:
+    order, places = _orders(tokens, 2, 7)
     x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     y = torch.randn(2 * tokens, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(tokens, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: gather_rows(x, order, places), x)
-    assert torch.autograd.gradcheck(lambda y: bag_sum(y, order, places), y)
-    assert torch.autograd.gradcheck(lambda y, w: bag_sum(y, order, places, w), (y, weights))
-    (fixed,) = torch.autograd.grad(bag_sum(y, order, places, weights.detach()).sum(), y)
-    (free,) = torch.autograd.grad(bag_sum(y, order, places, weights).sum(), y)
+    assert torch.autograd.gradcheck(lambda y: scatter_rows(y, order, places), y)
+    assert torch.autograd.gradcheck(lambda y, w: scatter_rows(y, order, places, w), (y, weights))
+    (fixed,) = torch.autograd.grad(scatter_rows(y, order, places, weights.detach()).sum(), y)
+    (free,) = torch.autograd.grad(scatter_rows(y, order, places, weights).sum(), y)
     assert torch.equal(fixed, free)
 
 
 def test_the_weights_gradient_of_many_rows_is_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, places = _slots(9, 2, 1)
+    order, places = _orders(9, 2, 1)
     y = torch.randn(18, 3, dtype=torch.float64)
     weights = torch.rand(9, 2, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(9, 3, dtype=torch.float64)
-    (whole,) = torch.autograd.grad(bag_sum(y, order, places, weights), weights, grad)
+    (whole,) = torch.autograd.grad(scatter_rows(y, order, places, weights), weights, grad)
     monkeypatch.setattr(_permutation, "_BLOCK", 4 * 3)  # blocks of 4, 4, 4, 4 and 2 rows
-    (blocked,) = torch.autograd.grad(bag_sum(y, order, places, weights), weights, grad)
+    (blocked,) = torch.autograd.grad(scatter_rows(y, order, places, weights), weights, grad)
     torch.testing.assert_close(blocked, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(whole, (y[places] * grad[:, None]).sum(2), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bag_sum_takes_rows_narrower_than_the_weights(dtype: torch.dtype) -> None:
-    order, places = _slots(4, 2, 3)
+def test_a_scatter_takes_rows_narrower_than_the_weights(dtype: torch.dtype) -> None:
+    order, places = _orders(4, 2, 3)
     y = torch.randn(8, 3).to(dtype).requires_grad_()
     weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
-    total = bag_sum(y, order, places, weights)
+    total = scatter_rows(y, order, places, weights)
     total.sum().backward()
     assert total.dtype == dtype
     assert y.grad is not None
@@ -173,10 +175,10 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         permute(torch.zeros(3, 1), torch.tensor([1, 0]))
     with pytest.raises(ExpertConfigError, match=r"permutation of 3 rows"):
         unpermute(torch.zeros(3, 1), torch.tensor([1, 0]))
-    order, places = _slots(2, 2, 0)
+    order, places = _orders(2, 2, 0)
     with pytest.raises(ExpertConfigError, match=r"for 3 tokens"):
         gather_rows(torch.zeros(3, 1), order, places)
-    with pytest.raises(ExpertConfigError, match=r"got 5 rows for \(2, 2\) slots"):
-        bag_sum(torch.zeros(5, 1), order, places)
+    with pytest.raises(ExpertConfigError, match=r"got 5 rows for \(2, 2\) token assignments"):
+        scatter_rows(torch.zeros(5, 1), order, places)
     with pytest.raises(ExpertConfigError, match=r"weights \(2, 1\) and places \(2, 2\)"):
-        bag_sum(torch.zeros(4, 1), order, places, torch.zeros(2, 1))
+        scatter_rows(torch.zeros(4, 1), order, places, torch.zeros(2, 1))

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import AxisMesh, Collectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
-from hp_ep import AllToAll, Placed, Placement, plan_placement
+from hp_ep import AllToAll, Placement, plan_placement
+from hp_ep.dispatch._wrappers import Placed
 
 from .dispatching import (
     OVER_RANKS,

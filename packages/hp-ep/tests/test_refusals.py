@@ -21,13 +21,12 @@ from hp_ep import (
     Local,
     MoE,
     Padded,
-    Placed,
     Placement,
     RoutingError,
-    Summed,
     TensorParallel,
     TopKRouter,
 )
+from hp_ep.dispatch._wrappers import Placed, Summed
 
 from .reference import build_moe
 

@@ -16,9 +16,9 @@ from hp_ep import (
     MoE,
     Placement,
     UnsupportedError,
-    bag_sum,
     gather_rows,
     permute,
+    scatter_rows,
     unpermute,
 )
 
@@ -89,7 +89,7 @@ def test_gathered_and_summed_rows_refuse_a_graph_of_gradients(weighted: bool) ->
     x, rows = _tokens(2), _tokens(4)
     weights = torch.ones(2, 2, dtype=torch.float64) if weighted else None
     assert _refused(gather_rows(x, order, places), [x]).startswith(START)
-    assert _refused(bag_sum(rows, order, places, weights), [rows]).startswith(START)
+    assert _refused(scatter_rows(rows, order, places, weights), [rows]).startswith(START)
 
 
 @pytest.mark.parametrize("reorder", [permute, unpermute])

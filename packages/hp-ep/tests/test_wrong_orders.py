@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hp_ep import ExpertConfigError, bag_sum, gather_rows, permute_indices
+from hp_ep import ExpertConfigError, gather_rows, permute_indices, scatter_rows
 
 
 def _gather(order: Tensor, places: Tensor) -> Tensor:
@@ -14,16 +14,24 @@ def _gather(order: Tensor, places: Tensor) -> Tensor:
 
 
 def _sum(order: Tensor, places: Tensor) -> Tensor:
-    return bag_sum(torch.zeros(4, 1), order, places)
+    return scatter_rows(torch.zeros(4, 1), order, places)
 
 
 @pytest.mark.parametrize("move", [_gather, _sum])
 @pytest.mark.parametrize(
     ("order", "places", "text"),
     [
-        ([1, 2, 0, 3], [1, 2, 0, 3], "places say that slot 0 is row 1, but order has slot 2"),
+        (
+            [1, 2, 0, 3],
+            [1, 2, 0, 3],
+            "assignment 0 is row 1, but order has assignment 2",
+        ),
         ([0, 1, 2, 3], [0, 1, 2, 4], "no permutation of 4 rows: 3 is not"),
-        ([0, 1, 2, 9], [0, 1, 2, 3], "places say that slot 3 is row 3, but order has slot 9"),
+        (
+            [0, 1, 2, 9],
+            [0, 1, 2, 3],
+            "assignment 3 is row 3, but order has assignment 9",
+        ),
     ],
 )
 def test_places_that_do_not_invert_the_order_are_refused(

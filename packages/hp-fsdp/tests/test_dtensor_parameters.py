@@ -16,7 +16,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hp_dtensor import AutogradCollectives, Axis, RecordingCollectives
+from hp_dtensor import (
+    AutogradCollectives,
+    Axis,
+    RecordingCollectives,
+    mark_repeated_rows,
+    repeated_rows,
+)
 from hp_fsdp import MeshError, fully_shard
 from hp_fsdp._unit import unit_of
 
@@ -296,3 +302,53 @@ def test_experts_that_were_not_sharded_first_are_named_with_the_call_that_mends_
             "are replicated"
         )
         assert mended
+
+
+# Shapes of parameters, the dim that two ranks of another axis shard, and the dim that four ranks of
+# data shard then.
+STACKS: list[tuple[tuple[int, ...], int, int]] = [
+    ((8, 3, 4), 0, 0),  # a row for each of the ranks
+    ((4, 3, 8), 0, 2),  # too few rows, and three do not divide
+    ((4, 8, 8), 0, 1),
+    ((4, 8), 0, 1),
+    ((4, 3), 0, 0),  # nothing divides
+    ((2, 8), 1, 0),  # not rows are what the other axis shards
+]
+
+
+def stacked(rank: int) -> list[tuple[int | None, Tensor]]:
+    mesh = mesh_of((4, 2), ("efsdp", "ep"))
+    found: list[tuple[int | None, Tensor]] = []
+    for shape, own, _ in STACKS:
+        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        module: Any = nn.Identity()
+        placed = distribute_tensor(whole, mesh["ep"], [Shard(own)], src_data_rank=None)
+        module.weight = nn.Parameter(placed)
+        mark_repeated_rows(module.weight, [1])
+        fully_shard(module, mesh["efsdp"])
+        assert repeated_rows(module.weight) == (1,)
+        placement = module.weight.placements[0]
+        found.append((placement.dim, full(module.weight)))
+    return found
+
+
+def test_rows_fewer_than_ranks_are_cut_along_another_dim(ranks: Ranks) -> None:
+    for found in ranks(8).run(stacked):
+        assert [dim for dim, _ in found] == [dim for _, _, dim in STACKS]
+        for (shape, _, _), (_, whole) in zip(STACKS, found, strict=True):
+            assert torch.equal(whole, torch.arange(float(whole.numel())).view(shape))
+
+
+def marked(rank: int, layout: Any) -> list[tuple[int, ...]]:
+    model: Any = make(Net)
+    for parameter in model.parameters():
+        mark_repeated_rows(parameter, [0])
+    shard(model, mesh_of((2,), ("fsdp",)), layout=layout)
+    return [repeated_rows(parameter) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_sharded_parameters_repeat_the_rows_of_the_original_ones(ranks: Ranks, layout: str) -> None:
+    for found in ranks(2).run(marked, layout):
+        assert found
+        assert set(found) == {(0,)}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ._modules import distribute_tensor as distribute_tensor
     from ._modules import reduce_partial as reduce_partial
     from ._norms import clip_grad_norm_ as clip_grad_norm_
+    from ._norms import mark_repeated_rows as mark_repeated_rows
+    from ._norms import repeated_rows as repeated_rows
     from ._redistribute import redistribute as redistribute
     from .collectives._autograd import AutogradCollectives as AutogradCollectives
     from .collectives._c10d import TorchCollectives as TorchCollectives
@@ -54,8 +56,10 @@ _NEED_TORCH = {
     "concatenate_meshes": "._modules",
     "distribute_module": "._modules",
     "distribute_tensor": "._modules",
+    "mark_repeated_rows": "._norms",
     "redistribute": "._redistribute",
     "reduce_partial": "._modules",
+    "repeated_rows": "._norms",
 }
 
 __version__ = "0.2.0"

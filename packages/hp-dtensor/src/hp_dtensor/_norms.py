@@ -1,8 +1,9 @@
 """Clip gradients by their norm where parameters live on different meshes."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
+from itertools import groupby
 from numbers import Real
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._errors import LayoutError, MeshError
 from ._groups import axes_over, ranks_along
+from ._prepare import tensor_spec
 from ._torch import foreach_norms, foreach_scale, group_name, local_part
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, AxisMesh, Collectives
@@ -34,8 +36,8 @@ def clip_grad_norm_(
     The norm is that of all gradients as one vector, as in ``torch.nn.utils.clip_grad_norm_``, for
     any mix of plain tensors, DTensors and `RaggedTensor` on any meshes: each gradient's local part
     counts, summed (largest for ``inf``) over the ranks that shard it, once among ranks that
-    replicate it. A NaN in any part makes the norm NaN on all ranks, where
-    replicas have the same gradients.
+    replicate it. Rows that repeat others (`mark_repeated_rows`) are scaled and do not count. A NaN
+    in any part that counts makes the norm NaN on all ranks, where replicas have the same gradients.
 
     Communicates one all-reduce of a scalar for each set of ranks that share some gradient (over the
     axes one after another where no group spans the set), then one over ``pp``. A parameter without
@@ -56,8 +58,9 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: A ``max_norm``, ``norm_type`` or ``collectives`` that cannot be.
-        LayoutError: A gradient with partial values, which is not reduced yet. (torch's function
-            reduces it for its norm; a rank without a gradient would let the others wait there.)
+        LayoutError: A gradient with partial values, which is not reduced yet (torch's function
+            reduces it for its norm; a rank without a gradient would let the others wait there),
+            and a ragged one with repeated rows.
         MeshError: A ``pp`` that is not one axis, or an axis without process group.
         RuntimeError: With ``error_if_nonfinite``, before anything is scaled; on all ranks alike
             where replicas have the same gradients.
@@ -80,15 +83,22 @@ def clip_grad_norm_(
     unique = list({id(parameter): parameter for parameter in given}.values())
     spans: dict[tuple[int, Sequence[object]], _Span] = {}
     sets: dict[frozenset[int], _RankSet] = {}
+    repeated: list[Tensor] = []
     for parameter in unique:
         grad = parameter.grad
         span = _span(parameter if grad is None else grad, spans)
         shared = sets.get(span.ranks) or sets.setdefault(span.ranks, _RankSet([], []))
         shared.spans.append(span)
         if grad is not None:
-            shared.gradients.append(_part(grad))
+            if not (rows := repeated_rows(parameter)):
+                shared.gradients.append(_part(grad))
+                continue
+            counted, again = _apart(grad, frozenset(rows))
+            shared.gradients.extend(counted)
+            repeated.extend(again)
     sets = {ranks: _RankSet(s.spans, _joined(s.gradients)) for ranks, s in sets.items()}
     gradients = [grad for shared in sets.values() for grad in shared.gradients]
+    scaled = [*gradients, *_joined(repeated)]
     dtype = _dtype([*unique, *gradients])
     # Ranks may hold gradients of different dtypes, or none: what they exchange has one dtype.
     total = torch.zeros((), dtype=torch.float64, device=_device(unique, gradients))
@@ -110,14 +120,50 @@ def clip_grad_norm_(
     if isinstance(limit, Tensor):
         limit = limit.to(norm.device)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for device in {grad.device for grad in gradients}:
-        here = [grad for grad in gradients if grad.device == device]
+    for device in {grad.device for grad in scaled}:
+        here = [grad for grad in scaled if grad.device == device]
         if foreach is not False:
             foreach_scale(here, factor.to(device))
             continue
         for grad in here:
             grad.mul_(factor.to(device))
     return norm
+
+
+def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
+    """Say which rows of ``parameter`` repeat others, so that `clip_grad_norm_` counts each once.
+
+    Rows are global indices along dim 0, whatever ranks hold them: those of the gradient have the
+    same indices and repeat the same rows. The mark is the parameter's attribute ``repeated_rows``.
+    What makes another parameter of it, as ``fully_shard``, has to mark that one too: hp-fsdp does.
+    Communicates nothing.
+
+    Args:
+        parameter: Plain, or a DTensor of any layout.
+        rows: All but one of each set of equal rows; none removes the mark.
+
+    Raises:
+        LayoutError: A row that ``parameter`` does not have.
+
+    Example:
+        >>> mark_repeated_rows(weight, [4, 5])  # rows 4 and 5 are copies of 0 and 1
+    """
+    found = tuple(sorted(set(rows)))
+    number = parameter.shape[0] if parameter.ndim else 0
+    strange = [row for row in found if not 0 <= row < number]
+    if strange:
+        raise LayoutError(
+            f"rows {strange} of a parameter of shape {tuple(parameter.shape)}; its rows are the "
+            f"indices along dim 0, from 0 to {number - 1}"
+        )
+    if found or repeated_rows(parameter):
+        vars(parameter)["repeated_rows"] = found
+
+
+def repeated_rows(parameter: Tensor) -> tuple[int, ...]:
+    """Return the rows that `mark_repeated_rows` said of ``parameter``, ascending; () without."""
+    rows: tuple[int, ...] = vars(parameter).get("repeated_rows", ())
+    return rows
 
 
 def _limit(max_norm: object) -> float | Tensor:
@@ -236,6 +282,31 @@ def _part(grad: Tensor) -> Tensor:
     if isinstance(grad, DTensor):
         return local_part(grad)
     return grad.to_local() if isinstance(grad, RaggedTensor) else grad
+
+
+def _apart(grad: Tensor, repeated: Collection[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the rows of this rank's part that count, and those that repeat others, as views."""
+    if isinstance(grad, RaggedTensor):
+        raise LayoutError(
+            f"a ragged gradient of shape {tuple(grad.shape)} with repeated rows; shard it with "
+            "Shard(dim), or remove the mark with mark_repeated_rows(parameter, [])"
+        )
+    rows: list[int] = list(range(grad.shape[0]))
+    if isinstance(grad, DTensor):
+        coordinate = grad.device_mesh.get_coordinate()
+        if coordinate is None:
+            return [], []
+        spec = tensor_spec(grad)
+        held = spec.layout.intervals_at(spec.shape, coordinate)[0]
+        rows = [row for start, stop in held for row in range(start, stop)]
+    part = _part(grad)
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    start = 0
+    for again, run in groupby(rows, lambda row: row in repeated):
+        stop = start + len(list(run))
+        found[again].append(part[start:stop])
+        start = stop
+    return found
 
 
 def _power_sum(

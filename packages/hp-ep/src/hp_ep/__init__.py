@@ -13,9 +13,7 @@ from ._errors import RoutingError as RoutingError
 from ._errors import UnsupportedError as UnsupportedError
 from .dispatch._cost import choose_capacity as choose_capacity
 from .dispatch._cost import choose_dispatcher as choose_dispatcher
-from .dispatch._cost import expected_bytes as expected_bytes
 from .placement._plan import LoadStats as LoadStats
-from .placement._plan import Migration as Migration
 from .placement._plan import Placement as Placement
 from .placement._plan import plan_migration as plan_migration
 from .placement._plan import plan_placement as plan_placement
@@ -27,10 +25,10 @@ if TYPE_CHECKING:
     from ._balance import update_router_bias as update_router_bias
     from ._experts import GroupedExperts as GroupedExperts
     from ._moe import MoE as MoE
-    from ._permutation import bag_sum as bag_sum
     from ._permutation import gather_rows as gather_rows
     from ._permutation import permute as permute
     from ._permutation import permute_indices as permute_indices
+    from ._permutation import scatter_rows as scatter_rows
     from ._permutation import unpermute as unpermute
     from ._router import TopKRouter as TopKRouter
     from ._styles import BaseExpertParallel as BaseExpertParallel
@@ -38,21 +36,17 @@ if TYPE_CHECKING:
     from ._styles import ExpertTensorParallel as ExpertTensorParallel
     from ._styles import TensorParallel as TensorParallel
     from ._styles import parallelize_experts as parallelize_experts
-    from .balance._clip import clip_grad_norm_ as clip_grad_norm_
     from .dispatch._all_to_all import AllToAll as AllToAll
     from .dispatch._dedup import Dedup as Dedup
     from .dispatch._dedup import Hierarchical as Hierarchical
     from .dispatch._interface import AsyncDispatcher as AsyncDispatcher
     from .dispatch._interface import DispatchState as DispatchState
-    from .dispatch._interface import SpreadDispatcher as SpreadDispatcher
     from .dispatch._interface import TokenDispatcher as TokenDispatcher
     from .dispatch._local import Local as Local
     from .dispatch._padded import Padded as Padded
-    from .dispatch._wrappers import Placed as Placed
-    from .dispatch._wrappers import Summed as Summed
-    from .placement._checkpoint import order_by_expert as order_by_expert
-    from .placement._checkpoint import order_by_slot as order_by_slot
     from .placement._migrate import migrate_experts as migrate_experts
+    from .placement._migrate import order_by_expert as order_by_expert
+    from .placement._migrate import order_by_slot as order_by_slot
 
 _NEED_TORCH = {
     "AllToAll": ".dispatch._all_to_all",
@@ -68,22 +62,18 @@ _NEED_TORCH = {
     "MoE": "._moe",
     "AsyncDispatcher": ".dispatch._interface",
     "Padded": ".dispatch._padded",
-    "Placed": ".dispatch._wrappers",
-    "SpreadDispatcher": ".dispatch._interface",
-    "Summed": ".dispatch._wrappers",
     "TensorParallel": "._styles",
     "TokenDispatcher": ".dispatch._interface",
     "TopKRouter": "._router",
-    "bag_sum": "._permutation",
-    "clip_grad_norm_": ".balance._clip",
     "collect_loads": "._balance",
     "gather_rows": "._permutation",
     "migrate_experts": ".placement._migrate",
-    "order_by_expert": ".placement._checkpoint",
-    "order_by_slot": ".placement._checkpoint",
+    "order_by_expert": ".placement._migrate",
+    "order_by_slot": ".placement._migrate",
     "parallelize_experts": "._styles",
     "permute": "._permutation",
     "permute_indices": "._permutation",
+    "scatter_rows": "._permutation",
     "unpermute": "._permutation",
     "update_router_bias": "._balance",
 }

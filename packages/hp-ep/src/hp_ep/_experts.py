@@ -2,20 +2,35 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hp_dtensor import Axis
+from hp_dtensor import Axis, mark_repeated_rows
 
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
-from ._permutation import pad_blocks, place_rows, row_products, take_rows
-from ._products import blocks_of, grouped_linear, spread_bias
+from ._permutation import pad_blocks, place_rows, row_parts, row_products, take_rows
+from ._products import (
+    Blocks,
+    blocks_of,
+    gather_bias,
+    grouped_linear,
+    outer_products,
+    products,
+)
 from ._sizes import check_factors, check_sizes
-from ._torch import EXTRA_STATE, as_autocast, before_loading, first_order, is_saved, run_function
+from ._torch import (
+    EXTRA_STATE,
+    as_autocast,
+    before_loading,
+    first_order,
+    is_saved,
+    keeps_graph,
+    run_function,
+)
 from .placement._replicas import ReplicaSum
 from .placement._replicas import place_rows as place_experts
 
@@ -145,15 +160,21 @@ class GroupedExperts(nn.Module):
         return ", ".join([text, *said])
 
     def place(self, replicas: ReplicaSum) -> None:
-        """Take the placement of ``replicas``; from now on the state dict says its order."""
+        """Take the placement of ``replicas``; from now on state dict and parameters say it."""
         self.replicas = replicas
         kind = type(self)
         # The class, not the module, is what torch asks for an extra state.
-        self.__class__ = (
-            PlacedExperts
-            if kind is GroupedExperts
-            else type(f"Placed{kind.__name__}", (PlacedExperts, kind), {})
-        )
+        if kind is GroupedExperts:
+            self.__class__ = PlacedExperts
+        elif not issubclass(kind, PlacedExperts):
+            self.__class__ = type(f"Placed{kind.__name__}", (PlacedExperts, kind), {})
+        self.mark_replicas()
+
+    def mark_replicas(self) -> None:
+        """Let each parameter say which of its rows are replicas; see `mark_repeated_rows`."""
+        if self.replicas is not None:
+            for parameter in self.parameters(recurse=False):
+                mark_repeated_rows(parameter, self.replicas.repeated)
 
     def row_order(self) -> list[int]:
         """Return the expert of each row of the weights, of all ranks."""
@@ -212,15 +233,15 @@ class GroupedExperts(nn.Module):
             rows, inside = weigh_rows(rows, weights), None
         hidden = grouped_linear(rows, gate_up, blocks)
         if biases:
-            hidden = hidden + spread_bias(biases[0].flatten(1), blocks, hidden.shape[0])
+            hidden = hidden + gather_bias(biases[0].flatten(1), blocks, hidden.shape[0])
         # Not kept on the module: a function without a name could not be pickled.
         gate = gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit)
-        result = grouped_linear(_activate(gate, hidden, inside), down, blocks)
+        result = _down_product(gate, hidden, inside, down, blocks)
         if biases:
             bias = biases[1]
             if self.summed_over is not None and self.summed_over.index:
                 bias = bias - bias.detach()  # added on the first rank; its gradient is on all
-            result = result + _weighted(spread_bias(bias, blocks, result.shape[0]), inside)
+            result = result + _weighted(gather_bias(bias, blocks, result.shape[0]), inside)
         return result if places is None else take_rows(result, places)
 
     def _check(self, rows: Tensor, counts: Tensor, weights: Tensor | None, local: Tensor) -> None:
@@ -243,7 +264,26 @@ class GroupedExperts(nn.Module):
 
 
 class PlacedExperts(GroupedExperts):
-    """Experts with a placement, whose state dict says which expert each row is."""
+    """Experts with a placement: the state dict says which expert each row is.
+
+    Parameters say which of their rows are replicas, also those that FSDP, a loader or a copy puts
+    in the place of others.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # FSDP sets its parameters by this method where a class has one of its own.
+        if isinstance(value, nn.Parameter) and self.replicas is not None:
+            mark_repeated_rows(value, self.replicas.repeated)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.mark_replicas()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.mark_replicas()
+        return self
 
     def get_extra_state(self) -> Tensor:
         """Return the expert of each row of the weights ``[rows]``, of all ranks."""
@@ -298,8 +338,8 @@ class SharedExperts(nn.Module):
         gate_up, down = (
             local_weight(w, self.replicated_over) for w in (self.gate_up_proj, self.down_proj)
         )
-        hidden = _activate(gate_of(self.activation), F.linear(x, gate_up), None)
-        result = F.linear(hidden, down)
+        hidden, down = F.linear(x, gate_up), as_autocast(down)
+        result = _down_product(gate_of(self.activation), hidden, None, down[None], None)
         if self.gate is None:
             return result
         return F.linear(x, local_weight(self.gate, self.replicated_over)).sigmoid() * result
@@ -334,11 +374,21 @@ def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
     return run_function(_WeighRows, rows, weights)
 
 
-def _activate(gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
-    """Return what the down product takes; ``gate_up [rows, 2 * hidden]`` alone is kept for it."""
+def _down_product(
+    gate: Gate, gate_up: Tensor, weights: Tensor | None, down: Tensor, blocks: Blocks | None
+) -> Tensor:
+    """Return the product of ``down`` with the hidden numbers, times ``weights [rows]`` if given.
+
+    Of these ``gate_up [rows, 2 * hidden]`` alone is kept for backward, which computes them again.
+    ``blocks`` are None for one expert.
+    """
     if torch.compiler.is_compiling():  # the compiler recomputes what costs less than keeping it
-        return _weighted(gate(*gate_up.chunk(2, -1)), weights)
-    return run_function(_Activate, gate, gate_up, weights)
+        hidden = _weighted(gate(*gate_up.chunk(2, -1)), weights)
+        return F.linear(hidden, down[0]) if blocks is None else grouped_linear(hidden, down, blocks)
+    if blocks is None:
+        rows = gate_up.shape[0]
+        blocks = Blocks(counts=torch.tensor([rows], device="cpu"), sizes=(rows,))
+    return run_function(_DownProduct, gate, gate_up, weights, down, blocks)
 
 
 def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -362,32 +412,58 @@ class _WeighRows(torch.autograd.Function):
         return grads[0] * weights.to(grads[0].dtype)[:, None], products
 
 
-class _Activate(torch.autograd.Function):
-    """Computes the gate again in backward instead of keeping its parts."""
+class _DownProduct(torch.autograd.Function):
+    """The gate and the down product together, so that what is between them need not be kept.
+
+    Rows are computed in parts, since a gate makes several temporaries of the size of its input.
+    Backward writes gradients to memory that nobody needs any more: those of ``gate_up`` in its
+    place, where the graph is not kept for another backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
-        ctx.gate = gate
-        ctx.save_for_backward(gate_up, weights)
-        hidden = gate(*gate_up.chunk(2, -1))
-        return hidden if weights is None else hidden.mul_(weights.to(hidden.dtype)[:, None])
+    def forward(
+        ctx: Any, gate: Gate, gate_up: Tensor, weights: Tensor | None, down: Tensor, blocks: Blocks
+    ) -> Tensor:
+        ctx.gate, ctx.sizes, ctx.float8 = gate, blocks.sizes, blocks.float8
+        ctx.save_for_backward(gate_up, weights, down, blocks.counts)
+        hidden = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        for part in row_parts(gate_up):
+            found = gate(*gate_up[part].chunk(2, -1))
+            scale = 1 if weights is None else weights[part].to(found.dtype)[:, None]
+            torch.mul(found, scale, out=hidden[part])
+        return products(hidden, down, blocks)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, weights = ctx.saved_tensors
-        _, gate_up_needs, weights_need = ctx.needs_input_grad
-        (grad,) = grads
-        with torch.enable_grad():
-            leaf = gate_up.detach().requires_grad_(gate_up_needs)
-            hidden = ctx.gate(*leaf.chunk(2, -1))
-        products = None
-        if weights is not None:
+        gate_up, weights, down, counts = ctx.saved_tensors
+        blocks = Blocks(counts=counts, sizes=ctx.sizes, float8=ctx.float8)
+        _, gate_up_needs, weights_need, down_needs, _ = ctx.needs_input_grad
+        # The gradient of the hidden numbers; where that was used, the numbers take its place.
+        hidden = products(grads[0], down.transpose(1, 2), blocks)
+        found = torch.empty_like(gate_up) if keeps_graph() else gate_up
+        inner = []
+        for part in row_parts(gate_up):
+            grad = hidden[part]
+            scale = 1 if weights is None else weights[part].to(grad.dtype)[:, None]
+            with torch.enable_grad():
+                leaf = gate_up[part].detach().requires_grad_(gate_up_needs)
+                numbers = ctx.gate(*leaf.chunk(2, -1))
             if weights_need:
-                products = row_products(hidden.detach(), grad).to(weights.dtype)
-            grad = grad * weights.to(grad.dtype)[:, None]
-        found = torch.autograd.grad(hidden, leaf, grad)[0] if gate_up_needs else None
-        return None, found, products
+                inner.append(row_products(numbers.detach(), grad))
+            leaf_grad = None
+            if gate_up_needs:
+                (leaf_grad,) = torch.autograd.grad(numbers, leaf, grad * scale)
+            torch.mul(numbers.detach(), scale, out=grad)
+            if leaf_grad is not None:
+                found[part] = leaf_grad
+        return (
+            None,
+            found if gate_up_needs else None,
+            torch.cat(inner).to(weights.dtype) if weights_need else None,
+            outer_products(grads[0], hidden, blocks) if down_needs else None,
+            None,
+        )
 
 
 def order_entry(experts: Iterable[int]) -> Tensor:

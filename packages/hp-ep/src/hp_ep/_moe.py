@@ -11,7 +11,7 @@ from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
-from ._permutation import sum_slots, take_slots
+from ._permutation import gather_tokens, scatter_tokens
 from ._router import TopKRouter
 from ._sizes import check_shared, check_sizes
 from ._torch import fenced
@@ -266,9 +266,9 @@ def run_here(dispatcher: Local, experts: Experts, chunk: Chunk) -> Tensor:
         return dispatcher.combine(experts(rows, counts, state.row_weights), state)
     # The same without objects that a graph cannot hold; the ids are those of the layer's router.
     found = sort_assignments(expert_ids, dispatcher.num_experts)
-    rows = take_slots(x, found.order, found.places)
-    results = experts(rows, found.counts, found.weights(weights))
-    return sum_slots(results.to(x.dtype), found.order, found.places)
+    groups = found.groups
+    results = experts(gather_tokens(x, groups), found.counts, found.weights(weights))
+    return scatter_tokens(results.to(x.dtype), groups)
 
 
 def run_chunks(

@@ -1,5 +1,6 @@
-"""Moving rows between orders: permutations, and the gather and weighted sum of routed rows."""
+"""Moving rows between orders: permutations, gathers and weighted scatters of routed rows."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from ._errors import ExpertConfigError
 from ._torch import first_order, run_function
 
-_BLOCK = 1 << 20  # elements of a temporary that the allocator keeps instead of returning it
+_BLOCK = 1 << 18  # elements of a temporary
 
 
 def permute_indices(
@@ -80,7 +81,7 @@ def place_rows(rows: Tensor, places: Tensor, size: int) -> Tensor:
 
 
 def take_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Return the rows at ``places``, which are distinct; backward is `place_rows`."""
+    """Return the rows or numbers at ``places``, which are distinct; backward is `place_rows`."""
     return run_function(_TakeRows, rows, places)
 
 
@@ -103,46 +104,68 @@ def unpermute(rows: Tensor, indices: Tensor) -> Tensor:
     return reorder(rows, invert(indices), indices)
 
 
-def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Return ``x [tokens, dim]`` once per slot, in ``order``: ``[tokens * k, dim]``.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenGroups:
+    """Which rows are of which token: those of a token are a group.
 
-    Slot ``t * k + j`` is the ``j``-th choice of token ``t``. ``order [tokens * k]`` lists the slots
-    in the order of the result, and ``places [tokens, k]`` is its inverse: each slot's row. Backward
-    is `bag_sum` without weights. `ExpertConfigError` for other shapes and dtypes and, on the CPU,
-    for ``places`` that do not invert ``order``.
+    ``tokens [rows]`` is each row's token. ``rows`` lists the rows token by token: ``[tokens, k]``
+    where each token has ``k`` of them, else ``[rows]`` with ``starts [tokens]``, where each token's
+    begin.
     """
-    check_slots(order, places, x.shape[0])
-    return take_slots(x, order, places)
+
+    tokens: Tensor
+    rows: Tensor
+    starts: Tensor | None = None
 
 
-def take_slots(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Return what `gather_rows` does, of an order that is known to be right."""
-    return run_function(_GatherRows, x, order, places)
+def gather_tokens(x: Tensor, groups: TokenGroups) -> Tensor:
+    """Return each row's token ``[rows, dim]`` of ``x [tokens, dim]``.
+
+    Backward is `scatter_tokens` without weights.
+    """
+    return run_function(_Gather, x, groups.tokens, groups.rows, groups.starts)
 
 
-def bag_sum(rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+def scatter_tokens(rows: Tensor, groups: TokenGroups, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's rows ``[tokens, dim]``, times ``weights`` if given.
+
+    These are listed as ``groups.rows``. The sum is deterministic. Gradients: of ``rows``, the
+    token's gradient times the weight; of ``weights``, the inner product of row and gradient.
+    """
+    return run_function(_Scatter, rows, weights, groups.tokens, groups.rows, groups.starts)
+
+
+def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return ``x [tokens, dim]`` once per token assignment, in ``order``: ``[tokens * k, dim]``.
+
+    Assignment ``t * k + j`` is the ``j``-th choice of token ``t``. ``order [tokens * k]`` lists
+    them in the order of the result, and ``places [tokens, k]`` is its inverse: the row of each.
+    Backward is `scatter_rows` without weights. `ExpertConfigError` for other shapes and dtypes and,
+    on the CPU, for ``places`` that do not invert ``order``.
+    """
+    return gather_tokens(x, _groups_of(order, places, x.shape[0]))
+
+
+def scatter_rows(
+    rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None = None
+) -> Tensor:
     """Return the sum of each token's rows, weighted: ``[tokens, dim]``; `gather_rows` transposed.
 
     ``rows [tokens * k, dim]`` lie in ``order``; ``weights [tokens, k]`` (1 by default) multiply
-    the rows at ``places``. The sum is deterministic. Gradients: of ``rows``, the token's gradient
-    times the weight; of ``weights``, the inner product of row and gradient. The errors are those of
-    `gather_rows`, and for rows or weights that are not one for each slot.
+    the rows at ``places``. Sums and gradients are those of `scatter_tokens`. The errors are those
+    of `gather_rows`, and for rows or weights that are not one for each assignment.
     """
-    check_slots(order, places, places.shape[0])
+    groups = _groups_of(order, places, places.shape[0])
     if rows.shape[0] != places.numel():
         raise ExpertConfigError(
-            f"bag_sum got {rows.shape[0]} rows for {tuple(places.shape)} slots; give one per slot"
+            f"scatter_rows got {rows.shape[0]} rows for {tuple(places.shape)} token assignments; "
+            "give one for each"
         )
     if weights is not None and weights.shape != places.shape:
         raise ExpertConfigError(
             f"weights {tuple(weights.shape)} and places {tuple(places.shape)} must agree"
         )
-    return sum_slots(rows, order, places, weights)
-
-
-def sum_slots(rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return what `bag_sum` does, of an order that is known to be right."""
-    return run_function(_BagSum, rows, order, places, weights)
+    return scatter_tokens(rows, groups, weights)
 
 
 def reorder(rows: Tensor, indices: Tensor, inverse: Tensor) -> Tensor:
@@ -156,60 +179,34 @@ def invert(indices: Tensor) -> Tensor:
     return torch.empty_like(indices).scatter_(0, indices, steps)
 
 
+def row_parts(x: Tensor) -> Iterator[slice]:
+    """Yield slices of ``x [rows, n]``, each of as many rows as are computed at once.
+
+    Temporaries stay small, and on a CPU in its cache; elsewhere a kernel launch costs more than a
+    larger temporary. There is one slice at least.
+    """
+    step = max(1, (_BLOCK if x.is_cpu else 64 * _BLOCK) // max(1, x.shape[1]))
+    return (slice(start, start + step) for start in range(0, max(1, x.shape[0]), step))
+
+
 def row_products(a: Tensor, b: Tensor) -> Tensor:
     """Return each row's inner product, in float32 where that is wider.
 
-    In blocks: torch's own product makes a temporary as large as ``a``.
+    In parts: torch's own product makes a temporary as large as ``a``.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
-    # Elsewhere a kernel launch costs more than a larger temporary.
-    step = max(1, (_BLOCK if a.is_cpu else 16 * _BLOCK) // max(1, a.shape[1]))
-    blocks = zip(a.split(step), b.split(step), strict=True)
-    return torch.cat([torch.linalg.vecdot(x.to(wide), y.to(wide)) for x, y in blocks])
+    parts = [torch.linalg.vecdot(a[p].to(wide), b[p].to(wide)) for p in row_parts(a)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bags:
-    """Which rows belong to which token.
-
-    ``tokens [rows]`` is each row's token; ``rows [rows]`` lists the rows token by token and
-    ``starts [tokens]`` where each token's begin in that list.
-    """
-
-    tokens: Tensor
-    rows: Tensor
-    starts: Tensor
-
-
-def bags_of(tokens: Tensor, num_tokens: int) -> Bags:
-    """Return the bags of rows with these tokens ``[rows]``; reads nothing on the host."""
-    counts = torch.zeros(num_tokens, dtype=torch.int64, device=tokens.device)
-    counts.scatter_add_(0, tokens, torch.ones_like(tokens))
-    # Sorting four bytes per key costs less than sorting eight.
-    rows = tokens.to(torch.int32).argsort(stable=True)
-    return Bags(tokens=tokens, rows=rows, starts=counts.cumsum(0) - counts)
-
-
-def spread(x: Tensor, bags: Bags) -> Tensor:
-    """Return each row's token ``[rows, dim]`` of ``x [tokens, dim]``; backward is `collect`."""
-    return run_function(_Spread, x, bags)
-
-
-def collect(rows: Tensor, bags: Bags, weights: Tensor | None = None) -> Tensor:
-    """Return the sum of each token's rows ``[tokens, dim]``, times ``weights [rows]`` if given.
-
-    The sum is deterministic. Gradients: of ``rows``, the token's gradient times the weight; of
-    ``weights``, the inner product of row and gradient.
-    """
-    return run_function(_Collect, rows, weights, bags)
-
-
-def _sums(rows: Tensor, bags: Bags, weights: Tensor | None) -> Tensor:
-    if not rows.numel():  # torch's sums refuse to choose from nothing
-        return rows.new_zeros(bags.starts.shape[0], rows.shape[1])
-    scale = None if weights is None else weights.index_select(0, bags.rows)
+def _sum_groups(
+    x: Tensor, rows: Tensor, starts: Tensor | None, weights: Tensor | None = None
+) -> Tensor:
+    """Return the sum of each group of rows of ``x``; see `TokenGroups`."""
+    if starts is not None and not x.numel():  # torch's sums refuse to choose from nothing
+        return x.new_zeros(starts.shape[0], x.shape[1])
     total: Tensor = F.embedding_bag(
-        bags.rows, rows.contiguous(), bags.starts, mode="sum", per_sample_weights=scale
+        rows, x.contiguous(), starts, mode="sum", per_sample_weights=weights
     )
     return total
 
@@ -238,7 +235,7 @@ class _TakeRows(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        zeros = grads[0].new_zeros(ctx.size, grads[0].shape[1])
+        zeros = grads[0].new_zeros(ctx.size, *grads[0].shape[1:])
         return zeros.index_copy_(0, places, grads[0]), None
 
 
@@ -254,76 +251,47 @@ class _Reorder(torch.autograd.Function):
         return run_function(_Reorder, grads[0], inverse, indices), None, None
 
 
-class _GatherRows(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, order // places.shape[1])
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, starts)
+        return x.index_select(0, tokens)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return F.embedding_bag(places, grads[0].contiguous(), mode="sum"), None, None
+        return _sum_groups(grads[0], *ctx.saved_tensors), None, None, None
 
 
-class _BagSum(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, order: Tensor, places: Tensor, weights: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        tokens: Tensor,
+        rows: Tensor,
+        starts: Tensor | None,
     ) -> Tensor:
         # Without a gradient of the weights the rows need not be kept.
-        keep = weights is not None and ctx.needs_input_grad[3]
-        ctx.save_for_backward(rows if keep else None, order, places, weights)
-        scale = None if weights is None else weights.to(rows.dtype)
-        return F.embedding_bag(places, rows.contiguous(), mode="sum", per_sample_weights=scale)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, order, places, weights = ctx.saved_tensors
-        grad = grads[0].index_select(0, order // places.shape[1])
-        if weights is None:
-            return grad, None, None, None
-        grad_weights = None
-        if rows is not None:
-            products = row_products(rows, grad).to(weights.dtype)
-            grad_weights = products.index_select(0, places.view(-1)).view(places.shape)
-        grad *= weights.reshape(-1).index_select(0, order).to(grad.dtype)[:, None]
-        return grad, None, None, grad_weights
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bags: Bags) -> Tensor:
-        ctx.save_for_backward(bags.tokens, bags.rows, bags.starts)
-        return x.index_select(0, bags.tokens)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, rows, starts = ctx.saved_tensors
-        return _sums(grads[0], Bags(tokens=tokens, rows=rows, starts=starts), None), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, bags: Bags) -> Tensor:
-        # Without a gradient of the weights the rows need not be kept.
         keep = weights is not None and ctx.needs_input_grad[1]
-        ctx.save_for_backward(rows if keep else None, weights, bags.tokens)
-        return _sums(rows, bags, None if weights is None else weights.to(rows.dtype))
+        ctx.save_for_backward(x if keep else None, weights, tokens, rows)
+        return _sum_groups(x, rows, starts, None if weights is None else weights.to(x.dtype))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights, tokens = ctx.saved_tensors
+        x, weights, tokens, rows = ctx.saved_tensors
         grad = grads[0].index_select(0, tokens)
         if weights is None:
-            return grad, None, None
-        grad_weights = None if rows is None else row_products(rows, grad).to(weights.dtype)
-        grad *= weights.to(grad.dtype)[:, None]
-        return grad, grad_weights, None
+            return grad, None, None, None, None
+        grad_weights = None
+        if x is not None:
+            products = row_products(x, grad).to(weights.dtype)
+            grad_weights = products.index_select(0, rows.view(-1)).view(rows.shape)
+        each = weights.new_empty(rows.numel()).index_copy_(0, rows.view(-1), weights.reshape(-1))
+        grad *= each.to(grad.dtype)[:, None]
+        return grad, grad_weights, None, None, None
 
 
 def check_permutation(rows: Tensor, indices: Tensor) -> None:
@@ -349,8 +317,8 @@ def check_permutation(rows: Tensor, indices: Tensor) -> None:
         )
 
 
-def check_slots(order: Tensor, places: Tensor, tokens: int) -> None:
-    """Raise an `ExpertConfigError` unless ``order`` and ``places`` are inverses for ``tokens``."""
+def _groups_of(order: Tensor, places: Tensor, tokens: int) -> TokenGroups:
+    """Return the groups; `ExpertConfigError` unless ``order`` and ``places`` are inverses."""
     if places.dim() != 2 or places.shape[0] != tokens or order.shape != (places.numel(),):
         raise ExpertConfigError(
             f"order {tuple(order.shape)} and places {tuple(places.shape)} must be [tokens * k] and "
@@ -360,17 +328,17 @@ def check_slots(order: Tensor, places: Tensor, tokens: int) -> None:
         raise ExpertConfigError(
             f"order is {order.dtype} and places are {places.dtype}; they must be torch.int64"
         )
-    if not (order.is_cpu and places.is_cpu):  # looking would synchronise
-        return
-    slots = places.reshape(-1)
-    check_permutation(slots, slots)
-    wrong = order.index_select(0, slots) != torch.arange(slots.shape[0])
-    if wrong.any():
-        slot = int(wrong.nonzero()[0].item())
-        raise ExpertConfigError(
-            f"places say that slot {slot} is row {slots[slot].item()}, but order has slot "
-            f"{order[slots[slot]].item()} there; places must be the inverse of order"
-        )
+    if order.is_cpu and places.is_cpu:  # elsewhere looking would synchronise
+        flat = places.reshape(-1)
+        check_permutation(flat, flat)
+        wrong = order.index_select(0, flat) != torch.arange(flat.shape[0])
+        if wrong.any():
+            which = int(wrong.nonzero()[0].item())
+            raise ExpertConfigError(
+                f"places say that assignment {which} is row {flat[which].item()}, but order has "
+                f"assignment {order[flat[which]].item()} there; places must be the inverse of order"
+            )
+    return TokenGroups(tokens=order // max(1, places.shape[1]), rows=places)
 
 
 def check_counts(counts: Tensor, num_rows: int | None) -> None:

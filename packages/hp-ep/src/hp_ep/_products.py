@@ -69,14 +69,14 @@ def grouped_linear(rows: Tensor, weight: Tensor, blocks: Blocks) -> Tensor:
     return run_function(_GroupedLinear, rows, weight, blocks)
 
 
-def spread_bias(bias: Tensor, blocks: Blocks, num_rows: int) -> Tensor:
+def gather_bias(bias: Tensor, blocks: Blocks, num_rows: int) -> Tensor:
     """Return the ``bias [experts, out]`` of each row's expert ``[rows, out]``.
 
     The gradient is summed in the order of the rows, in float32 at least.
     """
     if torch.compiler.is_compiling():
-        return _spread_op(bias, blocks.counts, num_rows)
-    return run_function(_SpreadBias, bias, blocks, num_rows)
+        return _gather_op(bias, blocks.counts, num_rows)
+    return run_function(_GatherBias, bias, blocks, num_rows)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -87,7 +87,7 @@ class _GroupedLinear(torch.autograd.Function):
             rows if weight_needs else None, weight if rows_need else None, blocks.counts
         )
         ctx.sizes, ctx.float8 = blocks.sizes, blocks.float8
-        return _products(rows, weight, blocks)
+        return products(rows, weight, blocks)
 
     @staticmethod
     @first_order
@@ -95,17 +95,17 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight, counts = ctx.saved_tensors
         blocks = Blocks(counts=counts, sizes=ctx.sizes, float8=ctx.float8)
         return (
-            None if weight is None else _products(grads[0], weight.transpose(1, 2), blocks),
-            None if rows is None else _outer_products(grads[0], rows, blocks),
+            None if weight is None else products(grads[0], weight.transpose(1, 2), blocks),
+            None if rows is None else outer_products(grads[0], rows, blocks),
             None,
         )
 
 
-class _SpreadBias(torch.autograd.Function):
+class _GatherBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor, blocks: Blocks, num_rows: int) -> Tensor:
         ctx.save_for_backward(blocks.counts)
-        return _spread(bias, blocks.counts, num_rows)
+        return _gather(bias, blocks.counts, num_rows)
 
     @staticmethod
     @first_order
@@ -114,7 +114,7 @@ class _SpreadBias(torch.autograd.Function):
         return _block_sums(grads[0], counts), None, None
 
 
-def _spread(bias: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+def _gather(bias: Tensor, counts: Tensor, num_rows: int) -> Tensor:
     experts = torch.arange(counts.shape[0], device=counts.device)
     owners = experts.repeat_interleave(counts, output_size=num_rows)
     return bias.index_select(0, owners)
@@ -127,7 +127,8 @@ def _block_sums(rows: Tensor, counts: Tensor) -> Tensor:
     return sums.to(rows.dtype)
 
 
-def _products(rows: Tensor, weight: Tensor, blocks: Blocks) -> Tensor:
+def products(rows: Tensor, weight: Tensor, blocks: Blocks) -> Tensor:
+    """Return what `grouped_linear` does, without a graph."""
     if blocks.float8:
         return _float8_products(rows, weight, blocks)
     if blocks.sizes is None:
@@ -141,7 +142,7 @@ def _products(rows: Tensor, weight: Tensor, blocks: Blocks) -> Tensor:
     return result
 
 
-def _outer_products(grad: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
+def outer_products(grad: Tensor, rows: Tensor, blocks: Blocks) -> Tensor:
     """Return ``grad[block].T @ rows[block]`` of each expert: ``[experts, out, in]``."""
     if blocks.sizes is None:
         ends = blocks.counts.cumsum(0, dtype=torch.int32)
@@ -187,12 +188,12 @@ def _linear_in_graph(
     rows: Tensor, weight: Tensor, counts: Tensor, float8: bool, transposed: bool
 ) -> Tensor:
     blocks = blocks_of(counts, rows, [weight], float8=float8)
-    return _products(rows, weight.transpose(1, 2) if transposed else weight, blocks)
+    return products(rows, weight.transpose(1, 2) if transposed else weight, blocks)
 
 
 def _outer_in_graph(grad: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     grad, rows = dense(grad), dense(rows)
-    return _outer_products(grad, rows, blocks_of(counts, rows, [grad[None], rows[None]]))
+    return outer_products(grad, rows, blocks_of(counts, rows, [grad[None], rows[None]]))
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -237,9 +238,9 @@ _sums_op = graph_op(
     _block_sums,
     lambda rows, counts: rows.new_empty(counts.shape[0], rows.shape[1]),
 )
-_spread_op = graph_op(
-    f"{__name__}.spread",
-    _spread,
+_gather_op = graph_op(
+    f"{__name__}.gather",
+    _gather,
     lambda bias, counts, num_rows: bias.new_empty(num_rows, bias.shape[1]),
     backward=lambda ctx, grad: (_sums_op(grad, *ctx.saved_tensors), None, None),
     save=_save_counts,

@@ -38,7 +38,7 @@ from .dispatch._checks import (
 )
 from .dispatch._cost import choose_dispatcher
 from .dispatch._dedup import Dedup, Hierarchical
-from .dispatch._interface import SpreadDispatcher, TokenDispatcher
+from .dispatch._interface import ShardedDispatcher, TokenDispatcher
 from .dispatch._local import Local
 from .dispatch._wrappers import Placed, Summed
 from .placement._plan import Placement
@@ -438,7 +438,7 @@ def _check_given(given: TokenDispatcher, split: Split, num_slots: int) -> None:
             f"the style puts a {type(given).__name__} around the dispatcher where one is due; give "
             "it the inner one, and placement= where experts have one"
         )
-    if not isinstance(given, SpreadDispatcher):
+    if not isinstance(given, ShardedDispatcher):
         return
     kind = type(given).__name__
     if given.num_experts not in (None, num_slots):

@@ -204,6 +204,14 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def keeps_graph() -> bool:
+    """Return whether the backward that runs on this thread keeps what was saved for another one.
+
+    ``_get_current_graph_task_keep_graph`` (2.11 to 2.13); there is no public question.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Let ``hook(module, state_dict, prefix, ...)`` see what ``module`` is about to load."""
     module.register_load_state_dict_pre_hook(hook)

@@ -280,7 +280,10 @@ def fully_shard(
             forward that no backward can follow always ends with all of them given up, so that the
             next one sees what an optimizer did in between. An int, a divisor of the shard ranks: in
             between they are sharded over that many neighbours, and backward gathers over these.
-        shard_placement_fn: called with each parameter, gives ``Shard(dim)`` or None for dim 0. What
+        shard_placement_fn: called with each parameter, gives ``Shard(dim)``, or None for the
+            default: dim 0, but where other axes shard it already and leave fewer rows than ranks,
+            as of experts over expert-parallel ranks: then the first dim that none of them shards
+            and that the ranks divide, if there is one, so that none is left without a part. What
             is cut along another dim is copied once when gathered, once when reduced. Or gives
             torch's ``ShardPlacementResult``, whose ``mesh_info`` takes the place of ``mesh`` for
             this parameter: experts, which other ranks have. Those get a group of their own.

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils.parametrize import is_parametrized
 
-from hp_dtensor import Collectives, RaggedShard, RaggedTensor, redistribute
+from hp_dtensor import (
+    Collectives,
+    RaggedShard,
+    RaggedTensor,
+    mark_repeated_rows,
+    redistribute,
+    repeated_rows,
+)
 
 from ._errors import ParameterError, StateError
 from ._mesh import MeshInfo
@@ -64,6 +71,7 @@ class ShardedParameter:
         whole = dim is None and mesh_info.shards
         self.axes = mesh_info.axes.replicated() if whole else mesh_info.axes
         self._requires_grad = original.requires_grad
+        self._repeated_rows = repeated_rows(original)
         self._held: Tensor | None = None
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
@@ -90,6 +98,7 @@ class ShardedParameter:
             stride=self.stride,
         )
         self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
+        mark_repeated_rows(self.sharded, self._repeated_rows)
         # from_local makes a view of the view; optimizers must write to the flat shard itself.
         self.put(local)
 
@@ -306,6 +315,7 @@ class RaggedParameter(ShardedParameter):
         with torch.no_grad():
             whole = RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
         self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
+        mark_repeated_rows(self.sharded, self._repeated_rows)
         self._sharded_is_new()
 
     def put(self, view: Tensor) -> None:

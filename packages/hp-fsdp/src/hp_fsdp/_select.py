@@ -3,6 +3,7 @@
 What units have is noted on the modules that register it: from below a unit cannot be seen.
 """
 
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +158,7 @@ class ParameterSelection:
         if local.numel() < self.least_numel:
             return None
         if placement is None:
-            return 0
+            return _default_dim(parameter, degree)
         if type(placement) is not Shard:
             raise ParameterError(
                 f"shard_placement_fn gives {shown(placement)} for {name}; legal are Shard(dim), "
@@ -175,6 +176,27 @@ class ParameterSelection:
                 "ranks; only dim 0 may be cut unevenly"
             )
         return dim
+
+
+def _default_dim(parameter: nn.Parameter, degree: int) -> int:
+    """Return dim 0, or where other axes leave it fewer rows than ranks, a dim that all have.
+
+    That is the first one that no axis shards and that ``degree`` ranks divide. Experts that are
+    sharded over expert-parallel ranks are such parameters; every rank finds the same dim.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0
+    own = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    sizes = [size for placement, size in own if placement.is_shard(0)]
+    if not sizes or parameter.shape[0] >= math.prod(sizes) * degree:
+        return 0
+    free = (
+        dim
+        for dim in range(1, parameter.ndim)
+        if parameter.shape[dim] % degree == 0
+        if not any(placement.is_shard(dim) for placement in parameter.placements)
+    )
+    return next(free, 0)
 
 
 def select_parameters(

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
-from .._permutation import sum_slots, take_slots
+from .._permutation import TokenGroups, gather_tokens, scatter_tokens
 from .._torch import run_function
 from ._checks import REPORT_SIZE, check_config, expert_axis, or_torch, raise_faults
 from ._exchange import AsyncAllToAll, HostTables
 from ._interface import AsyncDispatcher, Dispatched, DispatchState, Pending, Step, consume
-from ._local import SortedAssignments, sort_assignments
+from ._local import sort_assignments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class _Transposed(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _AllToAllState(DispatchState):
-    sorted: SortedAssignments
+    groups: TokenGroups
     weights: Tensor | None
     plan: RowPlan
     dtype: torch.dtype
@@ -182,8 +182,8 @@ class AllToAll(AsyncDispatcher):
         by_expert = sort_assignments(given.expert_ids, self.num_experts)
         tables = exchange.start_counts(by_expert.counts, given.report)
         # While the counts travel:
-        sorted_rows = take_slots(self._config.narrow(given.x), by_expert.order, by_expert.places)
-        rows = exchange.load(sorted_rows, tables)
+        groups = by_expert.groups
+        rows = exchange.load(gather_tokens(self._config.narrow(given.x), groups), tables)
         row_weights = (
             exchange.load(by_expert.weights(given.weights), tables) if weigh_rows else None
         )
@@ -199,7 +199,7 @@ class AllToAll(AsyncDispatcher):
             num_rows=plan.num_rows,
             dim=x.shape[1],
             row_weights=None if row_weights is None else exchange.wait(row_weights, plan),
-            sorted=by_expert,
+            groups=groups,
             weights=None if weigh_rows else weights,
             plan=plan,
             dtype=x.dtype,
@@ -209,5 +209,4 @@ class AllToAll(AsyncDispatcher):
     def _combine(self, rows: Tensor, state: _AllToAllState) -> Generator[Step, None, Tensor]:
         back = self._exchange.start_back(self._config.narrow(rows), state.plan)
         yield "rows"
-        by_expert, came = state.sorted, back.wait().to(state.dtype)
-        return sum_slots(came, by_expert.order, by_expert.places, state.weights)
+        return scatter_tokens(back.wait().to(state.dtype), state.groups, state.weights)

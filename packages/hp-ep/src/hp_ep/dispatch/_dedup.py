@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,14 @@ from torch import Tensor
 from hp_dtensor import Axis, AxisMesh, Collectives, Work
 
 from .._errors import ExpertConfigError
-from .._permutation import Bags, collect, invert, reorder, spread
-from .._torch import first_order, run_function
+from .._permutation import (
+    TokenGroups,
+    gather_tokens,
+    invert,
+    reorder,
+    scatter_tokens,
+    take_rows,
+)
 from ._checks import (
     REPORT_SIZE,
     Checked,
@@ -94,7 +100,7 @@ class _Hop:
         return _Outgoing(
             tokens=ours,
             expert_ids=expert_ids.index_select(0, order),
-            weights=run_function(_Picked, weights, order),
+            weights=take_rows(weights, order),
             first=pairs[1:] != pairs[:-1],
             hit=_hits(keys, self.axis.size, num_tokens),
         )
@@ -144,7 +150,7 @@ class _Hop:
         assignments.start(
             sizes.send_assignments, sizes.receive_assignments, needs_grad=sizes.needs_grad[1]
         )
-        rows = AsyncAllToAll(spread(x, groups), *more)
+        rows = AsyncAllToAll(gather_tokens(x, groups), *more)
         rows.start(sizes.send, sizes.receive, needs_grad=sizes.needs_grad[0])
         return _Leg(hop=self, sizes=sizes, groups=groups, rows=rows, assignments=assignments)
 
@@ -160,7 +166,7 @@ class _Leg:
 
     hop: _Hop
     sizes: _Sizes
-    groups: Bags
+    groups: TokenGroups
     """Which of the sent rows belong to which token."""
     rows: AsyncAllToAll | None
     assignments: AsyncAllToAll | None
@@ -189,27 +195,12 @@ def _hits(keys: Tensor, num_ranks: int, num_tokens: int) -> Tensor:
     return hit.index_fill_(0, keys, True).view(num_ranks, num_tokens)
 
 
-def _groups(tokens: Tensor, num_tokens: int) -> Bags:
+def _groups(tokens: Tensor, num_tokens: int) -> TokenGroups:
     """Return which rows belong to which token, of rows with these ``tokens [rows]``."""
     # Sorting four bytes per key costs less than sorting eight.
     ordered, rows = tokens.to(torch.int32).sort(stable=True)
     each = torch.arange(num_tokens, dtype=torch.int32, device=tokens.device)
-    return Bags(tokens=tokens, rows=rows, starts=torch.searchsorted(ordered, each))
-
-
-class _Picked(torch.autograd.Function):
-    """Values in another order; backward needs no inverse of it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return values.index_select(0, order)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return grads[0].new_empty(order.shape).index_copy_(0, order, grads[0]), None
+    return TokenGroups(tokens=tokens, rows=rows, starts=torch.searchsorted(ordered, each))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -225,7 +216,7 @@ class _Planned:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _HopsState(DispatchState):
     legs: tuple[_Leg, ...]
-    groups: Bags
+    groups: TokenGroups
     """Which of the experts' rows belong to which row that came."""
     weights: Tensor | None
     dtype: torch.dtype
@@ -266,33 +257,34 @@ class _Hops(AsyncDispatcher):
             came = legs[-1].wait()
         order = came.expert_ids.sort(stable=True).indices
         places = invert(order)
-        groups = Bags(
+        groups = TokenGroups(
             tokens=came.row_of_each.index_select(0, order),
             rows=places,
             starts=came.first.nonzero_static(size=came.rows.shape[0])[:, 0],
         )
-        in_order = reorder(came.weights, order, places)
         state = _HopsState(
             owner=self,
             num_rows=order.shape[0],
             dim=x.shape[1],
-            row_weights=in_order.to(weights.dtype) if weigh_rows else None,
+            row_weights=(
+                reorder(came.weights, order, places).to(weights.dtype) if weigh_rows else None
+            ),
             legs=tuple(legs),
             groups=groups,
-            weights=None if weigh_rows else in_order,
+            weights=None if weigh_rows else came.weights,
             dtype=x.dtype,
         )
-        return spread(came.rows.to(x.dtype), groups), plan.counts, state
+        return gather_tokens(came.rows.to(x.dtype), groups), plan.counts, state
 
     def _combine(self, rows: Tensor, state: _HopsState) -> Generator[Step, None, Tensor]:
-        parts = collect(rows.to(state.dtype), state.groups, state.weights)
+        parts = scatter_tokens(rows.to(state.dtype), state.groups, state.weights)
         first, *others = state.legs
         for leg in reversed(others):
             back = leg.start_back(self._config.narrow(parts))
-            parts = collect(back.wait().to(state.dtype), leg.groups)
+            parts = scatter_tokens(back.wait().to(state.dtype), leg.groups)
         back = first.start_back(self._config.narrow(parts))
         yield "rows"
-        return collect(back.wait().to(state.dtype), first.groups)
+        return scatter_tokens(back.wait().to(state.dtype), first.groups)
 
 
 class Dedup(_Hops):

@@ -86,7 +86,7 @@ class TokenDispatcher(Protocol):
 
 
 @runtime_checkable
-class SpreadDispatcher(Protocol):
+class ShardedDispatcher(Protocol):
     """A `TokenDispatcher` that tells where it takes the experts to be.
 
     A style that is given one can then compare it with its own split of the weights.

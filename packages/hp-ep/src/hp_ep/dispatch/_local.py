@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .._permutation import invert, reorder, sum_slots, take_slots
+from .._permutation import TokenGroups, gather_tokens, invert, reorder, scatter_tokens
 from .._sizes import check_sizes
 from ._checks import as_tensor, check_ids, check_routing, checks_data, raise_faults
 from ._exchange import read_tables
@@ -24,6 +24,11 @@ class SortedAssignments:
     order: Tensor
     places: Tensor
     counts: Tensor
+
+    @property
+    def groups(self) -> TokenGroups:
+        """Return which of the rows are of which token."""
+        return TokenGroups(tokens=self.order // self.places.shape[1], rows=self.places)
 
     def weights(self, weights: Tensor) -> Tensor:
         """Return ``weights [tokens, k]`` in the order of the rows."""
@@ -54,7 +59,7 @@ def count_ids(ids: Tensor, number: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _LocalState(DispatchState):
-    sorted: SortedAssignments
+    groups: TokenGroups
     weights: Tensor | None
     dtype: torch.dtype
 
@@ -86,8 +91,7 @@ class Local(AsyncDispatcher):
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
         """Return each token's weighted sum; see `AsyncDispatcher.start_combine`."""
         own = consume(state, self, _LocalState, rows)
-        order, places = own.sorted.order, own.sorted.places
-        return Done(sum_slots(rows.to(own.dtype), order, places, own.weights))
+        return Done(scatter_tokens(rows.to(own.dtype), own.groups, own.weights))
 
     def _dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, weigh_rows: bool
@@ -99,13 +103,14 @@ class Local(AsyncDispatcher):
             expert_ids, numbers = check_ids(expert_ids, self.num_experts, numbers)
             raise_faults(read_tables(numbers[None])[0], None)
         by_expert = sort_assignments(expert_ids, self.num_experts)
-        rows = take_slots(x, by_expert.order, by_expert.places)
+        groups = by_expert.groups
+        rows = gather_tokens(x, groups)
         state = _LocalState(
             owner=self,
             num_rows=rows.shape[0],
             dim=x.shape[1],
             row_weights=by_expert.weights(weights) if weigh_rows else None,
-            sorted=by_expert,
+            groups=groups,
             weights=None if weigh_rows else weights,
             dtype=x.dtype,
         )

@@ -16,7 +16,7 @@ from ._interface import (
     Dispatched,
     DispatchState,
     Pending,
-    SpreadDispatcher,
+    ShardedDispatcher,
     Step,
     TokenDispatcher,
     start_combine,
@@ -58,7 +58,7 @@ class Placed(AsyncDispatcher):
     @property
     def ranks(self) -> tuple[int, ...] | None:
         """Return the ranks of ``inner``, in the placement's order; None where it does not tell."""
-        return self.inner.ranks if isinstance(self.inner, SpreadDispatcher) else None
+        return self.inner.ranks if isinstance(self.inner, ShardedDispatcher) else None
 
     def moved_to(self, placement: Placement) -> "Placed":
         """Return a dispatcher for another placement of the same experts on the same slots."""
@@ -147,12 +147,12 @@ class Summed(AsyncDispatcher):
     @property
     def num_experts(self) -> int | None:
         """Return the number of experts of ``inner``; None where it does not tell."""
-        return self.inner.num_experts if isinstance(self.inner, SpreadDispatcher) else None
+        return self.inner.num_experts if isinstance(self.inner, ShardedDispatcher) else None
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
         """Return the ranks of ``inner``, not those whose parts are summed; None if not told."""
-        return self.inner.ranks if isinstance(self.inner, SpreadDispatcher) else None
+        return self.inner.ranks if isinstance(self.inner, ShardedDispatcher) else None
 
     def around(self, inner: TokenDispatcher) -> "Summed":
         """Return the same around another dispatcher."""

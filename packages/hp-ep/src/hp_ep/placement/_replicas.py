@@ -37,6 +37,7 @@ class ReplicaSum:
             {slot // placement.slots_per_rank for slot in slots} for slots in placement.slots_of
         ]
         here = placement.on_rank(axis.index)
+        self.repeated = tuple(slot for slots in placement.slots_of for slot in slots[1:])
         self.exist = any(len(h) > 1 for h in holders)
         # What is sent to a rank and what comes from it: the experts that both hold, in one order.
         self._shared = [

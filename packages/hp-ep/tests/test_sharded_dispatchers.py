@@ -10,18 +10,17 @@ from hp_ep import (
     Hierarchical,
     Local,
     Padded,
-    Placed,
     Placement,
-    SpreadDispatcher,
-    Summed,
     TokenDispatcher,
 )
+from hp_ep.dispatch._interface import ShardedDispatcher
+from hp_ep.dispatch._wrappers import Placed, Summed
 
 Told = tuple[int | None, tuple[int, ...] | None]
 
 
 def _told(dispatcher: TokenDispatcher) -> Told:
-    assert isinstance(dispatcher, SpreadDispatcher)
+    assert isinstance(dispatcher, ShardedDispatcher)
     return dispatcher.num_experts, dispatcher.ranks
 
 
@@ -67,7 +66,7 @@ class _Silent:
 def test_what_is_around_a_dispatcher_that_does_not_tell_does_not_either() -> None:
     def rank(me: int, door: SimulatedCollectives) -> list[Told]:
         silent = _Silent()
-        assert not isinstance(silent, SpreadDispatcher)
+        assert not isinstance(silent, ShardedDispatcher)
         placement = Placement.contiguous(3, 1)
         return [_told(Placed(silent, placement)), _told(Summed(silent, door.axis(), door))]
 

@@ -1,1 +1,0 @@
-"""Gradient norms in which a replica counts once."""
