@@ -1,7 +1,7 @@
 """The experts' feed-forward networks: many at once on sorted rows, and the one all tokens share."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from hp_dtensor import Axis
 from ._errors import ExpertConfigError, RoutingError
 from ._parameters import local_weight
 from ._permutation import pad_blocks, place_rows, row_products, take_rows
-from ._products import blocks_of, grouped_linear, spread_bias
+from ._products import Blocks, blocks_of, grouped_linear, spread_bias
 from ._sizes import check_factors, check_sizes
 from ._torch import EXTRA_STATE, as_autocast, before_loading, first_order, is_saved, run_function
 from .placement._replicas import ReplicaSum
@@ -21,6 +21,8 @@ from .placement._replicas import place_rows as place_experts
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 """Returns the hidden numbers of ``gate`` and ``up``, each ``[rows, hidden_dim]``."""
+FusedGate = Callable[[Tensor], Tensor]
+"""Returns the same of ``[rows, 2 * hidden_dim]``, where a model has both in one."""
 Activation = Literal["swiglu", "geglu", "clamped_swiglu"] | Gate
 
 _GATES: dict[str, Gate] = {
@@ -210,17 +212,14 @@ class GroupedExperts(nn.Module):
         inside = weights
         if self.score_before_experts and weights is not None:
             rows, inside = weigh_rows(rows, weights), None
-        hidden = grouped_linear(rows, gate_up, blocks)
-        if biases:
-            hidden = hidden + spread_bias(biases[0].flatten(1), blocks, hidden.shape[0])
-        # Not kept on the module: a function without a name could not be pickled.
-        gate = gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit)
-        result = grouped_linear(_activate(gate, hidden, inside), down, blocks)
         if biases:
             bias = biases[1]
             if self.summed_over is not None and self.summed_over.index:
                 bias = bias - bias.detach()  # added on the first rank; its gradient is on all
-            result = result + _weighted(spread_bias(bias, blocks, result.shape[0]), inside)
+            biases = [biases[0].flatten(1), bias]
+        # Not kept on the module: a function without a name could not be pickled.
+        gate = _of_halves(gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit))
+        result = feed_forward(rows, inside, blocks, gate, gate_up, down, biases)
         return result if places is None else take_rows(result, places)
 
     def _check(self, rows: Tensor, counts: Tensor, weights: Tensor | None, local: Tensor) -> None:
@@ -298,7 +297,7 @@ class SharedExperts(nn.Module):
         gate_up, down = (
             local_weight(w, self.replicated_over) for w in (self.gate_up_proj, self.down_proj)
         )
-        hidden = _activate(gate_of(self.activation), F.linear(x, gate_up), None)
+        hidden = _activate(_of_halves(gate_of(self.activation)), F.linear(x, gate_up), None)
         result = F.linear(hidden, down)
         if self.gate is None:
             return result
@@ -324,6 +323,41 @@ def gate_of(activation: Activation, alpha: float = 1.702, limit: float = 7.0) ->
     return activation
 
 
+def _of_halves(gate: Gate) -> FusedGate:
+    return lambda gate_up: gate(*gate_up.chunk(2, -1))
+
+
+def feed_forward(
+    rows: Tensor,
+    weights: Tensor | None,
+    blocks: Blocks,
+    gate: FusedGate,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: Sequence[Tensor],
+) -> Tensor:
+    """Return what each row's expert makes of it, times the row's weight: ``[rows, dim]``.
+
+    The weight multiplies what the down product takes, and the bias of the result.
+
+    Args:
+        rows: ``[rows, dim]``, by expert.
+        weights: Routing weight of each row ``[rows]``; None for none.
+        blocks: How many rows each expert has.
+        gate: Makes ``[rows, hidden]`` of the first product.
+        gate_up: ``[experts, 2 * hidden, dim]``, in the order that ``gate`` wants.
+        down: ``[experts, dim, hidden]``.
+        biases: None, or those of both products: ``[experts, 2 * hidden]``, ``[experts, dim]``.
+    """
+    hidden = grouped_linear(rows, gate_up, blocks)
+    if biases:
+        hidden = hidden + spread_bias(biases[0], blocks, hidden.shape[0])
+    result = grouped_linear(_activate(gate, hidden, weights), down, blocks)
+    if not biases:
+        return result
+    return result + _weighted(spread_bias(biases[1], blocks, result.shape[0]), weights)
+
+
 def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """Return ``rows [rows, dim]`` times their ``weights [rows]``, rounded to the rows' dtype.
 
@@ -334,10 +368,10 @@ def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
     return run_function(_WeighRows, rows, weights)
 
 
-def _activate(gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+def _activate(gate: FusedGate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
     """Return what the down product takes; ``gate_up [rows, 2 * hidden]`` alone is kept for it."""
     if torch.compiler.is_compiling():  # the compiler recomputes what costs less than keeping it
-        return _weighted(gate(*gate_up.chunk(2, -1)), weights)
+        return _weighted(gate(gate_up), weights)
     return run_function(_Activate, gate, gate_up, weights)
 
 
@@ -366,10 +400,10 @@ class _Activate(torch.autograd.Function):
     """Computes the gate again in backward instead of keeping its parts."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Gate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gate: FusedGate, gate_up: Tensor, weights: Tensor | None) -> Tensor:
         ctx.gate = gate
         ctx.save_for_backward(gate_up, weights)
-        hidden = gate(*gate_up.chunk(2, -1))
+        hidden = gate(gate_up)
         return hidden if weights is None else hidden.mul_(weights.to(hidden.dtype)[:, None])
 
     @staticmethod
@@ -380,7 +414,7 @@ class _Activate(torch.autograd.Function):
         (grad,) = grads
         with torch.enable_grad():
             leaf = gate_up.detach().requires_grad_(gate_up_needs)
-            hidden = ctx.gate(*leaf.chunk(2, -1))
+            hidden = ctx.gate(leaf)
         products = None
         if weights is not None:
             if weights_need:
