@@ -123,8 +123,8 @@ def test_steps_of_adamw_are_those_of_one_process(ranks: Any) -> None:
     for found in ranks(4).run(_on_rank, 2):
         for grad, expected in zip(found[0], gradients, strict=True):
             assert float((grad - expected).norm() / expected.norm()) <= 1e-10
-        for value, expected in zip(sum(found[1:-1], []), sum(steps, []), strict=True):
-            torch.testing.assert_close(value, expected, rtol=1e-7, atol=0)
+        for values, wanted in zip(found[1:-1], steps, strict=True):
+            torch.testing.assert_close(values, wanted, rtol=1e-7, atol=0)
         for weight, expected in zip(found[-1], weights, strict=True):
             torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
 

@@ -394,13 +394,17 @@ def _headless(rank: int) -> list[str]:
         parallelize_experts(changed, mesh, token_axes=mesh)
     ids = part["input_ids"] % 8
     labels = torch.zeros(ids.shape[0], dtype=torch.long)
-    return [_text(lambda: model(ids, labels=labels)), _text(lambda: changed(**part))]
+    wrapped = _spread(model_of("Mixtral"), 2)
+    wrapped.model.__class__ = type("Wrapped", (type(wrapped.model),), {})  # as FSDP does
+    calls = (lambda: model(ids, labels=labels), lambda: changed(**part), lambda: wrapped(**part))
+    return [_text(call) for call in calls]
 
 
 def test_losses_that_are_no_shares_are_refused(ranks: Any) -> None:
-    for labels, balance in ranks(2).run(_headless):
+    for labels, balance, logits in ranks(2).run(_headless):
         assert re.match("ExpertConfigError: the loss of MixtralForSequenceClass.* takes no", labels)
         assert re.match("ExpertConfigError: the auxiliary loss of MixtralForC.* is not", balance)
+        assert re.match("ExpertConfigError: MixtralForCausalLM returned no router logits", logits)
 
 
 @pytest.mark.parametrize(
