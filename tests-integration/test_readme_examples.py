@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 import hp_cp
 from hp_cp import Zigzag, shard_sequence
 from hp_ep import ExpertParallel, MoE, parallelize_experts
+
+transformers = pytest.importorskip("transformers")
 
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
 BLOCK = re.compile(r"^```py\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -91,7 +94,7 @@ def experts_on_rank(rank: int, sources: tuple[str, str], x: Tensor) -> list[Tens
 def test_the_sum_of_hp_eps_readme_gives_the_gradients_of_one_process(ranks: Any) -> None:
     text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
     blocks = BLOCK.findall(text)
-    (style,) = [block for block in blocks if "init_device_mesh(" in block]
+    (style,) = [b for b in blocks if "ExpertParallel(" in b and "init_device_mesh(" in b]
     (total,) = [block for block in blocks if "all_reduce(" in block]
     model, x = model_with_experts(), torch.randn(12, 8, dtype=torch.float64)
     model(x).square().sum().backward()
@@ -156,3 +159,48 @@ def test_the_sharded_model_of_hp_eps_readme_steps_as_one_process(ranks: Any) -> 
     for grads in ranks(4).run(sharded_on_rank, source, x, y):
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-11)
+
+
+def hugging_face_model() -> Any:
+    """Return a small model of transformers, alike in every process."""
+    config = transformers.MixtralConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        experts_implementation="eager",
+    )
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).double()
+
+
+def hugging_face_on_rank(rank: int, sources: tuple[str, str], ids: Tensor) -> list[Tensor]:
+    """Run the example, then the sum of the other one; return the share and all gradients, whole."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    names: dict[str, Any] = {"mesh": mesh, "model": hugging_face_model(), "ids": ids.chunk(2)[rank]}
+    exec(sources[0], names)
+    exec(sources[1], names)
+    grads = [parameter.grad for parameter in names["model"].parameters()]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return [names["loss"].detach(), *whole]
+
+
+def test_three_lines_of_hp_eps_readme_give_a_share_and_the_gradients_of_one_process(
+    ranks: Any,
+) -> None:
+    text = (PACKAGES / "hp-ep" / "README.md").read_text(encoding="utf-8")
+    blocks = BLOCK.findall(text)
+    (example,) = [block for block in blocks if "hp_ep.transformers" in block]
+    (total,) = [block for block in blocks if "all_reduce(" in block]
+    model, ids = hugging_face_model(), torch.randint(50, (4, 9))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    shares = []
+    for share, *grads in ranks(2).run(hugging_face_on_rank, (example, total), ids):
+        shares.append(share)
+        for grad, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-7)
+    torch.testing.assert_close(sum(shares), loss.detach(), rtol=1e-6, atol=0)

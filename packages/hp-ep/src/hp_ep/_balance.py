@@ -152,16 +152,32 @@ class BalanceLoss:
         mine = torch.stack([e.probabilities.to(first.device, first.dtype) for e in entries]).sum(0)
         counts = torch.stack([e.counts.to(first.device) for e in entries]).sum(0)
         pairs = counts.new_full((1,), sum(e.num_tokens for e in entries))
-        # Numbers of choices are exact in float64.
-        totals = torch.cat([t.detach().to(torch.float64) for t in (counts, mine, pairs)])
-        for axis in self._axes:
-            if axis.size > 1:
-                (totals,) = self._collectives.all_reduce(axis, [totals]).wait()
-        chosen, probabilities = totals[:-1].chunk(2)
-        scale = chosen.shape[0] / totals[-1].clamp(min=1) ** 2
-        share = (chosen * scale).to(mine.dtype) @ mine
-        whole = ((chosen * scale) @ probabilities).to(mine.dtype)
+        share, whole = balance_shares(mine, counts, pairs, self._axes, self._collectives)
         return share + (whole - share).detach()
+
+
+def balance_shares(
+    probabilities: Tensor,
+    counts: Tensor,
+    pairs: Tensor,
+    axes: Sequence[Axis],
+    collectives: Collectives,
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's share of the loss of `BalanceLoss`, and that loss, two scalars.
+
+    ``probabilities [experts]`` and ``counts [experts]`` are sums over this rank's ``pairs [1]`` of
+    token and layer. The share alone has a gradient. One small all-reduce over each of ``axes``.
+    """
+    # Numbers of choices are exact in float64.
+    totals = torch.cat([t.detach().to(torch.float64) for t in (counts, probabilities, pairs)])
+    for axis in axes:
+        if axis.size > 1:
+            (totals,) = collectives.all_reduce(axis, [totals]).wait()
+    chosen, summed = totals[:-1].chunk(2)
+    scaled = chosen * (chosen.shape[0] / totals[-1].clamp(min=1) ** 2)
+    # Sums of products: autocast would round those of matrices.
+    share = (scaled.to(probabilities.dtype) * probabilities).sum()
+    return share, (scaled * summed).sum().to(probabilities.dtype)
 
 
 def _routers(model: nn.Module) -> dict[str, TopKRouter]:

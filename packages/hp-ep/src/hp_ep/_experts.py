@@ -1,7 +1,7 @@
 """The experts' feed-forward networks: many at once on sorted rows, and the one all tokens share."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -36,6 +36,8 @@ from .placement._replicas import place_rows as place_experts
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 """Returns the hidden numbers of ``gate`` and ``up``, each ``[rows, hidden_dim]``."""
+FusedGate = Callable[[Tensor], Tensor]
+"""Returns the hidden numbers ``[rows, hidden_dim]`` of what the first product gives."""
 Activation = Literal["swiglu", "geglu", "clamped_swiglu"] | Gate
 
 _GATES: dict[str, Gate] = {
@@ -231,17 +233,14 @@ class GroupedExperts(nn.Module):
         inside = weights
         if self.score_before_experts and weights is not None:
             rows, inside = weigh_rows(rows, weights), None
-        hidden = grouped_linear(rows, gate_up, blocks)
-        if biases:
-            hidden = hidden + gather_bias(biases[0].flatten(1), blocks, hidden.shape[0])
-        # Not kept on the module: a function without a name could not be pickled.
-        gate = gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit)
-        result = _down_product(gate, hidden, inside, down, blocks)
         if biases:
             bias = biases[1]
             if self.summed_over is not None and self.summed_over.index:
                 bias = bias - bias.detach()  # added on the first rank; its gradient is on all
-            result = result + _weighted(gather_bias(bias, blocks, result.shape[0]), inside)
+            biases = [biases[0].flatten(1), bias]
+        # Not kept on the module: a function without a name could not be pickled.
+        gate = _of_halves(gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit))
+        result = feed_forward(rows, inside, blocks, gate, gate_up, down, biases)
         return result if places is None else take_rows(result, places)
 
     def _check(self, rows: Tensor, counts: Tensor, weights: Tensor | None, local: Tensor) -> None:
@@ -339,7 +338,7 @@ class SharedExperts(nn.Module):
             local_weight(w, self.replicated_over) for w in (self.gate_up_proj, self.down_proj)
         )
         hidden, down = F.linear(x, gate_up), as_autocast(down)
-        result = _down_product(gate_of(self.activation), hidden, None, down[None], None)
+        result = _down_product(_of_halves(gate_of(self.activation)), hidden, None, down[None], None)
         if self.gate is None:
             return result
         return F.linear(x, local_weight(self.gate, self.replicated_over)).sigmoid() * result
@@ -364,6 +363,41 @@ def gate_of(activation: Activation, alpha: float = 1.702, limit: float = 7.0) ->
     return activation
 
 
+def _of_halves(gate: Gate) -> FusedGate:
+    return lambda gate_up: gate(*gate_up.chunk(2, -1))
+
+
+def feed_forward(
+    rows: Tensor,
+    weights: Tensor | None,
+    blocks: Blocks,
+    gate: FusedGate,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: Sequence[Tensor],
+) -> Tensor:
+    """Return what each row's expert makes of it, times the row's weight: ``[rows, dim]``.
+
+    The weight multiplies what the down product takes, and the bias of the result.
+
+    Args:
+        rows: ``[rows, dim]``, by expert.
+        weights: Routing weight of each row ``[rows]``; None for none.
+        blocks: How many rows each expert has.
+        gate: Makes ``[rows, hidden]`` of the first product.
+        gate_up: ``[experts, 2 * hidden, dim]``, in the order that ``gate`` wants.
+        down: ``[experts, dim, hidden]``.
+        biases: None, or those of both products: ``[experts, 2 * hidden]``, ``[experts, dim]``.
+    """
+    hidden = grouped_linear(rows, gate_up, blocks)
+    if biases:
+        hidden = hidden + gather_bias(biases[0], blocks, hidden.shape[0])
+    result = _down_product(gate, hidden, weights, down, blocks)
+    if not biases:
+        return result
+    return result + _weighted(gather_bias(biases[1], blocks, result.shape[0]), weights)
+
+
 def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """Return ``rows [rows, dim]`` times their ``weights [rows]``, rounded to the rows' dtype.
 
@@ -375,7 +409,7 @@ def weigh_rows(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _down_product(
-    gate: Gate, gate_up: Tensor, weights: Tensor | None, down: Tensor, blocks: Blocks | None
+    gate: FusedGate, gate_up: Tensor, weights: Tensor | None, down: Tensor, blocks: Blocks | None
 ) -> Tensor:
     """Return the product of ``down`` with the hidden numbers, times ``weights [rows]`` if given.
 
@@ -383,7 +417,7 @@ def _down_product(
     ``blocks`` are None for one expert.
     """
     if torch.compiler.is_compiling():  # the compiler recomputes what costs less than keeping it
-        hidden = _weighted(gate(*gate_up.chunk(2, -1)), weights)
+        hidden = _weighted(gate(gate_up), weights)
         return F.linear(hidden, down[0]) if blocks is None else grouped_linear(hidden, down, blocks)
     if blocks is None:
         rows = gate_up.shape[0]
@@ -422,13 +456,18 @@ class _DownProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Gate, gate_up: Tensor, weights: Tensor | None, down: Tensor, blocks: Blocks
+        ctx: Any,
+        gate: FusedGate,
+        gate_up: Tensor,
+        weights: Tensor | None,
+        down: Tensor,
+        blocks: Blocks,
     ) -> Tensor:
         ctx.gate, ctx.sizes, ctx.float8 = gate, blocks.sizes, blocks.float8
         ctx.save_for_backward(gate_up, weights, down, blocks.counts)
         hidden = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         for part in row_parts(gate_up):
-            found = gate(*gate_up[part].chunk(2, -1))
+            found = gate(gate_up[part])
             scale = 1 if weights is None else weights[part].to(found.dtype)[:, None]
             torch.mul(found, scale, out=hidden[part])
         return products(hidden, down, blocks)
@@ -448,7 +487,7 @@ class _DownProduct(torch.autograd.Function):
             scale = 1 if weights is None else weights[part].to(grad.dtype)[:, None]
             with torch.enable_grad():
                 leaf = gate_up[part].detach().requires_grad_(gate_up_needs)
-                numbers = ctx.gate(*leaf.chunk(2, -1))
+                numbers = ctx.gate(leaf)
             if weights_need:
                 inner.append(row_products(numbers.detach(), grad))
             leaf_grad = None

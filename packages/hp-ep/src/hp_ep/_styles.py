@@ -415,13 +415,15 @@ def make_dispatcher(
 ) -> TokenDispatcher:
     """Return ``given`` or the expected best one, for slots and sums where the layer has them."""
     num_slots = layer.experts.num_experts if placement is None else len(placement.experts)
-    if given is None:
-        dispatcher = _best(layer, split, num_slots, node_mesh, collectives)
-    elif node_mesh is not None:
-        raise ExpertConfigError("node_mesh is for dispatcher='auto'; a given one has its own mesh")
-    else:
-        _check_given(given, split, num_slots)
-        dispatcher = given
+    dispatcher = given_or_best(
+        given,
+        split,
+        num_slots,
+        node_mesh,
+        collectives,
+        top_k=layer.router.top_k,
+        row_bytes=layer.dim * layer.experts.gate_up_proj.element_size(),
+    )
     if placement is not None:
         index = 0 if split.expert_axis is None else split.expert_axis.index
         device = layer.experts.gate_up_proj.device
@@ -429,6 +431,28 @@ def make_dispatcher(
     if split.summed_over is not None:
         dispatcher = Summed(dispatcher, split.summed_over, collectives)
     return dispatcher
+
+
+def given_or_best(
+    given: TokenDispatcher | None,
+    split: Split,
+    num_slots: int,
+    node_mesh: AxisMesh | None,
+    collectives: Collectives | None,
+    *,
+    top_k: int,
+    row_bytes: int,
+) -> TokenDispatcher:
+    """Return ``given`` or the expected best one for tokens of ``row_bytes`` with ``top_k`` experts.
+
+    `ExpertConfigError` where ``given`` is for another split of experts.
+    """
+    if given is None:
+        return _best(split, num_slots, node_mesh, collectives, top_k, row_bytes)
+    if node_mesh is not None:
+        raise ExpertConfigError("node_mesh is for dispatcher='auto'; a given one has its own mesh")
+    _check_given(given, split, num_slots)
+    return given
 
 
 def _check_given(given: TokenDispatcher, split: Split, num_slots: int) -> None:
@@ -455,19 +479,20 @@ def _check_given(given: TokenDispatcher, split: Split, num_slots: int) -> None:
 
 
 def _best(
-    layer: MoE,
     split: Split,
     num_slots: int,
     node_mesh: AxisMesh | None,
     collectives: Collectives | None,
+    top_k: int,
+    row_bytes: int,
 ) -> TokenDispatcher:
     axis = split.expert_axis
     node_size = None if node_mesh is None else _node_size(node_mesh, axis)
     kind = choose_dispatcher(
         num_ranks=split.num_ranks,
         num_experts=num_slots,
-        top_k=layer.router.top_k,
-        row_bytes=layer.dim * layer.experts.gate_up_proj.element_size(),
+        top_k=top_k,
+        row_bytes=row_bytes,
         node_size=node_size,
         device_type=split.mesh.device_type,
     )

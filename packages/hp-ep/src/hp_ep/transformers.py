@@ -1,0 +1,430 @@
+"""Expert parallelism for models of Hugging Face transformers: `parallelize_experts`.
+
+The experts are called through that library's registry of experts functions. Routers, shared experts
+and the rest of a model stay as they are. Weights keep the names, shapes and the order of numbers
+that the library gives them. What a call needs lies on the experts' modules of one model, so that
+models over other meshes may live beside it. The library is imported when the function is called.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_dtensor import Axis, AxisMesh, Collectives
+
+from ._balance import balance_shares
+from ._errors import ExpertConfigError
+from ._experts import feed_forward
+from ._inputs import check_different_tokens
+from ._moe import run_chunks, run_here
+from ._parameters import check_plain, check_untied, local_weight, split_experts
+from ._products import blocks_of
+from ._router import as_axes
+from ._styles import Split, given_or_best
+from ._torch import as_autocast, fenced
+from .dispatch._checks import or_torch
+from .dispatch._interface import TokenDispatcher
+from .dispatch._local import Local
+
+_NAME = __name__  # in the library's registry of experts functions
+_ATTRIBUTE = "_expert_dispatch"  # of experts' modules
+_OLDEST = (5, 23)  # that this was tried with
+_LOSS = "load_balancing_loss_func"  # what the library's models compute their auxiliary loss by
+_IGNORED = -100  # the label that the library's losses leave out
+# What the library's decorator of experts says of a module.
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Dispatch:
+    """What lies on an experts' module: how its tokens travel."""
+
+    dispatcher: TokenDispatcher
+
+    def __deepcopy__(self, memo: object) -> "_Dispatch":
+        """Return this: process groups are not copied with a model."""
+        return self
+
+
+class _Later:
+    """Asks a model for router logits, but not for the auxiliary loss, as it counts as False."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def parallelize_experts(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dispatcher: Literal["auto"] | TokenDispatcher = "auto",
+    *,
+    token_axes: AxisMesh | Sequence[Axis] | None = None,
+    node_mesh: AxisMesh | None = None,
+    collectives: Collectives | None = None,
+) -> list[str]:
+    """Spread the experts of a transformers model over the ranks of ``mesh``; return their names.
+
+    Each module of experts computes through a dispatcher: tokens travel to the ranks of their
+    experts and back, none is dropped. Its parameters become DTensors, Shard(0) over ``mesh``, of
+    the values that this rank has, so all ranks give the same model. Names and shapes of the state
+    dict stay those of the library. Each rank calls the model with sequences of its own. Call it
+    before FSDP.
+
+    With ``token_axes`` the model's losses are this rank's shares: the sum over ranks of ``loss`` is
+    that of one process with all sequences, and so is the sum of ``aux_loss``. ``labels`` are
+    counted over these axes in each forward, one small all-reduce for each, unless the call has
+    ``num_items_in_batch``, the number of labels of the whole batch; the auxiliary loss
+    (``output_router_logits``) makes one more. So gradients are to be summed over ranks, not
+    averaged (hp-fsdp: ``gradient_reduction="sum"``). Without ``token_axes`` the loss is what
+    the library makes of this rank's labels, and an auxiliary loss is refused.
+
+    This call communicates nothing.
+
+    Args:
+        model: A ``PreTrainedModel``, changed in place. The experts' implementation of the configs
+            of its experts is set: models that were made of the same config object share that, and
+            are refused when called until they were given to this function too.
+        mesh: The 1-D mesh whose ranks split the experts, as many on each.
+        dispatcher: As for `ExpertParallel`: ``"auto"``, or one for these experts and ranks.
+        token_axes: All axes on which ranks hold different tokens: a mesh, axes of hp-dtensor, or
+            ``()`` for none. The ranks of ``mesh`` are among them.
+        node_mesh: As for `ExpertParallel`.
+        collectives: What communicates; None means torch.
+
+    Returns:
+        The names of the modules of experts.
+
+    Raises:
+        ImportError: No transformers, or one before 5.23.
+        ExpertConfigError: A mesh of several axes, a model of another library, one without experts
+            that ask the registry, one that was given before, experts that the ranks do not divide,
+            of quantized weights, or with parameters that are unknown here; ``token_axes`` over
+            which ranks of ``mesh`` would hold the same tokens. The model is then as it was. When
+            called, before anything is communicated: an auxiliary loss without ``token_axes``, with
+            ``return_dict=False`` or by another formula than Mixtral's; ``labels`` where the model's
+            loss takes no ``num_items_in_batch``.
+
+    Example:
+        >>> parallelize_experts(model, mesh, token_axes=mesh)
+        >>> loss = model(input_ids=ids, labels=ids).loss
+        >>> loss.backward()
+    """
+    library, registry = _library()
+    axis = _checked_axis(mesh)
+    if dispatcher != "auto" and not isinstance(dispatcher, TokenDispatcher):
+        raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
+    if not isinstance(model, library.PreTrainedModel):
+        raise ExpertConfigError(
+            f"model must be a PreTrainedModel of transformers, got a {type(model).__name__}; give "
+            "the model inside a wrapper, and for others use a MoE and ExpertParallel"
+        )
+    layers = _experts_of(model)
+    for name, experts in layers.items():
+        try:
+            _check_experts(experts, axis)
+        except ExpertConfigError as error:
+            raise ExpertConfigError(f"{name}: {error}") from error
+    check_untied(model, {name: [experts] for name, experts in layers.items()})
+    axes = None if token_axes is None else as_axes(token_axes)
+    check_different_tokens(axis, token_axes)
+    split = Split(mesh=mesh, expert_axis=axis)
+    given = None if isinstance(dispatcher, str) else dispatcher
+    dispatchers = {
+        name: _dispatcher_of(experts, split, given, node_mesh, collectives)
+        for name, experts in layers.items()
+    }
+    registry.register(_NAME, _forward)
+    for name, experts in layers.items():
+        split_experts(experts, mesh, split.placements, None)
+        setattr(experts, _ATTRIBUTE, _Dispatch(dispatcher=dispatchers[name]))
+        experts.config._experts_implementation = _NAME
+    _share_losses(model, axes, or_torch(collectives), torch.device(mesh.device_type))
+    return list(layers)
+
+
+def _library() -> tuple[Any, Any]:
+    """Return transformers and its registry of experts functions."""
+    try:
+        library = import_module("transformers")
+        version = tuple(int(number) for number in library.__version__.split(".")[:2])
+        if version >= _OLDEST:
+            return library, import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+        found = f"this is {library.__version__}"
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        found = "it is not installed"
+    oldest = ".".join(map(str, _OLDEST))
+    raise ImportError(
+        f"experts of transformers need transformers {oldest} or later, and {found}; "
+        f"pip install 'transformers>={oldest}'"
+    )
+
+
+def _checked_axis(mesh: DeviceMesh) -> Axis:
+    if mesh.ndim != 1:
+        raise ExpertConfigError(
+            f"a mesh with axes {mesh.mesh_dim_names}; pass the 1-D mesh of the axis that splits "
+            "the experts, as mesh['ep']"
+        )
+    return Axis.of(mesh, 0)
+
+
+def _experts_of(model: Any) -> dict[str, Any]:
+    """Return the modules that the library's decorator of experts has marked, by name."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, flag) for flag in _FLAGS)
+    }
+    kind = type(model).__name__
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ExpertConfigError(
+            f"this {kind} is quantized, and experts are spread of floating weights; load it "
+            "dequantized (dequantize=True of its quantization config)"
+        )
+    if not layers:
+        named = {type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()}
+        raise ExpertConfigError(
+            f"{kind} has no experts that are called through the registry of transformers: looked "
+            f"for modules of classes under @use_experts_implementation, with parameters "
+            f"{' and '.join(_WEIGHTS)}, in {sum(1 for _ in model.modules())} modules, of which "
+            f"{sorted(named) or 'none'} are named experts; use a MoE and ExpertParallel"
+        )
+    if any(hasattr(experts, _ATTRIBUTE) for experts in layers.values()):
+        raise ExpertConfigError(
+            f"this {kind} was given to parallelize_experts before; make a new model for another "
+            "mesh or other options"
+        )
+    return layers
+
+
+def _check_experts(experts: Any, axis: Axis) -> None:
+    """Raise an `ExpertConfigError` unless these can be spread over ``axis`` and computed here."""
+    if experts._is_expert_parallel:
+        raise ExpertConfigError(
+            "transformers itself has spread these experts; load the model without its expert "
+            "parallelism (distributed_config)"
+        )
+    check_plain(experts)
+    wanted = [*_WEIGHTS, *(_BIASES if experts.has_bias else ())]
+    found = [name for name, _ in experts.named_parameters()]
+    if sorted(found) != sorted(wanted) or experts.has_post_expert_norm or not experts.has_gate:
+        raise ExpertConfigError(
+            f"a {type(experts).__name__} has parameters {found}; supported are gated experts "
+            f"with {wanted} alone, without a norm of their results"
+        )
+    for name in wanted:
+        weight = experts.get_parameter(name)
+        if weight.dtype not in _DTYPES or type(weight.data) is not Tensor:
+            raise ExpertConfigError(
+                f"{name} is a {type(weight.data).__name__} of {weight.dtype}; experts are spread "
+                f"of plain tensors of {[str(dtype) for dtype in _DTYPES]}"
+            )
+        if weight.shape[0] != experts.num_experts:
+            raise ExpertConfigError(
+                f"{name} has shape {tuple(weight.shape)} for num_experts={experts.num_experts}; "
+                "they must agree: give the model before its experts are split"
+            )
+    number = experts.num_experts
+    if number % axis.size:
+        legal = [n for n in range(1, number + 1) if number % n == 0]
+        raise ExpertConfigError(
+            f"{axis.name}={axis.size} does not divide num_experts={number}; use one of {legal} "
+            "ranks"
+        )
+
+
+def _dispatcher_of(
+    experts: Any,
+    split: Split,
+    given: TokenDispatcher | None,
+    node_mesh: AxisMesh | None,
+    collectives: Collectives | None,
+) -> TokenDispatcher:
+    top_k = getattr(experts.config, "num_experts_per_tok", None)
+    if given is None and not isinstance(top_k, int):
+        raise ExpertConfigError(
+            f"the {type(experts.config).__name__} has no num_experts_per_tok, by which the best "
+            "dispatcher is chosen; give one, as AllToAll(mesh, num_experts)"
+        )
+    down = experts.down_proj
+    dim = down.shape[2 if experts.is_transposed else 1]
+    return given_or_best(
+        given,
+        split,
+        experts.num_experts,
+        node_mesh,
+        collectives,
+        top_k=top_k or 1,
+        row_bytes=dim * down.element_size(),
+    )
+
+
+def _forward(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """Return the tokens' results ``[tokens, dim]``, as the library calls its experts functions."""
+    dispatch = getattr(module, _ATTRIBUTE, None)
+    if not isinstance(dispatch, _Dispatch):
+        raise ExpertConfigError(
+            f"this {type(module).__name__} belongs to no model given to parallelize_experts, but "
+            "shares its config; make it with a config of its own"
+        )
+    chunk, experts = (x, weights, expert_ids), partial(_compute, module)
+    if isinstance(dispatch.dispatcher, Local):
+        return run_here(dispatch.dispatcher, experts, chunk)
+    return run_chunks(dispatch.dispatcher, experts, [chunk], lambda: None)[0]
+
+
+def _compute(module: Any, rows: Tensor, counts: Tensor, weights: Tensor | None) -> Tensor:
+    """Return each row's result, of the local experts; see `GroupedExperts.forward`."""
+    names = [*_WEIGHTS, *(_BIASES if module.has_bias else ())]
+    local = (local_weight(module.get_parameter(name)) for name in names)
+    rows, gate_up, down, *biases = (as_autocast(tensor) for tensor in (rows, *local))
+    if module.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    blocks = blocks_of(counts, rows, (gate_up, down))
+    return feed_forward(rows, weights, blocks, module._apply_gate, gate_up, down, biases)
+
+
+def _share_losses(
+    model: Any, axes: tuple[Axis, ...] | None, collectives: Collectives, device: torch.device
+) -> None:
+    """Let the losses that ``model`` returns be this rank's shares of those of all tokens."""
+    forward = inspect.unwrap(type(model).forward)
+    used = forward.__code__.co_names
+    signature = inspect.signature(forward)
+    formula = forward.__globals__.get(_LOSS) if _LOSS in used else None
+
+    def before(model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = signature.bind_partial(model, *args).arguments | kwargs
+        routed = given.get("output_router_logits")
+        if routed is None:
+            routed = getattr(model.config.get_text_config(), "output_router_logits", False)
+        if formula is not None and routed:
+            _check_balance(model, formula, given, axes)
+            kwargs = {**kwargs, "output_router_logits": _Later()}
+        given_count = given.get("num_items_in_batch")
+        if axes is not None and given.get("labels") is not None and given_count is None:
+            _check_loss(model, used)
+            count = _count_labels(given, device, axes, collectives)
+            kwargs = {**kwargs, "num_items_in_batch": count}
+        return args, kwargs
+
+    def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        later = isinstance(kwargs.get("output_router_logits"), _Later)
+        return args, {**kwargs, "output_router_logits": True} if later else kwargs
+
+    def after(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if axes is None or not isinstance(kwargs.get("output_router_logits"), _Later):
+            return None
+        if not output.router_logits:
+            raise ExpertConfigError(
+                f"{type(model).__name__} returned no router logits, of which its auxiliary loss is "
+                "made: transformers knows models by their classes, which FSDP changes; shard "
+                "its layers and the model, not the one without a head between them"
+            )
+        mask = (signature.bind_partial(model, *args).arguments | kwargs).get("attention_mask")
+        share = _balance_share(
+            output.router_logits, model.num_experts_per_tok, mask, axes, collectives
+        )
+        values = {**output, "aux_loss": share}
+        if output.loss is not None:
+            values["loss"] = output.loss + model.router_aux_loss_coef * share.to(output.loss.device)
+        return type(output)(**values)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True)
+    if model.base_model is not model:
+        model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
+
+
+def _check_balance(
+    model: Any, formula: Any, given: dict[str, Any], axes: tuple[Axis, ...] | None
+) -> None:
+    """Raise an `ExpertConfigError` unless the auxiliary loss of a call can be made a share."""
+    kind = type(model).__name__
+    if axes is None:
+        raise ExpertConfigError(
+            f"output_router_logits=True lets {kind} compute an auxiliary loss of all tokens; say "
+            "which axes split them: token_axes=mesh for all of a mesh, or token_axes=() for none"
+        )
+    as_dict = given.get("return_dict")
+    if not (model.config.return_dict if as_dict is None else as_dict):
+        raise ExpertConfigError(
+            "output_router_logits=True with return_dict=False is not supported; take the losses "
+            "from the output by their names"
+        )
+    known = import_module("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
+    same = formula.__code__.co_code == known.__code__.co_code
+    if not same or not hasattr(model, "router_aux_loss_coef") or model.base_model is model:
+        raise ExpertConfigError(
+            f"the auxiliary loss of {kind} is not computed as Mixtral's is, and of one rank's "
+            "tokens it would be another one; set output_router_logits=False"
+        )
+
+
+def _check_loss(model: Any, used: Sequence[str]) -> None:
+    """Raise an `ExpertConfigError` unless ``model`` divides its loss by ``num_items_in_batch``."""
+    taken = inspect.signature(model.loss_function).parameters
+    if "loss_function" not in used or not {"shift_labels", "num_items_in_batch"} <= taken.keys():
+        raise ExpertConfigError(
+            f"the loss of {type(model).__name__} takes no shift_labels and num_items_in_batch, so "
+            "that it is no share of a mean over all ranks; call the model without labels, or leave "
+            "token_axes out and scale its loss yourself"
+        )
+
+
+@fenced
+def _count_labels(
+    given: dict[str, Any], device: torch.device, axes: Sequence[Axis], collectives: Collectives
+) -> Tensor:
+    """Return how many labels count, on all ranks of ``axes``, at least 1."""
+    shifted = given.get("shift_labels")
+    labels = given["labels"][..., 1:] if shifted is None else shifted
+    count: Tensor = (labels != given.get("ignore_index", _IGNORED)).sum().to(device)
+    for axis in axes:
+        if axis.size > 1:
+            (count,) = collectives.all_reduce(axis, [count]).wait()
+    return count.clamp(min=1)
+
+
+@fenced
+def _balance_share(
+    logits: Sequence[Tensor],
+    top_k: int,
+    mask: Tensor | None,
+    axes: Sequence[Axis],
+    collectives: Collectives,
+) -> Tensor:
+    """Return this rank's share of the auxiliary loss, a scalar.
+
+    That is transformers' ``load_balancing_loss_func`` of all ranks' ``logits [tokens, experts]``,
+    one for each layer: ``E * sum over e of (C_e / N) * (S_e / N)`` as in `BalanceLoss`. Tokens
+    where ``mask [batch, sequence]`` is 0 are left out.
+    """
+    first = logits[0]
+    wide = torch.promote_types(first.dtype, torch.float32)
+    seen = first.new_ones(first.shape[0], dtype=wide) if mask is None else mask.reshape(-1)
+    seen = seen.to(first.device, wide)
+    counts = first.new_zeros(first.shape[1], dtype=torch.float64)
+    sums = first.new_zeros(first.shape[1], dtype=wide)
+    for layer in logits:
+        probabilities = layer.to(first.device).softmax(-1)
+        chosen = probabilities.detach().topk(top_k).indices
+        counts.index_add_(0, chosen.reshape(-1), seen.double().repeat_interleave(top_k))
+        sums = sums + (probabilities.to(wide) * seen[:, None]).sum(0)
+    pairs = seen.double().sum()[None] * len(logits)
+    return balance_shares(sums, counts, pairs, axes, collectives)[0]
+
+
+__all__ = ["parallelize_experts"]
