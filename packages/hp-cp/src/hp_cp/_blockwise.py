@@ -23,7 +23,7 @@ from ._errors import InputError
 from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
-from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union
+from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union, within
 from .kernels._interface import (
     GRID,
     AttentionBackend,
@@ -264,8 +264,8 @@ def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[Group]:
     if kernel.packer is None:
         layers = _layers([block for block in blocks if len(block.queries) <= _SMALL])
         many = [[layer] for layer in layers if len(layer) > _RUNS]
-        few = [block for layer in layers if len(layer) <= _RUNS for block in layer]
-        return many + [[[b]] for b in (*few, *(b for b in blocks if len(b.queries) > _SMALL))]
+        together = {block for (layer,) in many for block in layer}
+        return many + [[[block]] for block in blocks if block not in together]
     groups: dict[tuple[object, ...], list[Block]] = {}
     for i, block in enumerate(blocks):
         alone = i if block.kind == "masked" else None
@@ -453,33 +453,59 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 
 
 class RowSum:
-    """A sum of parts of rows, in the accumulator's dtype."""
+    """A sum of parts of rows, in the accumulator's dtype.
+
+    A first part that has half of the rows or more is the sum until another one lies beside it:
+    rows that no part has take no memory.
+    """
 
     def __init__(self, like: Tensor, rows: int | None = None) -> None:
         self._like = like
-        self._rows = like.shape[1] if rows is None else rows
-        self._total: Tensor | None = None
+        self._rows = range(like.shape[1] if rows is None else rows)
+        self._wide = accumulator(like.dtype)
+        self._held = range(0)  # the rows of the sum so far
+        self._sum: Tensor | None = None
 
     def add(self, rows: Ranges, part: Tensor) -> None:
         """Add a new tensor to some rows, which it has in this order; they may come again."""
-        wide = accumulator(self._like.dtype)
         runs = _runs(rows)
-        if self._total is None and len(runs) == 1 and len(runs[0]) == self._rows:
-            self._total = part.to(wide)
+        if self._sum is None and len(runs) == 1 and 2 * len(runs[0]) >= len(self._rows):
+            self._held, self._sum = runs[0], part.to(self._wide)
         elif len(runs) > _RUNS and all(a.stop <= b.start for a, b in pairwise(runs)):
-            self.total.index_add_(1, ints_on(runs, torch.int64, part), part.to(wide))
+            self.total.index_add_(1, ints_on(runs, torch.int64, part), part.to(self._wide))
         else:
             for run, share in zip(runs, part.split([*map(len, runs)], 1), strict=True):
-                self.total[:, as_slice(run)].add_(share)  # += on an item would also copy the sum
+                held = self._find(run)
+                # += on an item would also copy the sum
+                (self.total[:, as_slice(run)] if held is None else held).add_(share)
+
+    def of(self, rows: range) -> Tensor:
+        """Return the sum so far of some rows; a view where memory has it."""
+        if (held := self._find(rows)) is not None:
+            return held
+        if self._sum is None or not within(rows, self._held):
+            return self._zeros(len(rows))
+        return self.total[:, as_slice(rows)]
 
     @property
     def total(self) -> Tensor:
         """Return the sum so far."""
-        if self._total is None:
-            batch, _, heads, width = self._like.shape
-            shape = (batch, self._rows, heads, width)
-            self._total = self._like.new_zeros(shape, dtype=accumulator(self._like.dtype))
-        return self._total
+        if self._sum is None or self._held != self._rows:
+            total = self._zeros(len(self._rows))
+            if self._sum is not None:
+                total[:, as_slice(self._held)].add_(self._sum)
+            self._held, self._sum = self._rows, total
+        return self._sum
+
+    def _find(self, rows: range) -> Tensor | None:
+        """Return the sum so far of some rows, None where memory does not have all of them."""
+        if self._sum is None or rows.start < self._held.start or self._held.stop < rows.stop:
+            return None
+        return self._sum[:, rows.start - self._held.start : rows.stop - self._held.start]
+
+    def _zeros(self, rows: int) -> Tensor:
+        batch, _, heads, width = self._like.shape
+        return self._like.new_zeros((batch, rows, heads, width), dtype=self._wide)
 
 
 class KVGradient:
@@ -494,6 +520,10 @@ class KVGradient:
         rows = tuple(map(self._places.of, keys))
         self._k.add(rows, dk)
         self._v.add(rows, dv)
+
+    def of(self, rows: range) -> Pair:
+        """Return both sums of some of the rows that were held, counted from their first one."""
+        return self._k.of(rows), self._v.of(rows)
 
     @property
     def pair(self) -> Pair:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hp_dtensor import Work
 
@@ -36,6 +37,7 @@ from ._mesh import Pair, Peers, RankGroups
 from ._plan import AttentionPlan, executed_part_of, rank_plan_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
+from ._torch import frees_graph
 from .kernels._choose import Backends
 from .kernels._interface import ScoreOptions
 
@@ -61,6 +63,13 @@ class RankSchedule:
     def own_rows(self) -> Ranges:
         """Return all local rows."""
         return whole(self.part.lengths[self.rank])
+
+    @property
+    def own_place(self) -> range | None:
+        """Return where this rank's rows are in those that are gathered, if they are one range."""
+        if not self.places or len(self.places[self.rank]) > 1:
+            return None
+        return next(iter(self.places[self.rank]), range(0))
 
 
 def rank_schedule_of(
@@ -276,9 +285,11 @@ class Returns(Protocol):
     What the others computed is added to this rank's own sum, always in the same order.
     """
 
-    def add(self, source: int, share: Pair | None) -> None:
+    def add(self, source: int, share: KVGradient | None, spent: KVShard | None) -> None:
         """Take the gradients of the rows of ``source`` that were fetched; None where nothing was
         computed with them.
+
+        ``spent`` are these rows where nobody needs them any more: others may be put in their place.
         """
         ...
 
@@ -303,12 +314,12 @@ class _Straight:
         self._calls = calls
         self._coming: tuple[int, Pair, Work] | None = None
 
-    def add(self, source: int, share: Pair | None) -> None:
+    def add(self, source: int, share: KVGradient | None, spent: KVShard | None) -> None:
         schedule, n = self._schedule, self._schedule.peers.size
         peer = (2 * schedule.rank - source) % n  # as far after this rank as the source is before
         sends, receives = {}, {}
         if share is not None:
-            dk, dv = share
+            dk, dv = share.pair
             sends[source] = dk.to(self._dtype), dv.to(self._dtype)
         part = room_for(schedule.part.send_rows[peer], self._like)
         if schedule.part.send_rows[peer]:
@@ -340,23 +351,34 @@ class _Scattered:
         self._own = own
         self._like = like
         self._calls = calls
+        places = schedule.places[schedule.rank] if schedule.places else ()
+        self._mine = local_rows(map(len, places))
         self._coming: tuple[dict[int, list[Tensor]], Work] | None = None
 
-    def add(self, source: int, share: Pair | None) -> None:
+    def add(self, source: int, share: KVGradient | None, spent: KVShard | None) -> None:
         schedule, places = self._schedule, self._schedule.places
         if share is None:  # what is gathered comes back, also if it is seen by no row here
-            share = _zeros(room_for(schedule.part.receive_rows[source], self._like))
-        mine = local_rows(map(len, places[schedule.rank]))
-        for rows, place in zip(mine, places[schedule.rank], strict=True):
-            self._own.add((rows,), *(x[:, place.start : place.stop] for x in share))
-        by_rows = [x.to(self._like[0].dtype).transpose(0, 1) for x in share]
-        rooms = [x.transpose(0, 1) for x in self._like]
+            share = KVGradient(self._like, schedule.part.receive_rows[source])
+        own = places[schedule.rank]
+        for rows, place in zip(self._mine, own, strict=True):
+            self._own.add((rows,), *share.of(place))
         peers = [peer for peer in range(len(places)) if peer != schedule.rank]
-        sends = {peer: _ranges_of(by_rows, places[peer]) for peer in peers if places[peer]}
-        receives = {
-            peer: [x.new_empty((len(rows), *x.shape[1:])) for x in rooms for rows in mine]
-            for peer in (peers if mine else ())
-        }
+        dtype = self._like[0].dtype
+        sends = {}
+        for peer in filter(places.__getitem__, peers):
+            parts = zip(*map(share.of, places[peer]), strict=True)
+            sends[peer] = [x.to(dtype).transpose(0, 1).contiguous() for both in parts for x in both]
+        rooms = [x.transpose(0, 1) for x in self._like]
+        receives = {}
+        for peer in peers if own else ():
+            if spent is not None and tuple(map(len, places[peer])) == tuple(map(len, own)):
+                gathered = spent.k.transpose(0, 1), spent.v.transpose(0, 1)
+                increment_version(gathered)
+                receives[peer] = _ranges_of(gathered, places[peer])
+            else:
+                receives[peer] = [
+                    x.new_empty((len(rows), *x.shape[1:])) for x in rooms for rows in self._mine
+                ]
         self._coming = receives, self._calls.exchange(sends, receives)
 
     def finish(self) -> None:
@@ -364,10 +386,9 @@ class _Scattered:
             return
         (parts, work), self._coming = self._coming, None
         work.wait()
-        mine = local_rows(map(len, self._schedule.places[self._schedule.rank]))
         for part in parts.values():
-            dk, dv = part[: len(mine)], part[len(mine) :]
-            for rows, *both in zip(mine, dk, dv, strict=True):
+            dk, dv = part[: len(self._mine)], part[len(self._mine) :]
+            for rows, *both in zip(self._mine, dk, dv, strict=True):
                 self._own.add((rows,), *(x.transpose(0, 1) for x in both))
 
 
@@ -386,17 +407,17 @@ class _Around:
         self._step = 0
         self._coming: tuple[Pair, Work] | None = None
 
-    def add(self, source: int, share: Pair | None) -> None:
+    def add(self, source: int, share: KVGradient | None, spent: KVShard | None) -> None:
         schedule, ring = self._schedule, self._ring
         self._step += 1
         total = self._arrived()
-        if total is None and share is not None:
-            total = share
-        elif total is None:
-            total = _zeros(room_for(whole(schedule.part.lengths[source]), self._like, self._wide))
+        if total is None:
+            none = KVGradient(self._like, whole(schedule.part.lengths[source]))
+            total = (none if share is None else share).pair
         elif share is not None:
-            total[0].add_(share[0])
-            total[1].add_(share[1])
+            dk, dv = share.pair
+            total[0].add_(dk)
+            total[1].add_(dv)
         home = self._step + 1 == ring.n
         next_source = schedule.rank if home else ring.source(schedule.rank, self._step + 1)
         part = room_for(whole(schedule.part.lengths[next_source]), self._like, self._wide)
@@ -423,10 +444,6 @@ def _ring_in(schedule: RankSchedule) -> Ring:
     if schedule.ring is None:
         raise RuntimeError(f"schedule {schedule.plan.schedule!r} has no ring to go around")
     return schedule.ring
-
-
-def _zeros(pair: Pair) -> Pair:
-    return pair[0].zero_(), pair[1].zero_()
 
 
 class Movement(NamedTuple):
@@ -493,7 +510,8 @@ class _Attend(torch.autograd.Function):
                     kept += (held.k, held.v)
                 forward_blocks(schedule.part.blocks[source], q, held, schedule.kernel, rows.merge)
         out, lse = rows.result(sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
+        own = (None, None) if kept and schedule.own_place is not None else (k, v)
+        ctx.save_for_backward(q, *own, sinks, out, lse, *kept)
         ctx.schedule, ctx.origin = schedule, Origin(schedule.plan)
         if not return_lse:
             return out
@@ -505,6 +523,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         schedule: RankSchedule = ctx.schedule
+        if k is None and (place := schedule.own_place) is not None:
+            k, v = (x[:, place.start : place.stop] for x in kept)
         grad = grad.contiguous()
         dq = RowSum(q)
         own = KVGradient((k, v), schedule.own_rows)
@@ -528,7 +548,8 @@ class _Attend(torch.autograd.Function):
 
                 backward_blocks(blocks, grad, q, held, out, lse, schedule.kernel, add)
                 if source != schedule.rank:
-                    returns.add(source, share.pair if blocks else None)
+                    spent = held if not kept or frees_graph() else None
+                    returns.add(source, share if blocks else None, spent)
             returns.finish()
         own_k, own_v = own.pair
         to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
