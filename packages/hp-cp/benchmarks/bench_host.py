@@ -82,7 +82,8 @@ class OneBlock(torch.autograd.Function):
 
 
 def arms_of(mesh: DeviceMesh, inputs: list[Tensor]) -> dict[str, Arm]:
-    """Return one call of every mode."""
+    """Return one call of every mode; a model makes its backend once, and masks in every call."""
+    backend = StandIn()
 
     def arm(layout: Layout, schedule: ScheduleName, degree: int = 1) -> Arm:
         return lambda: context_parallel_attention(
@@ -95,7 +96,7 @@ def arms_of(mesh: DeviceMesh, inputs: list[Tensor]) -> dict[str, Arm]:
             seq_len=RANKS * ROWS,
             seq_dim=1,
             head_dim=2,
-            backend=StandIn(),
+            backend=backend,
         )
 
     def one_block() -> Tensor:

@@ -517,14 +517,16 @@ def launched(
     """Return which backend serves a batch of each mask, and the shapes that it would be given."""
     served: list[tuple[str, frozenset[Shape]]] = []
 
-    def planned(q: Tensor, k: Tensor, v: Tensor, _: Any, plan: Any, *given: Any) -> Any:
-        kernel = given[1]
+    def attended(
+        q: Tensor, k: Tensor, v: Tensor, _: Any, schedule: Any, *given: Any, **o: Any
+    ) -> Any:
+        plan, kernel = schedule.plan, schedule.kernel.backend
         blocks = [block for rank in range(plan.n) for block in plan.blocks(rank)]
         shapes = [(b.tiles, len(b.queries) // b.tiles, len(b.keys) // b.tiles) for b in blocks]
         served.append((kernel.name, frozenset(shapes)))
         return q, None
 
-    monkeypatch.setattr(_attention, "planned_attention", planned)
+    monkeypatch.setattr(_attention, "attend", attended)
     mesh = UnrealMesh((2,), 0)
     with FakeTensorMode():
         q = torch.empty(1, 2, seq_len // 2, 64, dtype=BRAIN, device="cuda")

@@ -15,7 +15,6 @@ from hp_cp import (
     Greedy,
     InputError,
     Layout,
-    LayoutError,
     MaskSpec,
     PerDocument,
     Pinned,
@@ -257,10 +256,10 @@ def test_layers_with_another_cut_are_refused_where_one_has_documents_of_each_row
         out = attention(TWO, Zigzag(), *local)
         again = attention(causal, Pinned(Zigzag(), TWO), out, out, out)
         attention(TWO, Zigzag(), again, again, again).sum().backward()
-        with pytest.raises(LayoutError, match="cut by a mask of causal=True, 5 documents, but"):
+        with pytest.raises(InputError, match="cut by a mask of causal=True, 5 documents, but"):
             attention(causal, Contiguous(), out, out, out)
         plain = attention(causal, Zigzag(), *local)
-        with pytest.raises(LayoutError, match=r"Contiguous\(\) cuts otherwise .* 5 documents here"):
+        with pytest.raises(InputError, match=r"Contiguous\(\) cuts otherwise .* 5 documents here"):
             attention(TWO, Contiguous(), plain, plain, plain)
 
     SimulatedWorld(2).run(rank)
@@ -280,7 +279,7 @@ def test_layers_with_another_cut_are_refused_where_one_has_documents_of_each_row
 def test_rows_without_documents_or_of_several_lengths_are_refused(
     documents: Any, said: str
 ) -> None:
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         MaskSpec(causal=True, cu_seqlens=documents)
 
 
@@ -290,14 +289,14 @@ def test_another_number_of_rows_and_what_wants_shared_documents_are_refused() ->
     with pytest.raises(InputError, match="documents of 2 rows, but the batch has 1"):
         plan_attention(TWO, None, 2, 24)
     with pytest.raises(
-        LayoutError, match=r"PerDocument.* others in each row of the batch; use Greedy"
+        InputError, match=r"PerDocument.* others in each row of the batch; use Greedy"
     ):
         plan_attention(TWO, PerDocument(), 2, 24, batch=2)
-    with pytest.raises(LayoutError, match=r"load_balance swaps .* use layout=Zigzag"):
+    with pytest.raises(InputError, match=r"load_balance swaps .* use layout=Zigzag"):
         plan_attention(TWO, None, 2, 24, batch=2, schedule="gather", load_balance=True)
-    with pytest.raises(LayoutError, match="end at 24 but the sequence has 16 positions"):
+    with pytest.raises(InputError, match="end at 24 but the sequence has 16 positions"):
         plan_attention(TWO, None, 2, 16, batch=2)
-    with pytest.raises(LayoutError, match="documents of 2 rows of the batch, where those that all"):
+    with pytest.raises(InputError, match="documents of 2 rows of the batch, where those that all"):
         TWO.documents(24)
     for labels in (torch.zeros(24), torch.zeros(3, 24), torch.zeros(2, 24, 1)):
         with pytest.raises(InputError, match="are not 2 rows, of which cu_seqlens"):

@@ -13,11 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hp_cp import (
     Contiguous,
-    DegreeError,
     Greedy,
     InputError,
     Layout,
-    LayoutError,
     MaskSpec,
     Zigzag,
     context_parallel_attention,
@@ -168,11 +166,11 @@ REFUSED: dict[str, Refused] = {
     "no dims": (lambda x: {"seq_dims": None}, InputError, "has no dim None"),
     "keep": (lambda x: {"keep": [x.clone()]}, InputError, "keep holds .* none of the buffers"),
     "kept alone": (lambda x: {"keep": x}, InputError, r"use keep=\[x\]"),
-    "layout": (lambda x: {"layout": "zigzag"}, LayoutError, "layout must be a Layout"),
-    "no mask": (lambda x: {"layout": Greedy(2)}, LayoutError, "give the mask"),
+    "layout": (lambda x: {"layout": "zigzag"}, InputError, "layout must be a Layout"),
+    "no mask": (lambda x: {"layout": Greedy(2)}, InputError, "give the mask"),
     "documents": (
         lambda x: {"mask": MaskSpec(causal=True, cu_seqlens=(0, 9))},
-        LayoutError,
+        InputError,
         "end at 9 but the sequence has 8",
     ),
     "mesh": (lambda x: {"mesh": None}, InputError, "mesh must be a DeviceMesh"),
@@ -196,7 +194,7 @@ def test_what_cannot_be_cut_in_place_is_refused_before_anything_changes(name: st
 
 def test_a_mesh_of_three_axes_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(8), 0).mesh((2, 2, 2), ("a", "b", "c"))
-    with pytest.raises(DegreeError, match="one axis, or of two"), sharded_buffers(mesh, [], 0):
+    with pytest.raises(InputError, match="one axis, or of two"), sharded_buffers(mesh, [], 0):
         pass
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hp_cp import (
+    Contiguous,
     MaskSpec,
     Zigzag,
     context_parallel_attention,
@@ -20,7 +21,8 @@ from hp_cp._schedules import MOVEMENTS, PendingWork
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
-from .strategies import cp_mesh, inputs, leaves, single, with_gradients
+from .strategies import UnrealMesh, cp_mesh, inputs, leaves, single, with_gradients
+from .test_first_calls import Listed, Shapes
 
 CAUSAL = MaskSpec(causal=True)
 
@@ -274,7 +276,8 @@ def test_a_known_attention_asks_for_its_group_once_and_is_planned_once() -> None
                 )
             finally:
                 sys.setprofile(None)
-            planning = sum(name in ("_plan.py", "_layouts.py", "_masks.py") for name in calls)
+            names = [Path(file).name for file in calls]
+            planning = sum(name in ("_plan.py", "_layouts.py", "_masks.py") for name in names)
             asked.append(mesh.asked - before)
         return asked, planning
 
@@ -287,4 +290,43 @@ def test_a_known_attention_asks_for_its_group_once_and_is_planned_once() -> None
 def note(calls: list[str], frame: Any, event: str, _: Any) -> None:
     """Add the file of a function that is called."""
     if event == "call":
-        calls.append(Path(frame.f_code.co_filename).name)
+        calls.append(frame.f_code.co_filename)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"schedule": "direct", "layout": Zigzag()}, 220),
+        ({"schedule": "ring", "layout": Zigzag()}, 280),
+        ({"schedule": "gather", "layout": Zigzag()}, 90),
+        ({"ulysses_degree": 8, "layout": Contiguous()}, 150),
+    ],
+    ids=["direct", "ring", "gather", "ulysses"],
+)
+def test_a_known_call_is_one_look_up_and_a_loop_over_launches_and_sends(
+    options: dict[str, Any], most: int
+) -> None:
+    mesh, backend, collectives = UnrealMesh((8,), 0), Shapes(), Listed()
+    q = torch.empty(1, 8, 16, 8, device="meta")
+
+    def call() -> None:
+        context_parallel_attention(
+            q,
+            q,
+            q,
+            mesh,
+            mask=MaskSpec(causal=True),
+            seq_len=128,
+            backend=backend,
+            collectives=collectives,
+            **options,
+        )
+
+    call()
+    files: list[str] = []
+    sys.setprofile(partial(note, files))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert sum("hp_cp" in file for file in files) <= most

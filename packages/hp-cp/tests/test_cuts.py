@@ -12,8 +12,8 @@ from hp_cp import (
     ContextParallel,
     Contiguous,
     Greedy,
+    InputError,
     Layout,
-    LayoutError,
     MaskSpec,
     PerDocument,
     Pinned,
@@ -97,7 +97,7 @@ def test_layers_that_follow_different_masks_are_refused_on_every_rank_before_com
         first, second = (way(mesh, mask, layout, record) for mask in masks)
         out = first(*local)
         before = calls_of(record)
-        with pytest.raises(LayoutError) as info:
+        with pytest.raises(InputError) as info:
             second(out.relu() + local[0], local[1], local[2])
         return str(info.value), before, calls_of(record)
 
@@ -200,7 +200,7 @@ def test_layers_of_different_layouts_are_refused_on_every_rank_before_communicat
         layers = [way(mesh, CAUSAL, layout, record) for layout in (first, second)]
         out = layers[0](*local)
         before = calls_of(record)
-        with pytest.raises(LayoutError) as info:
+        with pytest.raises(InputError) as info:
             layers[1](out.relu() + local[0], local[1], local[2])
         return str(info.value), before, calls_of(record)
 
@@ -221,7 +221,7 @@ def test_keys_of_another_cut_than_that_of_the_queries_are_refused() -> None:
         local = leaves(*shard_sequence(tensors[:3], mesh, Zigzag(), 2))
         q = zigzag(*local)
         k = contiguous(*local).relu().sigmoid()
-        with pytest.raises(LayoutError, match=r"that Contiguous\(\) cut by .* Zigzag\(\) cuts"):
+        with pytest.raises(InputError, match=r"that Contiguous\(\) cut by .* Zigzag\(\) cuts"):
             zigzag(q, k, k)
 
     simulated(2, call)
@@ -238,7 +238,7 @@ def test_a_sum_of_two_branches_of_which_one_has_another_cut_is_refused(alike_fir
         local = leaves(*shard_sequence(tensors[:3], mesh, Zigzag(), 2))
         alike, other = zigzag(*local), contiguous(*local)
         both = alike + other if alike_first else other + alike
-        with pytest.raises(LayoutError, match=r"that Contiguous\(\) cut by .* Zigzag\(\) cuts"):
+        with pytest.raises(InputError, match=r"that Contiguous\(\) cut by .* Zigzag\(\) cuts"):
             zigzag(both, local[1], local[2])
 
     simulated(2, call)
@@ -351,7 +351,7 @@ def test_sequences_of_other_lengths_may_be_cut_in_another_way() -> None:
         half = zigzag(*[halves(first)] * 3)
         again = half.repeat_interleave(2, 2) + first
         contiguous(again, again, again)
-        with pytest.raises(LayoutError, match="made of rows"):
+        with pytest.raises(InputError, match="made of rows"):
             zigzag(again, again, again)
 
     simulated(2, call)

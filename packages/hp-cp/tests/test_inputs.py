@@ -12,7 +12,6 @@ from hp_cp import (
     ContextParallel,
     Greedy,
     InputError,
-    LayoutError,
     MaskSpec,
     PerDocument,
     Pinned,
@@ -164,7 +163,7 @@ def test_layers_with_other_masks_share_the_cut_of_one() -> None:
 
 @pytest.mark.parametrize("parts", [(3, CAUSAL), (Zigzag(), (0, 8))])
 def test_a_pinned_layout_wants_a_layout_and_a_mask(parts: Any) -> None:
-    with pytest.raises(LayoutError, match="must be a"):
+    with pytest.raises(InputError, match="must be a"):
         Pinned(*parts)
 
 

@@ -11,8 +11,8 @@ from hp_cp import (
     Auto,
     Contiguous,
     Greedy,
+    InputError,
     Layout,
-    LayoutError,
     MaskSpec,
     PerDocument,
     Zigzag,
@@ -142,12 +142,12 @@ def test_auto_takes_the_plain_layout_where_it_is_the_best(mask: MaskSpec, layout
 
 @pytest.mark.parametrize("pairs_per_row", [float("nan"), float("inf"), -1.0, None, True])
 def test_auto_wants_a_price_of_a_row(pairs_per_row: Any) -> None:
-    with pytest.raises(LayoutError, match=r"pairs_per_row=.* is no price of a row; use a finite"):
+    with pytest.raises(InputError, match=r"pairs_per_row=.* is no price of a row; use a finite"):
         Auto(pairs_per_row)
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=repr)
 @pytest.mark.parametrize(("n", "seq_len"), [(0, 8), (2, -1)])
 def test_impossible_sizes_are_refused(layout: Layout, n: int, seq_len: int) -> None:
-    with pytest.raises(LayoutError, match=f"n={n}, seq_len={seq_len}"):
+    with pytest.raises(InputError, match=f"n={n}, seq_len={seq_len}"):
         layout.indices(n, seq_len, CAUSAL)

@@ -17,7 +17,6 @@ from hp_cp import (
     Greedy,
     InputError,
     Layout,
-    LayoutError,
     MaskSpec,
     PerDocument,
     Pinned,
@@ -127,7 +126,7 @@ def test_unequal_lengths_raise_one_error_on_every_rank(name: str, lengths: tuple
 
 def test_an_equal_length_that_makes_no_plan_is_refused_as_where_it_is_given() -> None:
     def rank(rank: int, door: SimulatedCollectives) -> str:
-        with pytest.raises(LayoutError) as caught:
+        with pytest.raises(InputError) as caught:
             CALLS["halves"]([torch.zeros(1, 4, 7, 8)] * 3, door.mesh((2,), ("cp",)), door)
         return str(caught.value)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from hp_cp import (
     InputError,
     Layout,
-    LayoutError,
     MaskSpec,
     cp_loss,
     position_ids,
@@ -39,7 +38,7 @@ def test_the_last_label_of_each_document_is_ignored() -> None:
     labels = torch.arange(1, 9).view(1, 8)
     mask = MaskSpec(causal=True, cu_seqlens=(0, 1, 4, 4, 8))
     assert shift_labels(labels, mask).tolist() == [[-100, 3, 4, -100, 6, 7, 8, -100]]
-    with pytest.raises(LayoutError, match="cu_seqlens end at 8 but the sequence has 4"):
+    with pytest.raises(InputError, match="cu_seqlens end at 8 but the sequence has 4"):
         shift_labels(labels[:, :4], mask)
 
 
@@ -81,11 +80,11 @@ def test_the_ends_of_all_documents_are_ignored_at_once() -> None:
             InputError,
             "ignored=1.5 is no torch.int64, and would become a label",
         ),
-        (torch.ones(2, 4), {"mask": (0, 4)}, LayoutError, "mask must be a MaskSpec, got"),
+        (torch.ones(2, 4), {"mask": (0, 4)}, InputError, "mask must be a MaskSpec, got"),
         (
             torch.ones(2, 4),
             {"mask": "causal"},
-            LayoutError,
+            InputError,
             "mask must be a MaskSpec, got 'causal'",
         ),
     ],

@@ -16,7 +16,6 @@ from hp_cp import (
     ContextParallel,
     Contiguous,
     InputError,
-    LayoutError,
     MaskSpec,
     ScoreOptions,
     Zigzag,
@@ -254,14 +253,14 @@ def test_the_style_takes_a_function() -> None:
     ],
 )
 def test_what_is_no_mask_function_is_refused(function: Any, said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         MaskSpec(causal=False, mask_mod=function)
 
 
 def test_a_dense_mask_is_refused_with_the_advice_of_a_function() -> None:
     q, k, v, _ = inputs(2, 2, 12)
     dense: Any = torch.ones(12, 12, dtype=torch.bool)
-    with pytest.raises(LayoutError, match=r"Tensor; use .* with mask_mod= a function of positions"):
+    with pytest.raises(InputError, match=r"Tensor; use .* with mask_mod= a function of positions"):
         alone(q, k, v, dense)
     module = Core()
     simulated = SimulatedCollectives(SimulatedWorld(1), 0)
@@ -277,7 +276,7 @@ def test_a_function_without_bools_is_refused_before_communication() -> None:
     for rank in range(2):
         record = RecordingCollectives(SimulatedCollectives(SimulatedWorld(2), rank))
         mesh = SimulatedCollectives(SimulatedWorld(2), rank).mesh((2,), ("cp",))
-        with pytest.raises(LayoutError, match=r"returned torch\.int64; return a tensor of bool"):
+        with pytest.raises(InputError, match=r"returned torch\.int64; return a tensor of bool"):
             context_parallel_attention(q, k, v, mesh, mask=mask, seq_len=24, collectives=record)
         assert record.by_axis == {}
 
@@ -379,7 +378,7 @@ def test_a_function_that_fails_on_one_rank_fails_on_every_one(function: Any, sch
 
     def rank(rank: int, collectives: SimulatedCollectives) -> type[Exception]:
         x = torch.randn(1, 2, [64, 0][rank], 4)
-        with pytest.raises((IndexError, LayoutError)) as info:
+        with pytest.raises((IndexError, InputError)) as info:
             context_parallel_attention(
                 x,
                 x,

@@ -17,11 +17,9 @@ from torch.utils._pytree import register_pytree_node
 
 from hp_cp import (
     Contiguous,
-    DegreeError,
     Greedy,
     InputError,
     Layout,
-    LayoutError,
     MaskSpec,
     PerDocument,
     Zigzag,
@@ -186,11 +184,11 @@ def test_a_layout_that_is_none_is_refused_even_without_tensors(layout: Any) -> N
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     mesh = door.mesh((2,), ("cp",))
     said = "layout must be a Layout, got"
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         shard_sequence([], mesh, layout, 0)
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         unshard_sequence([], mesh, layout, 0, collectives=door)
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         position_ids(mesh, layout, 8)
 
 
@@ -198,11 +196,11 @@ def test_layouts_that_follow_the_mask_want_it() -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     mesh = door.mesh((2,), ("cp",))
     x, layout = torch.zeros(4), PerDocument()
-    with pytest.raises(LayoutError, match="give the mask"):
+    with pytest.raises(InputError, match="give the mask"):
         shard_sequence(x, mesh, layout, 0)
-    with pytest.raises(LayoutError, match="give the mask"):
+    with pytest.raises(InputError, match="give the mask"):
         unshard_sequence(x, mesh, layout, 0, collectives=door)
-    with pytest.raises(LayoutError, match="give the mask"):
+    with pytest.raises(InputError, match="give the mask"):
         position_ids(mesh, layout, 8)
 
 
@@ -241,11 +239,11 @@ def test_a_cut_that_loses_positions_or_is_of_another_length_is_refused_by_all_he
 ) -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     mesh = door.mesh((2,), ("cp",))
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         shard_sequence(torch.zeros(8), mesh, layout, 0, mask)
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         unshard_sequence(torch.zeros(4), mesh, layout, 0, mask, seq_len=8, collectives=door)
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         position_ids(mesh, layout, 8, mask)
 
 
@@ -254,15 +252,15 @@ def test_a_length_that_is_none_is_refused(seq_len: Any) -> None:
     door = SimulatedCollectives(SimulatedWorld(2), 0)
     mesh = door.mesh((2,), ("cp",))
     said = f"n=2, seq_len={seq_len!r}"
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         position_ids(mesh, Zigzag(), seq_len)
-    with pytest.raises(LayoutError, match=said):
+    with pytest.raises(InputError, match=said):
         unshard_sequence(torch.zeros(4), mesh, Zigzag(), 0, seq_len=seq_len, collectives=door)
 
 
 def test_a_mesh_of_three_axes_is_refused() -> None:
     mesh = SimulatedCollectives(SimulatedWorld(4), 0).mesh((1, 2, 2), ("dp", "cp", "u"))
-    with pytest.raises(DegreeError, match=r"or of two, .*, got axes \['dp', 'cp', 'u'\]"):
+    with pytest.raises(InputError, match=r"or of two, .*, got axes \['dp', 'cp', 'u'\]"):
         position_ids(mesh, Contiguous(), 8)
 
 

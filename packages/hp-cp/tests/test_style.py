@@ -14,6 +14,7 @@ from hp_cp import (
     Layout,
     MaskSpec,
     Zigzag,
+    context_parallel_attention,
 )
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
@@ -370,3 +371,30 @@ def test_an_is_causal_by_position_agrees_with_the_styles_mask() -> None:
     )
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_call_may_give_sinks_and_a_seed_for_dropout(degree: int) -> None:
+    q, k, v, _ = inputs(4, 2, 12)
+    options: dict[str, Any] = {"sinks": q[0, :, 0, 0], "dropout_p": 0.3, "dropout_seed": 5}
+
+    def call(rank: int, module: nn.Module) -> Tensor:
+        mine = list(Zigzag().indices(2, 12)[rank])
+        out: Tensor = module(*(x[:, :, mine] for x in (q, k, v)), is_causal=True, **options)
+        return out
+
+    def style(collectives: SimulatedCollectives) -> ContextParallel:
+        return ContextParallel(
+            seq_dim=2, head_dim=1, ulysses_degree=degree, layout=Zigzag(), collectives=collectives
+        )
+
+    def alone(rank: int, collectives: SimulatedCollectives) -> Tensor:
+        mesh, mask = collectives.mesh((1,), ("cp",)), MaskSpec(causal=True)
+        return context_parallel_attention(
+            q, k, v, mesh, mask=mask, collectives=collectives, **options
+        )
+
+    (expected,) = SimulatedWorld(1).run(alone)
+    for rank, out in enumerate(simulated(2, style, call, PassingOn)):
+        mine = list(Zigzag().indices(2, 12)[rank])
+        torch.testing.assert_close(out, expected[:, :, mine], rtol=0, atol=1e-13)

@@ -11,10 +11,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hp_cp import (
     ContextParallel,
-    DegreeError,
     DoubleRing,
     Greedy,
-    LayoutError,
+    InputError,
     MaskSpec,
     PerDocument,
     Zigzag,
@@ -243,7 +242,7 @@ def simulated_mesh(shape: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("degree", [None, 2, 4])
 def test_swapped_halves_with_ulysses_are_refused_when_applied(degree: int | None) -> None:
-    with pytest.raises(DegreeError, match="swaps queries around gathered keys, got ulysses_degree"):
+    with pytest.raises(InputError, match="swaps queries around gathered keys, got ulysses_degree"):
         ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=degree, load_balance=True).apply(
             Core(), simulated_mesh((4,))
         )
@@ -251,11 +250,11 @@ def test_swapped_halves_with_ulysses_are_refused_when_applied(degree: int | None
 
 def test_swapped_halves_of_another_layout_or_schedule_are_refused_when_applied() -> None:
     mesh = simulated_mesh((4,))
-    with pytest.raises(LayoutError, match=r"Contiguous sequences, got Zigzag\(\)"):
+    with pytest.raises(InputError, match=r"Contiguous sequences, got Zigzag\(\)"):
         ContextParallel(
             seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, layout=Zigzag()
         ).apply(Core(), mesh)
-    with pytest.raises(DegreeError, match="schedule='direct'"):
+    with pytest.raises(InputError, match="schedule='direct'"):
         ContextParallel(
             seq_dim=1, head_dim=2, ulysses_degree=1, load_balance=True, schedule="direct"
         ).apply(Core(), mesh)
@@ -277,7 +276,7 @@ def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
         )
         style.apply(module, door.mesh((2,), ("cp",)))
         q, k, v = (torch.zeros(1, 7, 2, 8) for _ in range(3))
-        with pytest.raises(LayoutError) as caught:
+        with pytest.raises(InputError) as caught:
             module(q, k, v, is_causal=True)
         return str(caught.value)
 
@@ -290,5 +289,5 @@ def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
 
 
 def test_an_unknown_schedule_makes_no_style() -> None:
-    with pytest.raises(LayoutError, match="no schedule 'x'"):
+    with pytest.raises(InputError, match="no schedule 'x'"):
         ContextParallel(seq_dim=1, head_dim=2, schedule="x")  # type: ignore[arg-type]

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 from ._blocks import Block as Block
 from ._errors import BackendError as BackendError
 from ._errors import ContextParallelError as ContextParallelError
-from ._errors import DegreeError as DegreeError
 from ._errors import InputError as InputError
-from ._errors import LayoutError as LayoutError
 from ._layouts import Auto as Auto
 from ._layouts import Contiguous as Contiguous
 from ._layouts import Greedy as Greedy
@@ -59,12 +57,10 @@ __all__ = [
     "Block",
     "ContextParallelError",
     "Contiguous",
-    "DegreeError",
     "DoubleRing",
     "Greedy",
     "InputError",
     "Layout",
-    "LayoutError",
     "MaskSpec",
     "PerDocument",
     "Pinned",

@@ -79,6 +79,10 @@ class Call:
                 return self.values.get(position, default)
         return None
 
+    def given(self, name: str) -> Any:
+        """Return what was given as ``name``, None where it was not, whatever its default."""
+        return self.option(name) if self.gives(name) else None
+
     def says(self, name: str) -> bool:
         """Return whether ``name`` was given, or has a default."""
         return self.gives(name) or any(
@@ -129,6 +133,8 @@ def _same(value: Any, default: Any) -> bool:
 
 
 _HONOURED = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+# What SDPA does not have and context_parallel_attention does, where a call gives it.
+_GIVEN = ("dropout_seed", "sinks")
 # What SDPA takes by position, and its defaults; is_causal must be said, since a module that hands
 # on what it gets may add its own.
 _SDPA: dict[str, Any] = {
@@ -248,7 +254,7 @@ def _check_agrees(call: Call, mask: MaskSpec) -> None:
 
 def check_others(call: Call, keys: list[Key]) -> None:
     """Raise `InputError` for arguments that only the replaced forward would understand."""
-    if others := call.names_beside(keys, _HONOURED):
+    if others := call.names_beside(keys, (*_HONOURED, *_GIVEN)):
         raise InputError(
             f"arguments {others} have no meaning for the attention that replaces this module's "
             f"forward; leave them out, or use ulysses_degree=None with Contiguous and no mask, "
@@ -256,17 +262,23 @@ def check_others(call: Call, keys: list[Key]) -> None:
         )
 
 
-def check_options(call: Call) -> None:
-    """Raise `InputError` for a dense mask or dropout."""
+def check_options(call: Call, runs_inner: bool) -> None:
+    """Raise `InputError` for a dense mask, and for dropout that ranks would not share.
+
+    The module's own forward drops weights by the random numbers of its rank; what replaces it needs
+    a seed that says which.
+    """
     if call.option("attn_mask") is not None:
         raise InputError(
             "attn_mask is a dense mask, which no rank holds whole; use is_causal, or give the "
             "style a MaskSpec, with mask_mod= a function of positions in place of the tensor"
         )
-    if call.option("dropout_p"):
+    rate = call.option("dropout_p")
+    if rate and (runs_inner or call.given("dropout_seed") is None):
         raise InputError(
-            f"dropout_p={call.option('dropout_p')} is not supported by the style, whose call has "
-            f"no seed; use dropout_p=0.0, or call context_parallel_attention with dropout_seed"
+            f"dropout_p={rate} is not supported "
+            f"{'by the own forward' if runs_inner else 'without a seed that all ranks share'}; use "
+            f"dropout_p=0.0, or a dropout_seed= in a call whose forward is replaced"
         )
 
 

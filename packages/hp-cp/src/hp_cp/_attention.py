@@ -6,7 +6,8 @@ Everything up to the plan looks at what this rank was given and communicates not
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, overload
+from threading import Lock
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,22 +15,25 @@ from torch.distributed.tensor import DTensor
 
 from hp_dtensor import AxisMesh, Collectives, TorchCollectives
 
-from ._errors import InputError, LayoutError, described
-from ._layouts import Layout, checked_layout, told_length
+from ._blockwise import as_slice
+from ._errors import InputError, described
+from ._layouts import Chunks, Layout, told_length
 from ._lineage import check_lineage
-from ._masks import MaskSpec, check_mask
+from ._masks import MaskSpec
 from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
-from ._plan import AttentionPlan, executed_part_of, plan_attention
-from ._routes import Schedule, check_schedule, ring_of
-from ._schedules import attend, rank_schedule_of
+from ._plan import AttentionPlan, HeadShare, executed_part_of, plan_attention, rank_plan_of
+from ._routes import Schedule
+from ._schedules import RankSchedule, attend, rank_schedule_of
 from ._torch import keep_eager
-from ._ulysses import exchange_of, heads_to_rows, rows_to_heads, swap_halves
-from .kernels._choose import Backends, choose_backends
-from .kernels._interface import AttentionBackend, Dropout, ScoreOptions
+from ._ulysses import Exchange, heads_to_rows, rows_to_heads, swap_halves
+from .kernels._choose import choose_backends
+from .kernels._interface import PLAIN, AttentionBackend, Dropout, ScoreOptions
+from .kernels._sdpa import hardware_of
+
+TORCH = TorchCollectives()  # which keep no state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """What is asked of one attention: the arguments of `context_parallel_attention`.
 
     ``load_balance`` is that of `ContextParallel`.
@@ -44,14 +48,10 @@ class AttentionOptions:
     seq_dim: int
     head_dim: int
     seq_len: int | None
-    collectives: Collectives
     keep_kv: bool | None = None
     load_balance: bool = False
     return_lse: bool = False
-
-    def __post_init__(self) -> None:
-        if type(self.return_lse) is not bool:
-            raise InputError(f"return_lse is {described(self.return_lse)}; use True or False")
+    collectives: Collectives = TORCH
 
     @property
     def whole_length(self) -> int | None:
@@ -175,7 +175,7 @@ def context_parallel_attention(
     several ranks read, and for windows where several threads of a CPU process split the merge of
     many rows).
 
-    Raises `DegreeError`, `LayoutError`, `InputError` or `BackendError`, before any communication:
+    Raises `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
     local length that the layout does not give is seen on that rank only, while the others wait.
     Without ``seq_len`` and documents, lengths that differ raise `InputError` on every rank after
@@ -191,15 +191,13 @@ def context_parallel_attention(
         ulysses_degree=ulysses_degree,
         schedule=schedule,
         backend=backend,
-        scores=ScoreOptions(
-            scale=scale, softcap=softcap, dropout=dropout_of(dropout_p, dropout_seed)
-        ),
+        scores=_scores_of(scale, softcap, dropout_p, dropout_seed),
         return_lse=return_lse,
         seq_dim=seq_dim,
         head_dim=head_dim,
         seq_len=seq_len,
         keep_kv=keep_kv,
-        collectives=TorchCollectives() if collectives is None else collectives,
+        collectives=TORCH if collectives is None else collectives,
     )
     out, lse = sharded_attention(q, k, v, mesh, options, sinks)
     return out if lse is None else (out, lse)
@@ -208,6 +206,111 @@ def context_parallel_attention(
 def dropout_of(rate: Any, seed: Any) -> Dropout | None:
     """Return which weights become zero; None for a rate of zero, which needs no seed."""
     return None if type(rate) in (int, float) and rate == 0 else Dropout(rate=rate, seed=seed)
+
+
+def _scores_of(scale: Any, softcap: Any, rate: Any, seed: Any) -> ScoreOptions:
+    dropout = dropout_of(rate, seed)
+    if scale is None and softcap is None and dropout is None:
+        return PLAIN
+    return ScoreOptions(scale=scale, softcap=softcap, dropout=dropout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundAttention:
+    """All that is the same in every call with tensors and options like these, on one rank.
+
+    It keeps no tensors, groups or meshes. ``order`` are the dims of a tensor as ``[batch, rows,
+    heads, size]``, and ``back`` those of such a one as the caller has them. ``sinks`` are the heads
+    that this rank has with Ulysses. ``asks``: ranks compare their lengths, from which that of the
+    whole is inferred.
+    """
+
+    plan: AttentionPlan
+    schedule: RankSchedule
+    order: list[int]
+    back: list[int]
+    chunks: Chunks
+    shares: tuple[HeadShare, ...]
+    sinks: slice
+    asks: bool
+
+
+# Of calls with these options, tensors and places of a rank; the latest ones.
+_BOUND: dict[tuple[object, ...], BoundAttention] = {}
+_BOUND_KEPT = 64
+_BINDING = Lock()
+
+
+def bound_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    groups: RankGroups,
+    options: AttentionOptions,
+) -> BoundAttention:
+    """Return what a known call needs, or check and plan a new one.
+
+    Masks by functions, which nothing here is to keep alive, and dropout, whose seed is another one
+    in every call, are bound in every call.
+    """
+    asked = options[:-1]  # all but the collectives
+    tensors = [
+        (type(x), x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x)
+        for x in (q, k, v, sinks)
+    ]
+    place = groups.n, groups.rank, groups.ring.size, groups.ulysses.size
+    # What the choice of a kernel looks at beside them.
+    hardware = hardware_of(q.device) if q.is_cuda else None
+    state = hardware, torch.are_deterministic_algorithms_enabled()
+    key = *asked, *map(type, asked), *tensors, *place, *state
+    try:
+        known = _BOUND.get(key)
+    except TypeError:  # something without a hash, which the checks name
+        known = None
+    if known is None:
+        known = _bind(q, k, v, sinks, groups, options)
+        if options.mask.mask_mod is None and options.scores.dropout is None:
+            with _BINDING:
+                _BOUND[key] = known
+                if len(_BOUND) > _BOUND_KEPT:
+                    del _BOUND[next(iter(_BOUND))]
+    return known
+
+
+def _bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    groups: RankGroups,
+    options: AttentionOptions,
+) -> BoundAttention:
+    """Check tensors and options, make the plan, choose a kernel, and say what this rank does."""
+    if type(options.return_lse) is not bool:
+        raise InputError(f"return_lse is {described(options.return_lse)}; use True or False")
+    check_dims(options.seq_dim, options.head_dim)
+    check_sinks(sinks, q, options)
+    plan = plan_inputs(q, k, v, groups, options)
+    check_lineage((q, k, v), plan, q.shape[options.seq_dim])  # every call: before any comparison
+    backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
+    compare_rows(q, groups, options)  # before a function is asked: it may raise on one rank
+    executed = plan.executed
+    if plan.mask.mask_mod is not None:
+        executed_part_of(executed, groups.ring.index, backends.windows, str(q.device))
+    check_rows(q, plan, groups, options)
+    mine = rank_plan_of(executed, groups.rank)
+    order = [3 - options.seq_dim - options.head_dim, options.seq_dim, options.head_dim, 3]
+    return BoundAttention(
+        plan=plan,
+        schedule=rank_schedule_of(executed, groups, backends, options.scores, q.device),
+        order=order,
+        back=[order.index(dim) for dim in range(4)],
+        chunks=mine.chunks,
+        shares=mine.shares,
+        sinks=as_slice(mine.share.q),
+        asks=options.whole_length is None,
+    )
 
 
 def sharded_attention(
@@ -222,63 +325,43 @@ def sharded_attention(
 
     And their log-sum-exp, if ``options`` ask for it.
     """
-    dims = options.seq_dim, options.head_dim
-    check_dims(*dims)
     check_tensors(q, k, v)
-    check_sinks(sinks, q, options)
     groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
-    q, k, v = (as_autocast(x) for x in (q, k, v))
-    plan = plan_inputs(q, k, v, groups, options)
-    executed = plan.executed
-    backends = choose_backends(options.backend, plan, q.device, q.dtype, options.scores)
-    if plan.mask.mask_mod is not None:  # asked before anything else is communicated: it may raise
+    if (dtype := autocast_dtype(q.device)) is not None:
+        q, k, v = (as_autocast(x, dtype) for x in (q, k, v))
+    bound = bound_attention(q, k, v, sinks, groups, options)
+    plan, schedule = bound.plan, bound.schedule
+    check_lineage((q, k, v), plan, q.shape[options.seq_dim])
+    if bound.asks:
         compare_rows(q, groups, options)
-        executed_part_of(executed, groups.ring.index, backends.windows, str(q.device))
-    check_rows(q, plan, groups, options)
     groups.ring.connect(q.device)
-    q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
+    q, k, v = _permuted(q, bound.order), _permuted(k, bound.order), _permuted(v, bound.order)
     batch, rows = q.shape[:2]
     if plan.mask.per_row:  # the batch is one sequence, in memory too where rows come before heads
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-    out, lse = planned_attention(q, k, v, sinks, executed, groups, backends, options)
+    home: Callable[[Tensor], Tensor] | None = None
+    if plan.load_balance:
+        q = swap_halves(q, groups.ring)
+        home = partial(swap_halves, peers=groups.ring, back=True)
+    elif plan.ulysses_degree > 1:
+        exchange = Exchange(peers=groups.ulysses, chunks=bound.chunks, shares=bound.shares)
+        q, k, v = rows_to_heads(q, k, v, exchange)
+        home = partial(heads_to_rows, exchange=exchange)
+        sinks = None if sinks is None else sinks[bound.sinks]
+    out, lse = attend(q, k, v, sinks, schedule, groups.ring, return_lse=options.return_lse)
+    if home is not None:
+        out, lse = home(out), None if lse is None else home(lse.unsqueeze(3)).squeeze(3)
     if plan.mask.per_row:
         out = out.unflatten(1, (batch, rows)).squeeze(0)
         lse = None if lse is None else lse.unflatten(1, (batch, rows)).squeeze(0)
     if lse is not None:
-        lse = from_bshd(lse.unsqueeze(3), *dims).squeeze(3)
-    return from_bshd(out, *dims), lse
+        lse = lse.unsqueeze(3).permute(bound.back).squeeze(3)
+    return out.permute(bound.back), lse
 
 
-def planned_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    plan: AttentionPlan,
-    groups: RankGroups,
-    backends: Backends,
-    options: AttentionOptions,
-) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's rows ``[batch, rows, heads, size]`` of the attention that is planned.
-
-    And their log-sum-exp ``[batch, rows, heads]``, if ``options`` ask for it.
-    """
-    schedule = rank_schedule_of(plan, groups, backends, options.scores, q.device)
-    back: Callable[[Tensor], Tensor] | None = None
-    if plan.load_balance:
-        q = swap_halves(q, schedule.peers)
-        back = partial(swap_halves, peers=schedule.peers, back=True)
-    elif plan.ulysses_degree > 1:
-        exchange = exchange_of(plan, groups)
-        q, k, v = rows_to_heads(q, k, v, exchange)
-        back = partial(heads_to_rows, exchange=exchange)
-        if sinks is not None:
-            mine = exchange.shares[groups.ulysses.index].q
-            sinks = sinks[mine.start : mine.stop]
-    out, lse = attend(q, k, v, sinks, schedule, return_lse=options.return_lse)
-    if back is None:
-        return out, lse
-    return back(out), None if lse is None else back(lse.unsqueeze(3)).squeeze(3)
+def _permuted(x: Tensor, order: list[int]) -> Tensor:
+    """Return a view with the dims in this order, and a dense last one."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).permute(order)
 
 
 def check_dims(seq_dim: int, head_dim: int) -> None:
@@ -347,13 +430,13 @@ def plan_inputs(
             f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype} on "
             f"{q.device}, {k.device}, {v.device}"
         )
-    whole = options.whole_length
-    try:
-        plan = plan_attention(
+
+    def planned(seq_len: int) -> AttentionPlan:
+        return plan_attention(
             options.mask,
             options.layout,
             groups.n,
-            q.shape[options.seq_dim] * groups.n if whole is None else whole,
+            seq_len,
             schedule=options.schedule,
             ulysses_degree=options.ulysses_degree,
             keep_kv=options.keep_kv,
@@ -365,20 +448,15 @@ def plan_inputs(
             value_size=v.shape[3],
             itemsize=q.element_size(),
         )
-    except LayoutError:
-        _check_shared(options, groups.n)
-        compare_rows(q, groups, options)  # others may have no error
+
+    whole = options.whole_length
+    try:
+        return planned(q.shape[options.seq_dim] * groups.n if whole is None else whole)
+    except InputError:
+        if whole is None:
+            planned(0)  # fails on every rank where no length would serve
+            compare_rows(q, groups, options)  # others may have no error
         raise
-    check_lineage((q, k, v), plan, q.shape[options.seq_dim])
-    return plan
-
-
-def _check_shared(options: AttentionOptions, n: int) -> None:
-    """Raise `LayoutError` for options that make no plan of any length."""
-    check_schedule(options.schedule)
-    check_mask(options.mask)
-    checked_layout(options.layout)
-    ring_of(options.schedule, n // options.ulysses_degree)
 
 
 def compare_rows(q: Tensor, groups: RankGroups, options: AttentionOptions) -> None:
@@ -391,12 +469,10 @@ def compare_rows(q: Tensor, groups: RankGroups, options: AttentionOptions) -> No
 def check_rows(
     q: Tensor, plan: AttentionPlan, groups: RankGroups, options: AttentionOptions
 ) -> None:
-    """Raise for another number of rows than the plan gives this rank.
+    """Raise `InputError` for another number of rows than the plan gives this rank.
 
-    `InputError`, or `LayoutError` where the documents cannot be those of such rows on any rank.
-    Communicates as `compare_rows`.
+    It names the documents where they cannot be those of such rows on any rank.
     """
-    compare_rows(q, groups, options)
     rows = q.shape[options.seq_dim]
     if rows == plan.lengths[groups.rank]:
         return
@@ -409,25 +485,17 @@ def check_rows(
     )
 
 
-def to_bshd(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """Return a view ``[batch, rows, heads, size]`` with a dense last dim."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x.permute(3 - seq_dim - head_dim, seq_dim, head_dim, 3)
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device, None where it is off."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
-def from_bshd(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """Undo `to_bshd`."""
-    order = [3 - seq_dim - head_dim, seq_dim, head_dim, 3]
-    return x.permute([order.index(dim) for dim in range(4)])
-
-
-def as_autocast(x: Tensor) -> Tensor:
+def as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` as autocast hands it to SDPA: any floating dtype but float64 becomes its own."""
-    device = x.device.type
-    known = torch.amp.is_autocast_available(device)
-    if not known or not torch.is_autocast_enabled(device) or not x.is_floating_point():
-        return x
-    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _without(x: Tensor, dim: int) -> list[int]:

@@ -8,10 +8,10 @@ one, a range of rows is one piece of memory, which travels without a copy and is
 take. Backends get transposed views, with the dims of `AttentionBackend`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from ._errors import InputError
 from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
-from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union
+from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union, within
 from .kernels._interface import (
     GRID,
     AttentionBackend,
@@ -38,18 +38,6 @@ Backward = Callable[..., Any]
 
 _RUNS = 2  # stretches of rows from which on they are gathered and scattered by index
 _SMALL = 1024  # rows of a block up to which a copy costs less than launches
-
-
-@dataclass(frozen=True, slots=True)
-class KVShard:
-    """Keys and values of some local rows of their owner, ``[batch, rows, kv_heads, size]``.
-
-    The head size of values may be another.
-    """
-
-    k: Tensor
-    v: Tensor
-    rows: Ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,152 +94,216 @@ class Positions:
         return batch + rows // length, rows % length, keys % length, heads
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One block through its backend: which rows it takes of the queries, and of the keys held.
+
+    Slices are None for all rows. ``plain`` blocks go to the backend as they are.
+    """
+
+    block: Block
+    rows: slice | None
+    keys: slice | None
+    backend: AttentionBackend
+    options: ScoreOptions
+    causal: bool
+    plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Rows that come together, ascending, as they merge into what came before.
+
+    ``whole``: they are all rows, and the first. ``fresh``: none of them had keys before.
+    """
+
+    runs: Ranges
+    slices: tuple[slice, ...]
+    lengths: list[int]
+    size: int
+    whole: bool
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Blocks that are computed together, in layers that share no row.
+
+    In one launch if ``packed``. ``queries`` and ``keys`` are their rows, of those that are held.
+    """
+
+    launches: tuple[Launch, ...]
+    layers: tuple[Layer, ...]
+    queries: Ranges
+    keys: Ranges
+    packed: bool
+
+
+def batches_of(
+    blocks: Mapping[int, Sequence[Block]],
+    held: Mapping[int, Ranges],
+    rows: int,
+    kernel: BlockKernel,
+) -> dict[int, tuple[Batch, ...]]:
+    """Return the batches of each source's blocks, in the order in which they are computed.
+
+    ``held`` are the rows of its keys that are here, ``rows`` the number of queries.
+    """
+    begun: Ranges = ()
+    found: dict[int, tuple[Batch, ...]] = {}
+    for source, own in blocks.items():
+        places, batches, length = Ranks(held[source]), [], size(held[source])
+        for group in _groups(own, kernel):
+            launches, layers = [], []
+            for layer in group:
+                for block in layer:
+                    launches.append(_launch_of(block, places.of(block.keys), rows, length, kernel))
+                runs = joined(block.queries for block in layer)
+                layers.append(_layer_of(runs, begun, rows))
+                begun = union((*begun, *runs))
+            together = [block for layer in group for block in layer]
+            batch = Batch(
+                launches=tuple(launches),
+                layers=tuple(layers),
+                queries=tuple(block.queries for block in together),
+                keys=tuple(places.of(block.keys) for block in together),
+                packed=kernel.packer is not None and len(together) > 1,
+            )
+            batches.append(batch)
+        found[source] = tuple(batches)
+    return found
+
+
+def _launch_of(block: Block, keys: range, rows: int, held: int, kernel: BlockKernel) -> Launch:
+    backend, options = kernel.of(block)
+    return Launch(
+        block=block,
+        rows=None if len(block.queries) == rows else as_slice(block.queries),
+        keys=None if len(keys) == held else as_slice(keys),
+        backend=backend,
+        options=options,
+        causal=_is_square(block),
+        plain=block.tiles == 1 and block.kind != "anticausal" and not options.placed,
+    )
+
+
+def _layer_of(runs: Ranges, begun: Ranges, rows: int) -> Layer:
+    return Layer(
+        runs=runs,
+        slices=tuple(map(as_slice, runs)),
+        lengths=[*map(len, runs)],
+        size=size(runs),
+        whole=size(runs) == rows and not begun,
+        fresh=not any(overlaps(runs, begun)),
+    )
+
+
 Group = list[list[Block]]  # computed together: layers of blocks that share no row
 
 
-def forward_blocks(
-    blocks: Sequence[Block],
-    q: Tensor,
-    held: KVShard,
-    kernel: BlockKernel,
-    take: Callable[[Ranges, Tensor, Tensor], None],
+def forward_batch(
+    batch: Batch, q: Tensor, k: Tensor, v: Tensor, kernel: BlockKernel, rows: "OnlineSoftmax"
 ) -> None:
-    """Hand rows to ``take`` with their outputs and log-sum-exps, new tensors, block by block.
-
-    Blocks that are launched together, and small ones, come together where they share no row: as
-    ascending ranges of rows. Nothing of them is kept here while the next ones are computed.
-    """
-    for group in _groups(blocks, kernel):
-        _forward_group(group, q, held, kernel, take)
-
-
-def _forward_group(
-    group: Group,
-    q: Tensor,
-    held: KVShard,
-    kernel: BlockKernel,
-    take: Callable[[Ranges, Tensor, Tensor], None],
-) -> None:
-    blocks = [block for layer in group for block in layer]
-    inputs = [_inputs(block, q, held, kernel) for block in blocks]
-    if kernel.packer is not None and len(blocks) > 1:
-        out, lse = forward_packed(blocks, inputs, kernel.packer, kernel.of(blocks[0])[1])
+    """Merge the attention of some blocks over the keys that are held into ``rows``."""
+    if batch.packed and (packer := kernel.packer) is not None:
+        inputs = [_inputs(launch, q, k, v, kernel) for launch in batch.launches]
+        out, lse = forward_packed(batch, inputs, packer)
     else:
-        done = [_forward_alone(*each, kernel) for each in zip(blocks, inputs, strict=True)]
-        out, lse = map(_one_behind_the_other, zip(*done, strict=True))
-    stop = 0
-    for layer in group:
-        start, stop = stop, stop + sum(len(block.queries) for block in layer)
-        rows = slice(start, stop)
-        take(tuple(block.queries for block in layer), out[:, rows], lse[:, rows])
+        done = [
+            _launched("forward", launch, _inputs(launch, q, k, v, kernel), kernel)
+            for launch in batch.launches
+        ]
+        out, lse = done[0] if len(done) == 1 else _one_behind_the_other(done)
+    if len(batch.layers) == 1:
+        rows.merge(batch.layers[0], out, lse)
+        return
+    sizes = [layer.size for layer in batch.layers]
+    for layer, *part in zip(batch.layers, out.split(sizes, 1), lse.split(sizes, 1), strict=True):
+        rows.merge(layer, *part)
 
 
-def backward_blocks(
-    blocks: Sequence[Block],
+def backward_batch(
+    batch: Batch,
     grad: Tensor,
     q: Tensor,
-    held: KVShard,
+    k: Tensor,
+    v: Tensor,
     out: Tensor,
     lse: Tensor,
     kernel: BlockKernel,
-    take: Callable[[Ranges, Ranges, Tensor, Tensor, Tensor], None],
-) -> None:
-    """Hand rows and keys to ``take`` with their shares of dq, dk and dv, as in `forward_blocks`.
+) -> tuple[Tensor, ...]:
+    """Return the shares of dq, dk and dv of some blocks, one behind the other.
 
     ``out`` and ``lse`` are over all keys.
     """
-    for group in _groups(blocks, kernel):
-        each = [block for layer in group for block in layer]
-        rows, keys = tuple(b.queries for b in each), tuple(b.keys for b in each)
-        take(rows, keys, *_backward_group(each, grad, q, held, out, lse, kernel))
-
-
-def _backward_group(
-    blocks: Sequence[Block],
-    grad: Tensor,
-    q: Tensor,
-    held: KVShard,
-    out: Tensor,
-    lse: Tensor,
-    kernel: BlockKernel,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = [
-        (_rows(grad, b), *_inputs(b, q, held, kernel), _rows(out, b), _rows(lse, b)) for b in blocks
-    ]
-    if kernel.packer is not None and len(blocks) > 1:
-        dq, dk, dv = backward_packed(blocks, inputs, kernel.packer, kernel.of(blocks[0])[1])
-        return dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats)
-    done = [_backward_alone(*each, kernel) for each in zip(blocks, inputs, strict=True)]
-    dq, dk, dv = map(_one_behind_the_other, zip(*done, strict=True))
-    return dq, dk, dv
-
-
-def _one_behind_the_other(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _forward_alone(
-    block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
-) -> tuple[Tensor, Tensor]:
-    backend, options = kernel.of(block)
-
-    def launch(*part: Tensor, options: ScoreOptions = options) -> tuple[Tensor, ...]:
-        return backend.forward(*part, causal=_is_square(block), options=options)
-
-    out, lse = _launched(launch, inputs, block, kernel)
-    return _untiled(out, block), _untiled(lse, block)
-
-
-def _backward_alone(
-    block: Block, inputs: Sequence[Tensor], kernel: BlockKernel
-) -> tuple[Tensor, Tensor, Tensor]:
-    backend, options = kernel.of(block)
-
-    def launch(*part: Tensor, options: ScoreOptions = options) -> tuple[Tensor, ...]:
-        return backend.backward(*part, causal=_is_square(block), options=options)
-
-    grads = _launched(launch, inputs, block, kernel)
-    dq, dk, dv = (_untiled(x, block) for x in grads)
+    inputs = []
+    for launch in batch.launches:
+        rows, given = launch.rows, _inputs(launch, q, k, v, kernel)
+        if rows is None:
+            inputs.append((grad, *given, out, lse))
+        else:
+            inputs.append((grad[:, rows], *given, out[:, rows], lse[:, rows]))
+    if batch.packed and (packer := kernel.packer) is not None:
+        grads = backward_packed(batch, inputs, packer)
+    else:
+        done = [
+            _launched("backward", launch, given, kernel)
+            for launch, given in zip(batch.launches, inputs, strict=True)
+        ]
+        grads = done[0] if len(done) == 1 else _one_behind_the_other(done)
+    if kernel.repeats is None:
+        return grads
+    dq, dk, dv = grads
     return dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats)
 
 
+def _one_behind_the_other(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(column, 1) for column in zip(*parts, strict=True))
+
+
 def _launched(
-    launch: Callable[..., tuple[Tensor, ...]],
+    way: Literal["forward", "backward"],
+    launch: Launch,
     inputs: Sequence[Tensor],
-    block: Block,
     kernel: BlockKernel,
 ) -> tuple[Tensor, ...]:
-    """Return what ``launch`` makes of a block, whose tiles are further rows of the batch.
+    """Return what the backend makes of a block, whose tiles are further rows of the batch.
 
     Of all these rows at once, or of as many as a grid has places.
     """
+    block, causal, options = launch.block, launch.causal, launch.options
+    backend = launch.backend
+    call: Callable[..., tuple[Tensor, ...]] = (
+        backend.forward if way == "forward" else backend.backward
+    )
+    if launch.plain and inputs[0].shape[0] <= GRID:
+        done = call(*[x.transpose(1, 2) for x in inputs], causal=causal, options=options)
+        return tuple([x.transpose(1, 2) for x in done])
+    run: Callable[..., tuple[Tensor, ...]] = partial(call, causal=causal, options=options)
     tiled = [_tiled(x, block).transpose(1, 2) for x in inputs]
-    _, options = kernel.of(block)
     if options.placed and kernel.positions is not None:
-        launch, places = _placed(launch, block, options, kernel.positions, inputs[0])
+        run, places = _placed(call, launch, kernel.positions, inputs[0])
         tiled += places
     if tiled[0].shape[0] <= GRID:
-        return tuple(x.transpose(1, 2) for x in launch(*tiled))
-    parts = zip(*(x.split(GRID) for x in tiled), strict=True)
-    done = [launch(*part) for part in parts]
-    return tuple(torch.cat(column).transpose(1, 2) for column in zip(*done, strict=True))
+        made = run(*tiled)
+    else:
+        parts = [run(*part) for part in zip(*(x.split(GRID) for x in tiled), strict=True)]
+        made = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    return tuple(_untiled(x.transpose(1, 2), block) for x in made)
 
 
 def _placed(
-    launch: Callable[..., tuple[Tensor, ...]],
-    block: Block,
-    options: ScoreOptions,
-    positions: Positions,
-    like: Tensor,
+    call: Callable[..., tuple[Tensor, ...]], launch: Launch, positions: Positions, like: Tensor
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
-    """Return ``launch`` of further tensors, which say where weights are, and these tensors."""
-    *places, heads = positions.of(block, like)
+    """Return ``call`` of further tensors, which say where weights are, and these tensors."""
+    *places, heads = positions.of(launch.block, like)
 
     def placed(*part: Tensor) -> tuple[Tensor, ...]:
         *tensors, batch, rows, keys = part
-        return launch(*tensors, options=options.at(Places(batch, rows, keys, heads)))
+        options = launch.options.at(Places(batch, rows, keys, heads))
+        return call(*tensors, causal=launch.causal, options=options)
 
-    return placed, [_tiled(x, block).transpose(1, 2) for x in places]
+    return placed, [_tiled(x, launch.block).transpose(1, 2) for x in places]
 
 
 def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[Group]:
@@ -264,8 +316,8 @@ def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[Group]:
     if kernel.packer is None:
         layers = _layers([block for block in blocks if len(block.queries) <= _SMALL])
         many = [[layer] for layer in layers if len(layer) > _RUNS]
-        few = [block for layer in layers if len(layer) <= _RUNS for block in layer]
-        return many + [[[b]] for b in (*few, *(b for b in blocks if len(b.queries) > _SMALL))]
+        together = {block for (layer,) in many for block in layer}
+        return many + [[[block]] for block in blocks if block not in together]
     groups: dict[tuple[object, ...], list[Block]] = {}
     for i, block in enumerate(blocks):
         alone = i if block.kind == "masked" else None
@@ -291,15 +343,13 @@ def _is_square(block: Block) -> bool:
 
 
 def _inputs(
-    block: Block, q: Tensor, held: KVShard, kernel: BlockKernel
+    launch: Launch, q: Tensor, k: Tensor, v: Tensor, kernel: BlockKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys = as_slice(Ranks(held.rows).of(block.keys))
-    k, v = (repeat_heads(x[:, keys], kernel.repeats) for x in (held.k, held.v))
-    return _rows(q, block), k, v
-
-
-def _rows(x: Tensor, block: Block) -> Tensor:
-    return x[:, as_slice(block.queries)]
+    if (keys := launch.keys) is not None:
+        k, v = k[:, keys], v[:, keys]
+    if kernel.repeats is not None:
+        k, v = repeat_heads(k, kernel.repeats), repeat_heads(v, kernel.repeats)
+    return q if launch.rows is None else q[:, launch.rows], k, v
 
 
 def _tiled(x: Tensor, block: Block) -> Tensor:
@@ -321,28 +371,24 @@ def _untiled(x: Tensor, block: Block) -> Tensor:
 
 
 def forward_packed(
-    blocks: Sequence[Block],
-    inputs: Sequence[tuple[Tensor, Tensor, Tensor]],
-    backend: PackedBackend,
-    options: ScoreOptions,
-) -> list[Tensor]:
+    batch: Batch, inputs: Sequence[tuple[Tensor, ...]], backend: PackedBackend
+) -> tuple[Tensor, ...]:
     """Return output and log-sum-exp, block by block; ``inputs`` are their rows of q, k and v."""
+    blocks, first = [launch.block for launch in batch.launches], batch.launches[0]
+    rows, keys = _stretches(blocks)
     q, k, v = _packed(blocks, inputs)
-    causal = _is_square(blocks[0])
-    done = backend.forward_packed(q, k, v, *_stretches(blocks), causal=causal, options=options)
+    done = backend.forward_packed(q, k, v, rows, keys, causal=first.causal, options=first.options)
     return _unpacked(done, blocks, ("queries", "queries"))
 
 
 def backward_packed(
-    blocks: Sequence[Block],
-    inputs: Sequence[tuple[Tensor, ...]],
-    backend: PackedBackend,
-    options: ScoreOptions,
-) -> list[Tensor]:
+    batch: Batch, inputs: Sequence[tuple[Tensor, ...]], backend: PackedBackend
+) -> tuple[Tensor, ...]:
     """Return dq, dk and dv, block by block; ``inputs`` are grad, q, k, v, out and lse of each."""
+    blocks, first = [launch.block for launch in batch.launches], batch.launches[0]
     grad, q, k, v, out, lse = _packed(blocks, inputs)
     given = grad, q, k, v, out, lse, *_stretches(blocks)
-    done = backend.backward_packed(*given, causal=_is_square(blocks[0]), options=options)
+    done = backend.backward_packed(*given, causal=first.causal, options=first.options)
     return _unpacked(done, blocks, ("queries", "keys", "keys"))
 
 
@@ -360,16 +406,16 @@ def _packed(blocks: Sequence[Block], inputs: Sequence[tuple[Tensor, ...]]) -> li
 
 def _unpacked(
     done: Sequence[Tensor], blocks: Sequence[Block], sides: Sequence[Literal["queries", "keys"]]
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """Return what a backend returned, with the rows of anticausal squares in their order."""
     whole = [x.transpose(1, 2) for x in done]
     if all(block.kind != "anticausal" for block in blocks):
-        return whole
+        return tuple(whole)
     turned = []
     for x, side in zip(whole, sides, strict=True):
         parts = x.split([len(getattr(block, side)) for block in blocks], 1)
         turned.append(torch.cat([_turned(*each) for each in zip(parts, blocks, strict=True)], 1))
-    return turned
+    return tuple(turned)
 
 
 def _turned(x: Tensor, block: Block) -> Tensor:
@@ -389,33 +435,37 @@ class OnlineSoftmax:
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._begun: Ranges = ()  # rows that have had keys
 
-    def merge(self, rows: Ranges, out: Tensor, lse: Tensor) -> None:
-        """Take the attention of some rows, ascending, over further keys."""
-        fresh = not any(overlaps(rows, self._begun))
-        self._begun = union((*self._begun, *joined(rows)))
-        if self._out is None or self._lse is None:
-            if size(rows) == self._q.shape[1]:  # kept as it is while no other part comes
-                self._out, self._lse = out, lse
-                return
-            self._out, self._lse = self._start()
-        self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
-        runs = joined(rows)
-        if len(runs) > _RUNS:
-            self._merge_scattered(ints_on(runs, torch.int64, out), out, lse, fresh)
+    def merge(self, rows: Layer, out: Tensor, lse: Tensor) -> None:
+        """Take the attention of some rows over further keys: new tensors."""
+        if rows.whole:  # kept as it is while no other part comes
+            self._out, self._lse = out, lse
             return
-        sides = out, lse.to(self._wide)
-        for run, *theirs in zip(runs, *(x.split([*map(len, runs)], 1) for x in sides), strict=True):
-            mine = [x[:, as_slice(run)] for x in (self._out, self._lse)]
-            merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
+        if self._out is None or self._lse is None:
+            self._out, self._lse = self._start()
+        elif self._out.dtype != self._wide or self._lse.dtype != self._wide:
+            self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
+        if len(rows.runs) > _RUNS:
+            self._merge_scattered(rows, out, lse.to(self._wide))
+        elif len(rows.runs) == 1:
+            mine, mine_lse = self._at(rows.slices[0])
+            turned = out.transpose(1, 2), lse.transpose(1, 2)
+            merge(mine.transpose(1, 2), mine_lse.transpose(1, 2), *turned)
+        else:
+            theirs_of = (x.split(rows.lengths, 1) for x in (out, lse))
+            for run, *theirs in zip(rows.slices, *theirs_of, strict=True):
+                merge(*(x.transpose(1, 2) for x in (*self._at(run), *theirs)))
 
-    def _merge_scattered(self, places: Tensor, out: Tensor, lse: Tensor, fresh: bool) -> None:
-        total, total_lse = self._out, self._lse
-        if total is None or total_lse is None:
+    def _at(self, run: slice) -> tuple[Tensor, Tensor]:
+        if self._out is None or self._lse is None:
             raise RuntimeError("rows are merged into a sum that was not begun")
-        theirs = out.to(self._wide), lse.to(self._wide)
-        if not fresh:
+        return self._out[:, run], self._lse[:, run]
+
+    def _merge_scattered(self, rows: Layer, out: Tensor, lse: Tensor) -> None:
+        places = ints_on(rows.runs, torch.int64, out)
+        total, total_lse = self._at(slice(None))
+        theirs = out.to(self._wide), lse
+        if not rows.fresh:
             mine = total.index_select(1, places), total_lse.index_select(1, places)
             merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
             theirs = mine
@@ -453,47 +503,77 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 
 
 class RowSum:
-    """A sum of parts of rows, in the accumulator's dtype."""
+    """A sum of parts of rows, in the accumulator's dtype.
+
+    A first part that has half of the rows or more is the sum until another one lies beside it:
+    rows that no part has take no memory.
+    """
 
     def __init__(self, like: Tensor, rows: int | None = None) -> None:
         self._like = like
-        self._rows = like.shape[1] if rows is None else rows
-        self._total: Tensor | None = None
+        self._rows = range(like.shape[1] if rows is None else rows)
+        self._wide = accumulator(like.dtype)
+        self._held = range(0)  # the rows of the sum so far
+        self._sum: Tensor | None = None
 
     def add(self, rows: Ranges, part: Tensor) -> None:
         """Add a new tensor to some rows, which it has in this order; they may come again."""
-        wide = accumulator(self._like.dtype)
-        runs = _runs(rows)
-        if self._total is None and len(runs) == 1 and len(runs[0]) == self._rows:
-            self._total = part.to(wide)
+        runs = rows if len(rows) == 1 else _runs(rows)
+        if self._sum is None and len(runs) == 1 and 2 * len(runs[0]) >= len(self._rows):
+            self._held, self._sum = runs[0], part.to(self._wide)
         elif len(runs) > _RUNS and all(a.stop <= b.start for a, b in pairwise(runs)):
-            self.total.index_add_(1, ints_on(runs, torch.int64, part), part.to(wide))
+            self.total.index_add_(1, ints_on(runs, torch.int64, part), part.to(self._wide))
         else:
-            for run, share in zip(runs, part.split([*map(len, runs)], 1), strict=True):
-                self.total[:, as_slice(run)].add_(share)  # += on an item would also copy the sum
+            shares = (part,) if len(runs) == 1 else part.split([*map(len, runs)], 1)
+            for run, share in zip(runs, shares, strict=True):
+                held = self._find(run)
+                # += on an item would also copy the sum
+                (self.total[:, as_slice(run)] if held is None else held).add_(share)
+
+    def of(self, rows: range) -> Tensor:
+        """Return the sum so far of some rows; a view where memory has it."""
+        if (held := self._find(rows)) is not None:
+            return held
+        if self._sum is None or not within(rows, self._held):
+            return self._zeros(len(rows))
+        return self.total[:, as_slice(rows)]
 
     @property
     def total(self) -> Tensor:
         """Return the sum so far."""
-        if self._total is None:
-            batch, _, heads, width = self._like.shape
-            shape = (batch, self._rows, heads, width)
-            self._total = self._like.new_zeros(shape, dtype=accumulator(self._like.dtype))
-        return self._total
+        if self._sum is None or self._held != self._rows:
+            total = self._zeros(len(self._rows))
+            if self._sum is not None:
+                total[:, as_slice(self._held)].add_(self._sum)
+            self._held, self._sum = self._rows, total
+        return self._sum
+
+    def _find(self, rows: range) -> Tensor | None:
+        """Return the sum so far of some rows, None where memory does not have all of them."""
+        if self._sum is None or rows.start < self._held.start or self._held.stop < rows.stop:
+            return None
+        return self._sum[:, rows.start - self._held.start : rows.stop - self._held.start]
+
+    def _zeros(self, rows: int) -> Tensor:
+        batch, _, heads, width = self._like.shape
+        return self._like.new_zeros((batch, rows, heads, width), dtype=self._wide)
 
 
 class KVGradient:
-    """Gradients of the keys and values that were held, of heads ``like`` these."""
+    """Gradients of some rows of keys and values, of heads ``like`` these."""
 
-    def __init__(self, like: Pair, rows: Ranges) -> None:
-        self._places = Ranks(rows)
-        self._k, self._v = (RowSum(x, size(rows)) for x in like)
+    def __init__(self, like: Pair, rows: int) -> None:
+        k, v = like
+        self._k, self._v = RowSum(k, rows), RowSum(v, rows)
 
-    def add(self, keys: Ranges, dk: Tensor, dv: Tensor) -> None:
-        """Add the shares of some keys, which they have in this order; they may come again."""
-        rows = tuple(map(self._places.of, keys))
+    def add(self, rows: Ranges, dk: Tensor, dv: Tensor) -> None:
+        """Add the shares of some rows, which they have in this order; they may come again."""
         self._k.add(rows, dk)
         self._v.add(rows, dv)
+
+    def of(self, rows: range) -> Pair:
+        """Return both sums of some of the rows."""
+        return self._k.of(rows), self._v.of(rows)
 
     @property
     def pair(self) -> Pair:

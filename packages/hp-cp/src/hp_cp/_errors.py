@@ -2,19 +2,11 @@
 
 
 class ContextParallelError(ValueError):
-    """A configuration, input or backend that context parallelism cannot serve."""
-
-
-class DegreeError(ContextParallelError):
-    """A Ulysses degree or a mesh that the ranks or the heads do not allow."""
-
-
-class LayoutError(ContextParallelError):
-    """A layout, mask or schedule that makes no plan."""
+    """A call that context parallelism cannot serve; base of the errors below."""
 
 
 class InputError(ContextParallelError):
-    """Tensors or arguments of a call that do not fit together or do not fit the plan."""
+    """Tensors, a mask, a layout, a degree or other arguments that do not serve or do not fit."""
 
 
 class BackendError(ContextParallelError):

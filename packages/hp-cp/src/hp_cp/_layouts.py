@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
-from ._errors import LayoutError, described
+from ._errors import InputError, described
 from ._masks import MaskSpec, check_mask, keys_of, pairs_of
 from ._ranges import Ranges, joined, overlaps, size
 
@@ -27,7 +27,7 @@ class Layout(Protocol):
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
         """Return each rank's global positions as ranges, in the order of its local rows.
 
-        Layouts that follow the mask raise `LayoutError` without one.
+        Layouts that follow the mask raise `InputError` without one.
         """
         ...
 
@@ -86,7 +86,7 @@ class PerDocument(Layout):
         check_size(n, seq_len)
         mask = check_given(mask, self)
         if len(mask.ends) > 1:
-            raise LayoutError(
+            raise InputError(
                 f"{self!r} cuts documents, which are others in each row of the batch; use Greedy() "
                 f"or Auto(), which cut all rows alike by their work"
             )
@@ -126,7 +126,7 @@ class Greedy(Layout):
 
     def __post_init__(self) -> None:
         if type(self.chunks_per_rank) is not int or self.chunks_per_rank < 1:
-            raise LayoutError(
+            raise InputError(
                 f"chunks_per_rank={self.chunks_per_rank!r} leaves ranks without rows; use an int "
                 f"of at least 1"
             )
@@ -159,7 +159,7 @@ class Auto(Layout):
     ``pairs_per_row`` says how many query-key pairs take the time in which one row of keys and
     values comes from another rank, forward and backward. On accelerators that is about the ratio of
     arithmetic per second to bytes per second, over twice the number of query heads per kv head.
-    Raises `LayoutError` for what is no finite number of at least 0.
+    Raises `InputError` for what is no finite number of at least 0.
     """
 
     pairs_per_row: float = 256.0
@@ -167,7 +167,7 @@ class Auto(Layout):
     def __post_init__(self) -> None:
         price = self.pairs_per_row
         if type(price) not in (int, float) or not 0 <= price < math.inf:
-            raise LayoutError(
+            raise InputError(
                 f"pairs_per_row={price!r} is no price of a row; use a finite number of at least 0"
             )
 
@@ -227,7 +227,7 @@ class Pinned(Layout):
     `Greedy`, `PerDocument` and `Auto` cut by the mask that they are given, so that a model whose
     layers have several masks, as windows in some and none in others, must cut by one of them and
     give every layer that same cut. Attention with any layout refuses rows that another layer took
-    for those of another cut, where there are gradients to tell. Raises `LayoutError` for what is no
+    for those of another cut, where there are gradients to tell. Raises `InputError` for what is no
     layout or mask.
     """
 
@@ -253,18 +253,18 @@ def told_length(layout: Layout | None, mask: MaskSpec | None) -> int | None:
 def checked_layout(layout: object) -> Layout:
     """Return the layout that is meant: `Contiguous` for None.
 
-    Raises `LayoutError` for what is no `Layout`, as the name or class of one, or has no hash.
+    Raises `InputError` for what is no `Layout`, as the name or class of one, or has no hash.
     """
     layout = Contiguous() if layout is None else layout
     if isinstance(layout, type) or not isinstance(layout, Layout):
-        raise LayoutError(
+        raise InputError(
             f"layout must be a Layout, got {described(layout)}; use Contiguous(), Zigzag() or an "
             f"object with chunks and indices, and a hash"
         )
     try:
         hash(layout)
     except TypeError as error:
-        raise LayoutError(
+        raise InputError(
             f"{layout!r} has no hash, by which plans are kept: {error}; make it a frozen dataclass "
             f"of hashable fields"
         ) from error
@@ -272,15 +272,15 @@ def checked_layout(layout: object) -> Layout:
 
 
 def check_size(n: int, seq_len: int) -> None:
-    """Raise `LayoutError` unless there are ranks and no negative length, both ints."""
+    """Raise `InputError` unless there are ranks and no negative length, both ints."""
     if type(n) is not int or type(seq_len) is not int or n < 1 or seq_len < 0:
-        raise LayoutError(
+        raise InputError(
             f"a layout needs ints n >= 1 and seq_len >= 0, got n={n!r}, seq_len={seq_len!r}"
         )
 
 
 def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> None:
-    """Raise `LayoutError` unless the chunks keep the contract of `Layout.chunks`."""
+    """Raise `InputError` unless the chunks keep the contract of `Layout.chunks`."""
     kept = {*map(type, (chunks, *chunks))} <= {tuple}  # what plans are kept by has a hash
     flat = sorted((chunk for rank in chunks for chunk in rank), key=lambda chunk: chunk.start)
     edges = [0, *(chunk.stop for chunk in flat)]
@@ -290,16 +290,16 @@ def check_partition(chunks: Chunks, n: int, seq_len: int, layout: Layout) -> Non
     )
     ascending = all(a.stop <= b.start for rank in chunks for a, b in pairwise(rank))
     if not (kept and whole and touching and ascending):
-        raise LayoutError(
+        raise InputError(
             f"{layout!r}.chunks({n}, {seq_len}) must be {n} tuples of ascending, non-empty ranges "
             f"that partition range({seq_len})"
         )
 
 
 def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
-    """Return the mask that a layout follows, or raise `LayoutError` for none or another object."""
+    """Return the mask that a layout follows, or raise `InputError` for none or another object."""
     if mask is None:
-        raise LayoutError(
+        raise InputError(
             f"{layout!r} follows the mask; give the mask, mask=MaskSpec(...), or use "
             f"Contiguous() or Zigzag()"
         )
@@ -310,7 +310,7 @@ def check_given(mask: MaskSpec | None, layout: Layout) -> MaskSpec:
 def checked_chunks(layout: Layout | None, n: int, seq_len: int, mask: MaskSpec | None) -> Chunks:
     """Return the chunks of a layout, which partition the sequence; the same object every time.
 
-    Raises `LayoutError` for what is no layout or mask, for a number of ranks or a length that is
+    Raises `InputError` for what is no layout or mask, for a number of ranks or a length that is
     none, for documents of another length, and for chunks that are no partition.
     """
     layout = checked_layout(layout)

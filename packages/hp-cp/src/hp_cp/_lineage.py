@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._errors import LayoutError
+from ._errors import InputError
 from ._masks import MaskSpec
 from ._plan import AttentionPlan
 from ._ranges import joined
@@ -30,7 +30,7 @@ class Origin(NamedTuple):
 
 
 def check_lineage(tensors: Sequence[Tensor], plan: AttentionPlan, rows: int) -> None:
-    """Raise `LayoutError` where an attention with another cut made the ``rows`` of ``tensors``.
+    """Raise `InputError` where an attention with another cut made the ``rows`` of ``tensors``.
 
     For each tensor the nearest attentions over a sequence of this length count: those before them
     were seen when they were made, and others are looked for as far as to the first once more. What
@@ -42,7 +42,7 @@ def check_lineage(tensors: Sequence[Tensor], plan: AttentionPlan, rows: int) -> 
     size = max(x.numel() for x in tensors)
     least = 2 * size / rows if min(plan.lengths) >= _TELLING else 0  # two rows, on every rank
     if (before := _find_other(tensors, plan, least)) is not None:
-        raise LayoutError(
+        raise InputError(
             f"q, k or v was made of rows that {before.layout!r} cut by {_brief(before.mask)}, but "
             f"{plan.layout!r} cuts otherwise by {_brief(plan.mask)} here; layers of one model "
             f"share one cut: give every layer {_remedy(before, plan)}, or unshard the rows and "

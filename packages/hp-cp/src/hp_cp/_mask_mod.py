@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._blocks import Tiles
-from ._errors import LayoutError
+from ._errors import InputError
 from ._masks import MaskMod, MaskSpec
 from ._ranges import Band, Ranges
 
@@ -19,7 +19,7 @@ def shown(mask_mod: MaskMod, batch: Tensor, heads: Tensor, rows: Tensor, keys: T
     """Return which keys a function shows, ``bool [batch, heads, rows, keys]``.
 
     Of rows of the batch, query heads and positions, all 1-D. Dims of which the function makes no
-    use are expanded, without memory of their own. Raises `LayoutError` for one without bools.
+    use are expanded, without memory of their own. Raises `InputError` for one without bools.
     """
     # Imported where it is called: it loads much that nothing else here needs.
     from torch.nn.attention.flex_attention import create_mask
@@ -33,7 +33,7 @@ def shown(mask_mod: MaskMod, batch: Tensor, heads: Tensor, rows: Tensor, keys: T
         rows.device,
     )
     if seen.dtype != torch.bool:
-        raise LayoutError(
+        raise InputError(
             f"mask_mod {mask_mod!r} returned {seen.dtype}; return a tensor of bool, as of a "
             f"comparison"
         )

@@ -7,7 +7,7 @@ from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ._errors import LayoutError, described
+from ._errors import InputError, described
 from ._ranges import Band, Ranges, overlaps, union, within
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class MaskSpec:
     log-sum-exp minus infinity. Layouts and balance follow the rest of the mask. Plans are kept for
     the function object: make it once and not in every call.
 
-    Raises `LayoutError` for other values.
+    Raises `InputError` for other values.
 
     Example:
         >>> prefix = torch.tensor([5, 9])  # of each row of the batch
@@ -50,9 +50,9 @@ class MaskSpec:
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
-            raise LayoutError(f"causal is {described(self.causal)}; use True or False")
+            raise InputError(f"causal is {described(self.causal)}; use True or False")
         if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise LayoutError(
+            raise InputError(
                 f"window={described(self.window)} is no number of keys; use an int of at least 1, "
                 f"or None"
             )
@@ -103,20 +103,20 @@ class MaskSpec:
     def documents(self, seq_len: int) -> Ranges:
         """Return the documents' positions, in order, without empty ones.
 
-        Raises `LayoutError` where ``cu_seqlens`` are those of another length, or of several rows.
+        Raises `InputError` where ``cu_seqlens`` are those of another length, or of several rows.
         """
         self.check_length(seq_len)
         if len(self.ends) > 1:
-            raise LayoutError(
+            raise InputError(
                 f"cu_seqlens have the documents of {len(self.ends)} rows of the batch, where those "
                 f"that all rows share are needed; use the masks of each row, mask.rows"
             )
         return _between(self.ends[0] if self.ends else (0, seq_len))
 
     def check_length(self, seq_len: int) -> None:
-        """Raise `LayoutError` where ``cu_seqlens`` are those of another length."""
+        """Raise `InputError` where ``cu_seqlens`` are those of another length."""
         if self.ends and self.ends[0][-1] != seq_len:
-            raise LayoutError(
+            raise InputError(
                 f"cu_seqlens end at {self.ends[0][-1]} but the sequence has {seq_len} positions; "
                 f"give the ends of the documents of the whole sequence, from 0 to {seq_len}"
             )
@@ -133,9 +133,9 @@ def _rows_of(mask: MaskSpec) -> tuple[MaskSpec, ...]:
 
 
 def check_mask(mask: object) -> None:
-    """Raise `LayoutError` unless ``mask`` is a `MaskSpec`."""
+    """Raise `InputError` unless ``mask`` is a `MaskSpec`."""
     if not isinstance(mask, MaskSpec):
-        raise LayoutError(
+        raise InputError(
             f"mask must be a MaskSpec, got {described(mask)}; use MaskSpec(causal=True) or "
             f"MaskSpec(causal=False), with mask_mod= a function of positions in place of a dense "
             f"mask"
@@ -143,18 +143,18 @@ def check_mask(mask: object) -> None:
 
 
 def _check_function(mask_mod: object) -> None:
-    """Raise `LayoutError` unless it can be called with four arguments, and has a hash."""
+    """Raise `InputError` unless it can be called with four arguments, and has a hash."""
     remedy = (
         "give a function of the row of the batch, the head and the positions of query and key, as "
         "lambda b, h, q_idx, kv_idx: kv_idx <= q_idx"
     )
     if not callable(mask_mod) or isinstance(mask_mod, type):
-        raise LayoutError(f"mask_mod is {described(mask_mod)}, no mask function; {remedy}")
+        raise InputError(f"mask_mod is {described(mask_mod)}, no mask function; {remedy}")
     try:
         hash(mask_mod)
         signature(mask_mod).bind(*range(4))
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"{mask_mod!r} is no mask function: {error}; {remedy}") from error
+        raise InputError(f"{mask_mod!r} is no mask function: {error}; {remedy}") from error
 
 
 @lru_cache(maxsize=64)
@@ -169,7 +169,7 @@ def _check_documents(given: object) -> None:
     for row in given:
         _check_row(row)
     if len(lengths := {row[-1] for row in given}) > 1:
-        raise LayoutError(
+        raise InputError(
             f"cu_seqlens of the rows of a batch end at {sorted(lengths)}, but all rows are of one "
             f"length; let each end there, with padding as a document of its own"
         )
@@ -178,12 +178,12 @@ def _check_documents(given: object) -> None:
 def _check_row(ends: object) -> None:
     if not isinstance(ends, tuple) or not all(type(end) is int for end in ends):
         wrong = next(x for x in ends if type(x) is not int) if isinstance(ends, tuple) else ends
-        raise LayoutError(
+        raise InputError(
             f"cu_seqlens must be a tuple of ints, got {described(wrong)}; of a tensor or an "
             f"array use tuple(cu_seqlens.tolist()), or give such a tuple for each row of the batch"
         )
     if len(ends) < 2 or ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
-        raise LayoutError(
+        raise InputError(
             f"cu_seqlens must ascend from 0 to the length of the sequence, got {_short(ends)}"
         )
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hp_dtensor import AutogradCollectives, Axis, AxisMesh, Collectives, Work
 
-from ._errors import DegreeError, InputError, described
+from ._errors import InputError, described
 from ._plan import check_degree
 from ._torch import has_values, keep_eager
 
@@ -20,6 +22,10 @@ _CONNECTED: WeakSet[object] = WeakSet()
 # `check_equal_lengths`. Groups are not kept alive here.
 _EQUAL: WeakKeyDictionary[object, dict[tuple[int, ...], None]] = WeakKeyDictionary()
 _EQUAL_KEPT = 64
+
+# The axes of a mesh, which takes long to list; meshes and groups are not kept alive here.
+_AXES: WeakKeyDictionary[AxisMesh, tuple[tuple[str, tuple[int, ...], ref[Any]], ...]]
+_AXES = WeakKeyDictionary()
 
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, which travel together
 
@@ -77,7 +83,9 @@ class Peers:
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`."""
-        return self.collectives.send_recv(self.axis, self._placed(sends), self._placed(receives))
+        if not self.whole:
+            sends, receives = self._placed(sends), self._placed(receives)
+        return self.collectives.send_recv(self.axis, sends, receives)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send row block ``i`` of ``x`` to peer ``i``; differentiable, one all-to-all each way."""
@@ -85,8 +93,6 @@ class Peers:
         return AutogradCollectives(self.collectives).all_to_all(x, self.axis, *splits)
 
     def _placed(self, tensors: Mapping[int, Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:
-        if self.whole:
-            return tensors
         return {self.members[peer]: tensor for peer, tensor in tensors.items()}
 
     def _widened(self, splits: Sequence[int]) -> Sequence[int]:
@@ -129,15 +135,28 @@ def check_mesh(mesh: object) -> None:
 def axes_of(mesh: AxisMesh) -> list[Axis]:
     """Return the one or two axes of a context parallel mesh, the outer one first.
 
-    Raises `InputError` for what is no mesh, and `DegreeError` for one of more axes.
+    Raises `InputError` for what is no mesh, and for one of more axes.
     """
     check_mesh(mesh)
     if mesh.ndim not in (1, 2):
-        raise DegreeError(
+        raise InputError(
             f"context parallelism runs over a mesh of one axis, or of two, (outer, ulysses), got "
             f"axes {list(mesh.mesh_dim_names or range(mesh.ndim))}; pass one axis, as mesh['cp']"
         )
-    return [Axis.of(mesh, position) for position in range(mesh.ndim)]
+    axes: list[Axis] = []
+    try:
+        known = _AXES.get(mesh, ())
+    except TypeError:  # a mesh without a hash, or of which nobody can tell when it is gone
+        return [Axis.of(mesh, position) for position in range(mesh.ndim)]
+    for position, (name, ranks, seen) in enumerate(known):
+        group = mesh.get_group(position)
+        if group is not seen() and isinstance(group, ProcessGroup):
+            break  # another one since, or that of an equal mesh
+        axes.append(Axis(name, group, ranks))
+    if len(axes) != mesh.ndim:
+        axes = [Axis.of(mesh, position) for position in range(mesh.ndim)]
+        _AXES[mesh] = tuple((axis.name, axis.ranks, ref(axis.group)) for axis in axes)
+    return axes
 
 
 def place_of(mesh: AxisMesh) -> tuple[int, int]:
@@ -174,14 +193,14 @@ def rank_groups_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives
     """Return the Ulysses group and the ring group of this rank.
 
     Neighbouring ranks exchange heads: on a mesh of two axes those of the last one, on one axis each
-    ``ulysses_degree`` in turn. Raises `DegreeError` for a mesh or a degree that does not fit.
+    ``ulysses_degree`` in turn. Raises `InputError` for a mesh or a degree that does not fit.
     """
     axes = axes_of(mesh)
     n, rank = _place_on(axes)
     if len(axes) == 2:
         outer, inner = axes
         if ulysses_degree != inner.size:
-            raise DegreeError(
+            raise InputError(
                 f"ulysses_degree={ulysses_degree} on a mesh of {outer.name} ({outer.size} ranks) "
                 f"and {inner.name} ({inner.size}), whose last axis exchanges heads; use "
                 f"ulysses_degree={inner.size}, or a mesh of one axis"

@@ -18,7 +18,7 @@ from ._blocks import (
     pieces_of,
     places_of,
 )
-from ._errors import DegreeError, InputError, LayoutError, described
+from ._errors import InputError, described
 from ._layouts import (
     Auto,
     Chunks,
@@ -450,10 +450,10 @@ def plan_attention(
     each rank's queries with the rank at the other end. Head counts are those of all heads a rank
     holds before any exchange, by default one per Ulysses rank; ``head_size`` is that of queries and
     keys, ``value_size`` that of values and outputs, None the same, and ``itemsize`` (bytes) that of
-    every tensor. Raises `DegreeError` for degrees that ranks or heads do not allow, `LayoutError`
-    for a mask that is no `MaskSpec` of this length, an unknown schedule, and a layout that is none
-    or does not partition the sequence, `InputError` for sizes and flags that are none. So do the
-    plan's methods for a rank that is none of ``n``.
+    every tensor. Raises `InputError` for degrees that ranks or heads do not allow, a mask
+    that is no `MaskSpec` of this length, an unknown schedule, a layout that is none or does not
+    partition the sequence, and sizes and flags that are none. So do the plan's methods for a rank
+    that is none of ``n``.
     """
     given = (mask, layout, n, seq_len, schedule, ulysses_degree, keep_kv, load_balance, batch)
     sizes = (q_heads, kv_heads, head_size, value_size, itemsize)
@@ -523,29 +523,29 @@ def _lengths(layout: Layout, n: int, seq_len: int, mask: MaskSpec) -> tuple[int,
 
 
 def check_degree(ulysses_degree: int, n: int) -> None:
-    """Raise `DegreeError` unless ``n`` ranks can run at ``ulysses_degree``."""
+    """Raise `InputError` unless ``n`` ranks can run at ``ulysses_degree``."""
     given = ulysses_degree
     if type(given) is not int or not 1 <= given <= n or n % given:
         legal = [u for u in range(1, n + 1) if n % u == 0]
         where = "one context parallel rank" if n == 1 else f"{n} context parallel ranks"
-        raise DegreeError(
+        raise InputError(
             f"ulysses_degree={ulysses_degree!r} does not divide {where}; use {_listed(legal)}"
         )
 
 
 def check_heads(q_heads: int, kv_heads: int, ulysses_degree: int) -> None:
-    """Raise `DegreeError` unless the heads group, and every Ulysses rank gets one."""
+    """Raise `InputError` unless the heads group, and every Ulysses rank gets one."""
     if type(q_heads) is not int or type(kv_heads) is not int:
-        raise DegreeError(
+        raise InputError(
             f"numbers of heads are ints, got q_heads={q_heads!r} and kv_heads={kv_heads!r}"
         )
     if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
-        raise DegreeError(
+        raise InputError(
             f"{q_heads} query heads do not form equal groups over {kv_heads} kv heads; the number "
             f"of query heads must be a multiple of the number of kv heads"
         )
     if q_heads < ulysses_degree:
-        raise DegreeError(
+        raise InputError(
             f"{q_heads} query heads and {kv_heads} kv heads cannot give each of {ulysses_degree} "
             f"Ulysses ranks a head; use ulysses_degree <= {q_heads} or combine with ring"
         )
@@ -580,7 +580,7 @@ def check_documents(mask: MaskSpec, batch: int, load_balance: bool) -> None:
             f"give one tuple for each row of the batch, or one for all of them"
         )
     if mask.per_row and load_balance:
-        raise LayoutError(
+        raise InputError(
             "load_balance swaps the halves of rows that share their documents; use layout=Zigzag() "
             "where each row of the batch has its own"
         )
@@ -597,15 +597,15 @@ def check_balance(
 ) -> None:
     """Raise unless every rank can swap half of its queries under ``load_balance``."""
     if ulysses_degree != 1 or schedule != "gather":
-        raise DegreeError(
+        raise InputError(
             f"load_balance swaps queries around gathered keys, got ulysses_degree="
             f"{ulysses_degree} and schedule={schedule!r}; use ulysses_degree=1 and "
             f"schedule='gather', or layout=Zigzag() without load_balance"
         )
     if not isinstance(layout, Contiguous):
-        raise LayoutError(f"load_balance is for Contiguous sequences, got {layout!r}; leave it out")
+        raise InputError(f"load_balance is for Contiguous sequences, got {layout!r}; leave it out")
     if seq_len % (2 * n):
-        raise LayoutError(
+        raise InputError(
             f"load_balance halves equal local lengths, but {seq_len} positions on {n} ranks do not "
             f"give each an even number; pad to a multiple of {2 * n}, or use layout=Zigzag()"
         )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ._errors import DegreeError, LayoutError
+from ._errors import InputError
 
 ScheduleName = Literal["gather", "direct", "ring", "double_ring"]
 
@@ -17,14 +17,14 @@ class DoubleRing:
     Keys go around an inner ring once for each hop between rings, which has that long to arrive
     (LoongTrain, arXiv 2406.18485, section 4.3): with ``inner`` the ranks of a node, one hop in
     ``inner`` crosses nodes. ``inner=None`` is the greatest divisor up to the square root.
-    Raises `DegreeError` for what is no number of ranks.
+    Raises `InputError` for what is no number of ranks.
     """
 
     inner: int | None = None
 
     def __post_init__(self) -> None:
         if self.inner is not None and (type(self.inner) is not int or self.inner < 1):
-            raise DegreeError(
+            raise InputError(
                 f"inner={self.inner!r} is no number of ranks; use a divisor of the ranks of the "
                 f"schedule, or None"
             )
@@ -93,7 +93,7 @@ def _double_ring(schedule: Schedule, n: int) -> Ring:
     if inner is None:
         inner = max(i for i in divisors if i <= math.isqrt(n))
     if inner not in divisors:
-        raise DegreeError(
+        raise InputError(
             f"rings of inner={inner} ranks do not divide the {n} ranks of the schedule; use one "
             f"of {divisors}"
         )
@@ -109,10 +109,10 @@ SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
 
 
 def check_schedule(schedule: object) -> None:
-    """Raise `LayoutError` for what is no schedule."""
+    """Raise `InputError` for what is no schedule."""
     names = list(SCHEDULES)
     if not isinstance(schedule, DoubleRing) and schedule not in names:
-        raise LayoutError(f"no schedule {schedule!r}; use one of {names}, or a DoubleRing")
+        raise InputError(f"no schedule {schedule!r}; use one of {names}, or a DoubleRing")
 
 
 def name_of(schedule: Schedule) -> ScheduleName:
@@ -123,7 +123,7 @@ def name_of(schedule: Schedule) -> ScheduleName:
 def ring_of(schedule: Schedule, n: int) -> Ring | None:
     """Return the way around ``n`` ranks, or None where keys come straight from their owner.
 
-    Raises `DegreeError` for inner rings that do not divide the ranks.
+    Raises `InputError` for inner rings that do not divide the ranks.
     """
     make = SCHEDULES[name_of(schedule)].ring
     return None if make is None else make(schedule, n)

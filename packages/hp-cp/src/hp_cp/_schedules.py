@@ -12,21 +12,23 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hp_dtensor import Work
 
 from ._blocks import Part, local_rows
 from ._blockwise import (
+    Batch,
     BlockKernel,
     KVGradient,
-    KVShard,
     OnlineSoftmax,
     Positions,
     RowSum,
     accumulator,
-    backward_blocks,
+    backward_batch,
+    batches_of,
     first_order,
-    forward_blocks,
+    forward_batch,
     gradient_of_sinks,
     without_autocast,
 )
@@ -36,31 +38,30 @@ from ._mesh import Pair, Peers, RankGroups
 from ._plan import AttentionPlan, executed_part_of, rank_plan_of
 from ._ranges import Ranges, size
 from ._routes import Ring, ScheduleName, name_of
+from ._torch import frees_graph
 from .kernels._choose import Backends
 from .kernels._interface import ScoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSchedule:
-    """What one rank of a schedule computes, receives and sends; keeps no tensors."""
+    """What one rank of a schedule computes, receives and sends; keeps no tensors and no groups.
+
+    ``batches`` are, by source, the blocks as they are launched and merged.
+    """
 
     plan: AttentionPlan
     part: Part
+    batches: Mapping[int, tuple[Batch, ...]]
     movement: "Movement"
     ring: Ring | None
-    peers: Peers
+    rank: int
+    n: int
     kernel: BlockKernel
     places: tuple[Ranges, ...]
-
-    @property
-    def rank(self) -> int:
-        """Return this rank's place in the schedule."""
-        return self.peers.index
-
-    @property
-    def own_rows(self) -> Ranges:
-        """Return all local rows."""
-        return whole(self.part.lengths[self.rank])
+    own_rows: Ranges
+    own_place: range | None  # of this rank's rows in those that are gathered, if they are one range
+    origin: Origin
 
 
 def rank_schedule_of(
@@ -86,15 +87,25 @@ def rank_schedule_of(
         mask_mod=mask_mod,
         positions=positions,
     )
-    where = str(device) if mask_mod is not None else "cpu"
+    where, rank = str(device) if mask_mod is not None else "cpu", groups.ring.index
+    part = executed_part_of(plan, rank, backends.windows, where)
+    own_rows = whole(part.lengths[rank])
+    one = mine.places and len(mine.places[rank]) <= 1
     return RankSchedule(
         plan=plan,
-        part=executed_part_of(plan, groups.ring.index, backends.windows, where),
+        part=part,
+        batches=batches_of(
+            part.blocks, {**part.receive_rows, rank: own_rows}, part.lengths[rank], kernel
+        ),
         movement=MOVEMENTS[name_of(plan.schedule)],
         ring=mine.ring,
-        places=mine.places,
-        peers=groups.ring,
+        rank=rank,
+        n=groups.ring.size,
         kernel=kernel,
+        places=mine.places,
+        own_rows=own_rows,
+        own_place=next(iter(mine.places[rank]), range(0)) if one else None,
+        origin=Origin(plan),
     )
 
 
@@ -133,18 +144,18 @@ class PendingWork:
     """
 
     def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+        self.peers = peers
         self._under_way: set[_Call] = set()
 
     def all_gather(self, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         """Start one; see `Peers.all_gather`."""
-        return _Call(self._peers.all_gather(parts, outputs), self._under_way)
+        return _Call(self.peers.all_gather(parts, outputs), self._under_way)
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> Work:
         """Start one; see `Peers.exchange`."""
-        return _Call(self._peers.exchange(sends, receives), self._under_way)
+        return _Call(self.peers.exchange(sends, receives), self._under_way)
 
     def __enter__(self) -> "PendingWork":
         return self
@@ -180,7 +191,7 @@ class _Call:
         return outputs
 
 
-Arrivals = Iterator[tuple[int, KVShard]]
+Arrivals = Iterator[tuple[int, Tensor, Tensor]]  # a source, and its keys and values
 
 
 def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
@@ -192,7 +203,7 @@ def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
     given = k.transpose(0, 1), v.transpose(0, 1)
     every = tuple(x.new_empty((sum(schedule.part.lengths), *x.shape[1:])) for x in given)
     mine = _ranges_of(given, local_rows(map(len, places[rank])))
-    if len({tuple(map(len, held)) for held in places}) == 1 and schedule.peers.whole:
+    if len({tuple(map(len, held)) for held in places}) == 1 and calls.peers.whole:
         regions = [range(held[0].start, held[-1].stop) for held in zip(*places, strict=True)]
         work = calls.all_gather(mine, _ranges_of(every, regions))
     else:
@@ -201,11 +212,11 @@ def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
             room.copy_(part)
         peers = range(len(places)) if mine else ()
         work = calls.exchange({peer: mine for peer in peers if peer != rank}, parts)
-    yield rank, KVShard(k, v, schedule.own_rows)
+    yield rank, k, v
     work.wait()
     all_k, all_v = (x.transpose(0, 1) for x in every)
-    for source, rows in schedule.part.receive_rows.items():
-        yield source, KVShard(all_k, all_v, rows)
+    for source in schedule.part.receive_rows:
+        yield source, all_k, all_v
 
 
 def _ranges_of(tensors: Sequence[Tensor], rows: Sequence[range]) -> list[Tensor]:
@@ -215,7 +226,7 @@ def _ranges_of(tensors: Sequence[Tensor], rows: Sequence[range]) -> list[Tensor]
 
 def _direct(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
     """One exchange per step: from the owner ``step`` ranks before, to that ``step`` ranks after."""
-    n, rank, part = schedule.peers.size, schedule.rank, schedule.part
+    n, rank, part = schedule.n, schedule.rank, schedule.part
     if k.shape[0] == 1 and any(part.send_rows.values()):
         k, v = packed(k, v, schedule.own_rows)  # whose ranges are dense then
     packs: dict[Ranges, Pair] = {}
@@ -232,14 +243,14 @@ def _direct(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
         return room, calls.exchange(sends, {source: room} if part.receive_rows[source] else {})
 
     arriving = start(1)
-    yield schedule.rank, KVShard(k, v, schedule.own_rows)
+    yield rank, k, v
     for step in range(1, n):
         source = (rank - step) % n
         room, work = arriving
         work.wait()
         if step + 1 < n:
             arriving = start(step + 1)
-        yield source, KVShard(*room, part.receive_rows[source])
+        yield source, *room
 
 
 def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> Arrivals:
@@ -266,8 +277,7 @@ def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
         if (step + 1) % ring.inner:
             neighbours = ring.next_inside(schedule.rank), ring.next_inside(schedule.rank, -1)
             inside = start(step + 1, *neighbours)
-        source = ring.source(schedule.rank, step)
-        yield source, KVShard(*held, whole(schedule.part.lengths[source]))
+        yield ring.source(schedule.rank, step), *held
 
 
 class Returns(Protocol):
@@ -276,9 +286,11 @@ class Returns(Protocol):
     What the others computed is added to this rank's own sum, always in the same order.
     """
 
-    def add(self, source: int, share: Pair | None) -> None:
+    def add(self, source: int, share: KVGradient | None, spent: Pair | None) -> None:
         """Take the gradients of the rows of ``source`` that were fetched; None where nothing was
         computed with them.
+
+        ``spent`` are these rows where nobody needs them any more: others may be put in their place.
         """
         ...
 
@@ -303,12 +315,12 @@ class _Straight:
         self._calls = calls
         self._coming: tuple[int, Pair, Work] | None = None
 
-    def add(self, source: int, share: Pair | None) -> None:
-        schedule, n = self._schedule, self._schedule.peers.size
+    def add(self, source: int, share: KVGradient | None, spent: Pair | None) -> None:
+        schedule, n = self._schedule, self._schedule.n
         peer = (2 * schedule.rank - source) % n  # as far after this rank as the source is before
         sends, receives = {}, {}
         if share is not None:
-            dk, dv = share
+            dk, dv = share.pair
             sends[source] = dk.to(self._dtype), dv.to(self._dtype)
         part = room_for(schedule.part.send_rows[peer], self._like)
         if schedule.part.send_rows[peer]:
@@ -340,23 +352,34 @@ class _Scattered:
         self._own = own
         self._like = like
         self._calls = calls
+        places = schedule.places[schedule.rank] if schedule.places else ()
+        self._mine = local_rows(map(len, places))
         self._coming: tuple[dict[int, list[Tensor]], Work] | None = None
 
-    def add(self, source: int, share: Pair | None) -> None:
+    def add(self, source: int, share: KVGradient | None, spent: Pair | None) -> None:
         schedule, places = self._schedule, self._schedule.places
         if share is None:  # what is gathered comes back, also if it is seen by no row here
-            share = _zeros(room_for(schedule.part.receive_rows[source], self._like))
-        mine = local_rows(map(len, places[schedule.rank]))
-        for rows, place in zip(mine, places[schedule.rank], strict=True):
-            self._own.add((rows,), *(x[:, place.start : place.stop] for x in share))
-        by_rows = [x.to(self._like[0].dtype).transpose(0, 1) for x in share]
-        rooms = [x.transpose(0, 1) for x in self._like]
+            share = KVGradient(self._like, size(schedule.part.receive_rows[source]))
+        own = places[schedule.rank]
+        for rows, place in zip(self._mine, own, strict=True):
+            self._own.add((rows,), *share.of(place))
         peers = [peer for peer in range(len(places)) if peer != schedule.rank]
-        sends = {peer: _ranges_of(by_rows, places[peer]) for peer in peers if places[peer]}
-        receives = {
-            peer: [x.new_empty((len(rows), *x.shape[1:])) for x in rooms for rows in mine]
-            for peer in (peers if mine else ())
-        }
+        dtype = self._like[0].dtype
+        sends = {}
+        for peer in filter(places.__getitem__, peers):
+            parts = zip(*map(share.of, places[peer]), strict=True)
+            sends[peer] = [x.to(dtype).transpose(0, 1).contiguous() for both in parts for x in both]
+        rooms = [x.transpose(0, 1) for x in self._like]
+        receives = {}
+        for peer in peers if own else ():
+            if spent is not None and tuple(map(len, places[peer])) == tuple(map(len, own)):
+                gathered = [x.transpose(0, 1) for x in spent]
+                increment_version(gathered)
+                receives[peer] = _ranges_of(gathered, places[peer])
+            else:
+                receives[peer] = [
+                    x.new_empty((len(rows), *x.shape[1:])) for x in rooms for rows in self._mine
+                ]
         self._coming = receives, self._calls.exchange(sends, receives)
 
     def finish(self) -> None:
@@ -364,10 +387,9 @@ class _Scattered:
             return
         (parts, work), self._coming = self._coming, None
         work.wait()
-        mine = local_rows(map(len, self._schedule.places[self._schedule.rank]))
         for part in parts.values():
-            dk, dv = part[: len(mine)], part[len(mine) :]
-            for rows, *both in zip(mine, dk, dv, strict=True):
+            dk, dv = part[: len(self._mine)], part[len(self._mine) :]
+            for rows, *both in zip(self._mine, dk, dv, strict=True):
                 self._own.add((rows,), *(x.transpose(0, 1) for x in both))
 
 
@@ -386,17 +408,17 @@ class _Around:
         self._step = 0
         self._coming: tuple[Pair, Work] | None = None
 
-    def add(self, source: int, share: Pair | None) -> None:
+    def add(self, source: int, share: KVGradient | None, spent: Pair | None) -> None:
         schedule, ring = self._schedule, self._ring
         self._step += 1
         total = self._arrived()
-        if total is None and share is not None:
-            total = share
-        elif total is None:
-            total = _zeros(room_for(whole(schedule.part.lengths[source]), self._like, self._wide))
+        if total is None:
+            none = KVGradient(self._like, schedule.part.lengths[source])
+            total = (none if share is None else share).pair
         elif share is not None:
-            total[0].add_(share[0])
-            total[1].add_(share[1])
+            dk, dv = share.pair
+            total[0].add_(dk)
+            total[1].add_(dv)
         home = self._step + 1 == ring.n
         next_source = schedule.rank if home else ring.source(schedule.rank, self._step + 1)
         part = room_for(whole(schedule.part.lengths[next_source]), self._like, self._wide)
@@ -425,10 +447,6 @@ def _ring_in(schedule: RankSchedule) -> Ring:
     return schedule.ring
 
 
-def _zeros(pair: Pair) -> Pair:
-    return pair[0].zero_(), pair[1].zero_()
-
-
 class Movement(NamedTuple):
     """How keys come, and how gradients go home, where they add to this rank's sum."""
 
@@ -449,8 +467,8 @@ def fetch(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) -> A
 
     What comes next is asked for before a part is yielded. Every rank must go to the end.
     """
-    if schedule.peers.size == 1:
-        return iter([(schedule.rank, KVShard(k, v, schedule.own_rows))])
+    if schedule.n == 1:
+        return iter([(schedule.rank, k, v)])
     return schedule.movement.fetch(k, v, schedule, calls)
 
 
@@ -460,6 +478,7 @@ def attend(
     v: Tensor,
     sinks: Tensor | None,
     schedule: RankSchedule,
+    peers: Peers,
     *,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -469,7 +488,7 @@ def attend(
     None. Communicates what the schedule does, in the forward and again in the backward, whose
     kernels get the output and log-sum-exp over all keys, and over ``sinks`` ``[q_heads]``.
     """
-    result = _Attend.apply(q, k, v, sinks, schedule, return_lse)  # type: ignore[no-untyped-call]
+    result = _Attend.apply(q, k, v, sinks, schedule, peers, return_lse)  # type: ignore[no-untyped-call]
     return result if return_lse else (result, None)
 
 
@@ -482,19 +501,22 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         schedule: RankSchedule,
+        peers: Peers,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        rows = OnlineSoftmax(q, v.shape[3])
+        rows, kernel = OnlineSoftmax(q, v.shape[3]), schedule.kernel
         kept: list[Tensor] = []
         keep = schedule.plan.keep_kv and any(ctx.needs_input_grad)
-        with without_autocast(q.device), PendingWork(schedule.peers) as calls:
-            for source, held in fetch(k, v, schedule, calls):
+        with without_autocast(q.device), PendingWork(peers) as calls:
+            for source, held_k, held_v in fetch(k, v, schedule, calls):
                 if keep and source != schedule.rank:
-                    kept += (held.k, held.v)
-                forward_blocks(schedule.part.blocks[source], q, held, schedule.kernel, rows.merge)
+                    kept += held_k, held_v
+                for batch in schedule.batches[source]:
+                    forward_batch(batch, q, held_k, held_v, kernel, rows)
         out, lse = rows.result(sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
-        ctx.schedule, ctx.origin = schedule, Origin(schedule.plan)
+        own = (None, None) if kept and schedule.own_place is not None else (k, v)
+        ctx.save_for_backward(q, *own, sinks, out, lse, *kept)
+        ctx.schedule, ctx.peers, ctx.origin = schedule, peers, schedule.origin
         if not return_lse:
             return out
         ctx.mark_non_differentiable(lse)
@@ -505,35 +527,31 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         schedule: RankSchedule = ctx.schedule
+        if k is None and (place := schedule.own_place) is not None:
+            k, v = (x[:, place.start : place.stop] for x in kept)
         grad = grad.contiguous()
         dq = RowSum(q)
-        own = KVGradient((k, v), schedule.own_rows)
+        own = KVGradient((k, v), k.shape[1])
 
-        with without_autocast(q.device), PendingWork(schedule.peers) as calls:
+        with without_autocast(q.device), PendingWork(ctx.peers) as calls:
             returns = schedule.movement.returns(schedule, own, (k, v), calls)
-            for source, held in _kept_or_fetched(k, v, kept, schedule, calls):
-                share = own if source == schedule.rank else KVGradient((k, v), held.rows)
-                blocks = schedule.part.blocks[source]
-
-                def add(
-                    rows: Ranges,
-                    keys: Ranges,
-                    part: Tensor,
-                    dk: Tensor,
-                    dv: Tensor,
-                    share: KVGradient = share,
-                ) -> None:
-                    dq.add(rows, part)
-                    share.add(keys, dk, dv)
-
-                backward_blocks(blocks, grad, q, held, out, lse, schedule.kernel, add)
+            for source, held_k, held_v in _kept_or_fetched(k, v, kept, schedule, calls):
+                share = own if source == schedule.rank else KVGradient((k, v), held_k.shape[1])
+                batches = schedule.batches[source]
+                for batch in batches:
+                    given = grad, q, held_k, held_v, out, lse
+                    part, dk, dv = backward_batch(batch, *given, schedule.kernel)
+                    dq.add(batch.queries, part)
+                    share.add(batch.keys, dk, dv)
+                    del part, dk, dv
                 if source != schedule.rank:
-                    returns.add(source, share.pair if blocks else None)
+                    spent = (held_k, held_v) if not kept or frees_graph() else None
+                    returns.add(source, share if batches else None, spent)
             returns.finish()
         own_k, own_v = own.pair
         to_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         shares = dq.total.to(q.dtype), own_k.to(k.dtype), own_v.to(v.dtype)
-        return *shares, to_sinks, None, None
+        return *shares, to_sinks, None, None, None
 
 
 def _kept_or_fetched(
@@ -542,14 +560,5 @@ def _kept_or_fetched(
     """Return all parts of keys; own last where all are here, while the others' gradients travel."""
     if not kept:
         return fetch(k, v, schedule, calls)
-    return _from_kept(KVShard(k, v, schedule.own_rows), kept, schedule)
-
-
-def _from_kept(
-    own: KVShard, kept: Sequence[Tensor], schedule: RankSchedule
-) -> Iterator[tuple[int, KVShard]]:
-    pairs = zip(kept[::2], kept[1::2], strict=True)
     others = (source for source in schedule.part.blocks if source != schedule.rank)
-    for source, (k, v) in zip(others, pairs, strict=True):
-        yield source, KVShard(k, v, schedule.part.receive_rows[source])
-    yield schedule.rank, own
+    return iter([*zip(others, kept[::2], kept[1::2], strict=True), (schedule.rank, k, v)])

@@ -41,7 +41,7 @@ def shard_sequence(
     contiguous tensors with memory of their own, on every rank, also where there is only one.
     Communicates nothing. Raises `InputError` for DTensors, arrays that are no tensors, containers
     of other types that hold tensors, a tree of values without any tensor, a tensor without that dim
-    and a ``seq_dim`` that is neither, and `LayoutError` for a layout that is no `Layout`, needs the
+    and a ``seq_dim`` that is neither, for a layout that is no `Layout`, needs the
     mask or makes no partition, and for a mask of another length.
     """
     n, rank = place_of(mesh)
@@ -77,12 +77,11 @@ def unshard_sequence(
     their lengths as in `context_parallel_attention`. Differentiable: backward sums the ranks'
     gradients of the whole tensor and keeps this rank's positions. Per tensor and axis: where
     lengths are equal one all-gather, and backward one reduce-scatter; where they differ sends from
-    each rank to each, and backward one all-to-all. Raises, before any communication, `LayoutError`
-    and `InputError` as `shard_sequence` does, `LayoutError` where the mask's documents end
-    elsewhere than at ``seq_len``, and `InputError` for a tensor with another length than the layout
-    gives, which is seen on that rank only. Where the whole length is inferred, `InputError` for
-    lengths that differ comes on every rank after their comparison, as in
-    `context_parallel_attention`.
+    each rank to each, and backward one all-to-all. Raises `InputError`, before any communication,
+    as `shard_sequence` does, where the mask's documents end elsewhere than at ``seq_len``, and for
+    a tensor with another length than the layout gives, which is seen on that rank only.
+    Where the whole length is inferred, that for lengths that differ comes on every rank after their
+    comparison, as in `context_parallel_attention`.
     """
     n, rank = place_of(mesh)
     layout = checked_layout(layout)
@@ -148,10 +147,8 @@ def sharded_buffers(
     Raises:
         InputError: Buffers that are no list of such tensors, are listed twice, share memory with
             each other, are cut by an enclosing block, or have no such dim; other than one dim for
-            each; ``keep`` with a tensor that is not listed; what is no mesh. Before any buffer
-            changes, as the others.
-        DegreeError: A mesh of more than two axes.
-        LayoutError: As `shard_sequence`.
+            each; ``keep`` with a tensor that is not listed; what is no mesh, or one of
+            more than two axes; and as `shard_sequence`. Before any buffer changes.
 
     Example:
         >>> with sharded_buffers(mesh, [tokens, labels, rope], [1, 1, 0], layout=Zigzag()):
@@ -263,7 +260,7 @@ def position_ids(
     """Return the positions of this rank's rows, ``int64 [rows]``; communicates nothing.
 
     They count from the start of the sequence, or of each document where the mask has some:
-    ``[batch, rows]`` where it has those of each row of the batch. Raises `LayoutError` as
+    ``[batch, rows]`` where it has those of each row of the batch. Raises `InputError` as
     `shard_sequence` does.
     """
     n, rank = place_of(mesh)
@@ -347,7 +344,7 @@ def shift_labels(
     each row of the batch, labels are ``[batch, sequence]`` or the other way round. For whole
     sequences, before `shard_sequence`: a rank's last label belongs to another rank. Raises
     `InputError` for labels that are no tensor with that dim or these rows, or whose dtype has no
-    ``ignored``, and `LayoutError` for a mask that is no `MaskSpec` or whose documents are those of
+    ``ignored``, and for a mask that is no `MaskSpec` or whose documents are those of
     another length.
     """
     if not isinstance(labels, Tensor):

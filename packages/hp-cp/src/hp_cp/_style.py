@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from hp_dtensor import AxisMesh, Collectives, TorchCollectives
+from hp_dtensor import AxisMesh, Collectives
 
 from ._arguments import (
     Call,
@@ -29,20 +29,22 @@ from ._arguments import (
     take_local_rows,
 )
 from ._attention import (
+    TORCH,
     AttentionOptions,
     as_autocast,
+    autocast_dtype,
     check_dims,
     check_rows,
     check_tensors,
-    from_bshd,
+    compare_rows,
+    dropout_of,
     plan_inputs,
     sharded_attention,
-    to_bshd,
 )
 from ._blockwise import repeat_heads
-from ._errors import BackendError, DegreeError, InputError, described
+from ._errors import BackendError, InputError, described
 from ._layouts import Contiguous, Layout, check_size, checked_layout
-from ._lineage import note_rows
+from ._lineage import check_lineage, note_rows
 from ._masks import MaskSpec, check_mask
 from ._mesh import default_degree, device_of, place_of, rank_groups_of
 from ._plan import check_balance
@@ -90,17 +92,20 @@ class ContextParallel(ParallelStyle):
     read in the order of ``scaled_dot_product_attention``; one that hands on what it gets must be
     told ``is_causal``, as a bool, by position or by name.
 
-    Calls raise `InputError` for a dense ``attn_mask``, dropout, an ``enable_gqa`` of False where
-    the replacement is given grouped heads, arguments that it cannot honour, an ``is_causal`` that
-    is no bool where there is no mask, or not that of the mask, and queries and keys of different
-    lengths, and `LayoutError` where gradients lead from these rows to an attention that took them
-    for those of another cut (see `Pinned`); before any communication. A local
+    Where the forward is replaced, a call may give ``sinks``, and a ``dropout_seed`` with its
+    ``dropout_p``, as `context_parallel_attention` takes them.
+
+    Calls raise `InputError` for a dense ``attn_mask``, dropout without a seed, an ``enable_gqa`` of
+    False where the replacement is given grouped heads, arguments that it cannot honour, an
+    ``is_causal`` that is no bool where there is no mask, or not that of the mask, and queries and
+    keys of different lengths, and where gradients lead from these rows to an attention that took
+    them for those of another cut (see `Pinned`); before any communication. A local
     length that the layout does not give is seen on that rank only, while the others wait. Where the
     module's own forward runs and returns nothing that is shaped like its q, the `InputError` comes
     after the first exchange, on every rank whose forward did so. The constructor raises
-    `LayoutError` for a layout that is no `Layout` and a mask that is no `MaskSpec`, `InputError`
-    for dims, positions or names that are not those of q, k and v, `DegreeError` for a degree below
-    one, and `BackendError` for a backend that is none or whose name nobody registered before.
+    `InputError` for a layout that is no `Layout`, a mask that is no `MaskSpec`, dims, positions or
+    names that are not those of q, k and v, and a degree below one, and
+    `BackendError` for a backend that is none or whose name nobody registered before.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         check_dims(seq_dim, head_dim)
         if ulysses_degree is not None and (type(ulysses_degree) is not int or ulysses_degree < 1):
-            raise DegreeError(
+            raise InputError(
                 f"ulysses_degree={ulysses_degree!r} is no number of ranks; use a divisor of the "
                 f"context parallel size, or None for all of it"
             )
@@ -156,7 +161,7 @@ class ContextParallel(ParallelStyle):
             backend=backend,
             softcap=ScoreOptions(softcap=softcap).softcap,
             seq_len=seq_len,
-            collectives=TorchCollectives() if collectives is None else collectives,
+            collectives=TORCH if collectives is None else collectives,
         )
 
     def apply(self, module: nn.Module, mesh: AxisMesh) -> nn.Module:
@@ -167,8 +172,8 @@ class ContextParallel(ParallelStyle):
         have nothing to move in the first batch of a call.
 
         On one rank it stays as it is, unless the style has a mask, which it would not know of; any
-        degree, schedule and ``load_balance`` serves there. Raises `DegreeError` for a mesh of more
-        than two axes or a degree that its size does not allow, and `InputError` for a module that
+        degree, schedule and ``load_balance`` serves there. Raises `InputError` for a mesh of more
+        than two axes or a degree that its size does not allow, for a module that
         is context parallel already, which one that the style left as it is on one rank is not, and
         for one whose forward is to be replaced and has no ``is_causal`` where the style has no
         mask, or defaults or parameters of the module that would be lost.
@@ -243,7 +248,7 @@ class ContextParallelForward:
         q, k, v = (call.values[key] for key in keys)
         check_tensors(q, k, v)
         (q, k, v), seq_len = take_local_rows((q, k, v), self._mesh, settings)
-        check_options(call)
+        check_options(call, self._runs_inner)
         options = self._options(call, seq_len)
         if self._runs_inner:
 
@@ -255,7 +260,7 @@ class ContextParallelForward:
         check_others(call, keys)
         check_causal(call, settings)
         check_grouped(call, q.shape[settings.head_dim], k.shape[settings.head_dim])
-        out, _ = sharded_attention(q, k, v, self._mesh, options)
+        out, _ = sharded_attention(q, k, v, self._mesh, options, call.given("sinks"))
         return out
 
     @property
@@ -266,7 +271,9 @@ class ContextParallelForward:
     def _scores(self, call: Call) -> ScoreOptions:
         if self._runs_inner:
             return ScoreOptions()
-        return ScoreOptions(scale=call.option("scale"), softcap=self._settings.softcap)
+        dropout = dropout_of(call.option("dropout_p") or 0.0, call.given("dropout_seed"))
+        softcap = self._settings.softcap
+        return ScoreOptions(scale=call.option("scale"), softcap=softcap, dropout=dropout)
 
     def _options(self, call: Call, seq_len: int | None) -> AttentionOptions:
         settings = self._settings
@@ -301,16 +308,20 @@ def exchange_around(
     `InputError` after the first exchange where there is none.
     """
     groups = rank_groups_of(mesh, options.ulysses_degree, options.collectives)
-    q, k, v = (as_autocast(x) for x in (q, k, v))
+    if (dtype := autocast_dtype(q.device)) is not None:
+        q, k, v = (as_autocast(x, dtype) for x in (q, k, v))
     plan = plan_inputs(q, k, v, groups, options)
+    check_lineage((q, k, v), plan, q.shape[options.seq_dim])
+    compare_rows(q, groups, options)
     check_rows(q, plan, groups, options)
     exchange = exchange_of(plan, groups)
-    dims = options.seq_dim, options.head_dim
-    q, k, v = (to_bshd(x, *dims) for x in (q, k, v))
+    order = [3 - options.seq_dim - options.head_dim, options.seq_dim, options.head_dim, 3]
+    at = [order.index(dim) for dim in range(4)]
+    q, k, v = (x.permute(order) for x in (q, k, v))
     q, k, v = rows_to_heads(q, k, v, exchange)
     repeats = exchange.shares[groups.ulysses.index].repeats  # the module groups heads evenly
     k, v = (repeat_heads(x, repeats) for x in (k, v))
-    q, k, v = (from_bshd(x, *dims) for x in (q, k, v))
+    q, k, v = (x.permute(at) for x in (q, k, v))
     shape = (*q.shape[:3], v.shape[3])
     result = forward(q, k, v)
 
@@ -327,8 +338,8 @@ def exchange_around(
     def back(value: Any) -> Any:
         if not has_rows(value):
             return value
-        mine = heads_to_rows(to_bshd(value, *dims), exchange)
-        return from_bshd(note_rows(mine, plan), *dims)
+        mine = heads_to_rows(value.permute(order), exchange)
+        return note_rows(mine, plan).permute(at)
 
     if isinstance(result, tuple) and hasattr(result, "_fields"):
         return type(result)(*map(back, result))

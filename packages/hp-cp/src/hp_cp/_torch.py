@@ -224,6 +224,15 @@ def largest_output(node: Any) -> int:
     return max((math.prod(output.shape) for output in outputs), default=0)
 
 
+def frees_graph() -> bool:
+    """Return whether the backward under way frees what was saved for it: no other one follows.
+
+    By which torch's own compiled backwards (2.11 to 2.13) tell that saved memory may be used anew.
+    There is no public name.
+    """
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def has_values(x: Tensor) -> bool:
     """Return whether a tensor has values that can be read."""
     return not (x.is_meta or isinstance(x, FakeTensor))

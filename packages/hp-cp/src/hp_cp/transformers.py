@@ -142,9 +142,7 @@ def context_parallel(
             dropout of attention weights without a seed, masks that are neither full, causal,
             windowed nor of packed documents, labels without `shard_batch`, and auxiliary losses of
             routers, which are means over one rank's tokens. Before any communication, on every rank
-            together where all are called alike.
-        DegreeError: As from `context_parallel_attention`.
-        LayoutError: As from `context_parallel_attention`.
+            together where all are called alike. And as from `context_parallel_attention`.
         BackendError: As from `context_parallel_attention`.
 
     Example:
@@ -250,8 +248,7 @@ def shard_batch(
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
             ``attention_mask`` with zeros before ones, or whose padding has labels, a mask with
             the documents of another number of rows, fewer tokens than ranks, a seed that is no int
-            of at least 0, DTensors.
-        LayoutError: As from `shard_sequence`.
+            of at least 0, DTensors. And as from `shard_sequence`.
     """
     n, _ = place_of(mesh)
     layout = checked_layout(layout)

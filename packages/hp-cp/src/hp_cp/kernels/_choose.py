@@ -15,7 +15,7 @@ from .._plan import AttentionPlan
 from .._ranges import Kernel
 from ._eager import EAGER
 from ._flex import FlexBackend
-from ._interface import AttentionBackend, ScoreOptions
+from ._interface import PLAIN, AttentionBackend, ScoreOptions
 from ._sdpa import CUDNN, EFFICIENT, SDPA, hardware_of
 from ._varlen import VARLEN
 
@@ -27,7 +27,6 @@ _BY_NAME: dict[str, AttentionBackend] = {b.name: b for b in (*_AUTOMATIC, CUDNN,
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _USUAL_HEAD = 64
-_PLAIN = ScoreOptions()
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
@@ -64,8 +63,7 @@ def check_device(backend: str | AttentionBackend, mesh: AxisMesh) -> None:
     chosen = _BY_NAME[backend] if isinstance(backend, str) else backend
     device = torch.device(mesh.device_type)
     reasons = [
-        chosen.supports("full", device, dtype, _USUAL_HEAD, _USUAL_HEAD, _PLAIN)
-        for dtype in _DTYPES
+        chosen.supports("full", device, dtype, _USUAL_HEAD, _USUAL_HEAD, PLAIN) for dtype in _DTYPES
     ]
     if all(reasons):
         raise BackendError(
@@ -126,7 +124,7 @@ def choose_backend(
     dtype: torch.dtype,
     head_size: int,
     value_size: int | None = None,
-    options: ScoreOptions = _PLAIN,
+    options: ScoreOptions = PLAIN,
     *,
     regular: bool = True,
 ) -> AttentionBackend:

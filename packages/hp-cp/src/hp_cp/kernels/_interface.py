@@ -131,6 +131,9 @@ class ScoreOptions:
         return None
 
 
+PLAIN = ScoreOptions()
+
+
 def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 

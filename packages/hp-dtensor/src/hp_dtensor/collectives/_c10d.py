@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -272,13 +272,8 @@ class TorchCollectives:
         arriving = [(peer, x) for peer, x in outs if peer != axis.index]
         dense, copy_out = _dense([x for _, x in arriving])
         places = [(peer, x) for (peer, _), x in zip(arriving, dense, strict=True)]
-        operations = [
-            dist.P2POp(act, tensor, axis.ranks[peer], group)
-            for act, tensors in ((dist.irecv, places), (dist.isend, sent))
-            for peer, tensor in tensors
-            if peer != axis.index
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        leaving = [(peer, x) for peer, x in sent if peer != axis.index]
+        works = [] if group is None else _sent_and_received(group, axis, leaving, places)
         return _Pending(works, [x for _, x in outs], [*dense, *(x for _, x in sent)], copy_out)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
@@ -295,6 +290,34 @@ class TorchCollectives:
             ]
         )
         return _Pending(works, outs, dense, copy_out, error)
+
+
+def _sent_and_received(
+    group: ProcessGroup,
+    axis: Axis,
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
+) -> list[Any]:
+    """Start sends to peers and receives from them: as one batch where the backend has batches.
+
+    Where it has none, as gloo, torch's function starts them one by one too, and looks up the group
+    and the peer several times for each. The group's own methods are called here, in that order.
+    """
+    if not (sends or receives):
+        return []
+    backend = _backend_of(group, (*sends, *receives)[0][1].device)
+    if backend is None or backend.supports_coalescing:
+        operations = [
+            dist.P2POp(act, tensor, axis.ranks[peer], group)
+            for act, tensors in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in tensors
+        ]
+        return dist.batch_isend_irecv(operations)
+    works: list[Any] = []
+    for start, tensors in ((group.recv, receives), (group.send, sends)):
+        for peer, x in tensors:  # complex numbers as pairs, which all backends send
+            works.append(start([torch.view_as_real(x) if x.is_complex() else x], peer, 0))
+    return works
 
 
 def _started(starts: Sequence[Callable[[], Any]]) -> tuple[list[Any], Exception | None]:
@@ -400,14 +423,22 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that serves a device, as the backend itself gives it.
 
     The name that the group was made by may be another one ("cpu:gloo,cuda:nccl", one that was
-    registered, None); ``ProcessGroup._get_backend`` (2.11 to 2.13) has no public name. A group that
-    is written in Python has no backends, only the name.
+    registered, None). A group that is written in Python has no backends, only the name.
     """
+    found = _backend_of(group, device)
+    return str(dist.get_backend(group)) if found is None else str(found.name())
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend that serves a device; None for a group that is written in Python.
+
+    ``ProcessGroup._get_backend`` (2.11 to 2.13) has no public name.
+    """
+    asked: Any = group
     try:
-        found: Any = cast(Any, group)._get_backend(device)
+        return asked._get_backend(device)
     except RuntimeError:
-        return str(dist.get_backend(group))
-    return str(found.name())
+        return None
 
 
 def _outputs(
