@@ -137,6 +137,9 @@ class TorchCollectives:
         """Concatenate each input over the axis; see `Collectives.all_gather`."""
         if axis.size == 1:
             return _Done(_copied(inputs, outputs))
+        if outputs is not None and _is_one_pair(inputs, outputs):
+            work = _all_gather_single(outputs[0], inputs[0], _group(axis))
+            return _Pending([work], list(outputs), inputs)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
         dense, finish = (outs, None) if outputs is None else _dense(outs)
@@ -168,6 +171,10 @@ class TorchCollectives:
         if axis.size == 1:
             return _Done(_copied(inputs, outputs))
         check_divisible(axis, inputs)
+        if outputs is not None and _is_one_pair(inputs, outputs):
+            reduce, finish = _reduction(op, axis, inputs)
+            work = _reduce_scatter_single(outputs[0], inputs[0], reduce, _group(axis))
+            return _Pending([work], list(outputs), inputs, finish)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
         dense, copy_back = (outs, None) if outputs is None else _dense(outs)
@@ -275,6 +282,13 @@ class TorchCollectives:
             ]
         )
         return _Pending(works, outs, dense, copy_out, error)
+
+
+def _is_one_pair(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Return whether there is one tensor to send and one to receive, both of which are dense."""
+    if len(inputs) != 1 or len(outputs) != 1:
+        return False
+    return inputs[0].is_contiguous() and outputs[0].is_contiguous()
 
 
 def _started(starts: Sequence[Callable[[], Any]]) -> tuple[list[Any], Exception | None]:
