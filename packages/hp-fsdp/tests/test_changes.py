@@ -130,7 +130,7 @@ def moved(model: Any, rank: int) -> None:
 
 def held(model: Any, rank: int) -> None:
     loss_of(model, tokens(rank, 5)).backward()
-    model.held = [p.grad for p in model.parameters()]
+    model.held = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
 
 
@@ -235,16 +235,19 @@ CHANGES: dict[str, Change] = {
 
 
 def steps(model: Any, rank: int) -> list[dict[str, Tensor | None]]:
-    """Return outputs, and what modules have between forward and backward, and gradients."""
+    """Return outputs and gradients, and at last gradients that are held."""
     found: list[dict[str, Tensor | None]] = []
     for number in range(2):
         output = model(tokens(rank, number))
         found.append({"output": output.detach()})
         output.float().pow(2).mean().backward()
+        for unit in (*model.blocks, model) if number else ():
+            unit.reshard()  # those that keep their parameters show the gradients now
         named = {name: p.grad for name, p in model.named_parameters()}
         found.append({name: None if g is None else full(g) for name, g in named.items()})
         model.zero_grad()
-    return found
+    held = vars(model).get("held", {})
+    return [*found, {name: full(gradient) for name, gradient in held.items()}]
 
 
 def compare(rank: int, options: str) -> list[str]:

@@ -238,6 +238,7 @@ class ParameterGroup:
         """List what every gather, reshard and reduction goes through, made once for many steps."""
         self._sharded = [each.sharded for each in self.parameters]
         self._unsharded = [each.unsharded for each in self.parameters]
+        self._locals = [each.local_view for each in self.parameters]
         self._in_order = [self._sharded[i] for i in self.order]
         owners = [(each, owner) for each in self.parameters for owner in each.owners]
         at = [(owner.registry, owner.name) for _, owner in owners]
@@ -471,7 +472,9 @@ class ParameterGroup:
         The next reduction is of the same parameters as if they were there.
         """
         for parameter in self.parameters:
-            parameter.drop_gradient()
+            if self._put_aside:
+                parameter.drop_gradient()
+            parameter.unsharded.grad = None
         self._put_aside = False
         if self.bucket_hooks is not None:
             self.bucket_hooks.drop()
@@ -599,18 +602,15 @@ class ParameterGroup:
         """
         if self._plan is None:
             return None
-        found = [self._sharded[i].grad for i in members]
+        found = [cast(Tensor, self._sharded[i].grad) for i in members]
         first = self._reduced.index(members[0]) if members[0] in self._reduced else 0
         end = first + len(members)
         if self._reduced[first:end] != list(members):
             return None
         for output in self._plan.outputs:
-            if all(map(is_, found, output.gradients[first:end])):
-                parts = [
-                    self.parameters[i].part(cast(Tensor, self._sharded[i].grad)) for i in members
-                ]
-                if all(map(is_, parts, output.locals_[first:end])):
-                    return output, self._plan.rows.held[first][0]
+            ours = all(map(is_, found, output.gradients[first:end]))
+            if ours and self._are_parts(output.locals_[first:end], found):
+                return output, self._plan.rows.held[first][0]
         return None
 
     def in_place(self, backward: bool = False) -> bool:
@@ -621,11 +621,11 @@ class ParameterGroup:
         """
         if not self._sharded_installed:
             return False
-        return backward or (self._has_shards() and not self.moved)
+        return backward or (self._are_parts(self._locals, self._sharded) and not self.moved)
 
-    def _has_shards(self) -> bool:
-        """Return whether the sharded parameters have the flat shard's memory."""
-        return are_parts(self.layout.shards, self._sharded)
+    def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
+        return are_parts(parts, tensors)
 
     @property
     def moved(self) -> bool:
@@ -736,11 +736,11 @@ class RaggedGroup(ParameterGroup):
             pinned=config.pinned and not locals_[0].is_meta,
         )
 
-    @torch.no_grad()
-    def _has_shards(self) -> bool:
-        ragged = cast("list[RaggedTensor]", self._sharded)
-        views = [parameter.local_view for parameter in self.parameters]
-        return all(map(is_, [each.to_local() for each in ragged], views))
+    def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
+        ragged = cast("Sequence[RaggedTensor]", tensors)
+        with torch.no_grad():
+            return all(map(is_, parts, map(RaggedTensor.to_local, ragged)))
 
 
 @cache

@@ -13,6 +13,7 @@ from ._schedule import Schedule
 from ._states import Event, GradientState
 from ._torch import (
     apply_untransformed,
+    graph_task,
     inside_backward,
     inside_transform,
     outside_transforms,
@@ -84,7 +85,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         schedule = Schedule(module)
     if unit.options.precision.param_dtype is not None:
         args, kwargs = _cast_inputs(unit, args, kwargs)
-    if inside_backward():
+    if graph_task() >= 0:
         # Activation checkpointing runs the forward again, and may leave it half way: nothing here
         # may wait for what runs after forward.
         outside_transforms(_gather_now, unit)
@@ -103,13 +104,18 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         unit.expects_backward = False
         unit.run = Run(unit)
     unit.running.add(module)
-    is_root = first and outside_transforms(schedule.pre_forward, unit.run)
-    outside_transforms(unit.unshard)
+    is_root = outside_transforms(_begin, unit, schedule, first)
     if is_root and schedule.device.type != "cpu":
         args, kwargs = move_tensors((args, kwargs), schedule.device)
     if first and torch.is_grad_enabled() and not inside_transform():
         args, kwargs = _mark_inputs(unit.run, args, kwargs)
     return args, kwargs
+
+
+def _begin(unit: Unit, schedule: Schedule, first: bool) -> bool:
+    is_root = first and schedule.pre_forward(unit.run)
+    unit.unshard()
+    return is_root
 
 
 def _gather_now(unit: Unit) -> None:
@@ -128,7 +134,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Expect the backward, reshard, and return the output, cast."""
     dtype = unit.options.precision.output_dtype
     output = output if dtype is None else cast_floating(output, dtype)
-    if inside_backward():
+    if graph_task() >= 0:  # a forward that runs again
         return output
     schedule = unit.schedule
     if schedule is None:

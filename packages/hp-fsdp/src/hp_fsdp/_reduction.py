@@ -236,9 +236,10 @@ class ReductionPlan:
     def output(self) -> ReducedGradients | None:
         """Return gradients that nobody refers to; None where they would be added to others.
 
-        Two are kept at most: a user may hold those of the step before.
+        Mostly all parameters have others, or none has, so that the first is asked. Two are kept at
+        most: a user may hold those of the step before.
         """
-        if not self.without_gradients:
+        if self.sharded[0].grad is not None:
             return None
         for known in self.outputs:
             if not known.held:
