@@ -93,11 +93,7 @@ class ResizeBuffer:
         self._storage = self.tensor.untyped_storage()
         self._bytes = numel * self.tensor.element_size()
         self.lent = False
-
-    @property
-    def available(self) -> bool:
-        """Return True: there is always more memory."""
-        return True
+        self.available = True  # there is always more memory
 
     def allocate(self) -> None:
         """Get memory; the contents are arbitrary. New memory if the last is still lent."""

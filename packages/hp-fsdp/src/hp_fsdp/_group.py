@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import is_
+from operator import getitem, is_
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,9 +32,22 @@ from ._reduction import (
     ReductionPlan,
     StreamedReduction,
 )
-from ._states import Event, ParameterState, advance
+from ._states import AFTER, Event, ParameterState, advance
 from ._streams import Streams
-from ._torch import are_parts, inside_backward, local_of, named_range, uncompiled, writes_to
+from ._torch import (
+    are_parts,
+    gradient_of,
+    inside_backward,
+    local_of,
+    named,
+    named_range,
+    trains,
+    uncompiled,
+    writes_to,
+)
+
+# The states in which there is something to gather.
+RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
 
 class Plan(Protocol):
@@ -164,7 +177,7 @@ class ParameterGroup:
         self.gathers: Collectives = collectives
         self.scatters: Collectives = collectives
         self._work: Work | None = None
-        self._noted: tuple[int, int] | None = None
+        self.noted: tuple[int, int] | None = None  # since when writes are watched
         self._plan: ReductionPlan | None = None
         self._reduced: list[int] = []  # what the plan has
         wholes = []
@@ -225,11 +238,13 @@ class ParameterGroup:
         """List what every gather, reshard and reduction goes through, made once for many steps."""
         self._sharded = [each.sharded for each in self.parameters]
         self._unsharded = [each.unsharded for each in self.parameters]
+        self._locals = [each.local_view for each in self.parameters]
         self._in_order = [self._sharded[i] for i in self.order]
         owners = [(each, owner) for each in self.parameters for owner in each.owners]
-        self._registered_at = [(owner.registry, owner.name) for _, owner in owners]
-        self._sharded_at = [each.sharded for each, _ in owners]
-        self._unsharded_at = [each.unsharded for each, _ in owners]
+        at = [(owner.registry, owner.name) for _, owner in owners]
+        self._sharded_at = [(*o, p.sharded) for o, (p, _) in zip(at, owners, strict=True)]
+        self._unsharded_at = [(*o, p.unsharded) for o, (p, _) in zip(at, owners, strict=True)]
+        self._registered = tuple(map(list, zip(*self._sharded_at, strict=True)))
         self._plain = all(each.is_plain for each in self.parameters)
         self._plan = None
 
@@ -276,7 +291,7 @@ class ParameterGroup:
 
     def install_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
-        for (registry, name), sharded in zip(self._registered_at, self._sharded_at, strict=True):
+        for registry, name, sharded in self._sharded_at:
             registry[name] = sharded
 
     def _install_unsharded(self) -> None:
@@ -284,24 +299,23 @@ class ParameterGroup:
 
         In backward none stops to train: what was frozen since its forward is not reduced.
         """
-        trains = [sharded.requires_grad for sharded in self._sharded]
-        trained = [unsharded.requires_grad for unsharded in self._unsharded]
-        if trains != trained:
+        training = list(map(trains, self._sharded))
+        if training != list(map(trains, self._unsharded)):
             backward = inside_backward()
-            for unsharded, train in zip(self._unsharded, trains, strict=True):
+            for unsharded, train in zip(self._unsharded, training, strict=True):
                 if train or not backward:
                     unsharded.requires_grad_(train)
-        for (registry, name), tensor in zip(self._registered_at, self._unsharded_at, strict=True):
+        for registry, name, tensor in self._unsharded_at:
             registry[name] = tensor
 
     @property
     def _sharded_installed(self) -> bool:
         """Return whether the sharded parameters, and nothing else, are registered."""
+        registries, names, sharded = self._registered
         try:
-            present = [registry[name] for registry, name in self._registered_at]
+            return all(map(is_, map(getitem, registries, names), sharded))
         except KeyError:
             return False  # one was removed
-        return all(map(is_, present, self._sharded_at))
 
     def gather(self) -> None:
         """Start the all-gather unless it was started or has arrived."""
@@ -318,10 +332,11 @@ class ParameterGroup:
                     self._work = self.layout.gather_block(axis, self.gathers)
             else:
                 axis = self.axes.shard
-                with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather(axis, self.gathers, self.streams)
-                self._noted = None
-            self.state = advance(before, Event.GATHER)
+                given = (axis, self.gathers, self.streams)
+                gather = self.layout.gather
+                self._work = named("all_gather", self.path, axis.name, gather, *given)
+                self.noted = None
+            self.state = AFTER[Event.GATHER][before]
         except BaseException:
             self._work, self.state = None, before
             self.layout.free()
@@ -335,16 +350,6 @@ class ParameterGroup:
         return len({parameter.local().is_meta for parameter in self.parameters}) > 1
 
     @property
-    def resting(self) -> bool:
-        """Return whether there is something to gather."""
-        return self.state in (ParameterState.SHARDED, ParameterState.POST_FORWARD)
-
-    @property
-    def available(self) -> bool:
-        """Return whether a gather can start: it needs none, or there is memory for it."""
-        return not self.resting or self.layout.available
-
-    @property
     def unsharded(self) -> bool:
         """Return whether modules have the unsharded parameters."""
         return self.state is ParameterState.UNSHARDED
@@ -352,17 +357,17 @@ class ParameterGroup:
     @property
     def stale(self) -> bool:
         """Return whether an optimizer stepped, or shards were written to, since `note_writes`."""
-        if self._noted is None or self.state is ParameterState.SHARDED:
+        if self.noted is None or self.state is ParameterState.SHARDED:
             return False
-        return (optimizer_steps(), self._writes()) != self._noted
+        return (optimizer_steps(), self._writes()) != self.noted
 
     def note_writes(self) -> None:
         """Watch for writes to the shards: what is gathered, or a part of it, stays for a while.
 
         They are watched from now on, or from the first call since the gather.
         """
-        if self._noted is None:
-            self._noted = optimizer_steps(), self._writes()
+        if self.noted is None:
+            self.noted = optimizer_steps(), self._writes()
 
     def _writes(self) -> int:
         # What is written through a DTensor is counted there, what is written below it is not.
@@ -378,17 +383,20 @@ class ParameterGroup:
         Where the all-gather failed, the group is sharded again. Where what comes after it raised,
         the next call goes on from there.
         """
-        self.gather()
+        if self.state in RESTING:
+            self.gather()
         if self.state is ParameterState.GATHERING:
             if self._work is not None:
-                with named_range("wait_all_gather", self.path):
-                    self._wait(self._work)
-            with named_range("show_unsharded", self.path):
-                self._finish_gather()
-                self._install_unsharded()
-            self.state = advance(self.state, Event.ARRIVE)
+                named("wait_all_gather", self.path, "", self._wait, self._work)
+            named("show_unsharded", self.path, "", self._show_unsharded)
+            self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None
-            self.layout.drop_block()
+            if self.post_forward_axis is not None:
+                self.layout.drop_block()
+
+    def _show_unsharded(self) -> None:
+        self._finish_gather()
+        self._install_unsharded()
 
     def _wait(self, work: Work) -> None:
         try:
@@ -414,7 +422,7 @@ class ParameterGroup:
         elif self.state is ParameterState.UNSHARDED:
             # In this order an exception in between leaves nothing that is shown and not readable.
             self.install_sharded()
-            self.state = advance(self.state, Event.RESHARD)
+            self.state = AFTER[Event.RESHARD][self.state]
             self.layout.free()
 
     def _stop_gather(self) -> None:
@@ -464,7 +472,9 @@ class ParameterGroup:
         The next reduction is of the same parameters as if they were there.
         """
         for parameter in self.parameters:
-            parameter.drop_gradient()
+            if self._put_aside:
+                parameter.drop_gradient()
+            parameter.unsharded.grad = None
         self._put_aside = False
         if self.bucket_hooks is not None:
             self.bucket_hooks.drop()
@@ -488,11 +498,11 @@ class ParameterGroup:
         Those that train, and those that were frozen while gradients of theirs waited. So all ranks
         choose the same, whichever parameters each of them used.
         """
-        trains = [sharded.requires_grad for sharded in self._in_order]
-        if all(trains):
+        training = list(map(trains, self._in_order))
+        if all(training):
             return self.order
         waiting = self._waiting
-        return [i for i, train in zip(self.order, trains, strict=True) if train or i in waiting]
+        return [i for i, train in zip(self.order, training, strict=True) if train or i in waiting]
 
     def check_unfrozen(self) -> None:
         """Raise `StateError` where parameters train that did not when gradients began to wait.
@@ -511,23 +521,22 @@ class ParameterGroup:
 
     def _drop_frozen(self, chosen: Sequence[int]) -> None:
         """Forget what came for parameters, not of ``chosen``, that were frozen since a forward."""
-        if len(chosen) < len(self.parameters):
-            for i in set(self.order).difference(chosen):
-                self.parameters[i].drop_gradient()
+        for i in set(self.order).difference(chosen):
+            self.parameters[i].drop_gradient()
 
     def reduce(self, options: Options) -> Reduction | None:
         """Start the reduction of the gradients, zeros where there are none; None if all frozen.
 
         What no rank used gets no gradient.
         """
-        with torch.no_grad():
-            return self._reduction(options)
-
-    def _reduction(self, options: Options) -> Reduction | None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.reduce(options)
         chosen = self.reduced()
-        self._drop_frozen(chosen)
-        if not chosen:
-            return None
+        if len(chosen) < len(self.parameters):
+            self._drop_frozen(chosen)
+            if not chosen:
+                return None
         plan = self._plan
         if plan is None or self._reduced != chosen:
             self._plan = plan = self._plan_of(chosen)
@@ -538,15 +547,7 @@ class ParameterGroup:
         if self.bucket_hooks is not None:
             rows, used = self.bucket_hooks.finish(chosen, self.collectives)
         else:
-            found = self._take_gradients(chosen)
-            used = [gradient is not None for gradient in found]
-            if all(used):
-                gradients = cast("list[Tensor]", found)
-            else:
-                gradients = [
-                    self.parameters[i].no_gradient() if gradient is None else gradient
-                    for i, gradient in zip(chosen, found, strict=True)
-                ]
+            gradients, used = self._take_gradients(chosen)
         self._put_aside = False
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
@@ -556,14 +557,26 @@ class ParameterGroup:
             return StreamedReduction(*given, self.streams)
         return Reduction(*given)
 
-    def _take_gradients(self, chosen: Sequence[int]) -> list[Tensor | None]:
+    def _take_gradients(self, chosen: Sequence[int]) -> tuple[list[Tensor], list[bool]]:
+        """Return gradients, zeros where there are none, and where there are."""
         if not self._plain or self._put_aside:
-            return [self.parameters[i].take_gradient(self.collectives) for i in chosen]
-        unsharded = self._reduced_unsharded
-        found = [each.grad for each in unsharded]
-        for each in unsharded:
-            each.grad = None
-        return [None if gradient is None else gradient.contiguous() for gradient in found]
+            found = [self.parameters[i].take_gradient(self.collectives) for i in chosen]
+        else:
+            unsharded = self._reduced_unsharded
+            found = list(map(gradient_of, unsharded))
+            for each in unsharded:
+                each.grad = None
+        used = [gradient is not None for gradient in found]
+        if all(used):
+            gradients = cast("list[Tensor]", found)
+        else:
+            gradients = [
+                self.parameters[i].no_gradient() if gradient is None else gradient
+                for i, gradient in zip(chosen, found, strict=True)
+            ]
+        if not all(map(Tensor.is_contiguous, gradients)):
+            gradients = [gradient.contiguous() for gradient in gradients]
+        return gradients, used
 
     def _plan_of(self, chosen: Sequence[int]) -> ReductionPlan:
         return ReductionPlan(
@@ -579,7 +592,7 @@ class ParameterGroup:
 
     def release_gradients(self) -> None:
         """Give back the memory of reduced gradients that no parameter has any more."""
-        if self._plan is not None:
+        if self._plan is not None and self._plan.is_large:
             self._plan.release()
 
     def reduced_gradients(self, members: Sequence[int]) -> tuple[ReducedGradients, int] | None:
@@ -589,33 +602,30 @@ class ParameterGroup:
         """
         if self._plan is None:
             return None
-        found = [self._sharded[i].grad for i in members]
+        found = [cast(Tensor, self._sharded[i].grad) for i in members]
         first = self._reduced.index(members[0]) if members[0] in self._reduced else 0
         end = first + len(members)
         if self._reduced[first:end] != list(members):
             return None
         for output in self._plan.outputs:
-            if all(map(is_, found, output.gradients[first:end])):
-                parts = [
-                    self.parameters[i].part(cast(Tensor, self._sharded[i].grad)) for i in members
-                ]
-                if all(map(is_, parts, output.locals_[first:end])):
-                    return output, self._plan.rows.held[first][0]
+            ours = all(map(is_, found, output.gradients[first:end]))
+            if ours and self._are_parts(output.locals_[first:end], found):
+                return output, self._plan.rows.held[first][0]
         return None
 
-    @property
-    def in_place(self) -> bool:
-        """Return whether modules hold the group's parameters, and those the flat shard's memory."""
-        if not self.resting:
-            return True
-        # A backward gathers what its forward did, wherever parameters were moved in between.
-        return self._sharded_installed and (
-            inside_backward() or (self._has_shards() and not self.moved)
-        )
+    def in_place(self, backward: bool = False) -> bool:
+        """Return whether modules have the group's parameters, and those the flat shard's memory.
 
-    def _has_shards(self) -> bool:
-        """Return whether the sharded parameters have the flat shard's memory."""
-        return are_parts(self.layout.shards, cast("list[DTensor]", self._sharded))
+        The group rests. A ``backward`` gathers what its forward did, wherever parameters were moved
+        in between.
+        """
+        if not self._sharded_installed:
+            return False
+        return backward or (self._are_parts(self._locals, self._sharded) and not self.moved)
+
+    def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
+        return are_parts(parts, tensors)
 
     @property
     def moved(self) -> bool:
@@ -726,11 +736,11 @@ class RaggedGroup(ParameterGroup):
             pinned=config.pinned and not locals_[0].is_meta,
         )
 
-    @torch.no_grad()
-    def _has_shards(self) -> bool:
-        ragged = cast("list[RaggedTensor]", self._sharded)
-        views = [parameter.local_view for parameter in self.parameters]
-        return all(map(is_, [each.to_local() for each in ragged], views))
+    def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
+        ragged = cast("Sequence[RaggedTensor]", tensors)
+        with torch.no_grad():
+            return all(map(is_, parts, map(RaggedTensor.to_local, ragged)))
 
 
 @cache

@@ -12,6 +12,8 @@ from ._precision import cast_floating, map_tensors, move_tensors, tensors_with_g
 from ._schedule import Schedule
 from ._states import Event, GradientState
 from ._torch import (
+    apply_untransformed,
+    graph_task,
     inside_backward,
     inside_transform,
     outside_transforms,
@@ -81,19 +83,19 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
     schedule = unit.schedule
     if schedule is None:
         schedule = Schedule(module)
-    args, kwargs = _cast_inputs(unit, args, kwargs)
-    if inside_backward():
+    if unit.options.precision.param_dtype is not None:
+        args, kwargs = _cast_inputs(unit, args, kwargs)
+    if graph_task() >= 0:
         # Activation checkpointing runs the forward again, and may leave it half way: nothing here
         # may wait for what runs after forward.
-        with outside_transforms():
-            unit.gather(in_pass=True)
-            unit.unshard()
+        outside_transforms(_gather_now, unit)
         if torch.is_grad_enabled() and unit.gradients is GradientState.EMPTY:
             # No forward announced these gradients (reentrant checkpointing runs it without).
             unit.note(Event.BACKWARD)
             schedule.begin_backward()
         return args, kwargs
-    schedule.check_no_backward()
+    if schedule.in_backward:
+        schedule.check_no_backward()
     # A module that never ended, or that runs within itself, starts its unit over.
     first = module not in unit.waiting or module in unit.running
     if first:
@@ -102,14 +104,23 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         unit.expects_backward = False
         unit.run = Run(unit)
     unit.running.add(module)
-    with outside_transforms():
-        is_root = first and schedule.pre_forward(unit.run)
-        unit.unshard()
+    is_root = outside_transforms(_begin, unit, schedule, first)
     if is_root and schedule.device.type != "cpu":
         args, kwargs = move_tensors((args, kwargs), schedule.device)
     if first and torch.is_grad_enabled() and not inside_transform():
         args, kwargs = _mark_inputs(unit.run, args, kwargs)
     return args, kwargs
+
+
+def _begin(unit: Unit, schedule: Schedule, first: bool) -> bool:
+    is_root = first and schedule.pre_forward(unit.run)
+    unit.unshard()
+    return is_root
+
+
+def _gather_now(unit: Unit) -> None:
+    unit.gather(in_pass=True)
+    unit.unshard()
 
 
 def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -123,7 +134,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Expect the backward, reshard, and return the output, cast."""
     dtype = unit.options.precision.output_dtype
     output = output if dtype is None else cast_floating(output, dtype)
-    if inside_backward():
+    if graph_task() >= 0:  # a forward that runs again
         return output
     schedule = unit.schedule
     if schedule is None:
@@ -136,8 +147,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     unit.running.discard(module)
     if not unit.waiting:
         try:
-            with outside_transforms():
-                schedule.end_forward(unit)
+            outside_transforms(schedule.end_forward, unit)
         except BaseException:
             schedule.forward_failed(unit)
             raise
@@ -152,7 +162,10 @@ def _forward_failed(unit: Unit, module: nn.Module) -> None:
 
 
 def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> None:
-    tensors = tensors_with_gradient(output)
+    if isinstance(output, Tensor):
+        tensors = [output] if output.requires_grad else []
+    else:
+        tensors = tensors_with_gradient(output)
     if inside_transform():
         # Its backwards come and go unseen, several on one graph: the parameters stay, and are back
         # for one that comes after others. Only gradients of parameters end up anywhere.
@@ -176,9 +189,7 @@ def _gradient_came(unit: Unit, schedule: Schedule) -> None:
 
 
 def _before_transform(unit: Unit, gradient: Tensor) -> None:
-    with outside_transforms():
-        unit.gather(in_pass=True)
-        unit.unshard()
+    outside_transforms(_gather_now, unit)
 
 
 def _before_backward(run: Run, gradient: Tensor) -> None:
@@ -200,15 +211,15 @@ def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
     Without any, the end of the whole backward will do.
     """
-    apply: Any = _AfterBackward.apply
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
         run.marked = args[0].requires_grad
-        return (apply(run, *args) if run.marked else args), kwargs
+        marks = run.marked
+        return (apply_untransformed(_AfterBackward, run, *args) if marks else args), kwargs
     tensors = tensors_with_gradient((args, kwargs))
     if not tensors:
         return args, kwargs
     run.marked = True
-    marked = iter(apply(run, *tensors))
+    marked = iter(apply_untransformed(_AfterBackward, run, *tensors))
     args, kwargs = map_tensors(
         lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
     )

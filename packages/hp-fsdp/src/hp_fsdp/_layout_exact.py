@@ -223,9 +223,10 @@ class ExactLayout:
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None
     ) -> Work | None:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
-        if self._output is None or not self._inputs:
+        output = self._output
+        if output is None or not self._inputs:
             return None
-        output = self._allocated(self._output)
+        self._allocate(output)
         if self.plan.degree == 1:
             if streams is not None:
                 output.lend()
@@ -252,13 +253,12 @@ class ExactLayout:
         output.lend()
         return collectives.all_gather(axis, self._inputs, self._outputs)
 
-    def _allocated(self, output: Buffer) -> Buffer:
+    def _allocate(self, output: Buffer) -> None:
         output.allocate()
         if output.tensor is not self._memory:
             with torch.inference_mode(False):
                 self._wire(output.writable)
                 self._view(output.tensor)
-        return output
 
     def save_block(self, size: int) -> None:
         """Copy what this rank is to hold between forward and backward among ``size`` neighbours.
@@ -275,7 +275,8 @@ class ExactLayout:
         """Start an all-gather over a smaller axis of what `save_block` copied."""
         if self._output is None or not self._block:
             return None
-        self._allocated(self._output).lend()
+        self._allocate(self._output)
+        self._output.lend()
         return collectives.all_gather(axis, self._block, self._outputs)
 
     def drop_block(self) -> None:

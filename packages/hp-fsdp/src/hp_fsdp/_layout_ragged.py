@@ -195,6 +195,7 @@ class RaggedLayout:
         self.shards = [in_own_storage(view) for view in views]
         for view, local in zip(self.shards, locals_, strict=True):
             view.copy_(local)
+        self._inputs = [as_bytes(self.shard)]
         self._output: Buffer = buffers.buffer(plan.degree * plan.share, dtype, device)
         self._view(self._output.tensor)
         as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
@@ -209,6 +210,7 @@ class RaggedLayout:
             memory[start : start + math.prod(shape)].view(shape)
             for start, shape in zip(self.plan.starts, self.plan.shapes, strict=True)
         ]
+        self._outputs = [as_bytes(self._output.writable)]
         self._memory = memory  # last: an interrupt before it lets the next gather begin again
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
@@ -225,18 +227,19 @@ class RaggedLayout:
     ) -> Work | None:
         """Start the all-gather of the share over ``axis``."""
         self._allocate()
-        source, outputs = self.shard, [as_bytes(self._output.writable)]
+        inputs, outputs = self._inputs, self._outputs
         if self._sent is not None:
             self._sent.allocate()
             self._sent.lend()
             source = self._sent.writable
+            inputs = [as_bytes(source)]
             if streams is not None:
                 self._output.lend()
-                start = partial(collectives.all_gather, axis, [as_bytes(source)], outputs)
+                start = partial(collectives.all_gather, axis, inputs, outputs)
                 return gather_copy(streams.gather, source, self.shard, start)
             source.copy_(self.shard, non_blocking=True)
         self._output.lend()
-        return collectives.all_gather(axis, [as_bytes(source)], outputs)
+        return collectives.all_gather(axis, inputs, outputs)
 
     def _allocate(self) -> None:
         self._output.allocate()
@@ -254,9 +257,7 @@ class RaggedLayout:
             return None
         self._allocate()
         self._output.lend()
-        return collectives.all_gather(
-            axis, [as_bytes(self._block)], [as_bytes(self._output.writable)]
-        )
+        return collectives.all_gather(axis, [as_bytes(self._block)], self._outputs)
 
     def drop_block(self) -> None:
         """Release what `save_block` copied."""

@@ -38,7 +38,7 @@ from ._torch import (
     registers_memory,
     uncompiled_itself,
 )
-from ._unit import Unit, unit_of
+from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,9 +441,9 @@ class FSDPModule(Setters):
         Forward hooks that were registered after `fully_shard` run after the unit's own, and see the
         sharded parameters, as under torch's.
         """
-        return run_forward(
-            self._unit(), cast(nn.Module, self), cast(Any, super()).__call__, args, kwargs
-        )
+        own: Any = self
+        forward: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        return run_forward(own.__dict__[UNIT_ATTRIBUTE], own, forward, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters: one all-gather per dtype over the shard axis.

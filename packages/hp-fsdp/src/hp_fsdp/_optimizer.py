@@ -194,7 +194,7 @@ def sharded_optimizer(
         if unit is not None and unit not in units:
             units.append(unit)
             unit.reshard()
-            if not all(group.in_place for group in unit.groups):
+            if not all(group.in_place() for group in unit.groups):
                 unit.reset_sharded(final=True)
             groups += unit.groups
     segments = [segment for group in groups for segment in segments_of(group)]

@@ -1,7 +1,7 @@
 """Reductions: from the packed gradients of one group to the gradients of its sharded parameters."""
 
 from collections.abc import Sequence
-from operator import is_
+from operator import attrgetter, is_
 from sys import getrefcount
 from typing import Literal, cast
 
@@ -18,12 +18,17 @@ from ._options import Options
 from ._param import ShardedParameter
 from ._streams import Begun, SideStream, Streams
 from ._torch import (
-    hooks_after_gradient,
+    any_hooks_after_gradient,
+    gradient_of,
+    named,
     named_range,
     pack_rank_major,
     storage_references,
     tensor_references,
+    trains,
 )
+
+_dtype_of = attrgetter("dtype")
 
 
 class PartialSum:
@@ -104,15 +109,16 @@ class ReducedGradients:
         self._released = False
         self._runs: dict[tuple[int, int], Tensor] = {}
         self._storage = flat.untyped_storage()
+        self._tensors = [*self.gradients, *self.locals_]
+        self._marks = [vars(each) for each in self.gradients]
         self._references = self._counted()
 
     def _counted(self) -> list[int]:
-        tensors = [*self.gradients, *self.locals_]
-        references = tensor_references(tensors)
-        # What a user marked it with.
-        marks = [each.requires_grad + len(vars(each)) for each in self.gradients]
-        holders = getrefcount(self._storage), storage_references(self._storage)
-        return [*map(getrefcount, tensors), *references, *marks, *holders]
+        tensors, storage = self._tensors, self._storage
+        references = [*map(getrefcount, tensors), *tensor_references(tensors)]
+        # What a user marked them with.
+        marks = [*map(trains, self.gradients), *map(len, self._marks)]
+        return [*references, *marks, getrefcount(storage), storage_references(storage)]
 
     @property
     def held(self) -> bool:
@@ -128,9 +134,9 @@ class ReducedGradients:
             self._released = False
 
     def release(self) -> None:
-        """Give the memory back, if nothing refers to it, and if it is worth the while."""
+        """Give the memory back, if nothing refers to it."""
         # No stream writes it: while one may, it is `in_flight`, until the current one waited.
-        if not self._released and self.flat.nbytes >= RELEASED_BYTES and not self.held:
+        if not self._released and not self.held:
             self._buffer.free()
             self._released = True
 
@@ -175,6 +181,19 @@ class ReductionPlan:
         self.outputs: list[ReducedGradients] = []
         self._all_used: dict[tuple[torch.dtype, int], Tensor] = {}
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
+        self.numel = rows.numel
+        self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
+        self._divided: tuple[Options, int, tuple[float | None, float | None]] | None = None
+
+    def divisors(self, options: Options, size: int) -> tuple[float | None, float | None]:
+        """Return what to divide by before and after a sum over ``size`` ranks.
+
+        Options are frozen, so what was worked out holds as long as they are the same.
+        """
+        known = self._divided
+        if known is None or known[0] is not options or known[1] != size:
+            known = self._divided = options, size, _divisors(options, size, self.dtype)
+        return known[2]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -206,20 +225,21 @@ class ReductionPlan:
     @property
     def without_gradients(self) -> bool:
         """Return whether no sharded parameter has a gradient."""
-        return all(map(is_, [parameter.grad for parameter in self.sharded], self.nothing))
+        return all(map(is_, map(gradient_of, self.sharded), self.nothing))
 
     def release(self) -> None:
-        """Give back the memory of gradients that no parameter has."""
-        if self.outputs and self.without_gradients:
+        """Give back the memory of gradients that no parameter has, if it is worth the while."""
+        if self.is_large and self.outputs and self.without_gradients:
             for known in self.outputs:
                 known.release()
 
     def output(self) -> ReducedGradients | None:
         """Return gradients that nobody refers to; None where they would be added to others.
 
-        Two are kept at most: a user may hold those of the step before.
+        Mostly all parameters have others, or none has, so that the first is asked. Two are kept at
+        most: a user may hold those of the step before.
         """
-        if not self.without_gradients:
+        if self.sharded[0].grad is not None:
             return None
         for known in self.outputs:
             if not known.held:
@@ -254,12 +274,13 @@ class Reduction:
         self._axes = axes
         self._collectives = collectives
         self._options = options
-        self._before, self._after = _divisors(options, axes.size, plan.dtype)
+        shards = axes.shard.size
+        self._before, self._after = plan.divisors(options, axes.size if axes.replicate else shards)
         self._op: Literal["sum", "avg"] = "sum" if self._after else "avg"
-        self._sums = [axis for axis in axes.replicate if axis.size > 1]
+        self._sums = [a for a in axes.replicate if a.size > 1] if axes.replicate else []
         self._ready = True
         # Hooks that run once gradients are reduced.
-        self.hooked = any([hooks_after_gradient(sharded) for sharded in plan.sharded])
+        self.hooked = any_hooks_after_gradient(plan.sharded)
         self._scattering: Work | None = None
         self._summing: Work | None = None
         self._gradients = gradients  # released when they are packed
@@ -268,15 +289,16 @@ class Reduction:
         self._flat: Tensor | None = None  # this rank's reduced row, flags included
         self._rows: Tensor | None = None
         self._copies = rows is None  # not those that were written in place
-        if axes.shard.size > 1:
+        if shards > 1:
             self._rows = self._pack(rows)
             self._scattering = self._scatter(axes.shard, self._rows)
         elif self._sums or options.hook is not None:
             self._begin_sum(self._pack(rows))
 
     def _pack(self, rows: Tensor | None) -> Tensor:
-        with named_range("pack_gradients", self._plan.path):
-            flat = self._packed() if rows is None else rows
+        flat = rows
+        if flat is None:
+            flat = named("pack_gradients", self._plan.path, "", self._packed)
         if self._before:
             where = self._plan.rows
             if where.flags_apart:
@@ -288,10 +310,10 @@ class Reduction:
     def _packed(self) -> Tensor:
         plan, pieces = self._plan, self._gradients
         rows = plan.rows
-        flat = plan.buffers.take(rows.numel, plan.dtype, pieces[0].device)
+        flat = plan.buffers.take(plan.numel, plan.dtype, pieces[0].device)
         for i, spec in plan.rearranged:
             pieces[i] = spec.by_rank(pieces[i]).contiguous()
-        if len({piece.dtype for piece in pieces}) > 1:
+        if len(set(map(_dtype_of, pieces))) > 1:
             pieces = [piece.to(plan.dtype) for piece in pieces]
         for i, start, end in reversed(rows.gaps):
             shape = (rows.degree, end - start)
@@ -319,10 +341,10 @@ class Reduction:
 
     def _scatter(self, axis: Axis, rows: Tensor) -> Work:
         self._flat = flat = self._target(rows)
-        with named_range("reduce_scatter", self._plan.path, axis.name):
-            if not self._plan.rows.flags_apart:
-                return self._collectives.reduce_scatter(axis, [rows], [flat], op=self._op)
-            return self._scatter_with_flags(axis, rows, flat)
+        what, path, scatter = "reduce_scatter", self._plan.path, self._collectives.reduce_scatter
+        if self._plan.rows.flags_apart:
+            return named(what, path, axis.name, self._scatter_with_flags, axis, rows, flat)
+        return named(what, path, axis.name, scatter, axis, [rows], [flat], op=self._op)
 
     def _scatter_with_flags(self, axis: Axis, rows: Tensor, flat: Tensor) -> Work:
         where, count = self._plan.rows, len(self._used)
@@ -365,8 +387,7 @@ class Reduction:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self._scattering is not None:
             try:
-                with named_range("wait_reduce_scatter", self._plan.path):
-                    self._scattering.wait()
+                named("wait_reduce_scatter", self._plan.path, "", self._scattering.wait)
             except Exception:  # it has ended, with this error; an interrupt says nothing of it
                 self._scattering, self._ready = None, False
                 self._lose_output()
@@ -382,7 +403,8 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for everything; afterwards nothing of this reduction is in flight."""
-        self.finish_scatter()
+        if self._scattering is not None:
+            self.finish_scatter()
         while self._summing is not None:
             try:
                 with named_range("wait_all_reduce", self._plan.path):
@@ -410,9 +432,8 @@ class Reduction:
             self._give_back()
         self._release_output()
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Wait, divide, and put the results on the parameters' ``grad``."""
+        """Wait, divide, and put the results on the parameters' ``grad``, without autograd."""
         self.wait()
         if self._ready:
             self._put_gradients()

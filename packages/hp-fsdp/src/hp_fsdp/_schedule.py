@@ -67,7 +67,7 @@ class Schedule:
         self._begin_order: list[Unit] = []  # what this pass follows
         self._end_order: list[Unit] = []  # what a backward goes through
         self._following = False
-        self._backward = False
+        self.in_backward = False
         self._backwards = 0  # how many have begun
         self._cursor = 0
         self._order: Order = []  # of the pass under way, or the last one
@@ -109,7 +109,7 @@ class Schedule:
 
     def check_no_backward(self) -> None:
         """Raise `StateError` if an earlier backward never came to its end."""
-        if self._backward:
+        if self.in_backward:
             raise StateError(
                 "an earlier backward ended with an exception; call reset() on the root module "
                 "before the next forward"
@@ -159,7 +159,7 @@ class Schedule:
         # What an earlier pass left gathered never met its backward (an exception, a discarded
         # loss); an optimizer may have stepped since.
         for unit in self.units:
-            if unit is not root:
+            if unit.waiting and unit is not root:
                 unit.forget_forward()
             if unit.in_pass or unit.stale:
                 unit.reshard()
@@ -193,7 +193,7 @@ class Schedule:
             )
 
     def _prefetch(self, unit: Unit) -> None:
-        if unit.sharded and all(group.available for group in unit.groups):
+        if unit.can_gather:
             unit.gather(in_pass=True)
 
     def end_forward(self, unit: Unit) -> None:
@@ -203,7 +203,8 @@ class Schedule:
         unless they were asked to stay. Where its beginning cannot be seen, nobody could gather them
         again in time. The root's end closes the pass.
         """
-        unit.forget_forward()
+        if unit.waiting:
+            unit.forget_forward()
         if not unit.expects_backward:
             unit.end_without_backward()
         elif not unit.hooks_gradients:
@@ -253,17 +254,18 @@ class Schedule:
 
     def begin_backward(self) -> None:
         """Ask autograd, once per backward, to call when it is done."""
-        if not self._backward:
-            self._backward = True
+        if not self.in_backward:
+            self.in_backward = True
             self._backwards += 1
-            self._in_flight = max(unit.options.in_flight for unit in self.units)
+            self._in_flight = max([unit.options.in_flight for unit in self.units])
             self._walked, self._ahead = None, 0
             call_after_backward(self._finish_backward)
 
     def backward_reached(self, run: Run) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
         run.unit.note(Event.BACKWARD)
-        self.begin_backward()
+        if not self.in_backward:
+            self.begin_backward()
         if run.backward == self._backwards:  # by another of its outputs
             if run.unit.options.unshard_in_backward:
                 run.unit.gather(in_pass=True)
@@ -284,8 +286,10 @@ class Schedule:
         if run.order is not self._walked:
             self._end_walk()
             self._walked, self._ahead = run.order, len(run.order)
-        self._pass_by(position + 1)
-        self._ahead = min(self._ahead, position)
+        if self._ahead > position + 1:
+            self._pass_by(position + 1)
+        if self._ahead > position:
+            self._ahead = position
 
     def _end_walk(self) -> None:
         """Pass by all that is left of a pass, and after the last backward forget it."""
@@ -312,16 +316,20 @@ class Schedule:
     def _reach(self, run: Run) -> None:
         unit = run.unit
         run.reached, run.backward = True, self._backwards
-        if any(group.bucket_hooks is not None for group in unit.groups):
-            self._make_room()  # its gradients are packed from here on
+        for group in unit.groups:
+            if group.bucket_hooks is not None:
+                self._make_room()  # its gradients are packed from here on
+                break
         if unit.options.unshard_in_backward:
             unit.gather(in_pass=True)
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
                 self._prefetch_backward(chosen)
             return
-        order = self._end_order
-        at = _last_place(order, unit, self._cursor)
+        order, before = self._end_order, self._cursor - 1
+        at: int | None = before
+        if before < 0 or order[before] is not unit:
+            at = _last_place(order, unit, self._cursor)
         if at is None:
             # A second pass through the same units, or an earlier pass: start from its end.
             earlier = [ended for _, ended in reversed(self._orders.values())]
@@ -337,8 +345,8 @@ class Schedule:
             self._prefetch(unit)
 
     def _finish_unit(self, unit: Unit) -> None:
-        if unit.finish_backward():
-            self._reduce_if_synchronised(unit)
+        if unit.finish_backward() and unit.options.gradient_sync:
+            self._reduce(unit, unit.options)
 
     def _reduce_if_synchronised(self, unit: Unit) -> None:
         """Reduce all gradients of the backwards since the last reduction, if told to."""
@@ -357,18 +365,20 @@ class Schedule:
         begun = group.reduce(options)
         if begun is not None:
             self._reductions.append(begun)
-            self._scattering.append(begun)
+            if begun.scattering:
+                self._scattering.append(begun)
             if begun.hooked:
                 self._hooked.append(begun)
 
     def _make_room(self) -> None:
         """Wait for reduce-scatters, so that with one more packed gradient few enough are alive."""
-        self._scattering = [r for r in self._scattering if r.scattering]
-        for earlier in self._scattering[: max(0, len(self._scattering) - self._in_flight + 1)]:
-            earlier.finish_scatter()
+        while len(self._scattering) >= self._in_flight:
+            self._scattering[0].finish_scatter()  # nothing, where it was waited for before
+            del self._scattering[0]
         # Its hooks may step an optimizer and free the gradients, while backward goes on.
         while self._hooked and self._last and not self._hooked[0].scattering:
-            self._hooked[0].finish()
+            with torch.no_grad():
+                self._hooked[0].finish()
             self._reductions.remove(self._hooked.pop(0))
 
     def _finish_backward(self) -> None:
@@ -376,23 +386,26 @@ class Schedule:
         self._end_walk()
         for unit in reversed(self.units):
             # Before the last backward, units that this one did not reach may have theirs to come.
-            if last or unit.gradients is GradientState.WRITING:
+            if unit.gradients is not GradientState.EMPTY and (
+                last or unit.gradients is GradientState.WRITING
+            ):
                 self._finish_unit(unit)
             if last:
                 # What earlier backwards left in units that this one did not reach.
                 self._reduce_if_synchronised(unit)
-                unit.forget_forward()
+                if unit.waiting:
+                    unit.forget_forward()
         if last:
             self._finish_reductions()
             self._drop_unused_gathers()
             if self._pinned:
                 self._finish_copies()
             self._cursor = len(self._end_order)
-        self._backward = False
+        self.in_backward = False
 
     @property
     def _last(self) -> bool:
-        return all(unit.options.is_last_backward for unit in self.units)
+        return all([unit.options.is_last_backward for unit in self.units])
 
     def _finish_reductions(self) -> None:
         """Wait for all reductions and put their results on the parameters' ``grad``.
@@ -400,9 +413,10 @@ class Schedule:
         After an exception those that are not finished are still known, for `reset` to wait for.
         """
         self._hooked, self._scattering = [], []
-        while self._reductions:
-            self._reductions[0].finish()
-            del self._reductions[0]
+        with torch.no_grad():
+            while self._reductions:
+                self._reductions[0].finish()
+                del self._reductions[0]
 
     def _finish_copies(self) -> None:
         """Wait, on the host, for copies from the CPU: an optimizer may write there next."""
@@ -414,7 +428,7 @@ class Schedule:
 
         Not during a backward, nor after one that failed: other ranks may never come to theirs.
         """
-        if self._reductions and not self._backward:
+        if self._reductions and not self.in_backward:
             self._finish_reductions()
 
     def reduce_all(self, units: Iterable[Unit]) -> None:
@@ -423,12 +437,12 @@ class Schedule:
         After an exception a forward demands a `reset`, as after one in backward.
         """
         self.check_no_backward()
-        self._backward = True
+        self.in_backward = True
         for unit in units:
             if unit.unreduced or any(group.partial.waits for group in unit.groups):
                 self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()
-        self._backward = False
+        self.in_backward = False
         if self._pinned:
             self._finish_copies()
 
@@ -443,7 +457,7 @@ class Schedule:
         error = first_error([*drops, *(unit.reset for unit in self.units)])
         self._reductions, self._scattering, self._hooked = [], [], []
         self._pass_root = None
-        self._backward = False
+        self.in_backward = False
         self._walked, self._ahead = None, 0
         self._following = False
         self._cursor = len(self._end_order)

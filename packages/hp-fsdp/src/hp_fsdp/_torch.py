@@ -3,14 +3,16 @@
 Tried with torch 2.13.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -30,6 +32,7 @@ from torch.utils import _pytree
 from ._errors import UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -65,9 +68,12 @@ def set_local(parameter: DTensor, local: Tensor) -> None:
     parameter._local_tensor = local
 
 
-def are_parts(parts: Sequence[Tensor], tensors: Sequence[DTensor]) -> bool:
+_parts_of = attrgetter("_local_tensor")
+
+
+def are_parts(parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """Return whether ``parts`` are the local tensors of ``tensors``, the very same ones."""
-    return all(map(is_, parts, [tensor._local_tensor for tensor in tensors]))
+    return all(map(is_, parts, map(_parts_of, tensors)))
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -75,9 +81,12 @@ def local_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+_use_count: Callable[[Tensor], int] = cast(Any, Tensor)._use_count
+
+
 def tensor_references(tensors: Sequence[Tensor]) -> list[int]:
     """Return how many holders each tensor has, autograd's graphs among them; no public counter."""
-    return [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]
+    return list(map(_use_count, tensors))
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
@@ -101,32 +110,70 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def uncompiled(function: F) -> F:
-    """Return ``function``, never compiled, nor anything that it calls."""
-    return cast(F, torch.compiler.disable(function))
+    """Return ``function``, never compiled, nor anything that it calls.
+
+    ``torch.compiler.disable``, which takes ten calls to switch a compiler off; where none is on,
+    it is left out. Whether one is has no public question.
+    """
+    disabled = torch.compiler.disable(function)
+
+    @uncompiled_itself
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if _compiler() is None else disabled)(*args, **kwargs)
+
+    return cast(F, call)
 
 
 def uncompiled_itself(function: F) -> F:
-    """Return ``function``, never compiled itself, unlike what it calls."""
-    return cast(F, torch.compiler.disable(function, recursive=False))
+    """Return ``function``, never compiled itself, unlike what it calls.
+
+    ``torch.compiler.disable(recursive=False)`` would put two calls around it.
+    """
+    return cast(F, skip(function))
+
+
+# The number of the autograd backward that runs on this thread, or -1; there is no public question.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def inside_backward() -> bool:
-    """Return whether an autograd backward runs on this thread; there is no public question."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    """Return whether an autograd backward runs on this thread."""
+    return graph_task() >= 0
 
 
-def inside_transform() -> bool:
-    """Return whether a transform of ``torch.func`` runs; there is no public question."""
-    return bool(torch._C._are_functorch_transforms_active())
+# Whether a transform of ``torch.func`` runs; there is no public question.
+inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Which compiler looks at the frames that run, None where none does.
+_compiler: Callable[[], object] = get_eval_frame_callback
 
 
-def outside_transforms() -> AbstractContextManager[object]:
-    """Run operators as they are while transforms of ``torch.func`` run, which see none of them.
+def outside_transforms(function: Callable[..., R], *args: Any) -> R:
+    """Call a function whose operators run as they are, unseen by transforms of ``torch.func``.
 
     What communicates writes to memory of its own, which a transform refuses. There is no public
     way; ``autograd.Function`` with ``setup_context`` has none for what returns nothing.
     """
-    return torch._C._DisableFuncTorch() if inside_transform() else nullcontext()
+    if not inside_transform():
+        return function(*args)
+    with torch._C._DisableFuncTorch():
+        return function(*args)
+
+
+_tensor_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+
+
+def apply_untransformed(
+    function: type[torch.autograd.Function], context: object, *tensors: Tensor
+) -> Any:
+    """Apply an autograd function where no transform of ``torch.func`` runs.
+
+    ``function.apply`` asks for one, in seven calls.
+    """
+    own: Any = super(torch.autograd.Function, function)
+    return own.apply(context, *map(_tensor_alive, tensors))
+
+
+_profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 
 
 def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[object]:
@@ -135,11 +182,18 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
     ``torch.profiler.record_function`` takes 7 us where nobody profiles; whether somebody does has
     no public question.
     """
-    autograd: Any = torch.autograd
-    if not autograd._profiler_enabled():
+    if not _profiled():
         return nullcontext()
     over = f" over {axis}" if axis else ""
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
+
+
+def named(what: str, path: str, axis: str, function: Callable[..., R], *args: Any, **how: Any) -> R:
+    """Call a function in a `named_range`, which where nobody profiles takes four calls more."""
+    if not _profiled():
+        return function(*args, **how)
+    with named_range(what, path, axis):
+        return function(*args, **how)
 
 
 def accumulates(ctx: Any, position: int) -> bool:
@@ -158,6 +212,17 @@ def accumulates(ctx: Any, position: int) -> bool:
 def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], object]] | None:
     """Return what ``Tensor.register_post_accumulate_grad_hook`` registered; it has no getter."""
     return parameter._post_accumulate_grad_hooks
+
+
+# Asked of all parameters in every step: `map` makes no call in Python for them.
+trains: Callable[[Tensor], bool] = attrgetter("requires_grad")
+gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+
+
+def any_hooks_after_gradient(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether any of them has `hooks_after_gradient`."""
+    return any(map(_hooks_of, parameters))
 
 
 def writes_to(tensor: Tensor) -> int:

@@ -15,10 +15,10 @@ from hp_dtensor import Axis, TorchCollectives
 
 from ._errors import DisagreementError, ParameterError, first_error
 from ._extensions import attached, split_attached
-from ._group import ParameterGroup
+from ._group import RESTING, ParameterGroup
 from ._options import Options
-from ._states import Event, GradientState, ParameterState, advance
-from ._torch import inside_backward
+from ._states import AFTER, Event, GradientState, ParameterState
+from ._torch import graph_task, inside_backward
 
 if TYPE_CHECKING:
     from ._schedule import Schedule
@@ -28,6 +28,8 @@ UNIT_ATTRIBUTE = "_fully_shard_unit"
 
 class Act(Enum):
     """What a unit communicates for."""
+
+    __hash__ = object.__hash__  # as those of states
 
     FORWARD = "gather {} for forward"
     BACKWARD = "gather {} for backward"
@@ -109,23 +111,29 @@ class Unit:
         their place, `StateError` for those without memory, `DisagreementError` where ranks gather
         other units.
         """
+        backward = graph_task() >= 0
+        resting = False
         for group in self.groups:
-            if not group.in_place:
-                self.reset_sharded(final=True)
-                break
+            if group.state in RESTING:
+                resting = True
+                if not group.in_place(backward):
+                    self.reset_sharded(final=True)
+                    break
         if not in_pass and self.stale:
             self.reshard()
-        backward = inside_backward()
-        if self.sharded:
-            for group in self.groups if not backward else ():
-                group.check_unfrozen()
-            self.compare(Act.BACKWARD if backward else Act.FORWARD)
+            resting = True
+        if resting:
+            for group in self.groups:
+                if group.bucket_hooks is not None and not backward:
+                    group.check_unfrozen()
+            act = Act.BACKWARD if backward else Act.FORWARD
+            if act not in self._compared:
+                self.compare(act)
             self.in_pass |= in_pass
-        stays = not in_pass or not (backward or torch.is_grad_enabled())
-        for group in self.groups:
-            group.gather()
-            if stays:
-                group.note_writes()
+            for group in self.groups:
+                group.gather()
+        if not in_pass or not (backward or torch.is_grad_enabled()):
+            self.note_writes()
 
     def unshard(self) -> None:
         """Make the unsharded parameters the modules' parameters."""
@@ -135,8 +143,9 @@ class Unit:
     def reshard(self) -> None:
         """Make the sharded parameters the modules' parameters, free the others."""
         self.in_pass = False
-        error = first_error(group.reshard for group in self.groups)
-        if error is not None:
+        if len(self.groups) == 1:
+            self.groups[0].reshard()
+        elif (error := first_error(group.reshard for group in self.groups)) is not None:
             raise error
 
     def reshard_to_fewer(self) -> None:
@@ -165,7 +174,7 @@ class Unit:
 
     def reset(self) -> None:
         """Forget the step under way."""
-        self.gradients = advance(self.gradients, Event.RESET)
+        self.note(Event.RESET)
         self.in_pass = self.unreduced = False
         self.forget_forward()
         self.unhook_gradients()
@@ -181,7 +190,18 @@ class Unit:
     @property
     def sharded(self) -> bool:
         """Return whether there is something to gather."""
-        return any([group.resting for group in self.groups])
+        return any([group.state in RESTING for group in self.groups])
+
+    @property
+    def can_gather(self) -> bool:
+        """Return whether there is something to gather, and memory for all of it."""
+        resting = False
+        for group in self.groups:
+            if group.state in RESTING:
+                if not group.layout.available:
+                    return False
+                resting = True
+        return resting
 
     @property
     def awaits_split_backward(self) -> bool:
@@ -197,18 +217,22 @@ class Unit:
     @property
     def stale(self) -> bool:
         """Return whether what is gathered is not what the shards say any more."""
-        return any([group.stale for group in self.groups])
+        stale = False
+        for group in self.groups:
+            stale |= group.noted is not None and group.stale
+        return stale
 
     def note(self, event: Event) -> None:
         """Move the state of the gradients."""
-        self.gradients = advance(self.gradients, event)
+        self.gradients = AFTER[event][self.gradients]
 
     def finish_backward(self) -> bool:
         """Reshard, and leave the gradients to a reduction; return whether there was a backward."""
         if self.gradients is GradientState.EMPTY:
             return False
         self.note(Event.REDUCE)
-        self.unhook_gradients()
+        if self._gradient_hooks:
+            self.unhook_gradients()
         if self.options.reshard_after_backward:
             self.reshard()
         else:

@@ -149,6 +149,9 @@ class TorchCollectives:
         """Concatenate each input over the axis; see `Collectives.all_gather`."""
         if axis.size == 1:
             return _Done(_copied(inputs, outputs))
+        if outputs is not None and _is_one_pair(inputs, outputs):
+            work = _all_gather_single(outputs[0], inputs[0], _group(axis))
+            return _Pending([work], list(outputs), inputs)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
         dense, finish = (outs, None) if outputs is None else _dense(outs)
@@ -180,6 +183,10 @@ class TorchCollectives:
         if axis.size == 1:
             return _Done(_copied(inputs, outputs))
         check_divisible(axis, inputs)
+        if outputs is not None and _is_one_pair(inputs, outputs):
+            reduce, finish = _reduction(op, axis, inputs)
+            work = _reduce_scatter_single(outputs[0], inputs[0], reduce, _group(axis))
+            return _Pending([work], list(outputs), inputs, finish)
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
         dense, copy_back = (outs, None) if outputs is None else _dense(outs)
@@ -318,6 +325,13 @@ def _sent_and_received(
         for peer, x in tensors:  # complex numbers as pairs, which all backends send
             works.append(start([torch.view_as_real(x) if x.is_complex() else x], peer, 0))
     return works
+
+
+def _is_one_pair(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Return whether there is one tensor to send and one to receive, both of which are dense."""
+    if len(inputs) != 1 or len(outputs) != 1:
+        return False
+    return inputs[0].is_contiguous() and outputs[0].is_contiguous()
 
 
 def _started(starts: Sequence[Callable[[], Any]]) -> tuple[list[Any], Exception | None]:

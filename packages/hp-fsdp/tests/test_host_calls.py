@@ -1,0 +1,78 @@
+"""How many calls a step makes on the host for each unit, beside those of the model itself."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from hp_fsdp import fully_shard
+
+from .models import make, mesh_of
+
+Ranks = Callable[[int], RankPool]
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Eighteen small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use every parameter once."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Calls:
+    """Counts calls of functions, those in C too."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        """Take what the interpreter says."""
+        self.found[event] += event in ("call", "c_call")
+
+
+def calls_of(blocks: int, options: dict[str, Any] | None) -> int:
+    """Return the calls of a forward and backward, the third one; without options of a plain model.
+
+    The third is the first that follows a known order and uses memory of the step before.
+    """
+    model = make(lambda: nn.Sequential(*(Block() for _ in range(blocks))), torch.float32)
+    if options is not None:
+        for block in model:
+            fully_shard(block, mesh_of((2,), ("fsdp",)), **options)
+        fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
+    x, calls = torch.ones(2, WIDTH), Calls()
+    for step in range(3):
+        sys.setprofile(calls if step == 2 else None)
+        model(x).sum().backward()
+        sys.setprofile(None)
+        model.zero_grad()
+    return calls.found["call"] + calls.found["c_call"]
+
+
+def per_unit(rank: int, options: dict[str, Any]) -> float:
+    few, many = 3, 7
+    sharded, plain = [calls_of(many, chosen) - calls_of(few, chosen) for chosen in (options, None)]
+    return (sharded - plain) / (many - few)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 330), ({"layout": "ragged"}, 400)], ids=["exact", "ragged"]
+)
+def test_a_unit_of_eighteen_parameters_takes_few_calls_a_step(
+    ranks: Ranks, options: dict[str, Any], most: int
+) -> None:
+    for found in ranks(2).run(per_unit, options):
+        assert found <= most
