@@ -89,10 +89,14 @@ def judge(rule: Rule, subject: Subject) -> Finding:
     return Finding("error" if "error" in levels else "advice" if levels else "holds", found)
 
 
+def names_of(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ...]:
+    """Return the degrees that a rule reads by their own names."""
+    return tuple(n for name in degrees for n in (subject.sharding if name == SHARDING else (name,)))
+
+
 def _degrees(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
     """Return the degrees of these names, None for one that is not known."""
-    named = (n for name in names for n in (subject.sharding if name == SHARDING else (name,)))
-    return {name: subject.degrees.get(name) for name in named}
+    return {name: subject.degrees.get(name) for name in names_of(names, subject)}
 
 
 def degree_violations(subject: Subject) -> Iterator[Violation]:
