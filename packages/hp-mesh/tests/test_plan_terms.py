@@ -219,6 +219,31 @@ def test_small_experts_and_small_microbatches_reach_less_of_the_peak() -> None:
     assert cost(train=tiny, world=8).time.compute >= floor
 
 
+def test_small_experts_gain_less_from_a_faster_device_and_one_expert_is_a_layer() -> None:
+    few = replace(MIXTRAL, experts=64, top_k=2, expert_ffn=2048)
+    chip = Cluster(world_size=8, accelerator="H100").device
+    faster = replace(chip, tflops=2 * chip.tflops, hbm_gbs=2 * chip.hbm_gbs)
+
+    def gain(model: ModelShape, ep: int) -> float:
+        first, second = (
+            estimate(
+                model,
+                Cluster(world_size=8, accelerator=each, intra_gbs=450, inter_gbs=50),
+                replace(TRAIN, global_batch=8),
+                ParallelDims(ep=ep, world_size=8),
+            ).time.compute
+            for each in (chip, faster)
+        )
+        return first / second
+
+    assert gain(few, 8) < gain(LLAMA, 1) < 2.01
+    # Of eight experts each rank has one, of sixteen two, with as many rows for either.
+    alone, both = (
+        cost(replace(MIXTRAL, experts=count), world=8, ep=8).time.compute for count in (8, 16)
+    )
+    assert alone < both
+
+
 def test_eager_kernels_keep_and_take_more() -> None:
     eager, fused = cost(train=replace(TRAIN, fused="attention"), tp=2), cost(tp=2)
     assert eager.memory.activations > 1.3 * fused.memory.activations
