@@ -8,7 +8,7 @@ from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._degrees import BASE_AXES, INFERRED, as_degree
-from ._errors import ParallelDimsError, Violation, join_words, show
+from ._errors import ParallelDimsError, Violation, join_words, refusal, show
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -138,7 +138,7 @@ def check_named(name: str, source: object) -> None:
 
 def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
     reason = f"{name}={show(source)} has no named fields; use {legal}"
-    return ParallelDimsError([Violation(rule="fields", values={name: source}, reason=reason)])
+    return refusal("fields", reason, {name: source})
 
 
 def arguments_from_config(
@@ -437,5 +437,4 @@ def _read(
 
 
 def _no_table(where: str, reason: str) -> ParallelDimsError:
-    violation = Violation(rule="table", values={"file": where}, reason=f"{where} {reason}")
-    return ParallelDimsError([violation])
+    return refusal("table", f"{where} {reason}", {"file": where})

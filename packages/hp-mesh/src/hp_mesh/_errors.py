@@ -138,6 +138,17 @@ class ParallelDimsError(ValueError):
         return type(self), (self.violations,)
 
 
+def refusal(
+    rule: str,
+    reason: str,
+    values: Mapping[str, object],
+    legal: Mapping[str, tuple[int, ...]] | None = None,
+) -> ParallelDimsError:
+    """Return the error of one broken rule."""
+    found = Violation(rule=rule, reason=reason, values=values, legal=legal or {})
+    return ParallelDimsError([found])
+
+
 class LayoutError(ValueError):
     """An axis, rank or coordinate that the layout does not have."""
 

@@ -21,10 +21,8 @@ from ._reports import (
     RankMap,
     choose,
     ends,
-    memory_parts,
     plan_rows,
     rank_list,
-    time_parts,
     word_line,
 )
 from ._tables import GROUP_COLOURS, NOTHING, format_seconds, plan_title, settings
@@ -225,8 +223,16 @@ def draw_plan(found: Plan) -> Figure:
         for need, row in zip(needs, rows, strict=True)
     ]
     rectangle = (label + MARGIN, above + 24, 310, ROW * len(rows))
-    _bars(figure, rectangle, "time of one step", "s", [*map(time_parts, rows)], paces, TIME_COLOURS)
-    gibibytes = [{name: part / GIB for name, part in memory_parts(row).items()} for row in rows]
+    _bars(
+        figure,
+        rectangle,
+        "time of one step",
+        "s",
+        [row.time.parts for row in rows],
+        paces,
+        TIME_COLOURS,
+    )
+    gibibytes = [{name: part / GIB for name, part in row.memory.parts.items()} for row in rows]
     rectangle = (rectangle[0] + panel + 40, *rectangle[1:])
     memory = _bars(
         figure, rectangle, "memory of one GPU", "GiB", gibibytes, fits, MEMORY_COLOURS, limit, most
