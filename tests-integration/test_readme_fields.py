@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from hp_mesh import ParallelDims
-from hp_mesh._model import NESTED, SPELLINGS
+from hp_mesh._model import COUNTS, NESTED, RULED, SIZES
 from hp_mesh.planner import ModelShape
-from hp_mesh.planner._reading import SIZES
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 README = PACKAGES / "hp-mesh" / "README.md"
@@ -26,8 +25,9 @@ def rows() -> dict[str, set[str]]:
 
 def test_the_readme_of_hp_mesh_lists_every_name_that_the_checks_read() -> None:
     listed = rows()
-    assert [n for f, names in SPELLINGS.items() for n in names if n not in listed[f]] == []
+    assert [n for f, names in RULED.items() for n in names if n not in listed[f]] == []
     text = README.read_text(encoding="utf-8")
+    assert [n for names in COUNTS.values() for n in names if f"`{n}`" not in text] == []
     assert [name for name in NESTED if f"`{name}`" not in text] == []
 
 
@@ -50,7 +50,7 @@ def test_every_name_in_the_readme_of_hp_mesh_is_read(field: str) -> None:
 
 
 def read_by_the_planner(field: str, name: str) -> bool:
-    rest = {key: value for key, value in SHAPE.items() if key not in SIZES[field]}
+    rest = {key: value for key, value in SHAPE.items() if key not in RULED[field]}
     return bool(getattr(ModelShape.from_config({**rest, name: 4}), field) == 4)
 
 

@@ -12,8 +12,6 @@ from hp_mesh import ParallelDims
 from hp_mesh.cli._reports import (
     GIB,
     group_rejections,
-    memory_parts,
-    time_parts,
     why_it_loses,
 )
 from hp_mesh.planner import MODELS, Cluster, MemorySplit, Plan, TimeSplit, TrainSpec, plan
@@ -55,8 +53,8 @@ def test_the_document_has_what_the_python_call_finds(planned: Plan) -> None:
 
 def test_the_parts_of_a_candidate_sum_up(planned: Plan) -> None:
     for candidate in planned.candidates[:50]:
-        assert sum(memory_parts(candidate).values()) == pytest.approx(candidate.memory.total)
-        assert sum(time_parts(candidate).values()) == pytest.approx(candidate.time.total)
+        assert sum(candidate.memory.parts.values()) == pytest.approx(candidate.memory.total)
+        assert sum(candidate.time.parts.values()) == pytest.approx(candidate.time.total)
 
 
 def test_the_winner_is_a_line_to_paste(planned: Plan) -> None:
@@ -69,7 +67,7 @@ def test_the_winner_is_a_line_to_paste(planned: Plan) -> None:
     assert f"{best.memory.total / GIB:.1f} of {best.limit / GIB:.1f} GiB" in out
     (seconds,) = re.findall(r"estimated (\S+) s per step", out)
     assert float(seconds) == pytest.approx(best.time.total, rel=0.005)
-    assert all(name in out for name in (*memory_parts(best), *time_parts(best)))
+    assert all(name in out for name in (*best.memory.parts, *best.time.parts))
 
 
 def test_the_counts_and_the_rejecting_rules_are_told(planned: Plan) -> None:
@@ -91,10 +89,10 @@ def test_every_loser_has_a_reason(planned: Plan) -> None:
         if candidate.memory.total > candidate.limit:
             over = (candidate.memory.total - candidate.limit) / GIB
             assert reason.endswith(f"{over:.1f} GiB over the limit")
-            assert reason.split()[0] in memory_parts(candidate)
+            assert reason.split()[0] in candidate.memory.parts
         else:
             assert "limit" not in reason
-            assert set(reason.split()) & {*time_parts(candidate), "recomputes"}
+            assert set(reason.split()) & {*candidate.time.parts, "recomputes"}
 
 
 def test_a_reason_names_what_the_best_has_less_of(planned: Plan) -> None:

@@ -458,3 +458,26 @@ def test_a_configuration_for_another_world_is_refused(config: object) -> None:
     assert ParallelDims.from_config(config, 16).dp_shard == 8
     with pytest.raises(ParallelDimsError, match="world_size='all' is not a degree"):
         ParallelDims.from_config({"tp": 2, "world_size": "all"}, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "replicate", "shard"),
+    [
+        ({"data_parallel_size": 4, "dp_shard": -1, "tp": 2}, 8, 1, 4),
+        ({"data_parallel_size": 4, "dp_replicate": 2, "dp_shard": -1}, 4, 2, 2),
+        ({"data_parallel_size": 4, "dp_replicate": -1}, 4, 4, 1),
+        ({"data_parallel_size": 4, "dp_replicate": -1, "dp_shard": 2}, 4, 2, 2),
+        ({"data_parallel_size": -1, "dp_replicate": 2}, 8, 2, 4),
+    ],
+)
+def test_what_is_left_open_of_the_data_parallel_ranks_follows_from_their_number(
+    given: dict[str, int], world: int, replicate: int, shard: int
+) -> None:
+    dims = ParallelDims.from_config(given, world)
+    assert (dims.dp_replicate, dims.dp_shard) == (replicate, shard)
+
+
+@pytest.mark.parametrize("open_", ["dp_shard", "dp_replicate"])
+def test_data_parallel_ranks_that_are_not_those_of_the_world_are_an_error(open_: str) -> None:
+    with pytest.raises(ParallelDimsError, match="is not world_size=8"):
+        ParallelDims.from_config({"data_parallel_size": 4, open_: -1}, 8)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -234,3 +235,41 @@ def test_a_size_that_is_no_number_is_named_wherever_it_is_used(name: str, value:
     assert ModelShape.from_config(config).experts == 4
     with pytest.raises(ParallelDimsError, match=r"given; use an integer of at least 0"):
         ModelShape.from_config({**config, name: value})
+
+
+def test_the_rules_and_the_planner_read_the_same_fields() -> None:
+    llama4 = {
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "vocab_size": 202048,
+    }
+    widths = {e.rule: e.values for e in ParallelDims(tp=2, etp=2, world_size=2).explain(llama4)}
+    assert widths["ffn-tp"]["intermediate_size_mlp"] == 16384
+    assert widths["expert-ffn-etp"]["intermediate_size"] == 8192
+    (odd,) = ParallelDims(tp=5, world_size=5).check({**GPT2, "n_head": 5, "vocab_size": 5}, 5)
+    assert str(odd).startswith("tp=5 does not divide ffn=3072")
+    dbrx = transformers.DbrxConfig(
+        d_model=6144,
+        n_heads=48,
+        n_layers=40,
+        vocab_size=100352,
+        attn_config={"kv_n_heads": 8},
+        ffn_config={"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752},
+    )
+    found = ModelShape.from_config(dbrx)
+    assert (found.kv_heads, found.experts, found.top_k, found.ffn) == (8, 16, 4, 10752)
+    # The published 132 billion.
+    assert found.parameters / 1e9 == pytest.approx(132, rel=0.01)
+
+
+def test_integers_of_other_types_are_sizes_under_every_name() -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "ffn": 96}
+    other = {name: np.int64(size) for name, size in sizes.items()}
+    assert ModelShape(**other) == ModelShape.from_config(other) == ModelShape(**sizes)
+    (violation,) = ParallelDims(tp=3, world_size=3).check({"heads": np.int64(4), "ffn": 96}, 3)
+    assert violation.rule == "heads-tp"

@@ -1,5 +1,6 @@
 """Terms of the cost model, one by one; comparisons, and how far to trust an estimate."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +77,57 @@ def test_more_sequences_take_longer(
         except ParallelDimsError:
             assume(False)
     assert seconds[0] <= seconds[1]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    model=shapes(),
+    seq_len=st.sampled_from([64, 512, 4096]),
+    degrees=st.fixed_dictionaries(
+        {name: st.sampled_from([1, 2]) for name in ("tp", "cp", "pp", "dp_shard", "ep")}
+    ),
+    options=st.fixed_dictionaries(
+        {
+            "schedule": st.sampled_from(["1f1b", "zero-bubble", "dualpipe"]),
+            "recompute": st.sampled_from(["none", "selective-op", "full"]),
+            "fused": st.sampled_from([True, False, "attention"]),
+            "zero": st.sampled_from([None, 0, 1, 2, 3]),
+        }
+    ),
+    accelerator=st.sampled_from(["A100-80", "H100", "B200"]),
+)
+def test_nothing_larger_takes_less_time(
+    model: ModelShape,
+    seq_len: int,
+    degrees: dict[str, int],
+    options: dict[str, Any],
+    accelerator: str,
+) -> None:
+    train = TrainSpec(seq_len=seq_len, global_batch=16, micro_batch=1, **options)
+    block = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    if not model.experts or block == 1:
+        degrees = {**degrees, "ep": 1}
+    dims = ParallelDims(**degrees)
+    cluster = Cluster(
+        world_size=dims.dp_size * dims.non_dp_size, accelerator=accelerator, ranks_per_node=4
+    )
+    if dims.pp > 1:  # one layer on every rank, also of the wider model
+        model = replace(model, layers=dims.pp, dense_layers=0, vocab=256)
+    wider = ("hidden", "heads", "ffn", "vocab")
+    larger = [replace(model, **{name: 2 * getattr(model, name)}) for name in wider]
+    if not model.dense_layers:  # all layers are alike
+        larger.append(replace(model, layers=2 * model.layers))
+    runs = [(other, train) for other in larger]
+    runs += [(model, replace(train, seq_len=2 * seq_len)), (model, replace(train, global_batch=32))]
+    try:
+        least = estimate(model, cluster, train, dims).time.total
+    except ParallelDimsError:
+        least = 0.0
+    assume(least)
+    for other, more in runs:
+        with suppress(ParallelDimsError):
+            seconds = estimate(other, cluster, more, dims).time.total
+            assert seconds >= least * (1 - 1e-12), (other, more)
 
 
 def test_longer_sequences_take_longer() -> None:
@@ -165,6 +217,31 @@ def test_small_experts_and_small_microbatches_reach_less_of_the_peak() -> None:
     tiny = replace(TRAIN, seq_len=16, global_batch=8)
     floor = 32 * CONSTANTS["LAYER_SECONDS"] * CONSTANTS["FUSED_LAUNCHES"]
     assert cost(train=tiny, world=8).time.compute >= floor
+
+
+def test_small_experts_gain_less_from_a_faster_device_and_one_expert_is_a_layer() -> None:
+    few = replace(MIXTRAL, experts=64, top_k=2, expert_ffn=2048)
+    chip = Cluster(world_size=8, accelerator="H100").device
+    faster = replace(chip, tflops=2 * chip.tflops, hbm_gbs=2 * chip.hbm_gbs)
+
+    def gain(model: ModelShape, ep: int) -> float:
+        first, second = (
+            estimate(
+                model,
+                Cluster(world_size=8, accelerator=each, intra_gbs=450, inter_gbs=50),
+                replace(TRAIN, global_batch=8),
+                ParallelDims(ep=ep, world_size=8),
+            ).time.compute
+            for each in (chip, faster)
+        )
+        return first / second
+
+    assert gain(few, 8) < gain(LLAMA, 1) < 2.01
+    # Of eight experts each rank has one, of sixteen two, with as many rows for either.
+    alone, both = (
+        cost(replace(MIXTRAL, experts=count), world=8, ep=8).time.compute for count in (8, 16)
+    )
+    assert alone < both
 
 
 def test_eager_kernels_keep_and_take_more() -> None:

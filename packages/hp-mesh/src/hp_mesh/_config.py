@@ -8,7 +8,7 @@ from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ._degrees import BASE_AXES, INFERRED, as_degree
-from ._errors import ParallelDimsError, Violation, join_words, show
+from ._errors import ParallelDimsError, Violation, join_words, refusal, show
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -138,7 +138,7 @@ def check_named(name: str, source: object) -> None:
 
 def _nameless(name: str, source: object, legal: str) -> ParallelDimsError:
     reason = f"{name}={show(source)} has no named fields; use {legal}"
-    return ParallelDimsError([Violation(rule="fields", values={name: source}, reason=reason)])
+    return refusal("fields", reason, {name: source})
 
 
 def arguments_from_config(
@@ -212,9 +212,16 @@ def _take_data(arguments: dict[str, Any]) -> Iterator[Violation]:
     replicate, shard = (
         as_degree(name, value, inferable=True, optional=True) for name, value in given.items()
     )
-    if shard is None and data % (replicate or 1) == 0:
+    if data == INFERRED:
+        if shard is None and replicate != INFERRED:
+            arguments["dp_shard"] = INFERRED
+        return
+    # Of -1 and one that is not given the other is what remains.
+    if replicate == INFERRED and shard != INFERRED and data % (shard or 1) == 0:
+        arguments |= {"dp_replicate": data // (shard or 1), "dp_shard": shard or 1}
+    elif shard in (None, INFERRED) and replicate != INFERRED and data % (replicate or 1) == 0:
         arguments["dp_shard"] = data // (replicate or 1)
-    elif INFERRED not in (data, replicate, shard) and (replicate or 1) * (shard or 1) != data:
+    elif replicate != INFERRED != shard and (replicate or 1) * (shard or 1) != data:
         names = {name: value for name, value in given.items() if value is not None}
         texts = "*".join(names) + "=" + "*".join(str(value) for value in names.values())
         reason = f"data_parallel_size={data} is not {texts}; leave it out, or give what it is"
@@ -430,5 +437,4 @@ def _read(
 
 
 def _no_table(where: str, reason: str) -> ParallelDimsError:
-    violation = Violation(rule="table", values={"file": where}, reason=f"{where} {reason}")
-    return ParallelDimsError([violation])
+    return refusal("table", f"{where} {reason}", {"file": where})

@@ -13,6 +13,7 @@ from ._errors import (
     divisors,
     join_words,
     raise_errors,
+    refusal,
     show,
 )
 from ._rules import Subject, degree_violations
@@ -50,15 +51,8 @@ def as_degree(name: str, value: Degree, *, inferable: bool, optional: bool) -> i
     choices = [f"at most {LARGEST}" if too_large else "a positive integer"]
     choices += ["-1 (inferred)"] if inferable else []
     choices += ["None"] if optional else []
-    raise ParallelDimsError(
-        [
-            Violation(
-                rule="value",
-                values={name: value},
-                reason=f"{name}={show(value)} is not a degree; use {join_words(choices)}",
-            )
-        ]
-    )
+    reason = f"{name}={show(value)} is not a degree; use {join_words(choices)}"
+    raise refusal("value", reason, {name: value})
 
 
 def _as_integer(value: Degree) -> int | None:
@@ -84,15 +78,8 @@ def as_order(order: object) -> tuple[str, ...]:
         return tuple(name.strip() for name in order.split(","))
     if isinstance(order, list | tuple) and all(isinstance(name, str) for name in order):
         return tuple(order)
-    raise ParallelDimsError(
-        [
-            Violation(
-                rule="order",
-                values={"order": order},
-                reason=f"order={show(order)} is no list of axis names; use such as {DEFAULT_ORDER}",
-            )
-        ]
-    )
+    reason = f"order={show(order)} is no list of axis names; use such as {DEFAULT_ORDER}"
+    raise refusal("order", reason, {"order": order})
 
 
 def as_flag(name: str, value: object) -> bool:
@@ -100,15 +87,7 @@ def as_flag(name: str, value: object) -> bool:
     spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
     if isinstance(spelled, bool):
         return spelled
-    raise ParallelDimsError(
-        [
-            Violation(
-                rule="value",
-                values={name: value},
-                reason=f"{name}={show(value)} is neither true nor false",
-            )
-        ]
-    )
+    raise refusal("value", f"{name}={show(value)} is neither true nor false", {name: value})
 
 
 def infer_degrees(
@@ -124,13 +103,15 @@ def infer_degrees(
     given = given or {"dp_shard": 1}
     product = prod(given.values())
     if world_size % product or not (unknown or product == world_size):
-        raise ParallelDimsError([_product_violation(given, unknown, world_size)])
+        raise _product_refusal(given, unknown, world_size)
     if len(unknown) == 1 and unknown[0] in degrees:
         return {**degrees, unknown[0]: world_size // product}
     return dict(degrees)
 
 
-def _product_violation(given: dict[str, int], inferred: list[str], world_size: int) -> Violation:
+def _product_refusal(
+    given: dict[str, int], inferred: list[str], world_size: int
+) -> ParallelDimsError:
     product = prod(given.values())
     names, factors = "*".join(given), "*".join(str(n) for n in given.values())
     subject = f"{names}={factors}" + (f"={product}" if len(given) > 1 else "")
@@ -149,8 +130,7 @@ def _product_violation(given: dict[str, int], inferred: list[str], world_size: i
                 legal[name] = (world_size // others,)
     if not legal:  # no degree alone repairs it
         legal["*".join(given)] = divisors(world_size) if inferred else (world_size,)
-    values = {**given, "world_size": world_size}
-    return Violation(rule="product", reason=reason, values=values, legal=legal)
+    return refusal("product", reason, {**given, "world_size": world_size}, legal)
 
 
 def as_mode(ep_mode: object) -> str:
@@ -158,7 +138,7 @@ def as_mode(ep_mode: object) -> str:
     if isinstance(ep_mode, str) and ep_mode in EP_MODES:
         return ep_mode
     reason = f"ep_mode={show(ep_mode)} is no way to place experts; use {join_words(EP_MODES)}"
-    raise ParallelDimsError([Violation(rule="ep-mode", values={"ep_mode": ep_mode}, reason=reason)])
+    raise refusal("ep-mode", reason, {"ep_mode": ep_mode})
 
 
 def order_violations(ep_mode: str, order: tuple[str, ...]) -> Iterator[Violation]:
@@ -253,8 +233,7 @@ def as_world(fields: Mapping[str, Any], world_size: Any) -> int | None:
         return world
     reason = f"world_size={world} is not the world_size={fields['world_size']} that these "
     reason += f"degrees are for ({summarize(fields)})"
-    values = {"world_size": world, "configured": fields["world_size"]}
-    raise ParallelDimsError([Violation(rule="world", values=values, reason=reason)])
+    raise refusal("world", reason, {"world_size": world, "configured": fields["world_size"]})
 
 
 def degrees_of(fields: Mapping[str, Any]) -> dict[str, int]:
@@ -277,15 +256,8 @@ def resolved_degrees(fields: Mapping[str, Any]) -> dict[str, int]:
     if not unknown:
         world = prod(degrees[name] for name in world_axes(fields["ep_mode"]))
         return degrees_of(resolve_fields({**fields, "world_size": world}))
-    raise ParallelDimsError(
-        [
-            Violation(
-                rule="resolved",
-                values=dict.fromkeys(unknown, INFERRED),
-                reason=f"{join_words(unknown)} is not known yet; call resolve(world_size)",
-            )
-        ]
-    )
+    reason = f"{join_words(unknown)} is not known yet; call resolve(world_size)"
+    raise refusal("resolved", reason, dict.fromkeys(unknown, INFERRED))
 
 
 def summarize(fields: Mapping[str, Any], *, etp_from_tp: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isqrt
 from typing import Literal, TypeAlias, overload
 
@@ -30,6 +31,7 @@ def show(value: object) -> str:
     return f"{text[: MOST_LETTERS // 2]}...{text[-MOST_LETTERS // 4 :]}"
 
 
+@lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a positive integer in ascending order."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
@@ -134,6 +136,17 @@ class ParallelDimsError(ValueError):
 
     def __reduce__(self) -> tuple[type["ParallelDimsError"], tuple[list[Violation]]]:
         return type(self), (self.violations,)
+
+
+def refusal(
+    rule: str,
+    reason: str,
+    values: Mapping[str, object],
+    legal: Mapping[str, tuple[int, ...]] | None = None,
+) -> ParallelDimsError:
+    """Return the error of one broken rule."""
+    found = Violation(rule=rule, reason=reason, values=values, legal=legal or {})
+    return ParallelDimsError([found])
 
 
 class LayoutError(ValueError):

@@ -1,16 +1,19 @@
-"""The numbers that rules need, read from whatever describes a model."""
+"""What is read of a model, by one table of names, for the rules of degrees and for the planner."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import gcd
+from numbers import Number
 from typing import Any
 
 from ._config import check_named, read_field
 from ._errors import LARGEST, Violation, show
 
+Fields = dict[str, tuple[str, Any]]  # a spelling and a value of each field
+
 # Spellings in use, most common first: Hugging Face configurations, then research code bases, then
-# the fields of the planner's `ModelShape`.
-SPELLINGS = {
+# the fields of the planner's `ModelShape`. The rules of degrees read these.
+RULED: Mapping[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "n_heads", "num_heads", "n_head", "heads"),
     "kv_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads", "kv_heads"),
     "experts": (
@@ -20,18 +23,96 @@ SPELLINGS = {
         "moe_num_experts",
         "experts",
     ),
-    "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "ffn"),
+    "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "hidden_dim", "ffn"),
     "vocab": ("vocab_size", "vocab"),
     "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer", "layers"),
     "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
     "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings", "tied"),
 }
+# The planner reads these too, all of them numbers.
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim", "hidden"),
+    "head_dim": ("head_dim",),
+    "latent": ("kv_lora_rank", "latent"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k"),
+    "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
+    "dense_layers": ("first_k_dense_replace", "dense_layers"),
+    "groups": ("n_group", "groups"),
+    "top_groups": ("topk_group", "top_groups"),
+}
+# Fields follow from these, numbers first.
+COUNTS: Mapping[str, tuple[str, ...]] = {
+    "value_head_dim": ("v_head_dim",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_ffn": ("intermediate_size_mlp",),
+    "expert_step": ("interleave_moe_layer_step", "decoder_sparse_step"),
+    "expansion": ("expansion_ratio",),
+}
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "family": ("model_type",),
+    "name": ("name", "_name_or_path", "model_type"),
+    "glu": ("glu",),
+    "one_kv_head": ("multi_query",),
+    "many_kv_heads": ("new_decoder_architecture",),
+    "dense_list": ("mlp_only_layers",),
+    "gpt2_width": ("n_embd",),
+}
 # A model may have a submodule or a list of words under these: there only numbers and text count.
-AMBIGUOUS = ("ffn", "vocab", "heads", "kv_heads", "experts", "layers", "expert_ffn", "tied")
+AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
 # Where each layer may have its own, in a list.
 PER_LAYER = ("intermediate_size",)
 # Under these a configuration keeps that of the language model, and of the parts of a layer.
 NESTED = ("text_config", "attn_config", "ffn_config")
+# Families that leave the width of the feed-forward part out where it is the usual one.
+USUAL_WIDTH = ("bloom", "falcon", "mpt", "gpt_neo")
+USUAL_EXPANSION = 4
+
+
+def read_fields(model: object) -> Fields:
+    """Return every field of a model that is given, as it is, under the name of these tables.
+
+    ``model`` is a mapping, a configuration object, or anything that has one as ``config``, which
+    then comes first; what is nested as ``text_config`` comes before what is around it. None is
+    absent. Raises `ParallelDimsError` for a model that can have no fields.
+    """
+    check_named("model", model)
+    sources, fields = [*_sources(model)], Fields()
+    for field, spellings in {**RULED, **SIZES, **COUNTS, **WORDS}.items():
+        for source in sources:
+            for spelling in spellings:
+                value = read_field(source, spelling)
+                other = spelling in AMBIGUOUS and not isinstance(value, Number | str)
+                if field not in fields and value is not None and not other:
+                    fields[field] = spelling, value
+    _follow(fields)
+    return fields
+
+
+def _sources(model: object) -> Iterator[object]:
+    for source in (read_field(model, "config"), model):
+        if source is not None:
+            inner, *parts = (read_field(source, name) for name in NESTED)
+            yield from (each for each in (inner, source, *parts) if each is not None)
+
+
+def _follow(fields: Fields) -> None:
+    """Replace fields that families of models write in their own way."""
+    given = {name: value for name, (_, value) in fields.items()}
+    if given.get("one_kv_head") is True and not given.get("many_kv_heads"):
+        fields["kv_heads"] = "kv_heads", 1  # Falcon writes another number there
+    if given.get("latent") and "heads" in fields:  # keys and values of all heads come from it
+        fields["kv_heads"] = fields["heads"]
+        if "value_head_dim" in fields:
+            fields["head_dim"] = fields["value_head_dim"]
+    if given.get("dense_ffn"):
+        # Llama 4: experts have the plain name, and each layer of them one that all tokens take.
+        if "ffn" in fields:
+            fields["expert_ffn"] = fields["shared_ffn"] = fields["ffn"]
+        fields["ffn"] = fields["dense_ffn"]
+    usual = given.get("family") in USUAL_WIDTH or "gpt2_width" in fields
+    hidden, expansion = given.get("hidden"), given.get("expansion") or USUAL_EXPANSION
+    if "ffn" not in fields and usual and isinstance(hidden, int) and isinstance(expansion, int):
+        fields["ffn"] = "ffn", expansion * hidden
 
 
 def read_numbers(
@@ -39,16 +120,15 @@ def read_numbers(
 ) -> tuple[dict[str, tuple[str, int]], dict[str, Violation]]:
     """Return ``{field: (its spelling, its value)}``, and what is wrong with the other fields given.
 
-    ``model`` is a mapping, a configuration object, or anything that has one as ``config``; what is
-    nested as ``text_config`` and the like is found. None is absent. A field that lists a number for
-    each layer is read as their greatest common divisor, which is divided where each of them is.
-    Raises `ParallelDimsError` for a model that can have no fields.
+    The fields are those of rules, with sequences and batch. One that lists a number for each layer
+    is read as their greatest common divisor, which is divided where each of them is. Raises
+    `ParallelDimsError` for a model that can have no fields.
     """
-    check_named("model", model)
-    given = {"seq_len": ("seq_len", seq_len), "global_batch": ("global_batch", global_batch)}
+    given = {name: found for name, found in read_fields(model).items() if name in RULED}
+    given |= {"seq_len": ("seq_len", seq_len), "global_batch": ("global_batch", global_batch)}
     numbers: dict[str, tuple[str, int]] = {}
     wrong: dict[str, Violation] = {}
-    for field, (name, value) in {**_model_fields(model), **given}.items():
+    for field, (name, value) in given.items():
         if value is None:
             continue
         if name in PER_LAYER and isinstance(value, list | tuple):
@@ -66,21 +146,6 @@ def read_numbers(
         else:
             numbers[field] = name, number
     return numbers, wrong
-
-
-def _model_fields(model: object) -> dict[str, tuple[str, Any]]:
-    fields: dict[str, tuple[str, Any]] = {}
-    for source in _sources(model):
-        one_for_all = read_field(source, "multi_query") is True
-        if one_for_all and not read_field(source, "new_decoder_architecture"):
-            fields.setdefault("kv_heads", ("kv_heads", 1))  # Falcon writes another number there
-        for field, spellings in SPELLINGS.items():
-            for spelling in spellings:
-                value = read_field(source, spelling)
-                other = spelling in AMBIGUOUS and not isinstance(value, int | float | str)
-                if field not in fields and value is not None and not other:
-                    fields[field] = spelling, value
-    return fields
 
 
 def _legal(field: str, value: Any) -> str:
@@ -109,11 +174,3 @@ def _of_layers(name: str, values: list[Any] | tuple[Any, ...]) -> tuple[str, int
     if not numbers or len(numbers) < len(values):
         return name, None
     return name if len(set(numbers)) == 1 else f"gcd({name})", gcd(*numbers)
-
-
-def _sources(model: object) -> Iterator[object]:
-    for source in (model, read_field(model, "config")):
-        if source is not None:
-            yield source
-            nested = (read_field(source, name) for name in NESTED)
-            yield from (part for part in nested if part is not None)

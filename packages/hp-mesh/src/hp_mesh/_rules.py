@@ -89,10 +89,14 @@ def judge(rule: Rule, subject: Subject) -> Finding:
     return Finding("error" if "error" in levels else "advice" if levels else "holds", found)
 
 
+def names_of(degrees: tuple[str, ...], subject: Subject) -> tuple[str, ...]:
+    """Return the degrees that a rule reads by their own names."""
+    return tuple(n for name in degrees for n in (subject.sharding if name == SHARDING else (name,)))
+
+
 def _degrees(names: tuple[str, ...], subject: Subject) -> dict[str, Any]:
     """Return the degrees of these names, None for one that is not known."""
-    named = (n for name in names for n in (subject.sharding if name == SHARDING else (name,)))
-    return {name: subject.degrees.get(name) for name in named}
+    return {name: subject.degrees.get(name) for name in names_of(names, subject)}
 
 
 def degree_violations(subject: Subject) -> Iterator[Violation]:
@@ -153,13 +157,13 @@ def _explain(rule: Rule, subject: Subject) -> Explanation:
     )
 
 
-def _divides(rule: str, name: str, *degrees: str) -> Test:
-    """Return the test that the product of some degrees divides a field."""
+def _divides(code: str, sentence: str, field: str, *degrees: str) -> Rule:
+    """Return the rule that the product of some degrees divides a field."""
 
     def test(subject: Subject) -> Iterator[Violation]:
-        yield from _indivisible(rule, *subject.numbers[name], _degrees(degrees, subject))
+        yield from _indivisible(code, *subject.numbers[field], _degrees(degrees, subject))
 
-    return test
+    return Rule(code=code, sentence=sentence, degrees=degrees, fields=(field,), test=test)
 
 
 def _indivisible(
@@ -386,19 +390,12 @@ DEGREE_RULES = (
     ),
 )
 RULES = (
-    Rule(
-        code="heads-tp",
-        sentence="Attention heads divide over tp.",
-        degrees=("tp",),
-        fields=("heads",),
-        test=_divides("heads-tp", "heads", "tp"),
-    ),
-    Rule(
-        code="kv-heads-tp",
-        sentence="Key and value heads divide over tp, so fewer of them than tp is an error too.",
-        degrees=("tp",),
-        fields=("kv_heads",),
-        test=_divides("kv-heads-tp", "kv_heads", "tp"),
+    _divides("heads-tp", "Attention heads divide over tp.", "heads", "tp"),
+    _divides(
+        "kv-heads-tp",
+        "Key and value heads divide over tp, so fewer of them than tp is an error too.",
+        "kv_heads",
+        "tp",
     ),
     Rule(
         code="heads-ulysses",
@@ -434,20 +431,8 @@ RULES = (
         asks=lambda s: s.degrees["etp"] > 1 and s.numbers.get("experts", ("", 1))[1] != 0,
         test=_expert_ffn_over_etp,
     ),
-    Rule(
-        code="ffn-tp",
-        sentence="The feed-forward width divides over tp.",
-        degrees=("tp",),
-        fields=("ffn",),
-        test=_divides("ffn-tp", "ffn", "tp"),
-    ),
-    Rule(
-        code="vocab-tp",
-        sentence="The vocabulary divides over tp.",
-        degrees=("tp",),
-        fields=("vocab",),
-        test=_divides("vocab-tp", "vocab", "tp"),
-    ),
+    _divides("ffn-tp", "The feed-forward width divides over tp.", "ffn", "tp"),
+    _divides("vocab-tp", "The vocabulary divides over tp.", "vocab", "tp"),
     Rule(
         code="layers-pp",
         sentence="Every pipeline stage gets a layer, best equally many.",
@@ -473,11 +458,11 @@ RULES = (
         asks=lambda subject: prod(_cuts_sequence(subject).values()) > 1,
         test=_sequence,
     ),
-    Rule(
-        code="batch",
-        sentence="Every data-parallel rank gets the same number of samples.",
-        degrees=("dp_replicate", SHARDING),
-        fields=("global_batch",),
-        test=_divides("batch", "global_batch", "dp_replicate", SHARDING),
+    _divides(
+        "batch",
+        "Every data-parallel rank gets the same number of samples.",
+        "global_batch",
+        "dp_replicate",
+        SHARDING,
     ),
 )

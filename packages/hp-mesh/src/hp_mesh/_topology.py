@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._degrees import as_degree
-from ._errors import Explanation, ParallelDimsError, Violation, divisors, show
+from ._errors import Explanation, Violation, divisors, refusal, show
 from ._layout import RankLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "etp", "cp", "tp")
@@ -33,9 +33,7 @@ def node_size(topology: object) -> int:
     if isinstance(topology, Topology):
         return topology.ranks_per_node
     reason = f"topology={show(topology)} is no Topology; use such as Topology(ranks_per_node=8)"
-    raise ParallelDimsError(
-        [Violation(rule="topology", values={"topology": topology}, reason=reason)]
-    )
+    raise refusal("topology", reason, {"topology": topology})
 
 
 def topology_violations(layout: RankLayout, topology: Topology) -> Iterator[Violation]:

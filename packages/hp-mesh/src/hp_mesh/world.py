@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._degrees import INFERRED, as_degree
 from ._dims import ParallelDims
-from ._errors import LayoutError, MeshError, ParallelDimsError, Violation, divisors, join_words
+from ._errors import LayoutError, MeshError, ParallelDimsError, divisors, join_words, refusal
 from ._groups import tell_refusal
 from ._mesh import ParallelMesh
 from ._torch import flatten
@@ -171,7 +171,7 @@ class HybridShard:
             sizes["ranks_per_node"] = per_node
         product = prod(given.values())
         if dp_size % product or (len(given) == 2 and dp_size != product):
-            raise ParallelDimsError([_misfit(given, sizes, source)])
+            raise _misfit(given, sizes, source)
         replicas = given.get("replicas", dp_size // product)
         return replicas, dp_size // replicas
 
@@ -183,22 +183,15 @@ class HybridShard:
         if ranks is None:
             reason = f"one replica per node asked for, but {name}=None and {LOCAL_RANKS} is not "
             reason += "set; give replicas, shard_degree or ranks_per_node"
-            raise ParallelDimsError([Violation(rule="nodes", values={name: None}, reason=reason)])
+            raise refusal("nodes", reason, {name: None})
         if world_size % ranks:
-            raise ParallelDimsError(
-                [
-                    Violation(
-                        rule="nodes",
-                        values={name: ranks, "world_size": world_size},
-                        legal={name: divisors(world_size)},
-                        reason=f"{name}={ranks} does not divide world_size={world_size} into nodes",
-                    )
-                ]
-            )
+            reason = f"{name}={ranks} does not divide world_size={world_size} into nodes"
+            values = {name: ranks, "world_size": world_size}
+            raise refusal("nodes", reason, values, {name: divisors(world_size)})
         return ranks
 
 
-def _misfit(given: dict[str, int], sizes: dict[str, int], source: str) -> Violation:
+def _misfit(given: dict[str, int], sizes: dict[str, int], source: str) -> ParallelDimsError:
     dp_size = sizes["dp_size"]
     legal = {}
     for name in given:
@@ -209,7 +202,7 @@ def _misfit(given: dict[str, int], sizes: dict[str, int], source: str) -> Violat
     fails = f"= {prod(given.values())} is not" if len(given) == 2 else f"{source}does not divide"
     reason = f"{factors} {fails} dp_size={dp_size}, the data-parallel ranks"
     reason += f" of world_size={sizes['world_size']}"
-    return Violation(rule="hybrid", values=given | sizes, legal=legal, reason=reason)
+    return refusal("hybrid", reason, given | sizes, legal)
 
 
 @runtime_checkable
@@ -360,9 +353,7 @@ def _check_alone(degrees: dict[str, int]) -> None:
         others = join_words((f"{name}={degree}" for name, degree in degrees.items()), "and")
         reason = f"{others} given without dp; give dp too: a degree, -1 for all that the others "
         reason += "leave, or HybridShard(...)"
-        raise ParallelDimsError(
-            [Violation(rule="dp", values={**degrees, "dp": None}, reason=reason)]
-        )
+        raise refusal("dp", reason, {**degrees, "dp": None})
 
 
 def _check_slot() -> None:

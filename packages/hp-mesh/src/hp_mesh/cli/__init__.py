@@ -1,4 +1,4 @@
-"""The command line: plan, check, show, explain and groups, without torch."""
+"""The command line: plan, estimate, check, show, explain and groups, without torch."""
 
 from ._main import main as main
 

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from .._config import FIELDS, read_file
 from .._degrees import INFERRED, PEER_AXES, as_degree, world_axes
 from .._dims import ParallelDims
-from .._errors import LARGEST, LayoutError, ParallelDimsError, Violation, join_words, raise_errors
+from .._errors import (
+    LARGEST,
+    LayoutError,
+    ParallelDimsError,
+    Violation,
+    join_words,
+    raise_errors,
+    refusal,
+)
 from .._layout import RankLayout
 from .._model import read_numbers
 from .._rules import Subject, check_rules
@@ -167,11 +175,6 @@ class Progress:
         sys.stderr.write("\r" + text.ljust(len(self._shown)))
         sys.stderr.flush()
         self._shown = text
-
-
-def refusal(rule: str, reason: str, values: Mapping[str, object]) -> ParallelDimsError:
-    """Return the error for one thing that is wrong with the command line."""
-    return ParallelDimsError([Violation(rule=rule, reason=reason, values=values)])
 
 
 def whole_number(text: str) -> int | None:

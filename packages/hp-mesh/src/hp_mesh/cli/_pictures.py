@@ -21,10 +21,8 @@ from ._reports import (
     RankMap,
     choose,
     ends,
-    memory_parts,
     plan_rows,
     rank_list,
-    time_parts,
     word_line,
 )
 from ._tables import GROUP_COLOURS, NOTHING, format_seconds, plan_title, settings
@@ -64,6 +62,7 @@ MOST_NODES, FEWER_NODES = 64, 31  # the latter where some are left out
 MOST_CELLS, FEWER_CELLS = 72, 63  # of one node
 MOST_ROWS = 8
 ROW = 46
+COLUMNS = 5  # of the legend of a plan
 MOST_OVER = 1.5  # times the limit; longer bars of memory are cut there
 
 
@@ -198,12 +197,13 @@ def draw_plan(found: Plan) -> Figure:
         _text(axes, MARGIN, MARGIN + 36, NOTHING, 12.5, colour=FAINT)
         return figure
     limit = rows[0].limit / GIB
-    most = float("inf") if rows[0].fit == "does not fit" else MOST_OVER * limit
     needs = [row.memory.total / GIB for row in rows]
-    told = (
-        f"the best of {len(found.candidates)} candidates, estimated; splits of dp share a row; "
-        "under an axis's name is communication that computing does not hide"
-    )
+    nothing = rows[0].fit == "does not fit"
+    told = "nothing fits; the nearest misses" if nothing else "the best"
+    told += f" of {len(found.candidates)} candidates, estimated; "
+    told += "" if nothing else "splits of dp share a row; "
+    told += "under an axis's name is communication that computing does not hide"
+    most = float("inf") if nothing else MOST_OVER * limit
     told += f"; bars end at {MOST_OVER} times the memory limit" if max(needs) > most else ""
     _text(axes, MARGIN, MARGIN + 36, told, 12.5, colour=FAINT)
     for i, (name, detail) in enumerate(zip(names, details, strict=True)):
@@ -213,14 +213,26 @@ def draw_plan(found: Plan) -> Figure:
         _text(axes, MARGIN, y + 12, name, 12.5, bold=True)
         _text(axes, MARGIN, y + 28, detail, 10.5, colour=FAINT)
     fastest = found.candidates[0].time.total
-    paces = [f"{format_seconds(row.time.total)} s  {row.time.total / fastest:.2f}x" for row in rows]
+    paces = [
+        f"{format_seconds(row.time.total)} s"
+        + ("" if nothing else f"  {row.time.total / fastest:.2f}x")
+        for row in rows
+    ]
     fits = [
         f"{need:.1f} GiB" + (f" {row.fit}" if row.fit != "fits" else "")
         for need, row in zip(needs, rows, strict=True)
     ]
     rectangle = (label + MARGIN, above + 24, 310, ROW * len(rows))
-    _bars(figure, rectangle, "time of one step", "s", [*map(time_parts, rows)], paces, TIME_COLOURS)
-    gibibytes = [{name: part / GIB for name, part in memory_parts(row).items()} for row in rows]
+    _bars(
+        figure,
+        rectangle,
+        "time of one step",
+        "s",
+        [row.time.parts for row in rows],
+        paces,
+        TIME_COLOURS,
+    )
+    gibibytes = [{name: part / GIB for name, part in row.memory.parts.items()} for row in rows]
     rectangle = (rectangle[0] + panel + 40, *rectangle[1:])
     memory = _bars(
         figure, rectangle, "memory of one GPU", "GiB", gibibytes, fits, MEMORY_COLOURS, limit, most
@@ -278,12 +290,14 @@ def _bars(
             fontsize=0.72 * 12,
             color=INK,
         )
+    # Matplotlib fills a legend column by column; it is read row by row.
+    listed = [name for column in range(COLUMNS) for name in names[column::COLUMNS]]
     legend = figure.legend(
-        handles=[Patch(facecolor=colours[name], edgecolor=EDGE, label=name) for name in names],
+        handles=[Patch(facecolor=colours[name], edgecolor=EDGE, label=name) for name in listed],
         title=heading,
         loc="upper left",
         bbox_to_anchor=(x / width, 1 - (y - 78) / height),
-        ncols=5,
+        ncols=COLUMNS,
         fontsize=0.72 * 11,
         title_fontproperties={"weight": "bold", "size": 0.72 * 13},
         alignment="left",

@@ -9,7 +9,7 @@ from typing import Any
 from .._dims import ParallelDims
 from .._errors import Violation
 from .._layout import RankLayout
-from ..planner import Candidate, Comparison, MemorySplit, Plan, Rejection
+from ..planner import Candidate, Comparison, Plan, Rejection
 
 GIB = 2**30
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")
@@ -227,22 +227,6 @@ def _all_but_split(one: Candidate) -> tuple[object, ...]:
     return one.fit, one.micro_batch, one.recompute, one.setting, *degrees
 
 
-def memory_parts(candidate: Candidate) -> dict[str, float]:
-    """Return the bytes of each part of a candidate's memory."""
-    return {field.name: getattr(candidate.memory, field.name) for field in fields(MemorySplit)}
-
-
-def time_parts(candidate: Candidate) -> dict[str, float]:
-    """Return the seconds of each part of a step, communication as far as it is exposed by axis."""
-    time = candidate.time
-    return {
-        "compute": time.compute,
-        **time.communication,
-        "bubble": time.bubble,
-        "optimizer": time.optimizer,
-    }
-
-
 def largest_exposed(candidate: Candidate) -> tuple[str, float]:
     """Return the axis whose exposed communication takes longest, and its share of the step."""
     axis, seconds = max(
@@ -255,14 +239,14 @@ def why_it_loses(candidate: Candidate, best: Candidate, ranks_per_node: int) -> 
     """Return what holds a candidate back most against the best one."""
     if candidate.memory.total > candidate.limit:
         # Where the best one fits, what it has less of is to blame; else simply the largest part.
-        others = memory_parts(best) if best.fit == "fits" else {}
-        part = _most_extra(memory_parts(candidate), others)
+        others = best.memory.parts if best.fit == "fits" else {}
+        part = _most_extra(candidate.memory.parts, others)
         over = (candidate.memory.total - candidate.limit) / GIB
         return f"{part} {over:.1f} GiB over the limit"
     if candidate.time.total < best.time.total and candidate.fit == best.fit:
         return f"{(candidate.memory.total - best.memory.total) / GIB:.1f} GiB more memory"
-    part = _most_extra(time_parts(candidate), time_parts(best))
-    share = time_parts(candidate)[part] / candidate.time.total
+    part = _most_extra(candidate.time.parts, best.time.parts)
+    share = candidate.time.parts[part] / candidate.time.total
     if part == "compute" and candidate.recompute != best.recompute:
         return f"recomputes {candidate.recompute}"
     if part == "compute":
@@ -384,9 +368,9 @@ def candidate_document(candidate: Candidate) -> Mapping[str, object]:
         "virtual_stages": candidate.virtual_stages,
         "zero": candidate.zero,
         "fit": candidate.fit,
-        "memory": {**memory_parts(candidate), "total": candidate.memory.total},
+        "memory": {**candidate.memory.parts, "total": candidate.memory.total},
         "limit": candidate.limit,
-        "time": {**time_parts(candidate), "total": candidate.time.total},
+        "time": {**candidate.time.parts, "total": candidate.time.total},
         "tokens_per_second_per_gpu": candidate.tokens_per_second_per_gpu,
         "mfu": candidate.mfu,
         "trust": str(candidate.trust),

@@ -16,11 +16,9 @@ from ._reports import (
     constructor_line,
     ends,
     largest_exposed,
-    memory_parts,
     percent,
     plan_rows,
     rank_list,
-    time_parts,
     why_chosen,
     why_it_loses,
     word_line,
@@ -460,8 +458,8 @@ def estimate_blocks(found: Plan, comparison: Comparison) -> tuple[Block, ...]:
         blocks.append(Line(text=f"what it loses by: {why_it_loses(own, best, node)}", tone="warn"))
     return (
         *blocks,
-        _versus("seconds of one step", time_parts(own), time_parts(best), 1, ".3f"),
-        _versus("GiB of one GPU", memory_parts(own), memory_parts(best), GIB, ".1f"),
+        _versus("seconds of one step", own.time.parts, best.time.parts, 1, ".3f"),
+        _versus("GiB of one GPU", own.memory.parts, best.memory.parts, GIB, ".1f"),
     )
 
 
@@ -480,7 +478,7 @@ def _versus(
 
 
 def _splits(best: Candidate) -> Iterator[Block]:
-    memory, time = memory_parts(best), time_parts(best)
+    memory, time = best.memory.parts, best.time.parts
     whole = max(best.limit, best.memory.total)
     yield Bars(
         title=f"memory of one GPU; a full bar is {whole / GIB:.1f} GiB",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from .._dims import ParallelDims
 from .._errors import Violation, divisors
 from .._model import read_numbers
-from .._rules import Subject, check_rules
+from .._rules import RULES, Subject, judge, names_of
 from ._configuration import Degrees
 from ._model import ModelShape
 from ._result import Rejection, Setting
@@ -32,6 +32,8 @@ class Legality:
             wrong=wrong,
             causal_balance=True,
         )
+        self._rules = [(rule, names_of(rule.degrees, self._subject)) for rule in RULES]
+        self._found: dict[tuple[object, ...], tuple[Violation, ...]] = {}
         self.rejected: list[Rejection] = []
 
     def violations(self, dims: ParallelDims, degrees: Degrees) -> tuple[Violation, ...]:
@@ -43,9 +45,19 @@ class Legality:
         return (*report.errors, *self._own(degrees))
 
     def _asked(self, degrees: Degrees) -> tuple[Violation, ...]:
-        """Return the errors that the model and the run see in degrees."""
-        report = check_rules(replace(self._subject, degrees=degrees._asdict()))
-        return (*report.errors, *self._own(degrees))
+        """Return the errors that the model and the run see in degrees.
+
+        A rule is asked once for all degrees that are equal in those that it reads.
+        """
+        errors = [*self._subject.wrong.values()]
+        for rule, names in self._rules:
+            key = rule.code, *(getattr(degrees, name) for name in names)
+            if key not in self._found:
+                found = judge(rule, replace(self._subject, degrees=degrees._asdict()))
+                errors_of_it = (v for v in found.violations if v.level == "error")
+                self._found[key] = () if found.missing else (*errors_of_it,)
+            errors += self._found[key]
+        return (*errors, *self._own(degrees))
 
     def legal(self, world: int) -> Iterator[Degrees]:
         """Yield all legal degrees of a world; what is rejected on the way goes to ``rejected``.

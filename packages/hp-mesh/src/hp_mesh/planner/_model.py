@@ -3,10 +3,26 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-from .._errors import Violation, raise_errors
-from ._reading import read_shape
-from ._values import flag_violations, integer_violations, number_violation
+from .._errors import ParallelDimsError, Violation, join_words, raise_errors
+from .._model import COUNTS, RULED, SIZES, read_fields
+from ._values import (
+    as_integer,
+    flag_violations,
+    integer_violations,
+    number_violation,
+    take_integers,
+)
+
+REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
+OPTIONAL = ("kv_heads", "head_dim", "expert_ffn")
+OF_EXPERTS = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
+# Model families whose feed-forward part is two matrices with an activation between.
+UNGATED = (
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt"),
+    *("starcoder2", "nemotron", "bert"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +62,7 @@ class ModelShape:
     top_groups: int = 0
 
     def __post_init__(self) -> None:
+        take_integers(self, (*REQUIRED, *OPTIONAL, *OF_EXPERTS, "latent"))
         raise_errors(_violations(self))
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -61,7 +78,7 @@ class ModelShape:
         Hugging Face configurations work as they are, nested ``text_config`` included, and so does a
         parsed ``config.json``. Raises `ParallelDimsError` that names every field that is missing.
         """
-        return cls(**read_shape(config))
+        return cls(**_read_shape(config))
 
     def to_config(self) -> Mapping[str, int]:
         """Return the numbers that the rules of degrees look at, for `ParallelDims.check`."""
@@ -172,10 +189,9 @@ class ModelShape:
 
 def _violations(shape: ModelShape) -> Iterator[Violation]:
     values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
-    required = ("layers", "hidden", "heads", "ffn", "vocab")
-    optional = [n for n in ("kv_heads", "head_dim", "expert_ffn") if values[n] is not None]
-    wrong = list(integer_violations({name: values[name] for name in (*required, *optional)}))
-    counts = ("experts", "top_k", "shared_ffn", "dense_layers", "latent", "groups", "top_groups")
+    optional = [name for name in OPTIONAL if values[name] is not None]
+    wrong = list(integer_violations({name: values[name] for name in (*REQUIRED, *optional)}))
+    counts = (*OF_EXPERTS, "latent")
     wrong += integer_violations({name: values[name] for name in counts}, minimum=0)
     wrong += flag_violations({"glu": shape.glu, "tied": shape.tied})
     yield from wrong
@@ -202,6 +218,53 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
             yield number_violation(name, value, "0, or give experts")
 
 
+def _read_shape(config: object) -> dict[str, Any]:
+    """Return the constructor arguments of a shape that a configuration gives.
+
+    Raises `ParallelDimsError` that names every size which is missing.
+    """
+    found = {f: (name, as_integer(v)) for f, (name, v) in read_fields(config).items()}
+    given = {field: value for field, (_, value) in found.items() if value is not None}
+    names = {**RULED, **SIZES, **COUNTS}
+    numbers = [field for field in names if field in given and field != "tied"]
+    raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
+    missing = [field for field in REQUIRED if field not in given]
+    if missing:
+        raise ParallelDimsError([_missing(field) for field in missing])
+    family = given.get("family", "")
+    shape = {field: given[field] for field in (*RULED, *SIZES) if field in given}
+    shape |= {
+        "name": str(given.get("name", "")),
+        "glu": family not in UNGATED if "glu" not in given else bool(given["glu"]),
+        "tied": bool(given.get("tied")),
+    }
+    return shape | (_experts(given) if shape.get("experts") else dict.fromkeys(OF_EXPERTS, 0))
+
+
+def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if given.get("groups", 0) <= 1 or not given.get("top_groups"):
+        found |= {"groups": 0, "top_groups": 0}  # one group is no limit
+    if given.get("shared_experts"):
+        width = given.get("expert_ffn") or given["ffn"]
+        found["shared_ffn"] = given["shared_experts"] * width
+    if given.get("expert_step"):
+        found["dense_layers"] = given["layers"] - given["layers"] // given["expert_step"]
+    dense = given.get("dense_list")
+    if isinstance(dense, list | tuple):
+        found["dense_layers"] = found.get("dense_layers", given.get("dense_layers", 0)) + len(dense)
+    return found
+
+
+def _missing(field: str) -> Violation:
+    names = {**RULED, **SIZES}[field]
+    return Violation(
+        rule="number",
+        values={field: None},
+        reason=f"the configuration has no {field}; give {join_words(names)}",
+    )
+
+
 def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
     """A model of arXiv 2205.05198, table 3."""
     return ModelShape(
@@ -212,7 +275,6 @@ def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
         ffn=4 * hidden,
         vocab=51200,
         glu=False,
-        tied=False,
     )
 
 
@@ -220,6 +282,58 @@ def _llama3(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelS
     """A model of The Llama 3 Herd of Models, table 3."""
     return ModelShape(
         name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=128256
+    )
+
+
+def _mixtral(name: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int) -> ModelShape:
+    """A model of eight experts, two for each token."""
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        vocab=vocab,
+        experts=8,
+        top_k=2,
+    )
+
+
+def _qwen3(
+    name: str, layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int
+) -> ModelShape:
+    """A model of 128 experts, eight for each token."""
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=4,
+        head_dim=128,
+        ffn=ffn,
+        vocab=151936,
+        experts=128,
+        top_k=8,
+        expert_ffn=expert_ffn,
+    )
+
+
+def _llama4(name: str, experts: int, dense_layers: int) -> ModelShape:
+    """A model with one expert of many for each token beside one that all take."""
+    return ModelShape(
+        name=name,
+        layers=48,
+        hidden=5120,
+        heads=40,
+        kv_heads=8,
+        ffn=16384,
+        vocab=202048,
+        experts=experts,
+        top_k=1,
+        expert_ffn=8192,
+        shared_ffn=8192,
+        dense_layers=dense_layers,
     )
 
 
@@ -237,81 +351,12 @@ MODELS: Mapping[str, ModelShape] = _named(
         _gpt("gpt-175b", 96, 12288, 96),
         _gpt("gpt-530b", 105, 20480, 128),
         _gpt("gpt-1t", 128, 25600, 160),
-        ModelShape(
-            name="mixtral-8x7b",
-            layers=32,
-            hidden=4096,
-            heads=32,
-            kv_heads=8,
-            ffn=14336,
-            vocab=32000,
-            experts=8,
-            top_k=2,
-        ),
-        ModelShape(
-            name="mixtral-8x22b",
-            layers=56,
-            hidden=6144,
-            heads=48,
-            kv_heads=8,
-            ffn=16384,
-            vocab=32768,
-            experts=8,
-            top_k=2,
-        ),
-        ModelShape(
-            name="qwen3-30b-a3b",
-            layers=48,
-            hidden=2048,
-            heads=32,
-            kv_heads=4,
-            head_dim=128,
-            ffn=6144,
-            vocab=151936,
-            experts=128,
-            top_k=8,
-            expert_ffn=768,
-        ),
-        ModelShape(
-            name="qwen3-235b-a22b",
-            layers=94,
-            hidden=4096,
-            heads=64,
-            kv_heads=4,
-            head_dim=128,
-            ffn=12288,
-            vocab=151936,
-            experts=128,
-            top_k=8,
-            expert_ffn=1536,
-        ),
-        ModelShape(
-            name="llama4-scout",
-            layers=48,
-            hidden=5120,
-            heads=40,
-            kv_heads=8,
-            ffn=16384,
-            vocab=202048,
-            experts=16,
-            top_k=1,
-            expert_ffn=8192,
-            shared_ffn=8192,
-        ),
-        ModelShape(
-            name="llama4-maverick",
-            layers=48,
-            hidden=5120,
-            heads=40,
-            kv_heads=8,
-            ffn=16384,
-            vocab=202048,
-            experts=128,
-            top_k=1,
-            expert_ffn=8192,
-            shared_ffn=8192,
-            dense_layers=24,
-        ),
+        _mixtral("mixtral-8x7b", 32, 4096, 32, 14336, 32000),
+        _mixtral("mixtral-8x22b", 56, 6144, 48, 16384, 32768),
+        _qwen3("qwen3-30b-a3b", 48, 2048, 32, 6144, 768),
+        _qwen3("qwen3-235b-a22b", 94, 4096, 64, 12288, 1536),
+        _llama4("llama4-scout", 16, 0),
+        _llama4("llama4-maverick", 128, 24),
         # Latent attention counts its queries as full projections, which adds 11% to the active
         # parameters and less than 1% to all.
         ModelShape(

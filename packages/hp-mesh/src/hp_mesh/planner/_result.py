@@ -78,6 +78,11 @@ class MemorySplit:
     buffers: float
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Return the bytes of each part."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
     def states(self) -> float:
         """Return the bytes that stay from step to step: parameters, gradients, optimizer."""
         return self.parameters + self.gradients + self.optimizer
@@ -85,7 +90,7 @@ class MemorySplit:
     @property
     def total(self) -> float:
         """Return all bytes."""
-        return self.states + self.activations + self.logits + self.buffers
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,12 @@ class TimeSplit:
     communication: Mapping[str, float] = field(hash=False)
     bubble: float
     optimizer: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part, communication by its axes."""
+        ends = {"bubble": self.bubble, "optimizer": self.optimizer}
+        return {"compute": self.compute, **self.communication, **ends}
 
     @property
     def total(self) -> float:
@@ -196,15 +207,11 @@ class Candidate:
             f"{self.microbatches} microbatches of {self.micro_batch}, recompute {self.recompute}, "
             f"schedule {self.schedule} with {self.virtual_stages} stages a rank, ZeRO stage {zero}"
         )
-        gib = {name: getattr(self.memory, name) / GIB for name in PARTS}
-        parts = ", ".join(f"{name} {size:.1f}" for name, size in gib.items())
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.memory.parts.items())
         total, limit = self.memory.total / GIB, self.limit / GIB
         lines.append(f"memory {total:.1f} of {limit:.1f} GiB ({self.fit}): {parts}")
-        time = self.time
-        seconds = {"compute": time.compute, **time.communication}
-        seconds |= {"bubble": time.bubble, "optimizer": time.optimizer}
-        parts = ", ".join(f"{name} {part:.3f}" for name, part in seconds.items())
-        lines.append(f"time {time.total:.3f} s: {parts}")
+        parts = ", ".join(f"{name} {part:.3f}" for name, part in self.time.parts.items())
+        lines.append(f"time {self.time.total:.3f} s: {parts}")
         lines.append(f"trust: {self.trust}")
         return "\n".join(lines)
 
@@ -238,6 +245,12 @@ def classify(need: float, limit: float) -> Fit:
     if need <= limit:
         return "fits"
     return "borderline" if need <= BORDER * limit else "does not fit"
+
+
+def _more(own: Mapping[str, float], best: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each part is more than in the best, most first."""
+    parts = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in {**own, **best}}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 Source = TypeVar("Source")
@@ -287,20 +300,12 @@ class Comparison:
     @property
     def time(self) -> Mapping[str, float]:
         """Return the seconds that every part of a step takes more than in the best, most first."""
-        parts: dict[str, float] = {}
-        for sign, split in ((1, self.own.time), (-1, self.best.time)):
-            found = {"compute": split.compute, **split.communication}
-            found |= {"bubble": split.bubble, "optimizer": split.optimizer}
-            for name, seconds in found.items():
-                parts[name] = parts.get(name, 0.0) + sign * seconds
-        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+        return _more(self.own.time.parts, self.best.time.parts)
 
     @property
     def memory(self) -> Mapping[str, float]:
         """Return the bytes that every part needs more than in the best, most first."""
-        ours, theirs = self.own.memory, self.best.memory
-        parts = {name: getattr(ours, name) - getattr(theirs, name) for name in PARTS}
-        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+        return _more(self.own.memory.parts, self.best.memory.parts)
 
     @property
     def violations(self) -> tuple[Violation, ...]:

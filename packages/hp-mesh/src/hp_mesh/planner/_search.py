@@ -29,7 +29,7 @@ from ._result import (
     TimeSplit,
     classify,
 )
-from ._time import AXES, TimeModel
+from ._time import AXES, TimeModel, Traffic
 from ._train import RECOMPUTE, Recompute, TrainSpec
 from ._trust import trust_of
 from ._values import choice_violations, integer_violations, kind_violations
@@ -48,21 +48,19 @@ class Found(NamedTuple):
     micro_batch: int
     recompute: Recompute
     setting: Setting
+    ranks: tuple[Rank, ...]
 
 
-Communication: TypeAlias = tuple[Mapping[str, Group], tuple[float, float, float]]
+Communication: TypeAlias = tuple[Mapping[str, Group], Traffic]
 
 
 class Cost:
-    """What all settings of some degrees share; communication is looked at where they fit."""
+    """What all settings of some degrees share; communication is looked at where it is needed."""
 
-    def __init__(
-        self,
-        degrees: Degrees,
-        ranks: Mapping[Setting, tuple[Rank, ...]],
-        communication: Callable[[], Communication],
-    ) -> None:
-        self.degrees, self.ranks, self._communication = degrees, ranks, communication
+    def __init__(self, degrees: Degrees, communication: Callable[[], Communication]) -> None:
+        self.degrees, self._communication = degrees, communication
+        # What the first and the last pipeline rank hold.
+        self.ranks: dict[Setting, tuple[Rank, ...]] = {}
 
     @cached_property
     def communication(self) -> Communication:
@@ -297,22 +295,17 @@ class Search:
         share = cluster.memory_fraction
         share = train.memory_fraction if share is None else share
         self._limit = cluster.device.memory_gib * GIB * share
-        self._time = TimeModel(model, cluster, train, calibration, self._memory, self._limit)
+        self._time = TimeModel(model, cluster, train, calibration, self._limit)
         self._variants: dict[int, list[Setting]] = {}
 
     def cost(self, degrees: Degrees, order: Sequence[str], ep_mode: str = "folded") -> Cost:
         """Return what the settings of some degrees share, for an order of the axes."""
-        if degrees.pp not in self._variants:
-            self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
-        ranks = {
-            setting: self._memory.ranks(degrees, setting) for setting in self._variants[degrees.pp]
-        }
 
         def communication() -> Communication:
             groups = groups_of(degrees, order, peer=ep_mode == "peer")
             return groups, self._time.traffic(degrees, groups)
 
-        return Cost(degrees, ranks, communication)
+        return Cost(degrees, communication)
 
     def best(
         self, cost: Cost, micro_batch: int | None = None, recompute: Recompute | None = None
@@ -322,9 +315,11 @@ class Search:
         degrees, local = cost.degrees, self._train.global_batch // cost.degrees.dp
         sizes = _doubling(divisors(local)) if given is None else (given,)
         kinds = self._kinds(self._train.recompute if recompute is None else recompute)
+        if degrees.pp not in self._variants:
+            self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
         best: Found | None = None
         broken: tuple[Violation, ...] = ()
-        for setting in cost.ranks:
+        for setting in self._variants[degrees.pp]:
             legal = sizes
             if given is not None or setting.virtual_stages > 1 or setting.schedule == "dualpipe":
                 reasons = {
@@ -334,6 +329,7 @@ class Search:
                 legal = tuple(size for size in sizes if not reasons[size])
                 broken = broken or reasons[sizes[0]]
             if legal:
+                cost.ranks[setting] = self._memory.ranks(degrees, setting)
                 found = self._best_of(cost, setting, legal, kinds)
                 best = found if best is None or found[:2] < best[:2] else best
         return best, () if best else broken
@@ -364,9 +360,9 @@ class Search:
         that more of it is of use for micro batches only that do not fit with less.
         """
         least = sum(self._memory_of(cost, setting, sizes[0], kinds[-1]))
-        place = CLASSES.index(classify(least, self._limit))
+        place, ranks = CLASSES.index(classify(least, self._limit)), cost.ranks[setting]
         if place == len(CLASSES) - 1:
-            return Found(place, least, cost.degrees, sizes[0], kinds[-1], setting)
+            return Found(place, least, cost.degrees, sizes[0], kinds[-1], setting, ranks)
         limit = self._limit * (BORDER if place else 1)
         best: Found | None = None
         tried = 0
@@ -379,7 +375,7 @@ class Search:
                 seconds = _total(self._time_of(cost, setting, size, kind, memory))
                 if best is not None and seconds >= best.cost:
                     break  # larger ones wait longer for the first and the last microbatch
-                best = Found(place, seconds, cost.degrees, size, kind, setting)
+                best = Found(place, seconds, cost.degrees, size, kind, setting, ranks)
         if best is None:  # the kind that needs least fits at the smallest size
             raise RuntimeError("no setting found where one was")
         return best
@@ -400,9 +396,9 @@ class Search:
         memory: tuple[float, ...],
     ) -> tuple[float, ...]:
         degrees, (groups, traffic) = cost.degrees, cost.communication
-        count = self._train.global_batch // (degrees.dp * micro_batch)
+        count, ranks = self._train.global_batch // (degrees.dp * micro_batch), cost.ranks[setting]
         return self._time.parts(
-            degrees, groups, traffic, setting, micro_batch, count, recompute, memory
+            degrees, groups, traffic, setting, ranks, micro_batch, count, recompute, sum(memory)
         )
 
     def candidate(self, found: Found, dims: ParallelDims | None = None) -> Candidate:
@@ -411,6 +407,7 @@ class Search:
         dims = degrees.dims() if dims is None else dims
         cost = self.cost(degrees, dims.order, dims.ep_mode)
         setting, size, kind = found.setting, found.micro_batch, found.recompute
+        cost.ranks[setting] = found.ranks
         memory = self._memory_of(cost, setting, size, kind)
         compute, *communication, bubble, optimizer = self._time_of(
             cost, setting, size, kind, memory

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ._calibration import Calibration
 from ._cluster import Cluster, Links
 from ._configuration import Degrees, Group
-from ._memory import MemoryModel
+from ._memory import Rank
 from ._model import ModelShape
 from ._result import Setting
 from ._train import Recompute, TrainSpec
@@ -20,28 +20,27 @@ class Work(NamedTuple):
     """Seconds of a layer's forward and of the backward after it, recomputation included.
 
     ``attention`` is the part of the attention core in one forward, behind which parts of the
-    sequence travel, ``weights`` that of the weights' gradients in the backward, and ``host`` what
-    the host takes to launch both passes.
+    sequence travel, and ``weights`` that of the weights' gradients in the backward. ``launch`` is
+    what the host takes for the forward, and ``relaunch`` for the backward.
     """
 
     forward: float
     backward: float
     attention: float
     weights: float
-    host: float
+    launch: float
+    relaunch: float
 
 
 class Microbatch(NamedTuple):
     """Seconds of one microbatch in an average layer: computing, and what communication adds to it.
 
-    ``head`` is the output matrix with the loss, on the last pipeline rank. Of ``compute``, ``idle``
-    is what the device waits for the host. ``free_forward`` and ``free_backward`` have nothing
-    beside them yet.
+    ``head`` is the output matrix with the loss, on the last pipeline rank. ``compute`` has what the
+    device waits for the host. ``free_forward`` and ``free_backward`` have nothing beside them yet.
     """
 
     head: float
     compute: float
-    idle: float
     forward: float
     free_forward: float
     free_backward: float
@@ -52,9 +51,10 @@ class Microbatch(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Seconds of one microbatch on the slowest pipeline rank, and of its wait for the others.
+    """Seconds of one microbatch on a pipeline rank, and of its wait for the others.
 
-    ``layers`` is how many that rank has, each with ``free_forward`` and ``free_backward``
+    ``ends`` is its share of the embedding and the output matrix, and ``layers`` how many layers the
+    rank has, each with ``free_forward`` and ``free_backward``
     seconds that have nothing beside them yet.
     """
 
@@ -66,8 +66,24 @@ class Stage(NamedTuple):
     busy: float
     bubble: float
     layers: int
+    ends: float
     free_forward: float
     free_backward: float
+
+
+class Traffic(NamedTuple):
+    """Seconds of the collectives on the parameters of an average layer, and of an end.
+
+    The ends are the embedding and the output matrix. ``gather`` collects parameters, ``reduce``
+    leaves each rank its shard of their gradients, ``replicas`` sums shards over replicas.
+    """
+
+    gather: float
+    reduce: float
+    replicas: float
+    end_gather: float
+    end_reduce: float
+    end_replicas: float
 
 
 class ComputeModel:
@@ -122,7 +138,8 @@ class ComputeModel:
         forward = linear + core + merge + moved
         backward = 2 * linear + constants.attention_backward * core + merge
         backward += constants.elementwise_backward * moved
-        host = self._host
+        # The forward, the gradients of inputs and those of weights are launched in equal times.
+        launch, relaunch = self._host / 3, self._host * 2 / 3
         if experts:
             # The host reads how many tokens every expert gets, forward and backward.
             forward += constants.expert_layer_seconds / 3
@@ -132,12 +149,12 @@ class ComputeModel:
         share = 1.0 if layers is None else min(1.0, layers * degrees.pp / model.layers)
         if recompute == "full":
             backward += share * forward
-            host += share * self._host / 3
+            relaunch += share * launch
         elif recompute == "selective-op":
             backward += share * (again + moved)
         elif recompute == "selective" and not self._train.fused:
             backward += share * core
-        return Work(forward, backward, core, linear, host)
+        return Work(forward, backward, core, linear, launch, relaunch)
 
     def head(self, degrees: Degrees, micro_batch: int) -> float:
         """Return the seconds of the output matrix and the loss, forward and backward, in bf16."""
@@ -169,7 +186,10 @@ class ComputeModel:
         rows = tokens * model.top_k / (degrees.tp if degrees.etp == 1 else 1)
         each = rows * degrees.ep / model.experts
         width, rate = model.expert_width / degrees.etp, self._linear_rate
-        side = self._constants.expert_half_side
+        side = self._constants.gemm_half_side
+        if degrees.ep < model.experts:
+            # Tiles start and end in a fixed time, in which a faster device computes more.
+            side = self._constants.expert_half_side * rate / 1e15
         one = (model.matrices - 1) * self._product(each, width, model.hidden, rate, side)
         one += self._product(each, model.hidden, width, rate, side)
         return model.experts / degrees.ep * one
@@ -217,7 +237,6 @@ class TimeModel:
         cluster: Cluster,
         train: TrainSpec,
         calibration: Calibration,
-        memory: MemoryModel,
         limit: float,
     ) -> None:
         self._model, self._train, self._constants = model, train, calibration
@@ -225,24 +244,29 @@ class TimeModel:
         self._compute = ComputeModel(model, cluster, train, calibration)
         self._links = Links(cluster, calibration.link_efficiency)
         self._bandwidth = cluster.device.hbm_gbs * 1e9 * calibration.hbm_efficiency
-        self._memory = memory
         self._eager = train.fused == "attention"
-        self._stages: dict[tuple[object, ...], Stage] = {}
+        self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
         self._dense_layers: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._counts = (model.layers - model.expert_layers, model.expert_layers)
-        self._dense = model.dense_parameters / model.layers
+        self._ends = model.embedding_parameters * (1 if model.tied else 2)
+        self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
 
-    def traffic(self, degrees: Degrees, groups: Mapping[str, Group]) -> tuple[float, float, float]:
-        """Return the seconds of the collectives on an average layer's parameters.
-
-        Gathering them, reducing their gradients to shards, and summing one rank's share over
-        replicas.
-        """
-        constants, gradient = self._constants, self._train.gradient_bytes
+    def traffic(self, degrees: Degrees, groups: Mapping[str, Group]) -> Traffic:
+        """Return the seconds of the collectives on the parameters of a layer and of an end."""
         dense, experts = self._dense / degrees.tp, self._experts / (degrees.ep * degrees.etp)
-        owned = dense / degrees.fsdp + experts / degrees.efsdp
+        end = self._model.embedding_parameters / degrees.tp
+        return Traffic(
+            *self._collectives(degrees, groups, dense, experts),
+            *self._collectives(degrees, groups, end, 0.0),
+        )
+
+    def _collectives(
+        self, degrees: Degrees, groups: Mapping[str, Group], dense: float, experts: float
+    ) -> tuple[float, float, float]:
+        """Return the seconds of gathering, reducing and summing some parameters of a rank."""
+        constants, gradient = self._constants, self._train.gradient_bytes
         gather = reduce = 0.0
         half = 1 if self._train.float8 else constants.half_bytes
         for size, group in ((dense, groups["fsdp"]), (experts, groups["efsdp"])):
@@ -251,39 +275,57 @@ class TimeModel:
                 gather += constants.gather_copy_bytes * size / self._bandwidth
                 reduce += self._links.gather(group, gradient * size)
                 reduce += constants.reduce_copy_bytes * size / self._bandwidth
-        replicas = self._links.all_reduce(groups["dp_replicate"], gradient * owned)
-        return gather, reduce, replicas
+        owned = dense / degrees.fsdp + experts / degrees.efsdp
+        return gather, reduce, self._links.all_reduce(groups["dp_replicate"], gradient * owned)
 
     def parts(
         self,
         degrees: Degrees,
         groups: Mapping[str, Group],
-        traffic: tuple[float, float, float],
+        traffic: Traffic,
         setting: Setting,
+        ranks: tuple[Rank, ...],
         micro_batch: int,
         microbatches: int,
         recompute: Recompute,
-        memory: tuple[float, ...],
+        need: float,
     ) -> tuple[float, ...]:
         """Return the seconds of one step on the pipeline rank that takes longest, by parts.
 
         Computing; communication over `AXES`, in their order; bubble; optimizer. ``traffic`` is the
-        degrees' own, ``memory`` what `MemoryModel.need` says of the configuration.
+        degrees' own, ``ranks`` are those of `MemoryModel.ranks`, and ``need`` are the bytes on the
+        one that needs most.
         """
-        one = self._stage(degrees, groups, setting, micro_batch, recompute)
+        layers = ranks[0].layers, ranks[-1].layers
+        stages = self._ranks(degrees, groups, setting, layers, micro_batch, recompute)
+        every = [
+            self._rank_parts(degrees, groups, traffic, setting, one, microbatches, rank, need)
+            for one, rank in zip(stages, ranks, strict=True)
+        ]
+        return max(every, key=sum)
+
+    def _rank_parts(
+        self,
+        degrees: Degrees,
+        groups: Mapping[str, Group],
+        traffic: Traffic,
+        setting: Setting,
+        one: Stage,
+        microbatches: int,
+        rank: Rank,
+        need: float,
+    ) -> tuple[float, ...]:
+        """Return what `parts` says of one pipeline rank."""
         fsdp, replicate = self._sharding(degrees, traffic, setting, one, microbatches)
         tp = microbatches * one.tp
         if degrees.fsdp == 1:
             # Whole experts that only the ranks of a tensor-parallel group share.
             tp, fsdp = tp + fsdp, 0.0
         constants, compute = self._constants, one.compute
-        if self._eager and sum(memory) > constants.retry_share * self._limit:
+        if self._eager and need > constants.retry_share * self._limit:
             # The allocator frees and asks the driver again, which waits for the device.
             compute += (constants.retry_slowdown - 1) * one.busy
-        updated = memory[2] / self._train.moment_bytes
-        send = microbatches * one.send
-        if self._model.tied:
-            send += self._tied_ends(degrees, groups)
+        updated = rank.optimizer / self._train.moment_bytes
         return (
             microbatches * compute,
             tp,
@@ -291,53 +333,39 @@ class TimeModel:
             fsdp,
             replicate,
             microbatches * one.ep,
-            send,
+            microbatches * one.send + self._tied_ends(degrees, groups),
             one.bubble,
             constants.optimizer_bytes * updated / self._bandwidth,
         )
 
-    def _stage(
+    def _ranks(
         self,
         degrees: Degrees,
         groups: Mapping[str, Group],
         setting: Setting,
+        layers: tuple[int, int],
         micro_batch: int,
         recompute: Recompute,
-    ) -> "Stage":
-        """Return one microbatch on the slowest pipeline rank, which splits of dp share."""
+    ) -> tuple[Stage, ...]:
+        """Return one microbatch on the ranks that can be slowest, which splits of dp share.
+
+        Those with most layers, and the last one, which has the output matrix too.
+        """
         tp, ring, ulysses, ep, pp = (groups[n] for n in ("tp", "ring", "ulysses", "ep", "pp"))
-        key = (micro_batch, recompute, setting, degrees.etp, tp, ring, ulysses, ep, pp)
-        if key in self._stages:
-            return self._stages[key]
-        one = self._microbatch(degrees, groups, micro_batch, recompute)
-        stages = setting.virtual_stages if pp.size > 1 else 1
-        exchange = one.ep
-        if setting.schedule == "dualpipe" and pp.size > 1:
-            # Forward of one microbatch and backward of another hide each other's exchange.
-            exchange = _exposed(one.ep, one.compute - one.idle, self._constants.overlap_cost)
-        most, last = self._memory.stage_layers(pp.size, stages)
-        whole = one.compute + one.tp + one.cp + exchange
-        slowest_last = last * whole + one.head > most * whole
-        layers, head = (last, one.head) if slowest_last else (most, 0.0)
-        send = 0.0
-        if pp.size > 1:
-            tokens = micro_batch * self._train.seq_len / degrees.cp
-            size = self._constants.half_bytes * tokens * self._model.hidden / degrees.tp
-            send = 2 * stages * self._links.send(pp, size)
-        busy = layers * whole + head + send
-        bubble = _bubble(pp.size, setting, busy, layers * one.forward, layers * one.weights)
-        self._stages[key] = Stage(
-            compute=layers * one.compute + head,
-            tp=layers * one.tp,
-            cp=layers * one.cp,
-            ep=layers * exchange,
-            send=send,
-            busy=busy,
-            bubble=bubble,
-            layers=layers,
-            free_forward=one.free_forward,
-            free_backward=one.free_backward,
-        )
+        key = (micro_batch, recompute, setting, layers, degrees.etp, tp, ring, ulysses, ep, pp)
+        if key not in self._stages:
+            one = self._microbatch(degrees, groups, setting, micro_batch, recompute)
+            (most, last), send = layers, 0.0
+            if pp.size > 1:
+                tokens = micro_batch * self._train.seq_len / degrees.cp
+                size = self._constants.half_bytes * tokens * self._model.hidden / degrees.tp
+                send = 2 * setting.virtual_stages * self._links.send(pp, size)
+            # What the first and the last rank have of them, their fewer layers make up for.
+            ends = (2 - self._model.tied) / pp.size
+            self._stages[key] = (_stage(one, last, one.head, ends, send, pp.size, setting),)
+            if pp.size > 1:
+                first = _stage(one, most, 0.0, ends, send, pp.size, setting)
+                self._stages[key] = first, *self._stages[key]
         return self._stages[key]
 
     def _tied_ends(self, degrees: Degrees, groups: Mapping[str, Group]) -> float:
@@ -351,20 +379,27 @@ class TimeModel:
         return self._links.send(groups["pp"], self._train.gradient_bytes * shard)
 
     def _microbatch(
-        self, degrees: Degrees, groups: Mapping[str, Group], micro_batch: int, recompute: Recompute
+        self,
+        degrees: Degrees,
+        groups: Mapping[str, Group],
+        setting: Setting,
+        micro_batch: int,
+        recompute: Recompute,
     ) -> Microbatch:
         """Return an average layer, with experts and without by their counts."""
         inside = (groups["tp"], groups["ring"], groups["ulysses"], groups["ep"])
         # What depends on the stages too: which layers recompute, and eager collectives.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
-        key = (micro_batch, recompute, degrees.etp, stages, *inside)
+        # Forward of one microbatch and backward of another hide each other's exchange.
+        paired = setting.schedule == "dualpipe" and degrees.pp > 1
+        key = (micro_batch, recompute, degrees.etp, paired, stages, *inside)
         if key in self._microbatches:
             return self._microbatches[key]
-        total = [0.0] * 9
+        total = [0.0] * 8
         for count, experts in zip(self._counts, (False, True), strict=True):
             if count:
                 share = count / self._model.layers
-                parts = self._layer(degrees, groups, micro_batch, recompute, experts=experts)
+                parts = self._layer(degrees, groups, paired, micro_batch, recompute, experts)
                 total = [sum_ + share * part for sum_, part in zip(total, parts, strict=True)]
         head = self._compute.head(degrees, micro_batch)
         self._microbatches[key] = Microbatch(head, *total)
@@ -374,9 +409,9 @@ class TimeModel:
         self,
         degrees: Degrees,
         groups: Mapping[str, Group],
+        paired: bool,
         micro_batch: int,
         recompute: Recompute,
-        *,
         experts: bool,
     ) -> tuple[float, ...]:
         """Return the fields of `Microbatch` but the first for one layer."""
@@ -393,23 +428,23 @@ class TimeModel:
         if experts:
             ep, parts_of_experts = self._exchange(degrees, groups, micro_batch, recompute)
             tp += parts_of_experts
-        host = work.host
+        if paired:
+            ep = _exposed(ep, work.forward + work.backward, self._constants.overlap_cost)
+        launch, relaunch = work.launch, work.relaunch
         if self._eager and self._links.crosses(groups["pp"]):
-            host += 10 * (degrees.tp - 1) * self._constants.eager_hop_seconds
-        # The host launches a forward, then a backward with what it computes again.
-        rounds = 3 if recompute == "full" else 2
-        launch = host / (1 + rounds) if recompute == "full" else host / 3
-        waits = tp + cp + ep
+            hops = 10 * (degrees.tp - 1) * self._constants.eager_hop_seconds
+            launch, relaunch = launch + hops / 3, relaunch + hops * 2 / 3
+        waits, rounds = tp + cp + ep, 3 if recompute == "full" else 2
         idle = max(0.0, launch - work.forward - waits / 3)
-        idle_backward = max(0.0, host - launch - work.backward - waits * 2 / 3)
+        idle_backward = max(0.0, relaunch - work.backward - waits * 2 / 3)
         found = (
             work.forward + work.backward + idle + idle_backward,
-            idle + idle_backward,
             work.forward + idle,
             # Also while the device waits for the host.
             max(work.forward, launch) - busy,
-            max(work.backward, host - launch) - rounds * busy,
-            *(work.weights, tp, cp, ep),
+            max(work.backward, relaunch) - rounds * busy,
+            # Gradients of weights fill a bubble as fast as they are launched.
+            *(max(work.weights, launch), tp, cp, ep),
         )
         if not experts:
             self._dense_layers[key] = found
@@ -525,7 +560,7 @@ class TimeModel:
     def _sharding(
         self,
         degrees: Degrees,
-        traffic: tuple[float, float, float],
+        traffic: Traffic,
         setting: Setting,
         one: Stage,
         microbatches: int,
@@ -534,12 +569,15 @@ class TimeModel:
 
         Stage 3 gathers for both passes of every microbatch and reduces after each; FSDP with
         pipeline stages, and stages 1 and 2, gather once; stage 2 reduces for every microbatch.
-        Stage 0 sums whole gradients, once.
+        Stage 0 sums whole gradients, once. All layers of the rank hide what its ends need too.
         """
-        forward, backward = one.free_forward, one.free_backward
-        gather, reduce, replicas = traffic
+        layers = one.layers
+        forward, backward = layers * one.free_forward, layers * one.free_backward
+        gather = layers * traffic.gather + one.ends * traffic.end_gather
+        reduce = layers * traffic.reduce + one.ends * traffic.end_reduce
+        replicas = layers * traffic.replicas + one.ends * traffic.end_replicas
         cost, zero = self._constants.overlap_cost, setting.zero
-        first = gather
+        first = traffic.gather
         if zero == 3 or (zero is None and degrees.pp == 1):
             sharding = microbatches * _exposed(gather, forward, cost)
             returned = gather + reduce
@@ -555,7 +593,33 @@ class TimeModel:
             sharding = _exposed(gather, forward, cost) + rounds * _exposed(reduce, backward, cost)
         summed = _exposed(replicas, max(0.0, backward - returned), cost)
         # Nothing runs beside the first gather.
-        return one.layers * sharding + first, one.layers * summed
+        return sharding + first, summed
+
+
+def _stage(
+    one: Microbatch,
+    layers: int,
+    head: float,
+    ends: float,
+    send: float,
+    pp: int,
+    setting: Setting,
+) -> Stage:
+    """Return one microbatch on a rank with some layers, and perhaps the output matrix."""
+    busy = layers * (one.compute + one.tp + one.cp + one.ep) + head + send
+    return Stage(
+        compute=layers * one.compute + head,
+        tp=layers * one.tp,
+        cp=layers * one.cp,
+        ep=layers * one.ep,
+        send=send,
+        busy=busy,
+        bubble=_bubble(pp, setting, busy, layers * one.forward, layers * one.weights),
+        layers=layers,
+        ends=ends,
+        free_forward=one.free_forward,
+        free_backward=one.free_backward,
+    )
 
 
 def _exposed(communication: float, beside: float, cost: float) -> float:

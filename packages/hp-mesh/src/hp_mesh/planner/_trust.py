@@ -25,8 +25,8 @@ HOPPER = ("H100", "H100-96", "H800", "H200")
 CLASSES = {
     ("ampere", "bf16", False): Published("dense bf16 on A100", 13, 0.05, 2520),
     ("hopper", "bf16", False): Published("dense bf16 on H100", 22, 0.06, 16384),
-    ("hopper", "fp8", False): Published("dense fp8 on H100", 31, 0.11, 1024),
-    ("hopper", "bf16", True): Published("experts in bf16 on H100", 5, 0.21, 1024),
+    ("hopper", "fp8", False): Published("dense fp8 on H100", 31, 0.10, 1024),
+    ("hopper", "bf16", True): Published("experts in bf16 on H100", 5, 0.14, 1024),
 }
 
 

@@ -3,17 +3,23 @@
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from .._errors import LARGEST, Violation, join_words, show
 
 
+def as_integer(value: Any) -> Any:
+    """Return an integer of another type, such as numpy's, as Python's, and all else as it is."""
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    return value
+
+
 def take_integers(values: object, names: Iterable[str]) -> None:
-    """Replace integers of other types, such as numpy's, by Python's in a frozen dataclass."""
+    """Replace integers of other types by Python's in a frozen dataclass."""
     for name in names:
-        value = getattr(values, name)
-        if not isinstance(value, bool):
-            with suppress(TypeError):
-                object.__setattr__(values, name, operator.index(value))
+        object.__setattr__(values, name, as_integer(getattr(values, name)))
 
 
 def integer_violations(values: Mapping[str, object], minimum: int = 1) -> Iterator[Violation]:
