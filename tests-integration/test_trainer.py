@@ -124,7 +124,7 @@ def test_wrong_options_end_with_one_message_before_anything_starts(
 def test_it_joins_the_world_of_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", str(ROOT / "tools" / "train")]
-    run("--steps", "2", "--tp", "2", "--out", str(tmp_path), command=torchrun)
+    run("--steps", "2", "--compare", "--tp", "2", "--out", str(tmp_path), command=torchrun)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["dims"]["tp"] == 2

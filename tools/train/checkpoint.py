@@ -9,16 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .loop import Trainer
 from .options import RUN_FILE
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save(trainer: Trainer, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -50,23 +47,25 @@ def save(trainer: Trainer, folder: Path, identity: Mapping[str, Any]) -> None:
 def load(trainer: Trainer, folder: Path) -> None:
     """Fill ``trainer`` in place with what `save` wrote under the same degrees."""
     state = _state(trainer)
+    settings = [{**group, "params": ()} for group in trainer.optimizer.param_groups]
     with _alone_in_silence():
         dcp_load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(
+        trainer.model,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
+        group.update({**own, "params": group["params"]})  # this run's, not the saved one's
     fields = json.loads((folder / RUN_FILE).read_text())
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return the tensors by name, aliases of the trainer's; AdamW's zeros where it has no state."""
-    moments: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in trainer.model.named_parameters():
-        state = trainer.optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        moments[name] = {key: state[key] for key in ("step", *MOMENTS)}
-    return {"model": trainer.model.state_dict(), "optimizer": moments}
+    """Return the model's tensors and AdamW's, by name; zeros where it has none yet."""
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    return {"model": model, "optimizer": optimizer}
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ positions (arXiv 2104.09864) and SwiGLU (arXiv 2002.05202), with grouped-query a
 """
 
 import hashlib
+from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from hp_ep import MoE
 
 from .config import ModelConfig
+
+Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""A model, tokens and positions ``[seq]`` in, logits ``[batch, seq, vocab]`` out."""
 
 
 class CoreAttention(nn.Module):
@@ -77,9 +82,10 @@ def rotate(x: Tensor, position_ids: Tensor, theta: float) -> Tensor:
     The two halves of a head hold the two coordinates of each plane (arXiv 2104.09864, section 3.4).
     """
     half = x.shape[-1] // 2
-    exponents = torch.arange(half, dtype=x.dtype, device=x.device) / half
-    angles = position_ids.to(x.dtype)[:, None] * theta**-exponents
-    cos, sin = angles.cos(), angles.sin()
+    precise = torch.promote_types(x.dtype, torch.float32)  # bfloat16 cannot count to 300
+    exponents = torch.arange(half, dtype=precise, device=x.device) / half
+    angles = position_ids.to(precise)[:, None] * theta**-exponents
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -125,16 +131,19 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Tokens in, logits of the next token out."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = range(config.num_hidden_layers)
         self.blocks = nn.ModuleList(
-            Block(config, experts=index % 2 == 1) for index in range(config.num_hidden_layers)
+            Block(config, experts=config.has_experts(layer)) for layer in layers
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """Return logits ``[batch, seq, vocab]`` of ``tokens`` ``[batch, seq]`` at ``[seq]``."""
@@ -142,6 +151,11 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x, position_ids)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def call_built_in(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return the logits of a `LanguageModel`."""
+    return cast(Tensor, model(tokens, positions))
 
 
 def build_model(
@@ -165,11 +179,12 @@ def build_model(
             deviation = parameter.shape[-1] ** -0.5
             if name.rpartition(".weight")[0].endswith("wo") or ".w2" in name or "down_proj" in name:
                 deviation *= depth
-            parameter.copy_(_normal(f"{seed}/{name}", parameter.shape) * deviation)
+            parameter.copy_(normal(f"{seed}/{name}", parameter.shape) * deviation)
     return model
 
 
-def _normal(key: str, shape: torch.Size) -> Tensor:
+def normal(key: str, shape: torch.Size) -> Tensor:
+    """Return numbers of the standard normal distribution that depend on ``key`` only."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -37,7 +37,8 @@ class Report:
         self._log = (options.out / LOG_FILE).open("a" if options.goes_on_in_place else "w")
         self._print(
             (f"going on from step {done} of {options.resume}: " if options.resume else "")
-            + f"training {counted(options.steps - done, 'step')} of {self._tokens:,} bytes "
+            + f"training {counted(options.steps - done, 'step')} of "
+            f"{self._tokens:,} {options.unit}s "
             f"in {options.dtype} on "
             f"{options.world_size} {options.device} "
             f"{'process' if options.world_size == 1 else 'processes'}: {options.dims.summary()}"
@@ -61,14 +62,16 @@ class Report:
             f"{self._count(result.step)}  [bold]loss {result.loss:.4f}[/]  "
             f"{record['tokens_per_second']:7,.0f} tokens/s  peak {_size(peak_memory)}"
             + (f"  [dim]moved {moved}[/]" if moved else "")
+            + ("" if result.eval_loss is None else f"  held-out loss {result.eval_loss:.4f}")
         )
 
     def reference_step(self, result: StepResult) -> None:
         """Keep one loss of the single-process reference, and show it now and then."""
+        last = min(self._options.steps, self._options.compare)
         if result.step == 1:
-            self._print("the same steps on one process, as the reference:")
+            self._print(f"the same {counted(last, 'step')} on one process, as the reference:")
         self._reference[result.step] = result.loss
-        if result.step % 10 == 0 or result.step == self._options.steps:
+        if result.step % 10 == 0 or result.step == last:
             self._print(f"{self._count(result.step)}  reference loss {result.loss:.4f}")
 
     def totals(self, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
@@ -101,8 +104,9 @@ class Report:
     def _draw(self, losses: Mapping[int, float]) -> str:
         """Draw the curves and return where they are, or why there are none, in one line."""
         out = self._options.out
+        title = name_degrees(self._options.dims.to_dict())
         try:
-            plot_losses(losses, self._reference, name_degrees(self._options.dims.to_dict()), out)
+            plot_losses(losses, self._reference, title, out, self._options.unit)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run is done and saved
             reason = escape(" ".join(f"{type(error).__name__}: {error}".split()))
             missing = isinstance(error, ImportError)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 PROGRAM = str(Path(__file__).resolve().parents[1])
 SUMMARY = {
@@ -43,10 +45,12 @@ def _train(out: Path, *words: str, **environment: str) -> tuple[dict[str, Any], 
 
 
 def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) -> None:
-    whole, expected, _ = _train(tmp_path / "whole", "--cp", "2", "--ep", "2", *_two(3))
+    whole, expected, _ = _train(tmp_path / "whole", "--compare", "--cp", "2", "--ep", "2", *_two(3))
     _, first, _ = _train(tmp_path / "part", "--cp", "2", "--ep", "2", *_two(2))
     part = tmp_path / "part"
-    resumed, rest, shown = _train(tmp_path / "rest", "--resume", str(part), "--steps", "3")
+    resumed, rest, shown = _train(
+        tmp_path / "rest", "--resume", str(part), "--steps", "3", "--compare"
+    )
     assert f"going on from step 2 of {part / 'checkpoint'}: training 1 step of 2,048" in shown
     assert [step for step, _, _ in rest] == [3]
     assert first + rest == expected
@@ -80,7 +84,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_summary_is_whole(
     modules.mkdir()
     (modules / "matplotlib.py").write_text(module + "\n")
     path = os.pathsep.join([str(modules), *filter(None, [os.environ.get("PYTHONPATH")])])
-    summary, losses, shown = _train(out, *_two(1), PYTHONPATH=path)
+    summary, losses, shown = _train(out, "--compare", *_two(1), PYTHONPATH=path)
     assert set(summary) == SUMMARY
     assert summary["reference_max_rel_diff"] < 1e-12
     assert summary["final_loss"] == losses[0][1]
@@ -91,7 +95,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_summary_is_whole(
 
 
 def test_a_run_whose_parameters_are_not_sharded_over_cp_equals_one_process(tmp_path: Path) -> None:
-    summary, _, _ = _train(tmp_path, "--fsdp-folds-cp", "false", "--cp", "2", *_two(2))
+    summary, _, _ = _train(tmp_path, "--compare", "--fsdp-folds-cp", "false", "--cp", "2", *_two(2))
     assert summary["dims"]["fsdp_folds_cp"] is False
     assert summary["reference_max_rel_diff"] < 1e-12
     assert summary["bytes_by_axis"]["replicate"]["bytes"] > 0
@@ -99,3 +103,33 @@ def test_a_run_whose_parameters_are_not_sharded_over_cp_equals_one_process(tmp_p
 
 def _two(steps: int) -> list[str]:
     return ["--procs", "2", "--steps", str(steps)]
+
+
+def _text(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text("".join(f"{n} squared is {n * n}. " for n in range(1500)))
+    return path
+
+
+def test_a_model_of_transformers_trains_on_text_of_ones_own_as_one_process_does(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    words = "--model qwen3-tiny --cp 2 --accumulate 2 --batch-size 4 --seq-len 32 --eval-every 2"
+    data = ["--data", str(_text(tmp_path))]
+    summary, _, shown = _train(tmp_path / "out", *data, *words.split(), "--compare", *_two(2))
+    assert summary["reference_max_rel_diff"] < 1e-6  # its rotary positions are float32
+    assert summary["bytes_by_axis"]["cp"]["bytes"] > 0
+    records = [json.loads(x) for x in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [record["eval_loss"] is not None for record in records] == [False, True]
+    assert f"held-out loss {records[1]['eval_loss']:.4f}" in shown
+
+
+def test_blocks_are_compiled_in_bfloat16_over_float32_weights(tmp_path: Path) -> None:
+    words = "--dtype bfloat16 --compile aot_eager --ep 2 --batch-size 4 --seq-len 32 --compare"
+    data = ["--data", str(_text(tmp_path))]
+    summary, _, _ = _train(tmp_path / "out", *data, *words.split(), *_two(2))
+    assert 0 < summary["reference_max_rel_diff"] < 1e-2
+    saved = FileSystemReader(tmp_path / "out" / "checkpoint").read_metadata().state_dict_metadata
+    experts = saved["model.blocks.1.mlp.experts.down_proj"]
+    assert experts.properties.dtype == torch.float32  # type: ignore[union-attr]
