@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .loop import Trainer
 from .options import RUN_FILE
+
+# One entry for each tensor: ranks of a pipeline have different ones.
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(trainer: Trainer, folder: Path, identity: Mapping[str, Any]) -> None:
@@ -55,6 +62,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         trainer.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
+        options=_BY_NAME,
     )
     for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
         group.update({**own, "params": group["params"]})  # this run's, not the saved one's
@@ -64,7 +72,7 @@ def load(trainer: Trainer, folder: Path) -> None:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     """Return the model's tensors and AdamW's, by name; zeros where it has none yet."""
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=_BY_NAME)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -29,7 +29,8 @@ def build_transformers(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     library: Any = AutoConfig.for_model(**config.fields)
-    model = cast(nn.Module, AutoModelForCausalLM.from_config(library, dtype=torch.float32))
+    factory: Any = AutoModelForCausalLM
+    model: nn.Module = factory.from_config(library, dtype=torch.float32)
     model = model.to(device, dtype).train()
     deviation = getattr(library.get_text_config(), "initializer_range", 0.02)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from .config import TrainConfig
 from .data import IGNORED, Batch, Samples
 from .model import Forward, call_built_in
 from .parallelize import sequence_layout
+from .pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class Trainer:
     With a ``mesh`` the model is what `parallelize` returned on it, and every rank gets the same
     whole batches and takes its part of them; without one this is the plain single-process run,
     which computes in ``compute_dtype`` as sharded modules do: weights are cast where they are used.
-    ``forward`` calls the model with tokens and positions for logits.
+    ``forward`` calls the model with tokens and positions for logits. With a ``pipeline`` that runs
+    it, ``model`` holds the parts of all stages of this rank.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Trainer:
         collectives: Collectives | None = None,
         forward: Forward = call_built_in,
         compute_dtype: torch.dtype | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -67,6 +70,7 @@ class Trainer:
         self._collectives = TorchCollectives() if collectives is None else collectives
         self._forward = forward
         self._compute_dtype = compute_dtype
+        self._pipeline = pipeline
         self._layout = sequence_layout(mesh)
         self._positions = (
             torch.arange(config.seq_len, device=self.device)
@@ -82,16 +86,24 @@ class Trainer:
         """
         parts = [self._part(part) for part in _split(batch, self.config.accumulate)]
         count = torch.stack([_count(labels) for _, labels in parts]).sum()
-        (count,) = self._over_loss(count)
+        count = self._sum_over("loss", count)
+        if self._pipeline is not None:
+            tokens, labels = (torch.cat(each) for each in zip(*parts, strict=True))
+            whole = self._pipeline.run(
+                tokens,
+                labels,
+                lambda logits, labels: _loss_sum(logits, labels) / count.clamp(min=1),
+                train=True,
+            )
+            return self._sum_over("loss", self._sum_over("pp", whole)).item()
         whole = torch.zeros((), device=self.device, dtype=torch.float64)
         for index, (tokens, labels) in enumerate(parts):
             if isinstance(self.model, FSDPModule) and len(parts) > 1:
                 self.model.set_requires_gradient_sync(index == len(parts) - 1)
-            loss = self._loss_sum(tokens, labels) / count.clamp(min=1)
+            loss = _loss_sum(self._logits(tokens), labels) / count.clamp(min=1)
             loss.backward()
             whole += loss.detach()
-        (whole,) = self._over_loss(whole)
-        return whole.item()
+        return self._sum_over("loss", whole).item()
 
     def update(self) -> float:
         """Clip the gradients, step the optimizer, drop the gradients; return the norm before."""
@@ -99,7 +111,8 @@ class Trainer:
         if self._mesh is None:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
-            norm = clip_grad_norm_(parameters, max_norm, collectives=self._collectives)
+            stages = self._mesh["pp"] if self._mesh["pp"].size() > 1 else None
+            norm = clip_grad_norm_(parameters, max_norm, pp=stages, collectives=self._collectives)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_of(self.step)
         self.optimizer.step()
@@ -132,20 +145,19 @@ class Trainer:
         """
         self.model.eval()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        for batch in data.held_out(self.config.batch_size // self.config.accumulate):
+        # A pipeline takes as many parts as in a step; else a batch is one of them.
+        parts = self.config.accumulate if self._pipeline is None else 1
+        for batch in data.held_out(self.config.batch_size // parts):
             tokens, labels = self._part(batch)
-            sums += torch.stack([self._loss_sum(tokens, labels).double(), _count(labels)])
+            if self._pipeline is None:
+                loss = _loss_sum(self._logits(tokens), labels)
+            else:
+                loss = self._pipeline.run(tokens, labels, _loss_sum, train=False)
+            sums += torch.stack([loss.double(), _count(labels)])
         self.model.train()
-        (sums,) = self._over_loss(sums)
-        return (sums[0] / sums[1]).item()
-
-    def _loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed loss of this rank's tokens, in float32 at least."""
-        logits = self._logits(tokens)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        loss, count = self._sum_over("loss", sums)
+        # Each stage counts the labels, but the last one alone has losses.
+        return (self._sum_over("pp", loss.clone()) / count).item()
 
     def _logits(self, tokens: Tensor) -> Tensor:
         if self._mesh is not None or self._compute_dtype is None:
@@ -155,13 +167,12 @@ class Trainer:
         called = _Called(self.model, self._forward)
         return cast(Tensor, functional_call(called, weights, (tokens, self._positions)))
 
-    def _over_loss(self, value: Tensor) -> tuple[Tensor]:
-        """Return the sum of a tensor over the ranks that have parts of the batch."""
-        if self._mesh is None:
-            return (value,)
-        axis = Axis.of(self._mesh["loss"])
-        (whole,) = self._collectives.all_reduce(axis, [value]).wait()
-        return (whole,)
+    def _sum_over(self, name: str, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over an axis: ``loss``, of parts of the batch, or ``pp``."""
+        if self._mesh is None or self._mesh[name].size() == 1:
+            return value
+        (whole,) = self._collectives.all_reduce(Axis.of(self._mesh[name]), [value]).wait()
+        return whole
 
     def _part(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and labels: its rows, then its part of their sequence."""
@@ -194,14 +205,22 @@ def _split(batch: Batch, parts: int) -> list[Batch]:
     return [Batch(tokens, labels, batch.consumed) for tokens, labels in pairs]
 
 
+def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss of all labels that count, in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
 def _count(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
 def largest_of_ranks(value: int, mesh: ParallelMesh, device: torch.device) -> int:
-    """Return the largest ``value`` of all ranks: one all-reduce over ``loss``, one over ``tp``."""
+    """Return the largest ``value`` of all ranks: an all-reduce over ``loss``, ``tp`` and ``pp``."""
     largest = torch.tensor(value, device=device)
-    for name in ("loss", "tp"):
+    for name in ("loss", "tp", "pp"):
         TorchCollectives().all_reduce(Axis.of(mesh[name]), [largest], op="max").wait()
     return int(largest)
 
@@ -212,9 +231,13 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     Of a sharded model each flat shard is updated as one tensor. What does not decay is updated in
     a group per mesh: torch's kernels over lists of DTensors want all of one list on one mesh.
     """
-    options = {"lr": config.learning_rate, "betas": config.betas, "fused": True}
-    decayed = {**options, "weight_decay": config.weight_decay}
-    if isinstance(model, FSDPModule):
+    decayed: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": config.betas,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         for parameter in _vectors(model):  # a flat optimizer takes what trains when it is made
             parameter.requires_grad_(False)
         optimizer: torch.optim.Optimizer = sharded_optimizer(torch.optim.AdamW, model, **decayed)

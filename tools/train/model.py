@@ -6,7 +6,8 @@ positions (arXiv 2104.09864) and SwiGLU (arXiv 2002.05202), with grouped-query a
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -131,26 +132,49 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens in, logits of the next token out."""
+    """Tokens in, logits of the next token out; or a stage of that, which lacks some of its parts.
+
+    A stage without embedding takes what the layers before it give, one without head gives what its
+    last layer gives. Its parts have the names that they have in the whole model.
+    """
+
+    embedding: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    head: nn.Linear | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
+        self.position_ids: Tensor | None = None  # of calls that give none, as a pipeline's
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
-        self.blocks = nn.ModuleList(
-            Block(config, experts=config.has_experts(layer)) for layer in layers
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, experts=config.has_experts(layer)) for layer in layers}
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """Return logits ``[batch, seq, vocab]`` of ``tokens`` ``[batch, seq]`` at ``[seq]``."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return logits ``[batch, seq, vocab]`` of tokens ``[batch, seq]`` at ``[seq]``."""
+        position_ids = self.position_ids if position_ids is None else position_ids
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
             x = block(x, position_ids)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+    def stage(self, layers: Collection[int]) -> "LanguageModel":
+        """Return the part of these layers, which shares them with this model."""
+        with torch.device("meta"):
+            part = LanguageModel(replace(self.config, num_hidden_layers=0))
+        part.config = self.config
+        part.blocks = nn.ModuleDict({str(layer): self.blocks[str(layer)] for layer in layers})
+        part.embedding = self.embedding if 0 in layers else None
+        ends = self.config.num_hidden_layers - 1 in layers
+        part.norm, part.head = (self.norm, self.head) if ends else (None, None)
+        return part
 
 
 def call_built_in(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ DEFAULT_STEPS = 60
 COMPARED_STEPS = 60  # of the comparison with one process, where its number is not given
 DEFAULT_DEGREES = {"dp_shard": 2, "cp": 2, "ep": 4}
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
-ABSENT = {"pp": "pipeline parallelism"}
+SCHEDULES = {"1f1b": 1, "interleaved": 2}  # of pipelines, and how many stages a rank has at least
 DTYPES = ("float64", "float32", "bfloat16")
 EQUAL_SHARES = ("sequence", "sequence-balance", "heads-ulysses", "kv-heads-ulysses")
 DEMONSTRATED = {"out", "seed", "steps"}  # what may be given in the demonstration
@@ -37,7 +37,7 @@ DEMONSTRATED = {"out", "seed", "steps"}  # what may be given in the demonstratio
 INHERITED = (
     *("model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len", "batch_size"),
     *("accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
-    *("compile", "checkpoint_activations"),
+    *("compile", "checkpoint_activations", "pp_schedule", "stages_per_rank"),
 )
 PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
@@ -63,6 +63,8 @@ class Options:
     compare: int  # how many steps one process makes too, from the first
     checkpoint_activations: bool
     compile: str | None  # the compiler of the model's blocks
+    schedule: str  # of a pipeline
+    stages_per_rank: int
     eval_every: int  # steps, 0 for none
     source: Source
     unit: str  # what a token is called
@@ -122,7 +124,8 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
             if name in INHERITED and getattr(given, name) is None:
                 setattr(given, name, word)
     _check_numbers(given)
-    train = _train_config(given, saved)
+    dims = _dims(given, processes, saved)
+    train = _train_config(given, saved, dims.pp)
     source = Source(
         paths=tuple(map(Path, given.data or ())),
         tokenizer=given.tokenizer,
@@ -131,8 +134,8 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     corpus = read_corpus(source)
     _check_samples(corpus, train, bool(given.eval_every))
     model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size)
-    dims = _dims(given, processes, saved)
     _check_degrees(dims, model, train)
+    schedule, stages = _stages(given, dims, model, train.accumulate)
     options = Options(
         steps=_steps(given.steps, saved),
         world_size=processes,
@@ -146,6 +149,8 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         compare=compare,
         checkpoint_activations=bool(given.checkpoint_activations),
         compile=None if given.compile in (None, "none") else given.compile,
+        schedule=schedule,
+        stages_per_rank=stages,
         eval_every=given.eval_every or 0,
         source=source,
         unit=corpus.unit,
@@ -250,7 +255,14 @@ def _parser() -> argparse.ArgumentParser:
         help="let the learning rate fall like a cosine to a tenth at step N (default: it stays)",
     )
     model("--weight-decay", type=float, help="of matrices (default 0.1); norms and biases have 0")
-    model("--accumulate", type=int, metavar="N", help="take a batch in N parts (default 1)")
+    model("--accumulate", type=int, metavar="N", help="take a batch in N parts (default 1, or pp)")
+    model("--pp-schedule", choices=SCHEDULES, help="of a pipeline (default 1f1b)")
+    model(
+        "--stages-per-rank",
+        type=int,
+        metavar="N",
+        help="stages of a pipeline on each rank (default 1; 2 or more if interleaved)",
+    )
     model(
         "--checkpoint-activations",
         action=argparse.BooleanOptionalAction,
@@ -286,12 +298,50 @@ _LEAST = {
     "weight_decay": 0,
     "eval_every": 1,
     "vocab_size": 2,
+    "stages_per_rank": 1,
 }
 
 
-def _train_config(given: argparse.Namespace, saved: _SavedRun | None) -> TrainConfig:
+def _stages(
+    given: argparse.Namespace, dims: ParallelDims, model: AnyModelConfig, parts: int
+) -> tuple[str, int]:
+    """Return the schedule of a pipeline of a batch's parts, and how many stages each rank has."""
+    schedule: str = given.pp_schedule or next(iter(SCHEDULES))
+    least = SCHEDULES[schedule]
+    stages: int = least if given.stages_per_rank is None else given.stages_per_rank
+    if dims.pp == 1:
+        return schedule, 1
+    if stages < least or (least == 1 and stages > 1):
+        others = [name for name, number in SCHEDULES.items() if (number > 1) == (stages > 1)]
+        raise OptionsError(
+            f"stages-per-rank={stages} with pp-schedule={schedule}; use {least}"
+            + (" or more" if least > 1 else "")
+            + f", or pp-schedule={others[0]}"
+        )
+    if parts % dims.pp:
+        raise OptionsError(
+            f"accumulate={parts} is no multiple of pp={dims.pp}, whose stages take a batch in "
+            f"rounds of {dims.pp} parts; use {parts // dims.pp * dims.pp or dims.pp} or another one"
+        )
+    layers = model.shape.layers
+    if dims.pp * stages > layers:
+        raise OptionsError(
+            f"pp={dims.pp} with stages-per-rank={stages} has more stages than "
+            f"num_hidden_layers={layers}; use fewer"
+        )
+    if model.shape.tied:
+        raise OptionsError(
+            f"pp={dims.pp} with tie_word_embeddings=True: a pipeline's first and last stage would "
+            "share one weight, which this trainer has not; use pp=1, or a model that is not tied"
+        )
+    return schedule, stages
+
+
+def _train_config(given: argparse.Namespace, saved: _SavedRun | None, pp: int) -> TrainConfig:
     words = {field.name: field.name for field in fields(TrainConfig)} | {"learning_rate": "lr"}
     asked = {name: getattr(given, word, None) for name, word in words.items() if name != "seed"}
+    if asked["accumulate"] is None:
+        asked["accumulate"] = pp  # the fewest parts of a batch that keep all stages busy at once
     train = TrainConfig(
         seed=_seed(given.seed, saved),
         **{name: value for name, value in asked.items() if value is not None},
@@ -403,9 +453,6 @@ def _world_size(given: argparse.Namespace, cluster: int | None, saved: _SavedRun
 
 def _dims(given: argparse.Namespace, processes: int, saved: _SavedRun | None) -> ParallelDims:
     """Return the degrees; one that is given leaves 1 for the others and dp_shard what is left."""
-    for name, what in ABSENT.items():
-        if getattr(given, name) not in (None, "1"):
-            raise OptionsError(f"{name}={getattr(given, name)}: this trainer has no {what}; use 1")
     for name in (*DEGREES, "ulysses_degree"):
         if given.reference and getattr(given, name) not in (None, "1", "-1"):
             raise OptionsError(

@@ -47,7 +47,7 @@ def parallelize(
     weights are gathered in it, and kept, their gradients summed, in their own.
     """
     door = TorchCollectives() if collectives is None else collectives
-    forward = call_built_in
+    forward: Forward = call_built_in
     if isinstance(model, LanguageModel):
         if dims.tp > 1:
             apply_tensor_parallel(model, mesh, dims)
@@ -80,10 +80,13 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
     gather_first = PrepareModuleInput(
         input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
     )
-    plan: dict[str, ParallelStyle] = {
+    ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": norm,
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    plan: dict[str, ParallelStyle] = {
+        **{name: style for name, style in ends.items() if name in dict(model.named_children())},
         "blocks.*.attention_norm": norm,
         "blocks.*.attention": gather_first,
         "blocks.*.attention.wq": ColwiseParallel(),
@@ -98,7 +101,7 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
         output_layouts=(Replicate(),),
         desired_output_layouts=(Shard(1),),
     )
-    for index, block in enumerate(model.blocks):
+    for index, block in model.blocks.items():
         if isinstance(block.mlp, MoE):
             plan |= {f"blocks.{index}.mlp": whole} if dims.etp > 1 else {}
         else:
@@ -109,9 +112,9 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
                 f"blocks.{index}.mlp.w2": RowwiseParallel(output_layouts=Shard(1)),
             }
     # Every rank holds the same values already: no need to send them.
-    tied = model.head.weight is model.embedding.weight
+    tied = model.config.tie_word_embeddings
     parallelize_module(model, tp, plan, src_data_rank=None)
-    if tied:  # both are cut by rows now, each for itself
+    if tied and model.head is not None and model.embedding is not None:  # cut alike, each apart
         model.head.weight = model.embedding.weight
 
 
@@ -129,7 +132,7 @@ def apply_expert_parallel(
             collectives=collectives,
         )
     over = mesh["ep", "etp"] if dims.etp > 1 else mesh["ep"]
-    for block in model.blocks:
+    for block in model.blocks.values():
         if isinstance(block.mlp, MoE):
             parallelize_module(block.mlp, over, style)
 
@@ -164,7 +167,7 @@ def sequence_mesh(mesh: ParallelMesh, dims: ParallelDims) -> DeviceMesh:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the built-in model or of one of transformers, in their order."""
     if isinstance(model, LanguageModel):
-        return list(model.blocks)
+        return list(model.blocks.values())
     return list(cast(Any, model).base_model.layers)
 
 
@@ -193,6 +196,9 @@ def apply_fully_shard(
     experts = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
     units: list[tuple[nn.Module, DeviceMesh]] = [(each, sparse) for each in experts]
     units += [(block, dense) for block in blocks]
+    if isinstance(model, LanguageModel) and len(blocks) < model.config.num_hidden_layers:
+        # A rank may have several stages: what is theirs alone is sharded where all can find it.
+        units += [(end, dense) for end in (model.embedding, model.norm, model.head) if end]
     for module, over in [*units, (model, dense)]:
         fully_shard(
             module,

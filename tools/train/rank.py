@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +26,10 @@ from .hugging_face import build_transformers, forward_alone
 from .launch import RENDEZVOUS, note_failure
 from .loop import Trainer, largest_of_ranks
 from .memory import peak_memory
-from .model import build_model, call_built_in
+from .model import Forward, LanguageModel, build_model, call_built_in
 from .options import CHECKPOINT, Options, default_out
 from .parallelize import parallelize
+from .pipeline import build_pipeline
 from .report import Counts, Report
 from .text import read_corpus
 
@@ -159,18 +161,39 @@ def _spread(
     options: Options, mesh: ParallelMesh, device: torch.device, collectives: Collectives
 ) -> Trainer:
     """Return the trainer of the model on all ranks of the mesh."""
-    model = _build(options, device)
-    forward = parallelize(
-        model,
-        mesh,
-        options.dims,
+    model, pipeline = _build(options, device), None
+    kept, computed = _dtypes(options)
+    spread = partial(
+        parallelize,
+        mesh=mesh,
+        dims=options.dims,
         collectives=collectives,
         checkpoint_activations=options.checkpoint_activations,
         compiler=options.compile,
-        compute_dtype=_dtypes(options)[1],
+        compute_dtype=computed,
     )
+    forward: Forward = call_built_in
+    if options.dims.pp > 1 and isinstance(model, LanguageModel):
+        model, pipeline = build_pipeline(
+            model,
+            mesh,
+            options.train,
+            schedule=options.schedule,
+            stages_per_rank=options.stages_per_rank,
+            spread=spread,
+            dtype=computed or kept,
+            device=device,
+        )
+    else:
+        forward = spread(model)
     return Trainer(
-        model, options.train, mesh=mesh, device=device, collectives=collectives, forward=forward
+        model,
+        options.train,
+        mesh=mesh,
+        device=device,
+        collectives=collectives,
+        forward=forward,
+        pipeline=pipeline,
     )
 
 

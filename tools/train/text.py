@@ -188,6 +188,7 @@ def _read(path: Path) -> bytes:
 def _tokens_of(path: Path, dtype: str) -> "Part":
     import numpy as np
 
+    found: Part
     try:
         if path.suffix == ".npy":
             found = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -230,7 +231,8 @@ def _tokenizer(name: str | None) -> Any:
 
     try:
         if Path(name).is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=name)
+            fast: Any = PreTrainedTokenizerFast
+            return fast(tokenizer_file=name)
         return AutoTokenizer.from_pretrained(name, local_files_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

@@ -69,6 +69,7 @@ def test_a_cluster_gives_the_world_size() -> None:
         ("--ep 5", "ep=5 does not divide .*=4 .*; use 1, 2 or 4"),
         ("--dp-shard 0", "dp_shard='0' is not a degree; use a positive integer"),
         ("--procs 3", "dp_shard=3 does not divide global_batch=8; use 1, 2, 4 or 8"),
+        ("--pp 8 --procs 8", "pp=8 is more stages than num_hidden_layers=4; use 1, 2 or 4"),
         ("--tp 8 --procs 8", "tp=8 does not divide num_key_value_heads=4; use 1, 2 or 4"),
         ("--etp 2", "etp=2 is neither 1 nor tp=1; use 1"),
         ("--ulysses-degree 3", "ulysses_degree=3 does not divide cp=2; use 1 or 2"),
@@ -82,7 +83,6 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--pp 2", "pp=2: this trainer has no pipeline parallelism; use 1"),
         ("--procs 0", "procs=0"),
         ("--steps 0", "use 1 or more"),
         ("--reference --procs 2", "--reference is one process"),
@@ -353,3 +353,32 @@ def test_models_of_transformers_are_refused_where_they_cannot_be_spread(tmp_path
     path.write_text('{"model_type": "no such family"}')
     with pytest.raises(ModelError, match="is no model of transformers"):
         parse(["--model", str(path)])
+
+
+def test_a_pipeline_takes_its_batch_in_as_many_parts_as_it_has_ranks() -> None:
+    options = parse(["--pp", "2"])
+    assert (options.train.accumulate, options.schedule, options.stages_per_rank) == (2, "1f1b", 1)
+    options = parse(["--pp", "2", "--pp-schedule", "interleaved", "--accumulate", "4"])
+    assert (options.train.accumulate, options.stages_per_rank) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--pp 2 --stages-per-rank 2", "stages-per-rank=2 with pp-schedule=1f1b; use 1, or"),
+        (
+            "--pp 2 --pp-schedule interleaved --stages-per-rank 1",
+            "stages-per-rank=1 with pp-schedule=interleaved; use 2 or more, or pp-schedule=1f1b",
+        ),
+        (
+            "--pp 2 --pp-schedule interleaved --stages-per-rank 3",
+            "pp=2 with stages-per-rank=3 has more stages than num_hidden_layers=4",
+        ),
+        ("--pp 2 --model built-in-tied", "pp=2 with tie_word_embeddings=True"),
+        ("--pp 4 --accumulate 2", "accumulate=2 is no multiple of pp=4, .* use 4 or another"),
+        ("--pp 2 --accumulate 8", "accumulate=8 parts for 2 data-parallel ranks; .* multiple of 16"),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(words: str, text: str) -> None:
+    with pytest.raises(OptionsError, match=text):
+        parse(words.split())
