@@ -6,8 +6,9 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -16,43 +17,81 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .loop import Trainer
-from .options import RUN_FILE
+from .options import PREVIOUS, RUN_FILE
 
 # One entry for each tensor: ranks of a pipeline have different ones.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save(trainer: Trainer, folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write the parameters, AdamW's state, step and samples consumed to ``folder``.
+class Checkpoints:
+    """The latest checkpoint of a run, in ``folder``, written while the run goes on.
 
-    Every rank calls this. The folder takes its name when it is complete, so that what bears the
-    name can be read whole.
+    The folder takes its name when it is complete, so that what bears the name can be read whole:
+    a write that is cut off leaves the one before. Every rank makes the same calls. Making one makes
+    a process group, for what is exchanged while a step exchanges something else.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    if _first():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier()
-    with _alone_in_silence():
-        dcp_save(_state(trainer), checkpoint_id=partial, no_dist=not dist.is_initialized())
-    _barrier()
-    if _first():
-        fields = {**identity, "step": trainer.step, "samples": trainer.samples}
-        (partial / RUN_FILE).write_text(json.dumps(fields, indent=1))
-        previous = folder.with_name(folder.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, previous)
-        os.replace(partial, folder)
-        shutil.rmtree(previous, ignore_errors=True)
-    _barrier()
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._partial = folder.with_name(folder.name + ".partial")
+        self._identity = identity
+        self._fields: dict[str, Any] = {}
+        self._writing: Future[Any] | None = None
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def start(self, trainer: Trainer) -> None:
+        """Copy parameters, AdamW's state, step and samples consumed, and begin to write them.
+
+        Waits for the write before this one. A process without others writes at once.
+        """
+        self.finish()
+        if _first():
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        _barrier()
+        self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
+        state = _state(trainer)
+        if self._group is None:
+            with _alone_in_silence():
+                dcp_save(state, checkpoint_id=self._partial, no_dist=True)
+            self._writing = Future()
+            self._writing.set_result(None)
+        else:
+            group, folder = self._group, self._partial
+            found = async_save(state, checkpoint_id=folder, process_group=group)
+            self._writing = cast("Future[Any]", found)
+
+    def poll(self) -> None:
+        """Give the folder its name if what is under way has been written."""
+        if self._writing is not None and self._writing.done():
+            self._complete()
+
+    def finish(self) -> None:
+        """Wait until what is under way has been written on all ranks, and named."""
+        if self._writing is not None:
+            self._complete()
+        _barrier()
+
+    def _complete(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()  # the first rank's comes when all have written
+        if _first():
+            (self._partial / RUN_FILE).write_text(json.dumps(self._fields, indent=1))
+            previous = self._folder.with_name(PREVIOUS)
+            if self._folder.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                os.replace(self._folder, previous)
+            os.replace(self._partial, self._folder)
+            shutil.rmtree(previous, ignore_errors=True)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Fill ``trainer`` in place with what `save` wrote under the same degrees."""
+    """Fill ``trainer`` in place with what `Checkpoints` wrote under the same degrees."""
     state = _state(trainer)
     settings = [{**group, "params": ()} for group in trainer.optimizer.param_groups]
     with _alone_in_silence():

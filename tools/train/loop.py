@@ -157,7 +157,8 @@ class Trainer:
         self.model.train()
         loss, count = self._sum_over("loss", sums)
         # Each stage counts the labels, but the last one alone has losses.
-        return (self._sum_over("pp", loss.clone()) / count).item()
+        mean: float = (self._sum_over("pp", loss.clone()) / count).item()
+        return mean
 
     def _logits(self, tokens: Tensor) -> Tensor:
         if self._mesh is not None or self._compute_dtype is None:

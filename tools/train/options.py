@@ -37,10 +37,12 @@ DEMONSTRATED = {"out", "seed", "steps"}  # what may be given in the demonstratio
 INHERITED = (
     *("model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len", "batch_size"),
     *("accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
-    *("compile", "checkpoint_activations", "pp_schedule", "stages_per_rank"),
+    *("checkpoint_every", "checkpoint_activations", "compile", "pp_schedule", "stages_per_rank"),
 )
 PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
+PREVIOUS = CHECKPOINT + ".previous"  # while a newer one takes the name
+AUTO = Path("auto")  # in the place of a folder to go on from: the run's own, if it has been saved
 
 
 class OptionsError(ValueError):
@@ -66,6 +68,8 @@ class Options:
     schedule: str  # of a pipeline
     stages_per_rank: int
     eval_every: int  # steps, 0 for none
+    checkpoint_every: int  # steps, 0 for at the end alone
+    profile: range  # of steps
     source: Source
     unit: str  # what a token is called
     digest: str  # of all tokens
@@ -91,7 +95,8 @@ class Options:
     @property
     def goes_on_in_place(self) -> bool:
         """Return whether the run goes on in the folder that it was saved in."""
-        return self.resume is not None and _same_path(self.resume, self.out / CHECKPOINT)
+        here = (self.out / CHECKPOINT, self.out / PREVIOUS)
+        return self.resume is not None and any(_same_path(self.resume, path) for path in here)
 
     @property
     def tokens_per_step(self) -> int:
@@ -107,7 +112,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     no number.
     """
     given = _parser().parse_args(argv)
-    saved = None if given.resume is None else _saved_run(given.resume)
+    saved = _asked_run(given)
     processes = _world_size(given, world_size, saved)
     if saved is not None and processes != saved.fields["world_size"]:
         # Degrees need not fit another number of processes: compare them as they were given.
@@ -152,6 +157,8 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         schedule=schedule,
         stages_per_rank=stages,
         eval_every=given.eval_every or 0,
+        checkpoint_every=given.checkpoint_every or 0,
+        profile=_profiled(given.profile),
         source=source,
         unit=corpus.unit,
         digest=corpus.digest,
@@ -161,7 +168,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     )
     if saved is not None:
         _check_same(options.identity, saved)
-    if options.out_given and not options.goes_on_in_place:
+    if options.out_given and not options.goes_on_in_place and given.resume != AUTO:
         _check_holds_no_run(options.out)
     return options
 
@@ -202,7 +209,14 @@ def _parser() -> argparse.ArgumentParser:
     run("--procs", type=int, help=f"local processes (default {DEFAULT_PROCESSES})")
     run("--device", choices=("cpu", "cuda"), help="default cpu")
     run("--out", type=Path, metavar="DIR", help="new folder for the results (default runs/<time>)")
-    run("--resume", type=Path, metavar="DIR", help="go on from a run's folder or checkpoint")
+    run(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="go on from a run's folder or checkpoint; auto: from that in --out, if there is one",
+    )
+    run("--checkpoint-every", type=int, metavar="N", help="save every N steps, beside training")
+    run("--profile", metavar="A:B", help="write a trace of the steps from A to B, of each rank")
     run("--reference", action="store_true", help="train on one process, without the packages")
     run(
         "--compare",
@@ -297,6 +311,7 @@ _LEAST = {
     "decay_steps": 1,
     "weight_decay": 0,
     "eval_every": 1,
+    "checkpoint_every": 1,
     "vocab_size": 2,
     "stages_per_rank": 1,
 }
@@ -505,8 +520,30 @@ def _seed(given: int | None, saved: _SavedRun | None) -> int:
     return seed
 
 
+def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
+    """Return the run to go on from, None for a new one."""
+    if given.resume is None:
+        return None
+    if given.resume != AUTO:
+        return _saved_run(given.resume)
+    if given.out is None:
+        raise OptionsError(f"resume={AUTO} goes on in --out; give that folder")
+    saved = any(os.path.isfile(given.out / name / RUN_FILE) for name in (CHECKPOINT, PREVIOUS))
+    return _saved_run(given.out) if saved else None
+
+
+def _profiled(word: str | None) -> range:
+    """Return the steps from A to B of ``A:B``, both included."""
+    if word is None:
+        return range(0)
+    first, _, last = word.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise OptionsError(f"profile={word} is no range of steps; use A:B, as 10:12")
+    return range(int(first), int(last) + 1)
+
+
 def _saved_run(folder: Path) -> _SavedRun:
-    for candidate in (folder / CHECKPOINT, folder):
+    for candidate in (folder / CHECKPOINT, folder / PREVIOUS, folder):
         if os.path.isfile(candidate / RUN_FILE):
             return _SavedRun(candidate, _read_fields(candidate / RUN_FILE))
     raise OptionsError(f"no checkpoint in {folder}; give a run's folder or its checkpoint folder")

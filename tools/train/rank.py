@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hp_dtensor import Collectives, RecordingCollectives
 from hp_mesh import ParallelMesh
 
-from .checkpoint import load, save
+from .checkpoint import Checkpoints, load
 from .config import TransformersConfig
 from .data import Samples
 from .hugging_face import build_transformers, forward_alone
@@ -30,6 +30,7 @@ from .model import Forward, LanguageModel, build_model, call_built_in
 from .options import CHECKPOINT, Options, default_out
 from .parallelize import parallelize
 from .pipeline import build_pipeline
+from .profile import Profiler
 from .report import Counts, Report
 from .text import read_corpus
 
@@ -73,7 +74,7 @@ def _train_alone(options: Options, device: torch.device) -> Report:
     if options.resume is not None:
         load(trainer, options.resume)
     report = Report(options, trainer.step)
-    _train(trainer, options, report, None)
+    _train(trainer, options, report, None, Profiler(options.profile, options.out))
     report.totals(peak_memory(device), {})
     return report
 
@@ -85,12 +86,13 @@ def _train_together(options: Options, device: torch.device) -> Report | None:
     if not options.out_given:  # every rank of a cluster must write to the same folder
         started = largest_of_ranks(int(time.time()), mesh, device)
         options = replace(options, out=default_out(started))
-    collectives = RecordingCollectives()
+    profiler = Profiler(options.profile, options.out)
+    collectives = RecordingCollectives(profiler.collectives)
     trainer = _spread(options, mesh, device, collectives)
     if options.resume is not None:
         load(trainer, options.resume)
     report = Report(options, trainer.step) if dist.get_rank() == 0 else None
-    _train(trainer, options, report, collectives)
+    _train(trainer, options, report, collectives, profiler)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
         report.totals(peak, collectives.by_axis)
@@ -110,19 +112,28 @@ def _train(
     options: Options,
     report: Report | None,
     collectives: RecordingCollectives | None,
+    profiler: Profiler,
 ) -> None:
     """Train up to the last step and save; ``report`` is told about each step."""
-    data = _samples(options)
+    data, checkpoints = _samples(options), Checkpoints(options.out / CHECKPOINT, options.identity)
     before: Mapping[str, Counts] = {}
     while trainer.step < options.steps:
+        profiler.before(trainer.step + 1)
         result = trainer.train_step(data)
+        profiler.after(trainer.step)
         if options.eval_every and trainer.step % options.eval_every == 0:
             result = replace(result, eval_loss=trainer.evaluate(data))
         after = {} if collectives is None else collectives.by_axis
         if report is not None:
             report.step(result, peak_memory(trainer.device), _difference(after, before))
         before = after
-    save(trainer, options.out / CHECKPOINT, options.identity)
+        checkpoints.poll()
+        if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
+            checkpoints.start(trainer)
+    profiler.close()
+    if not options.checkpoint_every or trainer.step % options.checkpoint_every:
+        checkpoints.start(trainer)
+    checkpoints.finish()
 
 
 def _follow_reference(options: Options, report: Report) -> None:
@@ -222,7 +233,7 @@ def _device(options: Options) -> torch.device:
 
 def _join(options: Options) -> None:
     """Join the world that the launcher or torchrun describes in the environment."""
-    backend = "gloo" if options.device == "cpu" else "nccl"
+    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
     if RENDEZVOUS not in os.environ:
         dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
         return

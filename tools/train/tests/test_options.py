@@ -11,7 +11,7 @@ import pytest
 
 from hp_mesh import ParallelDimsError
 from train.config import CATALOGUE, SEED_STRIDE, SEEDS, ModelConfig, ModelError
-from train.options import CHECKPOINT, LOG_FILE, RUN_FILE, Options, OptionsError, parse
+from train.options import CHECKPOINT, LOG_FILE, PREVIOUS, RUN_FILE, Options, OptionsError, parse
 
 FIELDS = ["world_size", "dims", "seed", "dtype", "text", "step", "samples", "model", "options"]
 
@@ -376,9 +376,30 @@ def test_a_pipeline_takes_its_batch_in_as_many_parts_as_it_has_ranks() -> None:
         ),
         ("--pp 2 --model built-in-tied", "pp=2 with tie_word_embeddings=True"),
         ("--pp 4 --accumulate 2", "accumulate=2 is no multiple of pp=4, .* use 4 or another"),
-        ("--pp 2 --accumulate 8", "accumulate=8 parts for 2 data-parallel ranks; .* multiple of 16"),
+        ("--pp 2 --accumulate 8", "accumulate=8 parts for 2 .*; use a multiple of 16"),
     ],
 )
 def test_pipelines_that_cannot_be_are_refused(words: str, text: str) -> None:
     with pytest.raises(OptionsError, match=text):
         parse(words.split())
+
+
+def test_auto_goes_on_where_the_run_was_saved_and_else_starts_one(tmp_path: Path) -> None:
+    words = ["--resume", "auto", "--out", str(tmp_path)]
+    (tmp_path / LOG_FILE).touch()  # a run that was cut off before its first checkpoint
+    assert parse(words).resume is None
+    _checkpoint(tmp_path, parse(["--lr", "1e-3"]))
+    options = parse([*words, "--steps", "6"])
+    assert options.goes_on_in_place
+    assert options.train.learning_rate == 1e-3
+    (tmp_path / CHECKPOINT).rename(tmp_path / PREVIOUS)  # cut off between two renamings
+    assert parse([*words, "--steps", "6"]).resume == tmp_path / PREVIOUS
+    with pytest.raises(OptionsError, match="resume=auto goes on in --out"):
+        parse(["--resume", "auto"])
+
+
+@pytest.mark.parametrize("word", ["3", "0:2", "5:4", "a:b", ":"])
+def test_steps_to_profile_are_a_range(word: str) -> None:
+    assert parse(["--profile", "10:12"]).profile == range(10, 13)
+    with pytest.raises(OptionsError, match=f"profile={word} is no range of steps; use A:B"):
+        parse(["--profile", word])
