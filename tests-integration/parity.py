@@ -15,6 +15,7 @@ from train.data import Samples
 from train.loop import Trainer
 from train.model import build_model
 from train.parallelize import parallelize
+from train.pipeline import build_pipeline
 
 from hp_dtensor import RecordingCollectives
 from hp_mesh import ParallelDims, ParallelMesh
@@ -52,7 +53,7 @@ def samples() -> Samples:
 def train(trainer: Trainer, recording: RecordingCollectives | None = None) -> Outcome:
     """Make `STEPS` updates and return what happened."""
     data = samples()
-    batch = data.batch(0, TRAIN.batch_size)
+    batch = data.batch(0, trainer.config.batch_size)
     losses = [trainer.gradients(batch)]
     gradients = {name: whole(p.grad) for name, p in trainer.model.named_parameters()}
     norm = trainer.update()
@@ -70,9 +71,11 @@ def whole(gradient: Tensor | None) -> Tensor:
     return tensor.detach().clone()
 
 
-def single_process(dtype: torch.dtype) -> Outcome:
+def single_process(
+    dtype: torch.dtype, model: ModelConfig = MODEL, config: TrainConfig = TRAIN
+) -> Outcome:
     """Return the outcome of one process without any of the parallel parts."""
-    return train(Trainer(build_model(MODEL, TRAIN.seed, dtype), TRAIN))
+    return train(Trainer(build_model(model, config.seed, dtype), config))
 
 
 def mesh_of(degrees: Mapping[str, int]) -> ParallelMesh:
@@ -94,6 +97,50 @@ def on_rank(
     return Outcome(
         losses=outcome.losses, norm=outcome.norm, gradients=kept, traffic=outcome.traffic
     )
+
+
+def of_options(
+    rank: int, degrees: dict[str, int], model_config: ModelConfig, config: TrainConfig
+) -> Outcome:
+    """Return one rank's outcome in float64 of another model, or of a batch in parts."""
+    mesh = mesh_of(degrees)
+    model = build_model(model_config, config.seed)
+    forward = parallelize(model, mesh, mesh.dims)
+    return train(Trainer(model, config, mesh=mesh, forward=forward))
+
+
+def on_stages(
+    rank: int,
+    degrees: dict[str, int],
+    schedule: str,
+    model_config: ModelConfig,
+    config: TrainConfig,
+) -> tuple[Outcome, list[float]]:
+    """Return one rank's outcome of a pipeline with its own gradients, and losses of evaluation."""
+    mesh = mesh_of(degrees)
+    parts, pipeline = build_pipeline(
+        build_model(model_config, config.seed),
+        mesh,
+        config,
+        schedule=schedule,
+        stages_per_rank=2 if schedule == "interleaved" else 1,
+        spread=lambda stage: parallelize(stage, mesh, mesh.dims),
+        dtype=torch.float64,
+    )
+    trainer = Trainer(parts, config, mesh=mesh, pipeline=pipeline)
+    held_out = Samples(bytes(range(256)) * 8, config.seq_len, 0, held_out=True)
+    first = trainer.evaluate(held_out)
+    outcome = train(trainer)
+    return outcome, [first, trainer.evaluate(held_out)]
+
+
+def evaluations(model_config: ModelConfig, config: TrainConfig) -> list[float]:
+    """Return what `on_stages` returns beside its outcome, of one process."""
+    trainer = Trainer(build_model(model_config, config.seed), config)
+    held_out = Samples(bytes(range(256)) * 8, config.seq_len, 0, held_out=True)
+    first = trainer.evaluate(held_out)
+    train(trainer)
+    return [first, trainer.evaluate(held_out)]
 
 
 def combinations(world_size: int) -> list[dict[str, int]]:

@@ -1,13 +1,25 @@
 """Every combination of axes trains as one process does."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
 
 import pytest
 import torch
-from parity import MODEL, TRAIN, Outcome, combinations, name, on_rank, single_process
+from parity import (
+    MODEL,
+    TRAIN,
+    Outcome,
+    combinations,
+    evaluations,
+    name,
+    of_options,
+    on_rank,
+    on_stages,
+    single_process,
+)
 from rank_pool import RankPool
 
 from hp_mesh import ParallelDims
@@ -154,3 +166,50 @@ def test_traffic_is_counted_by_axis(ranks: Ranks) -> None:
     for outcome in outcomes:
         assert {"fsdp", "cp", "ep", "loss"} <= outcome.traffic.keys()
         assert all(traffic.bytes > 0 for traffic in outcome.traffic.values())
+
+
+IN_PARTS = replace(TRAIN, accumulate=2)
+# Each part adds the loss of its own experts' loads: halves of the coefficient make their mean.
+HALVED = replace(MODEL, router_aux_loss_coef=MODEL.router_aux_loss_coef / 2)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "model", "config"),
+    [
+        ({"dp_shard": 2, "ep": 2}, HALVED, IN_PARTS),
+        ({"tp": 2, "ep": 2}, replace(HALVED, tie_word_embeddings=True), IN_PARTS),
+    ],
+    ids=["parts", "tied"],
+)
+def test_batches_in_parts_and_tied_weights_train_as_on_one_process(
+    ranks: Ranks, degrees: dict[str, int], model: Any, config: Any
+) -> None:
+    outcomes = ranks(2).run(of_options, degrees, model, config)
+    assert_same(outcomes[:1], single_process(torch.float64, model, config), 1e-12)
+
+
+STAGES = [
+    ({"pp": 2, "dp_shard": 2, "ep": 2}, "1f1b", 3),  # three layers: stages of one and of two
+    ({"pp": 2, "cp": 2, "ep": 2}, "interleaved", 5),
+    ({"pp": 2, "tp": 2, "ep": 2}, "1f1b", 3),
+    ({"pp": 4}, "1f1b", 5),
+    ({"pp": 2, "dp_shard": 2, "cp": 2, "ep": 4}, "interleaved", 5),
+    pytest.param({"pp": 2, "dp_replicate": 2, "tp": 2, "ep": 2}, "1f1b", 3, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("degrees", "schedule", "layers"), STAGES)
+def test_a_pipeline_trains_as_one_process(
+    ranks: Ranks, degrees: dict[str, int], schedule: str, layers: int
+) -> None:
+    config = replace(TRAIN, accumulate=degrees["pp"])
+    coefficient = MODEL.router_aux_loss_coef / config.accumulate
+    model = replace(MODEL, num_hidden_layers=layers, router_aux_loss_coef=coefficient)
+    size = prod(degrees[axis] for axis in degrees if axis != "ep")
+    results = ranks(size).run(on_stages, degrees, schedule, model, config)
+    expected, losses = single_process(torch.float64, model, config), evaluations(model, config)
+    gradients = {key: g for outcome, _ in results for key, g in outcome.gradients.items()}
+    outcomes = [replace(outcome, gradients=gradients) for outcome, _ in results]
+    assert_same(outcomes, expected, 1e-12)
+    for _, found in results:
+        assert found == pytest.approx(losses, rel=1e-12, abs=0)

@@ -96,7 +96,7 @@ def refused(*words: str, environment: dict[str, str] | None = None) -> str:
         (("--dp-shard", "0"), "dp_shard='0'", "a positive integer"),
         (("--dp-replicate", "-2"), "dp_replicate='-2'", "a positive integer"),
         (("--dp-shard", "2", "--tp", "4"), "dp_shard*tp=2*4=8", "dp_shard=1, or tp=2"),
-        (("--pp", "2"), "pp=2", "1"),
+        (("--procs", "8", "--pp", "8"), "pp=8", "1, 2 or 4"),
         (("--etp", "2"), "etp=2", "1"),
         (("--cp", "4", "--ulysses-degree", "3"), "ulysses_degree=3", "1, 2 or 4"),
         (("--procs", "16", "--tp", "16"), "tp=16", "1, 2 or 4"),
@@ -124,7 +124,7 @@ def test_wrong_options_end_with_one_message_before_anything_starts(
 def test_it_joins_the_world_of_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", str(ROOT / "tools" / "train")]
-    run("--steps", "2", "--tp", "2", "--out", str(tmp_path), command=torchrun)
+    run("--steps", "2", "--compare", "--tp", "2", "--out", str(tmp_path), command=torchrun)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["dims"]["tp"] == 2

@@ -6,67 +6,113 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .loop import Trainer
-from .options import RUN_FILE
+from .options import PREVIOUS, RUN_FILE
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# One entry for each tensor: ranks of a pipeline have different ones.
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save(trainer: Trainer, folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write the parameters, AdamW's state, step and samples consumed to ``folder``.
+class Checkpoints:
+    """The latest checkpoint of a run, in ``folder``, written while the run goes on.
 
-    Every rank calls this. The folder takes its name when it is complete, so that what bears the
-    name can be read whole.
+    The folder takes its name when it is complete, so that what bears the name can be read whole:
+    a write that is cut off leaves the one before. Every rank makes the same calls. Making one makes
+    a process group, for what is exchanged while a step exchanges something else.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    if _first():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier()
-    with _alone_in_silence():
-        dcp_save(_state(trainer), checkpoint_id=partial, no_dist=not dist.is_initialized())
-    _barrier()
-    if _first():
-        fields = {**identity, "step": trainer.step, "samples": trainer.samples}
-        (partial / RUN_FILE).write_text(json.dumps(fields, indent=1))
-        previous = folder.with_name(folder.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, previous)
-        os.replace(partial, folder)
-        shutil.rmtree(previous, ignore_errors=True)
-    _barrier()
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._partial = folder.with_name(folder.name + ".partial")
+        self._identity = identity
+        self._fields: dict[str, Any] = {}
+        self._writing: Future[Any] | None = None
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def start(self, trainer: Trainer) -> None:
+        """Copy parameters, AdamW's state, step and samples consumed, and begin to write them.
+
+        Waits for the write before this one. A process without others writes at once.
+        """
+        self.finish()
+        if _first():
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+        _barrier()
+        self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
+        state = _state(trainer)
+        if self._group is None:
+            with _alone_in_silence():
+                dcp_save(state, checkpoint_id=self._partial, no_dist=True)
+            self._writing = Future()
+            self._writing.set_result(None)
+        else:
+            group, folder = self._group, self._partial
+            found = async_save(state, checkpoint_id=folder, process_group=group)
+            self._writing = cast("Future[Any]", found)
+
+    def poll(self) -> None:
+        """Give the folder its name if what is under way has been written."""
+        if self._writing is not None and self._writing.done():
+            self._complete()
+
+    def finish(self) -> None:
+        """Wait until what is under way has been written on all ranks, and named."""
+        if self._writing is not None:
+            self._complete()
+        _barrier()
+
+    def _complete(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()  # the first rank's comes when all have written
+        if _first():
+            (self._partial / RUN_FILE).write_text(json.dumps(self._fields, indent=1))
+            previous = self._folder.with_name(PREVIOUS)
+            if self._folder.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                os.replace(self._folder, previous)
+            os.replace(self._partial, self._folder)
+            shutil.rmtree(previous, ignore_errors=True)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Fill ``trainer`` in place with what `save` wrote under the same degrees."""
+    """Fill ``trainer`` in place with what `Checkpoints` wrote under the same degrees."""
     state = _state(trainer)
+    settings = [{**group, "params": ()} for group in trainer.optimizer.param_groups]
     with _alone_in_silence():
         dcp_load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(
+        trainer.model,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_BY_NAME,
+    )
+    for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
+        group.update({**own, "params": group["params"]})  # this run's, not the saved one's
     fields = json.loads((folder / RUN_FILE).read_text())
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return the tensors by name, aliases of the trainer's; AdamW's zeros where it has no state."""
-    moments: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in trainer.model.named_parameters():
-        state = trainer.optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        moments[name] = {key: state[key] for key in ("step", *MOMENTS)}
-    return {"model": trainer.model.state_dict(), "optimizer": moments}
+    """Return the model's tensors and AdamW's, by name; zeros where it has none yet."""
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=_BY_NAME)
+    return {"model": model, "optimizer": optimizer}
 
 
 @contextlib.contextmanager

@@ -1,11 +1,27 @@
 """The model's and the run's numbers, without torch."""
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hp_mesh import ModelShape
 
 # The order of a pass over the text has the seed ``seed * SEED_STRIDE + pass``, a signed 64-bit
 # number for torch: these seeds leave room for SEED_STRIDE passes.
 SEED_STRIDE = 1_000_003
 SEEDS = range(-(2**63 // SEED_STRIDE), 2**63 // SEED_STRIDE)
+HELD_OUT_SHARE, MOST_HELD_OUT = 20, 512  # one sample of so many, and no more than so many
+CATALOGUE = Path(__file__).parent / "catalogue"
+BUILT_IN = "built-in"  # the model type of configurations of this trainer's own model
+
+
+def held_out_samples(samples: int) -> int:
+    """Return how many samples at the end of the text are for evaluation, where there is any."""
+    return min(max(1, samples // HELD_OUT_SHARE), MOST_HELD_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +29,8 @@ class ModelConfig:
     """The shape of the language model; names follow the Hugging Face configurations.
 
     Every second block has a mixture of ``num_experts`` experts of width ``moe_intermediate_size``
-    in the place of the feed-forward network of width ``intermediate_size``.
+    in the place of the feed-forward network of width ``intermediate_size``; none has, without
+    experts.
     """
 
     vocab_size: int = 256
@@ -28,30 +45,143 @@ class ModelConfig:
     router_aux_loss_coef: float = 0.01
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
 
     @property
     def head_dim(self) -> int:
         """Return the width of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the block of this number, from 0, has experts."""
+        return self.num_experts > 0 and layer % 2 == 1
+
+    @property
+    def shape(self) -> ModelShape:
+        """Return the sizes from which the work of a step follows."""
+        sparse = sum(map(self.has_experts, range(self.num_hidden_layers)))
+        return ModelShape(
+            layers=self.num_hidden_layers,
+            hidden=self.hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            ffn=self.intermediate_size,
+            vocab=self.vocab_size,
+            tied=self.tie_word_embeddings,
+            experts=self.num_experts if sparse else 0,
+            top_k=self.num_experts_per_tok if sparse else 0,
+            expert_ffn=self.moe_intermediate_size,
+            dense_layers=self.num_hidden_layers - sparse if sparse else 0,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """What a step consumes and how it updates, equal whatever the degrees are.
 
-    A step takes ``batch_size`` samples of ``seq_len`` bytes. The learning rate rises linearly over
-    ``warmup_steps`` and then stays, so that it does not depend on how many steps a run has.
+    A step takes ``batch_size`` samples of ``seq_len`` tokens, in ``accumulate`` parts one after
+    another. The learning rate rises linearly over ``warmup_steps``. Then it stays, so that it does
+    not depend on how many steps a run has; or, with ``decay_steps``, it falls like a cosine to
+    ``least_rate`` of itself at that step, and stays there.
     """
 
     seed: int = 0
     batch_size: int = 8
     seq_len: int = 256
+    accumulate: int = 1
     learning_rate: float = 3e-3
     warmup_steps: int = 10
+    decay_steps: int | None = None
+    least_rate: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     max_norm: float = 1.0
 
     def learning_rate_of(self, step: int) -> float:
         """Return the learning rate of step ``step``, counted from 0."""
-        return self.learning_rate * min(1.0, (step + 1) / self.warmup_steps)
+        if step < self.warmup_steps or self.decay_steps is None:
+            return self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
+        done = (step + 1 - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        fallen = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        return self.learning_rate * (self.least_rate + (1 - self.least_rate) * fallen)
+
+
+class ModelError(ValueError):
+    """There is no model of that name, or its configuration is not one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig:
+    """A model of Hugging Face transformers: what is in its configuration file."""
+
+    fields: Mapping[str, Any]
+
+    @property
+    def shape(self) -> ModelShape:
+        """Return the sizes from which the work of a step follows."""
+        return ModelShape.from_config(self.fields)
+
+    def with_vocabulary(self, size: int) -> "TransformersConfig":
+        """Return the same model for another number of tokens."""
+        return TransformersConfig(fields={**self.fields, "vocab_size": size})
+
+
+AnyModelConfig = ModelConfig | TransformersConfig
+
+
+def read_model(name: str | None) -> AnyModelConfig:
+    """Return the configuration of a JSON file, of a name in the catalogue, or the built-in one.
+
+    A file whose ``model_type`` is `BUILT_IN` has fields of `ModelConfig`, and others are for
+    transformers, which must be installed and know them. Raises `ModelError`.
+    """
+    if name is None:
+        return ModelConfig()
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    known = {file.stem: file for file in sorted(CATALOGUE.glob("*.json"))}
+    if not path.is_file() and name not in known:
+        raise ModelError(
+            f"model={name} is neither a configuration file nor in the catalogue; use a JSON file "
+            f"or {', '.join(known)}"
+        )
+    path = path if path.is_file() else known[name]
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model={name} cannot be read: {error}") from error
+    kind = found.pop("model_type", None) if isinstance(found, dict) else None
+    if not isinstance(kind, str):
+        raise ModelError(f"model={name} has no model_type, which says what its fields mean")
+    return _built_in(name, found) if kind == BUILT_IN else _of_transformers(name, kind, found)
+
+
+def _built_in(name: str, found: Mapping[str, Any]) -> ModelConfig:
+    kinds = {field.name: type(field.default) for field in fields(ModelConfig)}
+    for key, value in found.items():
+        if key not in kinds:
+            raise ModelError(
+                f"model={name} has {key}, which the built-in model has not; use {', '.join(kinds)}"
+            )
+        if type(value) is not kinds[key] and not (kinds[key] is float and type(value) is int):
+            raise ModelError(f"model={name} has {key}={value!r}, which is no {kinds[key].__name__}")
+    config = ModelConfig(**found)
+    if config.num_attention_heads < 1 or config.hidden_size % (2 * config.num_attention_heads):
+        raise ModelError(
+            f"model={name}: num_attention_heads={config.num_attention_heads} must leave heads of "
+            f"an even width in hidden_size={config.hidden_size}"
+        )
+    return config
+
+
+def _of_transformers(name: str, kind: str, found: Mapping[str, Any]) -> TransformersConfig:
+    if find_spec("transformers") is None:
+        raise ModelError(f"model={name} needs transformers: pip install transformers")
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.for_model(kind, **found)
+    except Exception as error:
+        raise ModelError(
+            f"model={name} is no model of transformers: {' '.join(str(error).split())[:300]}"
+        ) from error
+    return TransformersConfig(fields={"model_type": kind, **found})

@@ -1,11 +1,17 @@
-"""Batches of text: one seeded order of samples, whatever the degrees are."""
+"""Batches of tokens: one seeded order of samples, whatever the degrees are."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .config import SEED_STRIDE
+from .config import SEED_STRIDE, held_out_samples
+
+if TYPE_CHECKING:
+    from .text import Part
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
@@ -20,18 +26,32 @@ class Batch:
 
 
 class Samples:
-    """The text cut into samples of ``seq_len`` bytes, in a new seeded order every pass."""
+    """Tokens cut into samples of ``seq_len``, in a new seeded order every pass.
 
-    def __init__(self, text: bytes, seq_len: int, seed: int) -> None:
-        self._rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._rows = self._rows[: len(text) // seq_len * seq_len].view(-1, seq_len)
+    ``text`` is bytes, each a token, or arrays of tokens, whose ends that fill no sample are left
+    out. With ``held_out`` the last samples (see `held_out_samples`) are never trained on.
+    """
+
+    def __init__(
+        self, text: "bytes | Sequence[Part]", seq_len: int, seed: int, *, held_out: bool = False
+    ) -> None:
+        parts = [np.frombuffer(text, np.uint8)] if isinstance(text, bytes) else text
+        rows = [len(part) // seq_len for part in parts]
+        self._parts = [
+            part[: count * seq_len].reshape(-1, seq_len)
+            for part, count in zip(parts, rows, strict=True)
+        ]
+        self._ends = np.cumsum(rows)
+        self._held_out = held_out_samples(int(self._ends[-1])) if held_out else 0
+        self._seq_len = seq_len
         self._seed = seed
         self._order: tuple[int, Tensor] | None = None
-        if not len(self._rows):
-            raise ValueError(f"a text of {len(text)} bytes holds no sample of {seq_len} bytes")
+        if not len(self):
+            tokens = sum(map(len, parts))
+            raise ValueError(f"a text of {tokens} tokens holds no sample of {seq_len} tokens")
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(self._ends[-1]) - self._held_out
 
     def batch(self, consumed: int, size: int) -> Batch:
         """Return the ``size`` samples after the first ``consumed``, and the count after them.
@@ -40,13 +60,28 @@ class Samples:
         be partial: its last rows are zeros with ignored labels and count as not consumed.
         """
         index, offset = divmod(consumed, len(self))
-        rows = self._rows[self._permutation(index)[offset : offset + size]].long()
-        padding = (size - len(rows), rows.shape[1])
+        rows = self._permutation(index)[offset : offset + size]
+        return self._padded(rows.tolist(), size, consumed)
+
+    def held_out(self, size: int) -> Iterator[Batch]:
+        """Yield batches of ``size`` of what is held out, in the order of the text."""
+        every = range(len(self), len(self) + self._held_out)
+        for start in range(0, len(every), size):
+            yield self._padded(every[start : start + size], size, start)
+
+    def _padded(self, samples: Sequence[int], size: int, consumed: int) -> Batch:
+        rows = torch.stack([self._row(sample) for sample in samples])
+        padding = (size - len(rows), self._seq_len)
         return Batch(
             tokens=torch.cat([rows, rows.new_zeros(padding)]),
             labels=torch.cat([rows, rows.new_full(padding, IGNORED)]),
             consumed=consumed + len(rows),
         )
+
+    def _row(self, sample: int) -> Tensor:
+        part = int(np.searchsorted(self._ends, sample, side="right"))
+        first = 0 if part == 0 else int(self._ends[part - 1])
+        return torch.from_numpy(self._parts[part][sample - first].astype(np.int64))
 
     def _permutation(self, index: int) -> Tensor:
         if self._order is None or self._order[0] != index:

@@ -2,24 +2,32 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
-from hp_cp import cp_loss, position_ids, shard_sequence, shift_labels
+from hp_cp import position_ids, shard_sequence, shift_labels
 from hp_dtensor import Axis, Collectives, TorchCollectives, clip_grad_norm_
+from hp_fsdp import FSDPModule, sharded_optimizer
 from hp_mesh import ParallelMesh
 
 from .config import TrainConfig
 from .data import IGNORED, Batch, Samples
+from .model import Forward, call_built_in
 from .parallelize import sequence_layout
+from .pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One step, counted from 1: the loss of the whole batch in nats per byte, before the update."""
+    """One step, counted from 1: the loss of the whole batch in nats per token, before the update.
+
+    ``eval_loss`` is that of the held-out text after the update, None where none was asked for.
+    """
 
     step: int
     loss: float
@@ -27,13 +35,17 @@ class StepResult:
     learning_rate: float
     samples: int
     seconds: float
+    eval_loss: float | None = None
 
 
 class Trainer:
     """A model, its optimizer, and how far the run is (`step`, `samples` consumed).
 
     With a ``mesh`` the model is what `parallelize` returned on it, and every rank gets the same
-    whole batches and takes its part of them; without one this is the plain single-process run.
+    whole batches and takes its part of them; without one this is the plain single-process run,
+    which computes in ``compute_dtype`` as sharded modules do: weights are cast where they are used.
+    ``forward`` calls the model with tokens and positions for logits. With a ``pipeline`` that runs
+    it, ``model`` holds the parts of all stages of this rank.
     """
 
     def __init__(
@@ -44,6 +56,9 @@ class Trainer:
         mesh: ParallelMesh | None = None,
         device: torch.device | str = "cpu",
         collectives: Collectives | None = None,
+        forward: Forward = call_built_in,
+        compute_dtype: torch.dtype | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -53,6 +68,9 @@ class Trainer:
         self._mesh = mesh
         self.device = torch.device(device)
         self._collectives = TorchCollectives() if collectives is None else collectives
+        self._forward = forward
+        self._compute_dtype = compute_dtype
+        self._pipeline = pipeline
         self._layout = sequence_layout(mesh)
         self._positions = (
             torch.arange(config.seq_len, device=self.device)
@@ -63,23 +81,29 @@ class Trainer:
     def gradients(self, batch: Batch) -> float:
         """Add the gradients of the batch's mean loss to the parameters and return that loss.
 
+        Takes the batch in ``config.accumulate`` parts, of the same rows whatever the degrees are.
         Communicates what the packages do, the number of labels and the loss over ``loss``.
         """
-        tokens, labels = self._part(batch)
-        logits: Tensor = self.model(tokens, self._positions)
-        total = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        count = (labels != IGNORED).sum()
-        if self._mesh is None:
-            loss = total / count
+        parts = [self._part(part) for part in _split(batch, self.config.accumulate)]
+        count = torch.stack([_count(labels) for _, labels in parts]).sum()
+        count = self._sum_over("loss", count)
+        if self._pipeline is not None:
+            tokens, labels = (torch.cat(each) for each in zip(*parts, strict=True))
+            whole = self._pipeline.run(
+                tokens,
+                labels,
+                lambda logits, labels: _loss_sum(logits, labels) / count.clamp(min=1),
+                train=True,
+            )
+            return self._sum_over("loss", self._sum_over("pp", whole)).item()
+        whole = torch.zeros((), device=self.device, dtype=torch.float64)
+        for index, (tokens, labels) in enumerate(parts):
+            if isinstance(self.model, FSDPModule) and len(parts) > 1:
+                self.model.set_requires_gradient_sync(index == len(parts) - 1)
+            loss = _loss_sum(self._logits(tokens), labels) / count.clamp(min=1)
             loss.backward()
-            return loss.item()
-        loss = cp_loss(total, count, self._mesh["loss"], collectives=self._collectives)
-        loss.backward()
-        axis = Axis.of(self._mesh["loss"])
-        (whole,) = self._collectives.all_reduce(axis, [loss.detach().clone()]).wait()
-        return whole.item()
+            whole += loss.detach()
+        return self._sum_over("loss", whole).item()
 
     def update(self) -> float:
         """Clip the gradients, step the optimizer, drop the gradients; return the norm before."""
@@ -87,7 +111,8 @@ class Trainer:
         if self._mesh is None:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
-            norm = clip_grad_norm_(parameters, max_norm, collectives=self._collectives)
+            stages = self._mesh["pp"] if self._mesh["pp"].size() > 1 else None
+            norm = clip_grad_norm_(parameters, max_norm, pp=stages, collectives=self._collectives)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_of(self.step)
         self.optimizer.step()
@@ -112,6 +137,44 @@ class Trainer:
             seconds=time.perf_counter() - start,
         )
 
+    @torch.no_grad()
+    def evaluate(self, data: Samples) -> float:
+        """Return the mean loss of what ``data`` holds out, in nats per token.
+
+        Communicates what forwards do, and the sum of the loss and of labels over ``loss``.
+        """
+        self.model.eval()
+        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        # A pipeline takes as many parts as in a step; else a batch is one of them.
+        parts = self.config.accumulate if self._pipeline is None else 1
+        for batch in data.held_out(self.config.batch_size // parts):
+            tokens, labels = self._part(batch)
+            if self._pipeline is None:
+                loss = _loss_sum(self._logits(tokens), labels)
+            else:
+                loss = self._pipeline.run(tokens, labels, _loss_sum, train=False)
+            sums += torch.stack([loss.double(), _count(labels)])
+        self.model.train()
+        loss, count = self._sum_over("loss", sums)
+        # Each stage counts the labels, but the last one alone has losses.
+        mean: float = (self._sum_over("pp", loss.clone()) / count).item()
+        return mean
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        if self._mesh is not None or self._compute_dtype is None:
+            return self._forward(self.model, tokens, self._positions)
+        dtype, parameters = self._compute_dtype, self.model.named_parameters()
+        weights = {f"model.{name}": parameter.to(dtype) for name, parameter in parameters}
+        called = _Called(self.model, self._forward)
+        return cast(Tensor, functional_call(called, weights, (tokens, self._positions)))
+
+    def _sum_over(self, name: str, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over an axis: ``loss``, of parts of the batch, or ``pp``."""
+        if self._mesh is None or self._mesh[name].size() == 1:
+            return value
+        (whole,) = self._collectives.all_reduce(Axis.of(self._mesh[name]), [value]).wait()
+        return whole
+
     def _part(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return this rank's tokens and labels: its rows, then its part of their sequence."""
         tokens = batch.tokens.to(self.device)
@@ -125,28 +188,73 @@ class Trainer:
         return tokens, labels
 
 
+class _Called(nn.Module):
+    """A model and how it is called, so that its weights can be replaced for one call."""
+
+    def __init__(self, model: nn.Module, call: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the model's logits."""
+        return self.call(self.model, tokens, positions)
+
+
+def _split(batch: Batch, parts: int) -> list[Batch]:
+    pairs = zip(batch.tokens.chunk(parts), batch.labels.chunk(parts), strict=True)
+    return [Batch(tokens, labels, batch.consumed) for tokens, labels in pairs]
+
+
+def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss of all labels that count, in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def _count(labels: Tensor) -> Tensor:
+    return (labels != IGNORED).sum()
+
+
 def largest_of_ranks(value: int, mesh: ParallelMesh, device: torch.device) -> int:
-    """Return the largest ``value`` of all ranks: one all-reduce over ``loss``, one over ``tp``."""
+    """Return the largest ``value`` of all ranks: an all-reduce over ``loss``, ``tp`` and ``pp``."""
     largest = torch.tensor(value, device=device)
-    for name in ("loss", "tp"):
+    for name in ("loss", "tp", "pp"):
         TorchCollectives().all_reduce(Axis.of(mesh[name]), [largest], op="max").wait()
     return int(largest)
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Return torch's AdamW with one group of parameters per mesh.
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return torch's AdamW, which lets matrices decay, and not norms and biases.
 
-    torch's kernels over lists of DTensors want all of one list on one mesh, and it works out the
-    placements of each anew: one fused kernel in place of ten takes a quarter off a short run.
+    Of a sharded model each flat shard is updated as one tensor. What does not decay is updated in
+    a group per mesh: torch's kernels over lists of DTensors want all of one list on one mesh.
     """
+    decayed: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": config.betas,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+    }
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        for parameter in _vectors(model):  # a flat optimizer takes what trains when it is made
+            parameter.requires_grad_(False)
+        optimizer: torch.optim.Optimizer = sharded_optimizer(torch.optim.AdamW, model, **decayed)
+        for parameter in _vectors(model):
+            parameter.requires_grad_(True)
+    else:
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        optimizer = torch.optim.AdamW(matrices, **decayed)
     by_mesh: dict[object, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in _vectors(model):
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         by_mesh.setdefault(mesh, []).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": parameters} for parameters in by_mesh.values()],
-        lr=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    for group in by_mesh.values():
+        optimizer.add_param_group({"params": group, "weight_decay": 0.0})
+    return optimizer
+
+
+def _vectors(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.ndim < 2]

@@ -6,6 +6,9 @@ positions (arXiv 2104.09864) and SwiGLU (arXiv 2002.05202), with grouped-query a
 """
 
 import hashlib
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,9 @@ from torch import Tensor, nn
 from hp_ep import MoE
 
 from .config import ModelConfig
+
+Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""A model, tokens and positions ``[seq]`` in, logits ``[batch, seq, vocab]`` out."""
 
 
 class CoreAttention(nn.Module):
@@ -77,9 +83,10 @@ def rotate(x: Tensor, position_ids: Tensor, theta: float) -> Tensor:
     The two halves of a head hold the two coordinates of each plane (arXiv 2104.09864, section 3.4).
     """
     half = x.shape[-1] // 2
-    exponents = torch.arange(half, dtype=x.dtype, device=x.device) / half
-    angles = position_ids.to(x.dtype)[:, None] * theta**-exponents
-    cos, sin = angles.cos(), angles.sin()
+    precise = torch.promote_types(x.dtype, torch.float32)  # bfloat16 cannot count to 300
+    exponents = torch.arange(half, dtype=precise, device=x.device) / half
+    angles = position_ids.to(precise)[:, None] * theta**-exponents
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -125,23 +132,54 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Tokens in, logits of the next token out; or a stage of that, which lacks some of its parts.
+
+    A stage without embedding takes what the layers before it give, one without head gives what its
+    last layer gives. Its parts have the names that they have in the whole model.
+    """
+
+    embedding: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    head: nn.Linear | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
+        self.position_ids: Tensor | None = None  # of calls that give none, as a pipeline's
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(
-            Block(config, experts=index % 2 == 1) for index in range(config.num_hidden_layers)
+        layers = range(config.num_hidden_layers)
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, experts=config.has_experts(layer)) for layer in layers}
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """Return logits ``[batch, seq, vocab]`` of ``tokens`` ``[batch, seq]`` at ``[seq]``."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return logits ``[batch, seq, vocab]`` of tokens ``[batch, seq]`` at ``[seq]``."""
+        position_ids = self.position_ids if position_ids is None else position_ids
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
             x = block(x, position_ids)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+    def stage(self, layers: Collection[int]) -> "LanguageModel":
+        """Return the part of these layers, which shares them with this model."""
+        with torch.device("meta"):
+            part = LanguageModel(replace(self.config, num_hidden_layers=0))
+        part.config = self.config
+        part.blocks = nn.ModuleDict({str(layer): self.blocks[str(layer)] for layer in layers})
+        part.embedding = self.embedding if 0 in layers else None
+        ends = self.config.num_hidden_layers - 1 in layers
+        part.norm, part.head = (self.norm, self.head) if ends else (None, None)
+        return part
+
+
+def call_built_in(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Return the logits of a `LanguageModel`."""
+    return cast(Tensor, model(tokens, positions))
 
 
 def build_model(
@@ -165,11 +203,12 @@ def build_model(
             deviation = parameter.shape[-1] ** -0.5
             if name.rpartition(".weight")[0].endswith("wo") or ".w2" in name or "down_proj" in name:
                 deviation *= depth
-            parameter.copy_(_normal(f"{seed}/{name}", parameter.shape) * deviation)
+            parameter.copy_(normal(f"{seed}/{name}", parameter.shape) * deviation)
     return model
 
 
-def _normal(key: str, shape: torch.Size) -> Tensor:
+def normal(key: str, shape: torch.Size) -> Tensor:
+    """Return numbers of the standard normal distribution that depend on ``key`` only."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)

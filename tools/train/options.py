@@ -1,27 +1,48 @@
 """The command line: what was asked for, checked before torch is loaded or a process starts."""
 
 import argparse
+import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hp_mesh import ParallelDims, ParallelDimsError
 
-from .config import SEEDS, ModelConfig, TrainConfig
-from .text import digest, read_text
+from .config import (
+    SEEDS,
+    AnyModelConfig,
+    ModelConfig,
+    TrainConfig,
+    TransformersConfig,
+    held_out_samples,
+    read_model,
+)
+from .text import BYTES, TOKEN_DTYPES, Corpus, Source, read_corpus
 
 DEFAULT_PROCESSES = 4
 DEFAULT_STEPS = 60
+COMPARED_STEPS = 60  # of the comparison with one process, where its number is not given
 DEFAULT_DEGREES = {"dp_shard": 2, "cp": 2, "ep": 4}
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
-ABSENT = {"pp": "pipeline parallelism"}
-DTYPES = ("float64", "float32")
+SCHEDULES = {"1f1b": 1, "interleaved": 2}  # of pipelines, and how many stages a rank has at least
+DTYPES = ("float64", "float32", "bfloat16")
 EQUAL_SHARES = ("sequence", "sequence-balance", "heads-ulysses", "kv-heads-ulysses")
+DEMONSTRATED = {"out", "seed", "steps"}  # what may be given in the demonstration
+# What a run that goes on takes from its checkpoint unless it is given anew; some of it may differ.
+INHERITED = (
+    *("model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len", "batch_size"),
+    *("accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
+    *("checkpoint_every", "checkpoint_activations", "compile", "pp_schedule", "stages_per_rank"),
+)
+PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
+PREVIOUS = CHECKPOINT + ".previous"  # while a newer one takes the name
+AUTO = Path("auto")  # in the place of a folder to go on from: the run's own, if it has been saved
 
 
 class OptionsError(ValueError):
@@ -41,9 +62,20 @@ class Options:
     out_given: bool
     resume: Path | None
     reference: bool
+    compare: int  # how many steps one process makes too, from the first
     checkpoint_activations: bool
-    model: ModelConfig
+    compile: str | None  # the compiler of the model's blocks
+    schedule: str  # of a pipeline
+    stages_per_rank: int
+    eval_every: int  # steps, 0 for none
+    checkpoint_every: int  # steps, 0 for at the end alone
+    profile: range  # of steps
+    source: Source
+    unit: str  # what a token is called
+    digest: str  # of all tokens
+    model: AnyModelConfig
     train: TrainConfig
+    inherited: Mapping[str, Any]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -53,52 +85,90 @@ class Options:
             "dims": self.dims.to_dict(),
             "seed": self.train.seed,
             "dtype": self.dtype,
-            "text": digest(read_text()),
+            "text": self.digest,
+            "model": _digest_of(self.model),
+            "seq_len": self.train.seq_len,
+            "held_out": self.eval_every > 0,
+            "options": dict(self.inherited),
         }
 
     @property
     def goes_on_in_place(self) -> bool:
         """Return whether the run goes on in the folder that it was saved in."""
-        return self.resume is not None and _same_path(self.resume, self.out / CHECKPOINT)
+        here = (self.out / CHECKPOINT, self.out / PREVIOUS)
+        return self.resume is not None and any(_same_path(self.resume, path) for path in here)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many tokens a step takes, padding included."""
+        return self.train.batch_size * self.train.seq_len
 
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     """Return the options of ``argv``; ``world_size`` is that of a cluster this process is in.
 
-    Raises `OptionsError` or hp-mesh's `ParallelDimsError`, either of which says what is legal;
-    exits with status 2 where a word is no option or no number.
+    Reads the text. Raises `OptionsError`, hp-mesh's `ParallelDimsError`, `ModelError` or
+    `TextError`, each of which says what is legal; exits with status 2 where a word is no option or
+    no number.
     """
     given = _parser().parse_args(argv)
-    saved = None if given.resume is None else _saved_run(given.resume)
+    saved = _asked_run(given)
     processes = _world_size(given, world_size, saved)
     if saved is not None and processes != saved.fields["world_size"]:
         # Degrees need not fit another number of processes: compare them as they were given.
         asked = {name: word for name, word in vars(given).items() if word is not None}
-        _check_same({"world_size": processes, **asked}, saved)
-    model, train = ModelConfig(), TrainConfig(seed=_seed(given.seed, saved))
+        kept = {name: word for name, word in asked.items() if name not in INHERITED}
+        _check_same({"world_size": processes, **kept}, saved)
+    compare = _compared(given, saved)
+    for name in ("compile", "checkpoint_activations") if given.reference else ():
+        if getattr(given, name):
+            word = name.replace("_", "-")
+            raise OptionsError(f"{word} with --reference, which trains plainly; leave one out")
+    if saved is not None:
+        for name, word in saved.fields["options"].items():
+            if name in INHERITED and getattr(given, name) is None:
+                setattr(given, name, word)
+    _check_numbers(given)
     dims = _dims(given, processes, saved)
-    report = dims.check(model, train.seq_len, train.batch_size, causal_balance=True)
-    # Unequal shares of a sequence or of heads are advice, but this model takes equal ones alone.
-    refused = [found for found in report if found.level == "error" or found.rule in EQUAL_SHARES]
-    if refused:
-        raise ParallelDimsError(refused)
+    train = _train_config(given, saved, dims.pp)
+    source = Source(
+        paths=tuple(map(Path, given.data or ())),
+        tokenizer=given.tokenizer,
+        token_dtype=given.token_dtype or TOKEN_DTYPES[0],
+    )
+    corpus = read_corpus(source)
+    _check_samples(corpus, train, bool(given.eval_every))
+    model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size)
+    _check_degrees(dims, model, train)
+    schedule, stages = _stages(given, dims, model, train.accumulate)
     options = Options(
         steps=_steps(given.steps, saved),
         world_size=processes,
         dims=dims,
-        device=given.device,
-        dtype=_either(given.dtype, saved, "dtype", DTYPES[given.device != "cpu"]),
+        device=given.device or "cpu",
+        dtype=_either(given.dtype, saved, "dtype", DTYPES[given.device == "cuda"]),
         out=given.out or default_out(int(time.time())),
         out_given=given.out is not None,
         resume=None if saved is None else saved.folder,
         reference=given.reference,
-        checkpoint_activations=given.checkpoint_activations,
+        compare=compare,
+        checkpoint_activations=bool(given.checkpoint_activations),
+        compile=None if given.compile in (None, "none") else given.compile,
+        schedule=schedule,
+        stages_per_rank=stages,
+        eval_every=given.eval_every or 0,
+        checkpoint_every=given.checkpoint_every or 0,
+        profile=_profiled(given.profile),
+        source=source,
+        unit=corpus.unit,
+        digest=corpus.digest,
         model=model,
         train=train,
+        inherited=_inherited(given),
     )
     if saved is not None:
         _check_same(options.identity, saved)
-    if options.out_given and not options.goes_on_in_place:
+    if options.out_given and not options.goes_on_in_place and given.resume != AUTO:
         _check_holds_no_run(options.out)
     return options
 
@@ -129,27 +199,254 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train",
         allow_abbrev=False,
-        description="Train a small mixture-of-experts language model on the source text of the "
-        "Python standard library, over any mix of parallel axes. Without options: 4 local "
-        "processes on the CPU, dp_shard=2 cp=2 ep=4.",
+        description="Train a language model over any mix of parallel axes. Without options: a "
+        "small mixture of experts on the source text of the Python standard library, 4 local "
+        "processes on the CPU, dp_shard=2 cp=2 ep=4, compared with one process.",
     )
-    add = parser.add_argument
-    add("--steps", type=int, help=f"train up to this step (default {DEFAULT_STEPS})")
-    add("--seed", type=int, help="seed of the initial values and of the data's order (default 0)")
-    add("--procs", type=int, help=f"local processes (default {DEFAULT_PROCESSES})")
-    ParallelDims.add_arguments(parser)
-    add("--device", choices=("cpu", "cuda"), default="cpu")
-    add(
+    run = parser.add_argument_group("run").add_argument
+    run("--steps", type=int, help=f"train up to this step (default {DEFAULT_STEPS})")
+    run("--seed", type=int, help="seed of the initial values and of the data's order (default 0)")
+    run("--procs", type=int, help=f"local processes (default {DEFAULT_PROCESSES})")
+    run("--device", choices=("cpu", "cuda"), help="default cpu")
+    run("--out", type=Path, metavar="DIR", help="new folder for the results (default runs/<time>)")
+    run(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="go on from a run's folder or checkpoint; auto: from that in --out, if there is one",
+    )
+    run("--checkpoint-every", type=int, metavar="N", help="save every N steps, beside training")
+    run("--profile", metavar="A:B", help="write a trace of the steps from A to B, of each rank")
+    run("--reference", action="store_true", help="train on one process, without the packages")
+    run(
+        "--compare",
+        type=int,
+        nargs="?",
+        const=COMPARED_STEPS,
+        metavar="STEPS",
+        help="then make the first steps again on one process and compare the losses; "
+        f"{COMPARED_STEPS} steps without a number, as in the run without options; 0 makes none",
+    )
+    run("--eval-every", type=int, metavar="N", help="every N steps the loss of held-out text")
+    data = parser.add_argument_group("data").add_argument
+    data(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="text, JSON lines (.jsonl, field 'text') or token arrays (.npy, .bin), or folders of "
+        "them (default: the Python standard library's source)",
+    )
+    data(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"{BYTES} (default), or a tokenizer.json, a folder or a name that transformers finds "
+        "on this machine",
+    )
+    data("--token-dtype", choices=TOKEN_DTYPES, help=f"of .bin files (default {TOKEN_DTYPES[0]})")
+    data("--seq-len", type=int, metavar="N", help="tokens of a sample (default 256)")
+    data("--batch-size", type=int, metavar="N", help="samples of a step (default 8)")
+    model = parser.add_argument_group("model and update").add_argument
+    model(
+        "--model",
+        metavar="NAME",
+        help="a configuration of transformers: a JSON file or a name of this trainer's catalogue "
+        "(default: the built-in mixture of experts)",
+    )
+    model("--vocab-size", type=int, metavar="N", help="default: the tokenizer's, rounded up")
+    model(
         "--dtype",
         choices=DTYPES,
         help="default float64 on the CPU, where top-k routing and AdamW would turn float32 "
-        "rounding into other losses; float32 on CUDA",
+        "rounding into other losses; float32 on CUDA; bfloat16 computes in it and keeps weights, "
+        "sums of gradients and the optimizer in float32",
     )
-    add("--checkpoint-activations", action="store_true", help="recompute blocks in backward")
-    add("--resume", type=Path, metavar="DIR", help="go on from a run's folder or checkpoint")
-    add("--reference", action="store_true", help="train on one process, without the packages")
-    add("--out", type=Path, metavar="DIR", help="new folder for the results (default runs/<time>)")
+    model("--lr", type=float, help="highest learning rate (default 3e-3)")
+    model("--warmup-steps", type=int, metavar="N", help="of rising learning rate (default 10)")
+    model(
+        "--decay-steps",
+        type=int,
+        metavar="N",
+        help="let the learning rate fall like a cosine to a tenth at step N (default: it stays)",
+    )
+    model("--weight-decay", type=float, help="of matrices (default 0.1); norms and biases have 0")
+    model("--accumulate", type=int, metavar="N", help="take a batch in N parts (default 1, or pp)")
+    model("--pp-schedule", choices=SCHEDULES, help="of a pipeline (default 1f1b)")
+    model(
+        "--stages-per-rank",
+        type=int,
+        metavar="N",
+        help="stages of a pipeline on each rank (default 1; 2 or more if interleaved)",
+    )
+    model(
+        "--checkpoint-activations",
+        action=argparse.BooleanOptionalAction,
+        help="recompute blocks in backward",
+    )
+    model(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        help="compile each block with torch.compile (inductor without a name, none for not)",
+    )
+    ParallelDims.add_arguments(parser)
     return parser
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    """Raise for numbers that can be nobody's."""
+    for name, least in _LEAST.items():
+        value = getattr(given, name)
+        if value is not None and not (value >= least and value < math.inf):
+            raise OptionsError(f"{name.replace('_', '-')}={value} cannot be; use {least} or more")
+    if given.lr is not None and not 0 < given.lr < math.inf:
+        raise OptionsError(f"lr={given.lr} is no learning rate; use a number above 0")
+
+
+_LEAST = {
+    "batch_size": 1,
+    "seq_len": 2,
+    "accumulate": 1,
+    "warmup_steps": 0,
+    "decay_steps": 1,
+    "weight_decay": 0,
+    "eval_every": 1,
+    "checkpoint_every": 1,
+    "vocab_size": 2,
+    "stages_per_rank": 1,
+}
+
+
+def _stages(
+    given: argparse.Namespace, dims: ParallelDims, model: AnyModelConfig, parts: int
+) -> tuple[str, int]:
+    """Return the schedule of a pipeline of a batch's parts, and how many stages each rank has."""
+    schedule: str = given.pp_schedule or next(iter(SCHEDULES))
+    least = SCHEDULES[schedule]
+    stages: int = least if given.stages_per_rank is None else given.stages_per_rank
+    if dims.pp == 1:
+        return schedule, 1
+    if stages < least or (least == 1 and stages > 1):
+        others = [name for name, number in SCHEDULES.items() if (number > 1) == (stages > 1)]
+        raise OptionsError(
+            f"stages-per-rank={stages} with pp-schedule={schedule}; use {least}"
+            + (" or more" if least > 1 else "")
+            + f", or pp-schedule={others[0]}"
+        )
+    if parts % dims.pp:
+        raise OptionsError(
+            f"accumulate={parts} is no multiple of pp={dims.pp}, whose stages take a batch in "
+            f"rounds of {dims.pp} parts; use {parts // dims.pp * dims.pp or dims.pp} or another one"
+        )
+    layers = model.shape.layers
+    if dims.pp * stages > layers:
+        raise OptionsError(
+            f"pp={dims.pp} with stages-per-rank={stages} has more stages than "
+            f"num_hidden_layers={layers}; use fewer"
+        )
+    if model.shape.tied:
+        raise OptionsError(
+            f"pp={dims.pp} with tie_word_embeddings=True: a pipeline's first and last stage would "
+            "share one weight, which this trainer has not; use pp=1, or a model that is not tied"
+        )
+    return schedule, stages
+
+
+def _train_config(given: argparse.Namespace, saved: _SavedRun | None, pp: int) -> TrainConfig:
+    words = {field.name: field.name for field in fields(TrainConfig)} | {"learning_rate": "lr"}
+    asked = {name: getattr(given, word, None) for name, word in words.items() if name != "seed"}
+    if asked["accumulate"] is None:
+        asked["accumulate"] = pp  # the fewest parts of a batch that keep all stages busy at once
+    train = TrainConfig(
+        seed=_seed(given.seed, saved),
+        **{name: value for name, value in asked.items() if value is not None},
+    )
+    if train.batch_size % train.accumulate:
+        raise OptionsError(
+            f"accumulate={train.accumulate} does not divide batch-size={train.batch_size}; use "
+            + " or ".join(str(n) for n in _divisors(train.batch_size))
+        )
+    if train.decay_steps is not None and train.decay_steps <= train.warmup_steps:
+        raise OptionsError(
+            f"decay-steps={train.decay_steps} is within warmup-steps={train.warmup_steps}; use "
+            f"{train.warmup_steps + 1} or more, or fewer steps of warm-up"
+        )
+    return train
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _check_samples(corpus: Corpus, train: TrainConfig, held_out: bool) -> None:
+    samples = sum(len(part) // train.seq_len for part in corpus.parts)
+    if samples - (held_out_samples(samples) if held_out else 0) < 1:
+        tokens = sum(map(len, corpus.parts))
+        raise OptionsError(
+            f"data of {counted(tokens, corpus.unit)} has {counted(samples, 'sample')} of "
+            f"seq-len={train.seq_len}; give more data or a smaller seq-len"
+            + (", or leave eval-every out, which needs a sample of its own" if held_out else "")
+        )
+
+
+def _with_vocabulary(model: AnyModelConfig, corpus: Corpus, asked: int | None) -> AnyModelConfig:
+    """Return the model for as many tokens as asked for, else as the tokenizer has, rounded up."""
+    size = asked
+    if size is None and corpus.vocab_size is not None:
+        size = -(-corpus.vocab_size // PADDED_VOCABULARY) * PADDED_VOCABULARY
+    if size is None:
+        size = model.vocab_size if isinstance(model, ModelConfig) else model.shape.vocab
+    needed = max(corpus.largest + 1, corpus.vocab_size or 0)
+    if size < needed:
+        raise OptionsError(
+            f"vocab-size={size} is too small for tokens up to {needed - 1}; use {needed} or more, "
+            "or name the tokenizer of the data"
+        )
+    if isinstance(model, TransformersConfig):
+        return model.with_vocabulary(size)
+    return replace(model, vocab_size=size)
+
+
+def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig) -> None:
+    if isinstance(model, TransformersConfig):
+        for name in ("tp", "pp", "ep", "etp"):
+            if (degree := getattr(dims, name)) > 1:
+                raise OptionsError(
+                    f"{name}={degree} with a model of transformers "
+                    f"({model.fields['model_type']}); only dp_replicate, dp_shard and cp spread "
+                    f"those: use {name}=1, or the built-in model"
+                )
+    numbers = model.fields if isinstance(model, TransformersConfig) else model
+    report = dims.check(numbers, train.seq_len, train.batch_size, causal_balance=True)
+    # Unequal shares of a sequence or of heads are advice, but this trainer takes equal ones alone.
+    refused = [found for found in report if found.level == "error" or found.rule in EQUAL_SHARES]
+    if refused:
+        raise ParallelDimsError(refused)
+    model.shape  # noqa: B018 - raises for numbers that make no model
+    ranks = dims.layout().size("batch")
+    if train.batch_size % (ranks * train.accumulate):
+        raise OptionsError(
+            f"batch-size={train.batch_size} cannot be cut into accumulate={train.accumulate} parts "
+            f"for {ranks} data-parallel ranks; use a multiple of {ranks * train.accumulate}"
+        )
+
+
+def _inherited(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the words that a run which goes on from this one takes; paths from the root."""
+    words = {name: getattr(given, name) for name in INHERITED}
+    if words["data"]:
+        words["data"] = [os.path.abspath(path) for path in words["data"]]
+    for name in ("model", "tokenizer"):
+        if words[name] and os.path.exists(words[name]):
+            words[name] = os.path.abspath(words[name])
+    return words
+
+
+def _digest_of(model: AnyModelConfig) -> str:
+    """Return a short name for a model's configuration."""
+    found = model.fields if isinstance(model, TransformersConfig) else asdict(model)
+    kind = found.get("model_type", "built-in")
+    return f"{kind}-{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def _world_size(given: argparse.Namespace, cluster: int | None, saved: _SavedRun | None) -> int:
@@ -171,9 +468,6 @@ def _world_size(given: argparse.Namespace, cluster: int | None, saved: _SavedRun
 
 def _dims(given: argparse.Namespace, processes: int, saved: _SavedRun | None) -> ParallelDims:
     """Return the degrees; one that is given leaves 1 for the others and dp_shard what is left."""
-    for name, what in ABSENT.items():
-        if getattr(given, name) not in (None, "1"):
-            raise OptionsError(f"{name}={getattr(given, name)}: this trainer has no {what}; use 1")
     for name in (*DEGREES, "ulysses_degree"):
         if given.reference and getattr(given, name) not in (None, "1", "-1"):
             raise OptionsError(
@@ -202,6 +496,23 @@ def _steps(given: int | None, saved: _SavedRun | None) -> int:
     return steps
 
 
+def _compared(given: argparse.Namespace, saved: _SavedRun | None) -> int:
+    """Return how many steps are compared: those of the demonstration, or as many as asked for."""
+    others = vars(given).keys() - DEMONSTRATED
+    default = 0 if any(getattr(given, name) for name in others) else COMPARED_STEPS
+    steps: int = default if given.compare is None else given.compare
+    done = 0 if saved is None else int(saved.fields["step"])
+    if given.compare and given.reference:
+        raise OptionsError("--compare with --reference, which is the one process; leave one out")
+    if given.compare is not None and (steps < 0 or 0 < steps <= done):
+        raise OptionsError(
+            f"compare={steps} steps from the first are "
+            + (f"all before the checkpoint's step {done}; " if steps > 0 else "no number of them; ")
+            + f"use 0, or {done + 1} or more"
+        )
+    return steps
+
+
 def _seed(given: int | None, saved: _SavedRun | None) -> int:
     seed: int = _either(given, saved, "seed", 0)
     if seed not in SEEDS:
@@ -209,8 +520,30 @@ def _seed(given: int | None, saved: _SavedRun | None) -> int:
     return seed
 
 
+def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
+    """Return the run to go on from, None for a new one."""
+    if given.resume is None:
+        return None
+    if given.resume != AUTO:
+        return _saved_run(given.resume)
+    if given.out is None:
+        raise OptionsError(f"resume={AUTO} goes on in --out; give that folder")
+    saved = any(os.path.isfile(given.out / name / RUN_FILE) for name in (CHECKPOINT, PREVIOUS))
+    return _saved_run(given.out) if saved else None
+
+
+def _profiled(word: str | None) -> range:
+    """Return the steps from A to B of ``A:B``, both included."""
+    if word is None:
+        return range(0)
+    first, _, last = word.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise OptionsError(f"profile={word} is no range of steps; use A:B, as 10:12")
+    return range(int(first), int(last) + 1)
+
+
 def _saved_run(folder: Path) -> _SavedRun:
-    for candidate in (folder / CHECKPOINT, folder):
+    for candidate in (folder / CHECKPOINT, folder / PREVIOUS, folder):
         if os.path.isfile(candidate / RUN_FILE):
             return _SavedRun(candidate, _read_fields(candidate / RUN_FILE))
     raise OptionsError(f"no checkpoint in {folder}; give a run's folder or its checkpoint folder")
@@ -240,6 +573,10 @@ _FIELDS = {
     "text": str,
     "step": int,
     "samples": int,
+    "model": str,
+    "seq_len": int,
+    "held_out": bool,
+    "options": dict,
 }
 
 
@@ -265,12 +602,16 @@ def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
         had, has = (" ".join(f"{n}={words[n]}" for n in names) for words in (then, now))
         reasons.append(
             f"the checkpoint in {saved.folder} has {had}, this run {has}; a run goes on with the "
-            "same processes, degrees, order, seed and dtype: leave them out"
+            "same processes, degrees, order, seed and dtype, model and samples: leave them out"
         )
     if "text" in differing:
         reasons.append(
-            f"the checkpoint in {saved.folder} was trained on another Python's library text; "
-            "go on with the Python that wrote it"
+            f"the checkpoint in {saved.folder} was trained on "
+            + (
+                "other tokens; give the data and tokenizer that it was trained on"
+                if saved.fields["options"].get("data")
+                else "another Python's library text; go on with the Python that wrote it"
+            )
         )
     if reasons:
         raise OptionsError("\n".join(reasons))
@@ -279,7 +620,7 @@ def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
 def _in_words(identity: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields as a command line would give them, those of ``dims`` among them."""
     flat = {**identity, **identity.get("dims", {})}
-    flat.pop("dims", None)
+    flat = {name: value for name, value in flat.items() if name not in ("dims", "options")}
     return {
         name: ",".join(value) if isinstance(value, list | tuple) else str(value)
         for name, value in flat.items()

@@ -1,7 +1,9 @@
 """Spread a model over a mesh: each axis in a few lines, in the one order that composes."""
 
 import functools
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -19,37 +21,50 @@ from torch.utils.checkpoint import checkpoint
 from hp_cp import ContextParallel, Contiguous, Zigzag
 from hp_dtensor import Collectives, TorchCollectives
 from hp_ep import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, MoE
-from hp_fsdp import fully_shard
+from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_mesh import ParallelDims, ParallelMesh
 
-from .model import Attention, LanguageModel
+from .hugging_face import spread_attention
+from .model import Attention, Forward, LanguageModel, call_built_in
 
 
 def parallelize(
-    model: LanguageModel,
+    model: nn.Module,
     mesh: ParallelMesh,
     dims: ParallelDims,
     *,
     collectives: Collectives | None = None,
     checkpoint_activations: bool = False,
-) -> LanguageModel:
-    """Return ``model``, spread over all axes of ``mesh`` in place.
+    compiler: str | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Forward:
+    """Spread ``model`` over all axes of ``mesh``, in place; return how it is called.
 
     Every rank gives the same whole model and keeps its parts; nothing is communicated, but one
     element over context parallel groups on other devices than a CPU. Gradients are summed over
     ranks, so a rank's loss is its share of the whole batch's. ``collectives`` takes all traffic but
-    that of torch's tensor parallel styles.
+    that of torch's tensor parallel styles. ``compiler`` compiles each block; with ``compute_dtype``
+    weights are gathered in it, and kept, their gradients summed, in their own.
     """
     door = TorchCollectives() if collectives is None else collectives
-    if dims.tp > 1:
-        apply_tensor_parallel(model, mesh, dims)
-    apply_expert_parallel(model, mesh, dims, door)
-    if dims.cp > 1:
-        apply_context_parallel(model, mesh, dims, door)
-    if checkpoint_activations:
-        recompute_blocks(model)
-    apply_fully_shard(model, mesh, door)
-    return model
+    forward: Forward = call_built_in
+    if isinstance(model, LanguageModel):
+        if dims.tp > 1:
+            apply_tensor_parallel(model, mesh, dims)
+        apply_expert_parallel(model, mesh, dims, door)
+        if dims.cp > 1:
+            apply_context_parallel(model, mesh, dims, door)
+    else:
+        forward = spread_attention(
+            model,
+            sequence_mesh(mesh, dims),
+            sequence_layout(mesh),
+            ulysses_degree=dims.ulysses_degree or 1,
+            collectives=door,
+        )
+    change_blocks(model, recompute=checkpoint_activations, compiler=compiler)
+    apply_fully_shard(model, mesh, door, compute_dtype)
+    return forward
 
 
 def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims) -> None:
@@ -65,10 +80,13 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
     gather_first = PrepareModuleInput(
         input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
     )
-    plan: dict[str, ParallelStyle] = {
+    ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": norm,
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    plan: dict[str, ParallelStyle] = {
+        **{name: style for name, style in ends.items() if name in dict(model.named_children())},
         "blocks.*.attention_norm": norm,
         "blocks.*.attention": gather_first,
         "blocks.*.attention.wq": ColwiseParallel(),
@@ -83,7 +101,7 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
         output_layouts=(Replicate(),),
         desired_output_layouts=(Shard(1),),
     )
-    for index, block in enumerate(model.blocks):
+    for index, block in model.blocks.items():
         if isinstance(block.mlp, MoE):
             plan |= {f"blocks.{index}.mlp": whole} if dims.etp > 1 else {}
         else:
@@ -94,7 +112,10 @@ def apply_tensor_parallel(model: LanguageModel, mesh: ParallelMesh, dims: Parall
                 f"blocks.{index}.mlp.w2": RowwiseParallel(output_layouts=Shard(1)),
             }
     # Every rank holds the same values already: no need to send them.
+    tied = model.config.tie_word_embeddings
     parallelize_module(model, tp, plan, src_data_rank=None)
+    if tied and model.head is not None and model.embedding is not None:  # cut alike, each apart
+        model.head.weight = model.embedding.weight
 
 
 def apply_expert_parallel(
@@ -111,7 +132,7 @@ def apply_expert_parallel(
             collectives=collectives,
         )
     over = mesh["ep", "etp"] if dims.etp > 1 else mesh["ep"]
-    for block in model.blocks:
+    for block in model.blocks.values():
         if isinstance(block.mlp, MoE):
             parallelize_module(block.mlp, over, style)
 
@@ -120,18 +141,16 @@ def apply_context_parallel(
     model: LanguageModel, mesh: ParallelMesh, dims: ParallelDims, collectives: Collectives
 ) -> None:
     """Let each attention see the whole sequence: gather k and v, exchange heads, or both."""
-    degree = dims.ulysses_degree or 1
-    over = mesh["cp_outer", "ulysses"] if 1 < degree < dims.cp else mesh["cp"]
     style = ContextParallel(
         seq_dim=2,
         head_dim=1,
-        ulysses_degree=degree,
+        ulysses_degree=dims.ulysses_degree or 1,
         layout=sequence_layout(mesh),
         collectives=collectives,
     )
     for module in model.modules():
         if isinstance(module, Attention):
-            parallelize_module(module.core, over, style)
+            parallelize_module(module.core, sequence_mesh(mesh, dims), style)
 
 
 def sequence_layout(mesh: ParallelMesh | None) -> Contiguous | Zigzag:
@@ -139,23 +158,55 @@ def sequence_layout(mesh: ParallelMesh | None) -> Contiguous | Zigzag:
     return Contiguous() if mesh is None or mesh["cp"].size() == 1 else Zigzag()
 
 
-def recompute_blocks(model: LanguageModel) -> None:
-    """Keep each block's input only and compute the rest again in backward."""
-    for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+def sequence_mesh(mesh: ParallelMesh, dims: ParallelDims) -> DeviceMesh:
+    """Return the ranks that share a sequence: a mesh of two axes where some exchange heads."""
+    some = 1 < (dims.ulysses_degree or 1) < dims.cp
+    return mesh["cp_outer", "ulysses"] if some else mesh["cp"]
 
 
-def apply_fully_shard(model: LanguageModel, mesh: ParallelMesh, collectives: Collectives) -> None:
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of the built-in model or of one of transformers, in their order."""
+    if isinstance(model, LanguageModel):
+        return list(model.blocks.values())
+    return list(cast(Any, model).base_model.layers)
+
+
+def change_blocks(model: nn.Module, *, recompute: bool, compiler: str | None) -> None:
+    """Compile blocks, or keep their inputs only and compute the rest again in backward, or both."""
+    for block in blocks_of(model):
+        if recompute:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if compiler is not None:
+            block.compile(backend=compiler)
+
+
+def apply_fully_shard(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    collectives: Collectives,
+    compute_dtype: torch.dtype | None = None,
+) -> None:
     """Shard what is left: experts over ``efsdp``, the rest over ``fsdp``, and sum gradients.
 
     Where ``fsdp`` leaves ``cp`` out, ``replicate`` has it: ranks that saw other parts of a sequence
     then hold replicas. Else it is ``dp_replicate``.
     """
     dense, sparse = mesh["replicate", "fsdp"], mesh["dp_replicate", "efsdp"]
-    units: list[tuple[nn.Module, DeviceMesh]] = [
-        (block.mlp.experts, sparse) for block in model.blocks if isinstance(block.mlp, MoE)
-    ]
-    units += [(block, dense) for block in model.blocks]
+    blocks = blocks_of(model)
+    experts = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
+    units: list[tuple[nn.Module, DeviceMesh]] = [(each, sparse) for each in experts]
+    units += [(block, dense) for block in blocks]
+    if isinstance(model, LanguageModel) and len(blocks) < model.config.num_hidden_layers:
+        # A rank may have several stages: what is theirs alone is sharded where all can find it.
+        units += [(end, dense) for end in (model.embedding, model.norm, model.head) if end]
     for module, over in [*units, (model, dense)]:
-        # Losses are shares of one mean already: a mean would scale experts and the rest unlike.
-        fully_shard(module, over, gradient_reduction="sum", collectives=collectives)
+        fully_shard(
+            module,
+            over,
+            collectives=collectives,
+            # Losses are shares of one mean: another mean would scale experts and the rest unlike.
+            gradient_reduction="sum",
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32
+            ),
+        )

@@ -36,9 +36,13 @@ def _relative(value: float, reference: float) -> float:
 
 
 def plot_losses(
-    losses: Mapping[int, float], reference: Mapping[int, float], title: str, folder: Path
+    losses: Mapping[int, float],
+    reference: Mapping[int, float],
+    title: str,
+    folder: Path,
+    unit: str = "byte",
 ) -> None:
-    """Write ``loss.png`` and ``loss.svg`` to ``folder``; losses are nats per byte by step.
+    """Write ``loss.png`` and ``loss.svg`` to ``folder``; losses are nats per ``unit`` by step.
 
     Needs matplotlib, which takes a second to load, and raises what it raises.
     """
@@ -64,7 +68,7 @@ def plot_losses(
     axes.plot(list(losses), list(losses.values()), color=RUN, linewidth=1.6, label="this run")
     axes.set_title(f"Training loss, {title}", fontsize=11, color=INK, loc="left")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte")
+    axes.set_ylabel(f"loss, nats per {unit}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hp_mesh import ParallelDimsError
 
+from .config import ModelError, TransformersConfig
 from .launch import RENDEZVOUS, launch, watch_parent
-from .options import OptionsError, counted, parse
+from .options import Options, OptionsError, counted, parse
 from .text import TextError
 
 USAGE_STATUS = 2
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         # A cluster's ranks agree on a folder that was not given once they have joined.
         if leads and (options.out_given or not joins):
             _make_folder(options.out)
-    except (OptionsError, ParallelDimsError, TextError) as error:
+    except (OptionsError, ParallelDimsError, ModelError, TextError) as error:
         if leads:
             print(f"train: error: {error}", file=sys.stderr)
         return USAGE_STATUS
@@ -47,16 +48,19 @@ def main(argv: Sequence[str]) -> int:
     words = [*argv, "--out", str(options.out)]
     if options.device != "cpu" or sys.platform != "linux":
         return launch([sys.executable, str(Path(__file__).resolve().parent), *words], number)
-    _import_for_ranks()
+    _import_for_ranks(options)
     return launch(partial(main, words), number)
 
 
-def _import_for_ranks() -> None:
+def _import_for_ranks(options: Options) -> None:
     """Import here, once, what each rank needs: most of the time until the first step."""
     os.environ["OMP_NUM_THREADS"] = "1"  # with threads, this process could not be forked safely
     import torch._dynamo  # noqa: F401 - what the first step of an optimizer imports
 
     from . import rank  # noqa: F401
+
+    if isinstance(options.model, TransformersConfig):
+        from transformers import AutoModelForCausalLM  # noqa: F401
 
 
 def _check_gpus(processes: int) -> None:

@@ -8,24 +8,31 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hp_dtensor import RecordingCollectives
+from hp_dtensor import Collectives, RecordingCollectives
+from hp_mesh import ParallelMesh
 
-from .checkpoint import load, save
+from .checkpoint import Checkpoints, load
+from .config import TransformersConfig
 from .data import Samples
+from .hugging_face import build_transformers, forward_alone
 from .launch import RENDEZVOUS, note_failure
 from .loop import Trainer, largest_of_ranks
 from .memory import peak_memory
-from .model import build_model
+from .model import Forward, LanguageModel, build_model, call_built_in
 from .options import CHECKPOINT, Options, default_out
 from .parallelize import parallelize
+from .pipeline import build_pipeline
+from .profile import Profiler
 from .report import Counts, Report
-from .text import read_text
+from .text import read_corpus
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -56,7 +63,7 @@ def _run(options: Options) -> None:
         report: Report | None = _train_alone(options, device)
     else:
         report = _train_together(options, device)
-        if report is not None:
+        if report is not None and options.compare:
             _follow_reference(options, report)
     if report is not None:
         report.finish()
@@ -67,7 +74,7 @@ def _train_alone(options: Options, device: torch.device) -> Report:
     if options.resume is not None:
         load(trainer, options.resume)
     report = Report(options, trainer.step)
-    _train(trainer, options, report, None)
+    _train(trainer, options, report, None, Profiler(options.profile, options.out))
     report.totals(peak_memory(device), {})
     return report
 
@@ -79,26 +86,19 @@ def _train_together(options: Options, device: torch.device) -> Report | None:
     if not options.out_given:  # every rank of a cluster must write to the same folder
         started = largest_of_ranks(int(time.time()), mesh, device)
         options = replace(options, out=default_out(started))
-    collectives = RecordingCollectives()
-    model = build_model(options.model, options.train.seed, getattr(torch, options.dtype), device)
-    parallelize(
-        model,
-        mesh,
-        options.dims,
-        collectives=collectives,
-        checkpoint_activations=options.checkpoint_activations,
-    )
-    trainer = Trainer(model, options.train, mesh=mesh, device=device, collectives=collectives)
+    profiler = Profiler(options.profile, options.out)
+    collectives = RecordingCollectives(profiler.collectives)
+    trainer = _spread(options, mesh, device, collectives)
     if options.resume is not None:
         load(trainer, options.resume)
     report = Report(options, trainer.step) if dist.get_rank() == 0 else None
-    _train(trainer, options, report, collectives)
+    _train(trainer, options, report, collectives, profiler)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
         report.totals(peak, collectives.by_axis)
     # gloo aborts the interpreter's exit when a mesh or a graph still holds one of its groups.
     dist.barrier()
-    del trainer, model
+    del trainer
     gc.collect()
     mesh.close()
     del mesh
@@ -112,31 +112,110 @@ def _train(
     options: Options,
     report: Report | None,
     collectives: RecordingCollectives | None,
+    profiler: Profiler,
 ) -> None:
     """Train up to the last step and save; ``report`` is told about each step."""
-    data = Samples(read_text(), options.train.seq_len, options.train.seed)
+    data, checkpoints = _samples(options), Checkpoints(options.out / CHECKPOINT, options.identity)
     before: Mapping[str, Counts] = {}
     while trainer.step < options.steps:
+        profiler.before(trainer.step + 1)
         result = trainer.train_step(data)
+        profiler.after(trainer.step)
+        if options.eval_every and trainer.step % options.eval_every == 0:
+            result = replace(result, eval_loss=trainer.evaluate(data))
         after = {} if collectives is None else collectives.by_axis
         if report is not None:
             report.step(result, peak_memory(trainer.device), _difference(after, before))
         before = after
-    save(trainer, options.out / CHECKPOINT, options.identity)
+        checkpoints.poll()
+        if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
+            checkpoints.start(trainer)
+    profiler.close()
+    if not options.checkpoint_every or trainer.step % options.checkpoint_every:
+        checkpoints.start(trainer)
+    checkpoints.finish()
 
 
 def _follow_reference(options: Options, report: Report) -> None:
-    """Train the same model in this process alone, from the start, for the report to compare."""
+    """Make the first steps again in this process alone, for the report to compare."""
     trainer = _reference(options, _device(options))
-    data = Samples(read_text(), options.train.seq_len, options.train.seed)
-    while trainer.step < options.steps:
+    data = _samples(options)
+    while trainer.step < min(options.steps, options.compare):
         report.reference_step(trainer.train_step(data))
 
 
+def _samples(options: Options) -> Samples:
+    corpus = read_corpus(options.source)
+    train = options.train
+    return Samples(corpus.parts, train.seq_len, train.seed, held_out=options.eval_every > 0)
+
+
+def _build(options: Options, device: torch.device) -> nn.Module:
+    """Return the whole model with the run's initial values, in the dtype that it is kept in."""
+    kept, _ = _dtypes(options)
+    config, train = options.model, options.train
+    if isinstance(config, TransformersConfig):
+        return build_transformers(config, train.seed, kept, device)
+    # Each part of a batch adds the loss of its own loads: their mean is the batch's.
+    coefficient = config.router_aux_loss_coef / train.accumulate
+    return build_model(replace(config, router_aux_loss_coef=coefficient), train.seed, kept, device)
+
+
+def _dtypes(options: Options) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the dtype that weights are kept in and, where it is another, the one to compute in."""
+    if options.dtype == "bfloat16":
+        return torch.float32, torch.bfloat16
+    return getattr(torch, options.dtype), None
+
+
+def _spread(
+    options: Options, mesh: ParallelMesh, device: torch.device, collectives: Collectives
+) -> Trainer:
+    """Return the trainer of the model on all ranks of the mesh."""
+    model, pipeline = _build(options, device), None
+    kept, computed = _dtypes(options)
+    spread = partial(
+        parallelize,
+        mesh=mesh,
+        dims=options.dims,
+        collectives=collectives,
+        checkpoint_activations=options.checkpoint_activations,
+        compiler=options.compile,
+        compute_dtype=computed,
+    )
+    forward: Forward = call_built_in
+    if options.dims.pp > 1 and isinstance(model, LanguageModel):
+        model, pipeline = build_pipeline(
+            model,
+            mesh,
+            options.train,
+            schedule=options.schedule,
+            stages_per_rank=options.stages_per_rank,
+            spread=spread,
+            dtype=computed or kept,
+            device=device,
+        )
+    else:
+        forward = spread(model)
+    return Trainer(
+        model,
+        options.train,
+        mesh=mesh,
+        device=device,
+        collectives=collectives,
+        forward=forward,
+        pipeline=pipeline,
+    )
+
+
 def _reference(options: Options, device: torch.device) -> Trainer:
-    dtype = getattr(torch, options.dtype)
-    model = build_model(options.model, options.train.seed, dtype, device)
-    return Trainer(model, options.train, device=device)
+    return Trainer(
+        _build(options, device),
+        options.train,
+        device=device,
+        forward=forward_alone if isinstance(options.model, TransformersConfig) else call_built_in,
+        compute_dtype=_dtypes(options)[1],
+    )
 
 
 def _device(options: Options) -> torch.device:
@@ -154,7 +233,7 @@ def _device(options: Options) -> torch.device:
 
 def _join(options: Options) -> None:
     """Join the world that the launcher or torchrun describes in the environment."""
-    backend = "gloo" if options.device == "cpu" else "nccl"
+    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
     if RENDEZVOUS not in os.environ:
         dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
         return

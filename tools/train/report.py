@@ -1,9 +1,14 @@
 """What a run shows and leaves behind: progress lines, log, summary and loss curves."""
 
+import datetime
 import json
+import math
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from .options import CHECKPOINT, LOG_FILE, Options, counted, name_degrees
 from .plot import largest_difference, plot_losses
 
 Counts = tuple[int, int]  # calls, bytes received
+SECONDS_BETWEEN_LINES = 10.0  # that stay on a terminal
 
 
 class Report:
@@ -33,11 +39,18 @@ class Report:
         self._reference: dict[int, float] = {}
         self._peak_memory = 0
         self._traffic: Mapping[str, Counts] = {}
+        self._flops = options.model.shape.flops_per_token(options.train.seq_len)
         options.out.mkdir(parents=True, exist_ok=True)
-        self._log = (options.out / LOG_FILE).open("a" if options.goes_on_in_place else "w")
+        kept = _records_until(done, options.out / LOG_FILE) if options.goes_on_in_place else ""
+        (options.out / LOG_FILE).write_text(kept)
+        self._log = (options.out / LOG_FILE).open("a")
+        self._board = _board(options.out)
+        self._live = self._console.status("") if self._console.is_terminal else None
+        self._shown_at = -math.inf
         self._print(
             (f"going on from step {done} of {options.resume}: " if options.resume else "")
-            + f"training {counted(options.steps - done, 'step')} of {self._tokens:,} bytes "
+            + f"training {counted(options.steps - done, 'step')} of "
+            f"{self._tokens:,} {options.unit}s "
             f"in {options.dtype} on "
             f"{options.world_size} {options.device} "
             f"{'process' if options.world_size == 1 else 'processes'}: {options.dims.summary()}"
@@ -45,9 +58,11 @@ class Report:
 
     def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
         """Show and log one step, with this rank's traffic of the step by axis."""
+        speed = self._tokens / result.seconds
         record = {
             **asdict(result),
-            "tokens_per_second": self._tokens / result.seconds,
+            "tokens_per_second": speed,
+            "model_flops_per_second": speed * self._flops,
             "peak_memory_bytes": peak_memory,
             "bytes_by_axis": _plain(traffic),
         }
@@ -57,18 +72,30 @@ class Report:
         moved = "  ".join(
             f"{axis} {_size(received)}" for axis, (_, received) in sorted(traffic.items())
         )
-        self._print(
+        if self._board is not None:
+            for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
+                if record[name] is not None:
+                    self._board.add_scalar(name, record[name], result.step)
+        left = (self._options.steps - result.step) * statistics.median(
+            each["seconds"] for each in self._records[-20:]
+        )
+        self._progress(
             f"{self._count(result.step)}  [bold]loss {result.loss:.4f}[/]  "
-            f"{record['tokens_per_second']:7,.0f} tokens/s  peak {_size(peak_memory)}"
+            f"{speed:7,.0f} tokens/s  {_size(speed * self._flops, 'FLOP')}/s  "
+            f"peak {_size(peak_memory)}"
             + (f"  [dim]moved {moved}[/]" if moved else "")
+            + ("" if result.eval_loss is None else f"  held-out loss {result.eval_loss:.4f}")
+            + f"  {datetime.timedelta(seconds=round(left))} left",
+            keep=result.eval_loss is not None or result.step == self._options.steps,
         )
 
     def reference_step(self, result: StepResult) -> None:
         """Keep one loss of the single-process reference, and show it now and then."""
+        last = min(self._options.steps, self._options.compare)
         if result.step == 1:
-            self._print("the same steps on one process, as the reference:")
+            self._print(f"the same {counted(last, 'step')} on one process, as the reference:")
         self._reference[result.step] = result.loss
-        if result.step % 10 == 0 or result.step == self._options.steps:
+        if result.step % 10 == 0 or result.step == last:
             self._print(f"{self._count(result.step)}  reference loss {result.loss:.4f}")
 
     def totals(self, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
@@ -79,6 +106,8 @@ class Report:
     def finish(self) -> None:
         """Write the summary, then the curves where they can be drawn, and show the summary."""
         self._log.close()
+        if self._board is not None:
+            self._board.close()
         options, out = self._options, self._options.out
         losses = {int(record["step"]): float(record["loss"]) for record in self._records}
         difference = largest_difference(losses, self._reference)
@@ -101,8 +130,9 @@ class Report:
     def _draw(self, losses: Mapping[int, float]) -> str:
         """Draw the curves and return where they are, or why there are none, in one line."""
         out = self._options.out
+        title = name_degrees(self._options.dims.to_dict())
         try:
-            plot_losses(losses, self._reference, name_degrees(self._options.dims.to_dict()), out)
+            plot_losses(losses, self._reference, title, out, self._options.unit)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run is done and saved
             reason = escape(" ".join(f"{type(error).__name__}: {error}".split()))
             missing = isinstance(error, ImportError)
@@ -140,6 +170,19 @@ class Report:
             table.add_row(f"[bold]{name}[/]", value)
         self._console.print(table)
 
+    def _progress(self, text: str, *, keep: bool) -> None:
+        """Show a line: on a terminal in the place of the last one, and some of them for good."""
+        if self._live is None:
+            self._print(text)
+            return
+        self._live.update(text)
+        self._live.start()
+        if keep or time.monotonic() - self._shown_at > SECONDS_BETWEEN_LINES:
+            self._shown_at = time.monotonic()
+            self._print(text)
+        if self._records[-1]["step"] == self._options.steps:
+            self._live.stop()
+
     def _print(self, text: str) -> None:
         self._console.print(text)
         self._console.file.flush()
@@ -160,10 +203,27 @@ def _plain(traffic: Mapping[str, Counts]) -> dict[str, dict[str, int]]:
     }
 
 
-def _size(count: int) -> str:
+def _size(count: float, unit: str = "B") -> str:
     size = float(count)
-    for unit in ("B", "kB", "MB"):
+    for prefix in ("", "k", "M", "G"):
         if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            digits = {"": 0, "G": 2}.get(prefix, 1)
+            return f"{size:.{digits}f} {prefix}{unit}"
         size /= 1000
-    return f"{size:.2f} GB"
+    return f"{size:.2f} T{unit}"
+
+
+def _records_until(step: int, log: Path) -> str:
+    """Return the lines of a log up to a step: what came later was not saved, and comes again."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    whole = (line for line in lines if line.endswith("\n"))
+    return "".join(line for line in whole if json.loads(line)["step"] <= step)
+
+
+def _board(folder: Path) -> Any:
+    """Return a writer for TensorBoard where that is installed."""
+    if find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))

@@ -1,9 +1,11 @@
 """Batches: every sample once per pass, in an order that only the seed decides."""
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from train.config import held_out_samples
 from train.data import IGNORED, Samples
 
 numbers = st.integers(1, 9)
@@ -52,3 +54,28 @@ def test_seeds_and_passes_have_orders_of_their_own() -> None:
         for start in (0, 50)
     }
     assert len(orders) == 4
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4), size=numbers)
+def test_held_out_samples_are_the_last_and_are_never_trained_on(
+    lengths: list[int], size: int
+) -> None:
+    parts = [np.arange(n, dtype=np.uint16) + 100 * i for i, n in enumerate(lengths)]
+    rows = [part[i : i + 3].tolist() for part in parts for i in range(0, len(part) - 2, 3)]
+    held = held_out_samples(len(rows))
+    if len(rows) - held < 1:
+        return
+    data = Samples(parts, 3, 0, held_out=True)
+    batch = data.batch(0, len(rows))
+    trained = batch.tokens[: batch.consumed].tolist()
+    assert sorted(trained) == sorted(rows[: len(rows) - held])
+    batches = list(data.held_out(size))
+    kept = torch.cat([b.labels[: b.consumed - i * size] for i, b in enumerate(batches)])
+    assert kept.tolist() == rows[len(rows) - held :]
+    assert all((b.labels[b.consumed - i * size :] == IGNORED).all() for i, b in enumerate(batches))
+    assert list(Samples(parts, 3, 0).held_out(size)) == []
+
+
+def test_a_twentieth_is_held_out_but_some_and_not_too_many() -> None:
+    assert [held_out_samples(n) for n in (2, 40, 10**6)] == [1, 2, 512]

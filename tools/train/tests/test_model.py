@@ -1,6 +1,7 @@
 """The model and its training step on one process."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from hypothesis import given, settings
@@ -94,3 +95,70 @@ def test_the_trainer_repeats_itself_bitwise_and_learns() -> None:
     assert sum(runs[0][-5:]) / 5 < 0.75 * runs[0][0]
     assert trainer.step == 30
     assert trainer.samples == 60
+
+
+DATA = b"the cat sat on the mat. " * 40
+
+
+def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    batch = Samples(DATA, trainer.config.seq_len, 0).batch(0, trainer.config.batch_size)
+    trainer.gradients(batch)
+    return {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def test_a_batch_in_parts_has_the_gradients_of_the_whole() -> None:
+    config = replace(TINY, router_aux_loss_coef=0.0)  # experts' loads are those of a part
+    whole = _gradients(Trainer(build_model(config, 0), replace(SHORT, batch_size=4)))
+    trainer = Trainer(build_model(config, 0), replace(SHORT, batch_size=4, accumulate=4))
+    for name, found in _gradients(trainer).items():
+        assert torch.allclose(found, whole[name], rtol=1e-11, atol=1e-15), name
+
+
+def test_bfloat16_keeps_weights_and_gradients_in_float32() -> None:
+    exact = _gradients(Trainer(build_model(TINY, 0, torch.float32), SHORT))
+    model = build_model(TINY, 0, torch.float32)
+    seen: list[torch.dtype] = []
+    model.blocks["0"].register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    found = _gradients(Trainer(model, SHORT, compute_dtype=torch.bfloat16))
+    assert seen == [torch.bfloat16]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    for name, want in exact.items():
+        assert found[name].dtype == torch.float32
+        assert not torch.equal(found[name], want)
+        assert torch.nn.functional.cosine_similarity(found[name].flatten(), want.flatten(), 0) > 0.9
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    optimizer = Trainer(build_model(TINY, 0), SHORT).optimizer
+    decay = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decay == {True: 0.1, False: 0.0}
+
+
+def test_tied_weights_are_one_and_get_both_gradients() -> None:
+    model = build_model(replace(TINY, tie_word_embeddings=True), 0)
+    assert "head.weight" not in dict(model.named_parameters())
+    state = model.state_dict()
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    assert (_gradients(Trainer(model, SHORT))["embedding.weight"].abs().sum(1) > 0).all()
+
+
+def test_evaluation_changes_nothing_and_has_the_loss_of_the_held_out_text() -> None:
+    data = Samples(DATA, SHORT.seq_len, 0, held_out=True)
+    trainer = Trainer(build_model(TINY, 0), SHORT)
+    before = [p.clone() for p in trainer.model.parameters()]
+    loss = trainer.evaluate(data)
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert trainer.model.training
+    (only,) = data.held_out(100)
+    assert abs(loss - Trainer(build_model(TINY, 0), SHORT).gradients(only)) < 1e-12
+
+
+def test_the_learning_rate_rises_and_falls_like_a_cosine() -> None:
+    rises = TrainConfig(learning_rate=1.0, warmup_steps=4)
+    assert [rises.learning_rate_of(step) for step in (0, 3, 4, 999)] == [0.25, 1.0, 1.0, 1.0]
+    falls = replace(rises, decay_steps=14)
+    rates = [falls.learning_rate_of(step) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(a > b for a, b in pairwise(rates[3:14]))
+    assert abs(rates[8] - 0.55) < 1e-12
+    assert rates[13:] == [0.1] * 7

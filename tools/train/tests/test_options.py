@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hp_mesh import ParallelDimsError
-from train.config import SEED_STRIDE, SEEDS
-from train.options import CHECKPOINT, LOG_FILE, RUN_FILE, Options, OptionsError, parse
+from train.config import CATALOGUE, SEED_STRIDE, SEEDS, ModelConfig, ModelError
+from train.options import CHECKPOINT, LOG_FILE, PREVIOUS, RUN_FILE, Options, OptionsError, parse
+
+FIELDS = ["world_size", "dims", "seed", "dtype", "text", "step", "samples", "model", "options"]
 
 
 def _degrees(options: Options) -> dict[str, int]:
@@ -66,6 +69,7 @@ def test_a_cluster_gives_the_world_size() -> None:
         ("--ep 5", "ep=5 does not divide .*=4 .*; use 1, 2 or 4"),
         ("--dp-shard 0", "dp_shard='0' is not a degree; use a positive integer"),
         ("--procs 3", "dp_shard=3 does not divide global_batch=8; use 1, 2, 4 or 8"),
+        ("--pp 8 --procs 8", "pp=8 is more stages than num_hidden_layers=4; use 1, 2 or 4"),
         ("--tp 8 --procs 8", "tp=8 does not divide num_key_value_heads=4; use 1, 2 or 4"),
         ("--etp 2", "etp=2 is neither 1 nor tp=1; use 1"),
         ("--ulysses-degree 3", "ulysses_degree=3 does not divide cp=2; use 1 or 2"),
@@ -79,7 +83,6 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--pp 2", "pp=2: this trainer has no pipeline parallelism; use 1"),
         ("--procs 0", "procs=0"),
         ("--steps 0", "use 1 or more"),
         ("--reference --procs 2", "--reference is one process"),
@@ -140,7 +143,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: str) -> None:
         parse(["--resume", str(tmp_path)])
 
 
-@pytest.mark.parametrize("name", ["world_size", "dims", "seed", "dtype", "text", "step", "samples"])
+@pytest.mark.parametrize("name", FIELDS)
 def test_a_field_that_a_checkpoint_lacks_is_named(tmp_path: Path, name: str) -> None:
     _checkpoint(tmp_path, parse([]))
     path = tmp_path / CHECKPOINT / RUN_FILE
@@ -207,3 +210,196 @@ def test_wrong_degrees_end_with_status_2_before_torch_is_loaded() -> None:
     )
     assert done.stdout.split() == ["2", "False"]
     assert done.stderr == "train: error: tp=3 does not divide world_size=4; use 1, 2 or 4\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("", 60),
+        ("--steps 5000 --seed 3 --out there", 60),
+        ("--compare 0", 0),
+        ("--tp 2", 0),
+        ("--tp 2 --compare", 60),
+        ("--tp 2 --compare 7", 7),
+        ("--reference", 0),
+    ],
+)
+def test_the_demonstration_alone_is_compared_unasked(words: str, steps: int) -> None:
+    assert parse(words.split()).compare == steps
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--compare -1", "compare=-1 .* no number of them; use 0, or 1 or more"),
+        ("--reference --compare", "--compare with --reference"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused(words: str, text: str) -> None:
+    with pytest.raises(OptionsError, match=text):
+        parse(words.split())
+
+
+def test_a_run_that_goes_on_compares_steps_of_its_own(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]), step=5)
+    assert parse(["--resume", str(tmp_path)]).compare == 0
+    assert parse(["--resume", str(tmp_path), "--compare", "6"]).compare == 6
+    with pytest.raises(OptionsError, match="step 5; use 0, or 6 or more"):
+        parse(["--resume", str(tmp_path), "--compare", "5"])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 2000)
+    return str(tmp_path / "text.txt")
+
+
+def test_what_a_run_trains_on_and_how_is_said(text: str) -> None:
+    words = f"--data {text} --batch-size 16 --accumulate 2 --seq-len 64 --lr 1e-3 --eval-every 5"
+    options = parse([*words.split(), "--decay-steps", "100", "--dtype", "bfloat16", "--compile"])
+    train = options.train
+    assert (train.batch_size, train.accumulate, train.seq_len) == (16, 2, 64)
+    assert (train.learning_rate, train.warmup_steps, train.decay_steps) == (1e-3, 10, 100)
+    assert (options.dtype, options.compile, options.eval_every) == ("bfloat16", "inductor", 5)
+    assert options.digest != parse([]).digest
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch-size 0", "batch-size=0 cannot be; use 1 or more"),
+        ("--lr 0", "lr=0.0 is no learning rate"),
+        ("--lr nan", "lr=nan is no learning rate"),
+        ("--weight-decay inf", "weight-decay=inf cannot be"),
+        ("--accumulate 3", "accumulate=3 does not divide batch-size=8; use 1 or 2 or 4 or 8"),
+        ("--accumulate 8", "batch-size=8 .* accumulate=8 parts for 2 .* use a multiple of 16"),
+        ("--decay-steps 10", "decay-steps=10 is within warmup-steps=10; use 11 or more"),
+        ("--eval-every 0", "eval-every=0 cannot be"),
+        ("--seq-len 9999999", "has 0 samples of seq-len=9999999; give more data or a smaller"),
+        ("--vocab-size 100", "vocab-size=100 is too small for tokens up to 255; use 256 or more"),
+        ("--reference --compile", "compile with --reference"),
+        ("--reference --checkpoint-activations", "checkpoint-activations with --reference"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(words: str, message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        parse(words.split())
+
+
+def test_the_vocabulary_is_that_of_the_tokens_in_a_size_that_can_be_cut(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.arange(5000, dtype=np.uint16) % 300)
+    words = ["--data", str(tmp_path / "t.npy")]
+    with pytest.raises(OptionsError, match="vocab-size=256 is too small for tokens up to 299"):
+        parse(words)
+    asked = parse([*words, "--vocab-size", "301"])
+    assert isinstance(asked.model, ModelConfig)
+    assert asked.model.vocab_size == 301
+    with pytest.raises(ParallelDimsError, match="tp=2 does not divide vocab_size=301"):
+        parse([*words, "--vocab-size", "301", "--tp", "2"])
+
+
+def test_a_run_that_goes_on_keeps_its_options_unless_they_are_given_anew(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", "text.txt", "--lr", "1e-3", "--batch-size", "16"]
+    first = parse([*words, "--model", "built-in-tied"])
+    _checkpoint(tmp_path, first)
+    monkeypatch.chdir("/")
+    again = parse(["--resume", str(tmp_path)])
+    assert (again.train, again.model, again.digest) == (first.train, first.model, first.digest)
+    assert parse(["--resume", str(tmp_path), "--lr", "2e-3"]).train.learning_rate == 2e-3
+    for words in (["--seq-len", "128"], ["--eval-every", "3"], ["--vocab-size", "512"]):
+        with pytest.raises(OptionsError, match=r"a run goes on with the same .* model and samples"):
+            parse(["--resume", str(tmp_path), *words])
+    (tmp_path / "other.txt").write_text("another text. " * 2000)
+    with pytest.raises(OptionsError, match="was trained on other tokens"):
+        parse(["--resume", str(tmp_path), "--data", str(tmp_path / "other.txt")])
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(CATALOGUE.glob("*.json"))])
+def test_each_model_of_the_catalogue_can_be_named(name: str) -> None:
+    pytest.importorskip("transformers")
+    options = parse(["--model", name, "--dp-shard", "2", "--procs", "2"])
+    assert options.model.shape.vocab == 256
+    assert options.model.shape.parameters > 10**5
+
+
+def test_a_model_is_found_by_its_file_and_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "built-in", "num_hidden_layers": 3}))
+    for name in (tmp_path, path):
+        assert parse(["--model", str(name)]).model == ModelConfig(num_hidden_layers=3)
+    for content, message in (
+        ('{"model_type": "built-in", "layers": 3}', "has layers, which the built-in model has not"),
+        ('{"model_type": "built-in", "num_experts": "8"}', "num_experts='8', which is no int"),
+        ('{"model_type": "built-in", "num_attention_heads": 5}', "heads of an even width"),
+        ('{"hidden_size": 3}', "has no model_type"),
+        ("{", "cannot be read"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ModelError, match=message):
+            parse(["--model", str(path)])
+    with pytest.raises(ModelError, match=r"model=gpt is neither .* or built-in-tied, gpt-oss-tiny"):
+        parse(["--model", "gpt"])
+
+
+def test_models_of_transformers_are_refused_where_they_cannot_be_spread(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for degree in ("tp", "ep"):
+        with pytest.raises(OptionsError, match=f"{degree}=2 with a model of transformers"):
+            parse(["--model", "qwen3-moe-tiny", f"--{degree}", "2"])
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "no such family"}')
+    with pytest.raises(ModelError, match="is no model of transformers"):
+        parse(["--model", str(path)])
+
+
+def test_a_pipeline_takes_its_batch_in_as_many_parts_as_it_has_ranks() -> None:
+    options = parse(["--pp", "2"])
+    assert (options.train.accumulate, options.schedule, options.stages_per_rank) == (2, "1f1b", 1)
+    options = parse(["--pp", "2", "--pp-schedule", "interleaved", "--accumulate", "4"])
+    assert (options.train.accumulate, options.stages_per_rank) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--pp 2 --stages-per-rank 2", "stages-per-rank=2 with pp-schedule=1f1b; use 1, or"),
+        (
+            "--pp 2 --pp-schedule interleaved --stages-per-rank 1",
+            "stages-per-rank=1 with pp-schedule=interleaved; use 2 or more, or pp-schedule=1f1b",
+        ),
+        (
+            "--pp 2 --pp-schedule interleaved --stages-per-rank 3",
+            "pp=2 with stages-per-rank=3 has more stages than num_hidden_layers=4",
+        ),
+        ("--pp 2 --model built-in-tied", "pp=2 with tie_word_embeddings=True"),
+        ("--pp 4 --accumulate 2", "accumulate=2 is no multiple of pp=4, .* use 4 or another"),
+        ("--pp 2 --accumulate 8", "accumulate=8 parts for 2 .*; use a multiple of 16"),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused(words: str, text: str) -> None:
+    with pytest.raises(OptionsError, match=text):
+        parse(words.split())
+
+
+def test_auto_goes_on_where_the_run_was_saved_and_else_starts_one(tmp_path: Path) -> None:
+    words = ["--resume", "auto", "--out", str(tmp_path)]
+    (tmp_path / LOG_FILE).touch()  # a run that was cut off before its first checkpoint
+    assert parse(words).resume is None
+    _checkpoint(tmp_path, parse(["--lr", "1e-3"]))
+    options = parse([*words, "--steps", "6"])
+    assert options.goes_on_in_place
+    assert options.train.learning_rate == 1e-3
+    (tmp_path / CHECKPOINT).rename(tmp_path / PREVIOUS)  # cut off between two renamings
+    assert parse([*words, "--steps", "6"]).resume == tmp_path / PREVIOUS
+    with pytest.raises(OptionsError, match="resume=auto goes on in --out"):
+        parse(["--resume", "auto"])
+
+
+@pytest.mark.parametrize("word", ["3", "0:2", "5:4", "a:b", ":"])
+def test_steps_to_profile_are_a_range(word: str) -> None:
+    assert parse(["--profile", "10:12"]).profile == range(10, 13)
+    with pytest.raises(OptionsError, match=f"profile={word} is no range of steps; use A:B"):
+        parse(["--profile", word])

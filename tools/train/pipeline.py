@@ -1,0 +1,151 @@
+"""Stages of the model on ranks of their own, run by torch's schedules."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+
+from hp_cp import position_ids
+from hp_mesh import ParallelMesh
+
+from .config import TrainConfig
+from .model import LanguageModel
+from .parallelize import sequence_layout
+
+SCHEDULES: Mapping[str, Any] = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+def stages_of(model: LanguageModel, mesh: ParallelMesh, per_rank: int) -> dict[int, LanguageModel]:
+    """Return this rank's stages of a whole model by their number, in ``per_rank`` rounds.
+
+    Stages follow each other from rank to rank of ``pp``, round after round; where layers do not
+    divide, numbers of layers differ by one.
+    """
+    ranks, rank = mesh["pp"].size(), mesh["pp"].get_local_rank()
+    return {
+        stage: model.stage(layers_of(len(model.blocks), stage, ranks * per_rank))
+        for stage in range(rank, ranks * per_rank, ranks)
+    }
+
+
+def layers_of(layers: int, stage: int, stages: int) -> range:
+    """Return the layers of one stage: as many as of the others, or one more or less."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
+def build_pipeline(
+    model: LanguageModel,
+    mesh: ParallelMesh,
+    train: TrainConfig,
+    *,
+    schedule: str,
+    stages_per_rank: int,
+    spread: Callable[[LanguageModel], object],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> "tuple[LanguageModel, Pipeline]":
+    """Cut a whole model into stages and ``spread`` each; return this rank's parts, and what runs.
+
+    The parts are one module, to be trained and saved, and not to be called. ``dtype`` is that of
+    the numbers between layers. Communicates nothing.
+    """
+    layout, config = sequence_layout(mesh), model.config
+    stages = stages_of(model, mesh, stages_per_rank)
+    positions = position_ids(mesh["cp"], layout, train.seq_len, device=torch.device(device))
+    for stage in stages.values():
+        stage.position_ids = positions
+        spread(stage)
+    rows = train.batch_size // (mesh["batch"].size() * train.accumulate)
+    columns = len(positions)
+    with torch.device("meta"):
+        shape = (rows, columns // mesh["tp"].size(), config.hidden_size)
+        hidden = torch.empty(shape, dtype=dtype, requires_grad=True)
+        logits = torch.empty(rows, columns, config.vocab_size, dtype=dtype, requires_grad=True)
+        microbatch = torch.empty(rows, columns, dtype=torch.int64)
+    pipeline = Pipeline(
+        stages,
+        mesh,
+        schedule=schedule,
+        microbatches=train.accumulate,
+        microbatch=microbatch,
+        hidden=hidden,
+        logits=logits,
+        device=torch.device(device),
+    )
+    held = [int(layer) for stage in stages.values() for layer in stage.blocks]
+    return model.stage(held), pipeline
+
+
+class Pipeline:
+    """One rank's stages under one of torch's schedules.
+
+    ``microbatch`` and ``hidden`` are what a stage gets: tokens ``[batch, seq]`` of the first one,
+    on this rank, and the numbers between layers, both without values; ``logits`` leave the last.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        mesh: ParallelMesh,
+        *,
+        schedule: str,
+        microbatches: int,
+        microbatch: Tensor,
+        hidden: Tensor,
+        logits: Tensor,
+        device: torch.device,
+    ) -> None:
+        last = mesh["pp"].size() * len(stages) - 1
+        self._first, self._last = 0 in stages, last in stages
+        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        parts = [
+            PipelineStage(
+                module,
+                index,
+                last + 1,
+                device,
+                # Without them torch runs the stages once on memory that nobody has written.
+                input_args=microbatch if index == 0 else hidden,
+                output_args=logits if index == last else hidden,
+                group=mesh.group("pp"),
+            )
+            for index, module in stages.items()
+        ]
+        self._schedule = SCHEDULES[schedule](
+            parts if SCHEDULES[schedule] is not Schedule1F1B else parts[0],
+            microbatches,
+            loss_fn=self._loss_of,
+            scale_grads=False,  # losses are shares of one mean over all microbatches
+        )
+
+    def run(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        *,
+        train: bool,
+    ) -> Tensor:
+        """Run all microbatches; return the sum of their losses, zero but on the last stage's rank.
+
+        With ``train`` gradients are added to the parameters and reduced. ``loss`` takes logits and
+        labels. Communicates between stages what layers give and take, and what the layers do.
+        """
+        self._loss = loss
+        losses: list[Tensor] = []
+        call = self._schedule.step if train else self._schedule.eval
+        given: Sequence[Tensor] = (tokens,) if self._first else ()
+        target: dict[str, Any] = {"target": labels, "losses": losses} if self._last else {}
+        call(*given, **target, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=labels.device, dtype=torch.float64)
+        return torch.stack([each.detach().double() for each in losses]).sum()
+
+    def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of one microbatch, by the function of the run under way."""
+        if self._loss is None:
+            raise RuntimeError("a schedule computes losses while Pipeline.run runs only")
+        return self._loss(logits, labels)

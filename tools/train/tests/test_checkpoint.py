@@ -1,0 +1,65 @@
+"""Checkpoints on one process: what bears the name is whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.checkpoint import Checkpoints, load
+from train.config import ModelConfig, TrainConfig
+from train.data import Samples
+from train.loop import Trainer
+from train.model import build_model
+from train.options import RUN_FILE
+
+TINY = ModelConfig(
+    hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2
+)
+SHORT = TrainConfig(batch_size=2, seq_len=8)
+DATA = Samples(b"the cat sat on the mat. " * 40, SHORT.seq_len, 0)
+
+
+def _trainer() -> Trainer:
+    return Trainer(build_model(TINY, 0), SHORT)
+
+
+def _step(folder: Path) -> int:
+    step: int = json.loads((folder / RUN_FILE).read_text())["step"]
+    return step
+
+
+def test_a_run_goes_on_bitwise_from_what_was_saved(tmp_path: Path) -> None:
+    trainer, checkpoints = _trainer(), Checkpoints(tmp_path / "checkpoint", {})
+    trainer.train_step(DATA)
+    checkpoints.start(trainer)
+    expected = [trainer.train_step(DATA).loss for _ in range(3)]
+    checkpoints.finish()
+    again = _trainer()
+    load(again, tmp_path / "checkpoint")
+    assert (again.step, again.samples) == (1, 2)
+    assert [again.train_step(DATA).loss for _ in range(3)] == expected
+
+
+def test_a_write_that_is_cut_off_never_becomes_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoint"
+    trainer, checkpoints = _trainer(), Checkpoints(folder, {})
+    trainer.train_step(DATA)
+    checkpoints.start(trainer)
+    checkpoints.finish()
+    trainer.train_step(DATA)
+    with monkeypatch.context() as broken:
+
+        def fail(*args: object, **options: object) -> None:
+            raise OSError("no space left")
+
+        broken.setattr(torch, "save", fail)
+        with pytest.raises(BaseException, match="no space left"):
+            checkpoints.start(trainer)
+    assert _step(folder) == 1
+    checkpoints.start(trainer)
+    checkpoints.finish()
+    assert _step(folder) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
