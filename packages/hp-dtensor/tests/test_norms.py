@@ -27,7 +27,6 @@ from hp_dtensor import (
     clip_grad_norm_,
     mark_repeated_rows,
     redistribute,
-    repeated_rows,
 )
 
 Pools = Callable[[int], RankPool]
@@ -143,11 +142,10 @@ def test_rows_that_repeat_others_are_scaled_and_count_once(
 
 def test_a_parameter_says_which_of_its_rows_repeat_others() -> None:
     weight = nn.Parameter(torch.zeros(4, 2))
-    assert repeated_rows(weight) == ()
     mark_repeated_rows(weight, [3, 1, 3])
-    assert repeated_rows(weight) == (1, 3)
+    assert vars(weight)["repeated_rows"] == (1, 3)
     mark_repeated_rows(weight, [])
-    assert repeated_rows(weight) == ()
+    assert vars(weight)["repeated_rows"] == ()
     for wrong in (weight, nn.Parameter(torch.zeros(()))):
         with pytest.raises(LayoutError, match=r"rows \[-1, 4\] of a parameter of shape"):
             mark_repeated_rows(wrong, [-1, 4])

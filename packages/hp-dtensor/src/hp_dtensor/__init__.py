@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ._modules import reduce_partial as reduce_partial
     from ._norms import clip_grad_norm_ as clip_grad_norm_
     from ._norms import mark_repeated_rows as mark_repeated_rows
-    from ._norms import repeated_rows as repeated_rows
     from ._redistribute import redistribute as redistribute
     from .collectives._autograd import AutogradCollectives as AutogradCollectives
     from .collectives._c10d import TorchCollectives as TorchCollectives
@@ -59,7 +58,6 @@ _NEED_TORCH = {
     "mark_repeated_rows": "._norms",
     "redistribute": "._redistribute",
     "reduce_partial": "._modules",
-    "repeated_rows": "._norms",
 }
 
 __version__ = "0.2.0"

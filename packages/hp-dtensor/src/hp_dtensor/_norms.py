@@ -90,7 +90,7 @@ def clip_grad_norm_(
         shared = sets.get(span.ranks) or sets.setdefault(span.ranks, _RankSet([], []))
         shared.spans.append(span)
         if grad is not None:
-            if not (rows := repeated_rows(parameter)):
+            if not (rows := _repeated_rows(parameter)):
                 shared.gradients.append(_part(grad))
                 continue
             counted, again = _apart(grad, frozenset(rows))
@@ -134,7 +134,7 @@ def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
     """Say which rows of ``parameter`` repeat others, so that `clip_grad_norm_` counts each once.
 
     Rows are global indices along dim 0, whatever ranks hold them: those of the gradient have the
-    same indices and repeat the same rows. The mark is the parameter's attribute ``repeated_rows``.
+    same indices and repeat the same rows. The mark is the parameter's attribute ``repeated_rows``, a tuple, ascending.
     What makes another parameter of it, as ``fully_shard``, has to mark that one too: hp-fsdp does.
     Communicates nothing.
 
@@ -156,11 +156,11 @@ def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
             f"rows {strange} of a parameter of shape {tuple(parameter.shape)}; its rows are the "
             f"indices along dim 0, from 0 to {number - 1}"
         )
-    if found or repeated_rows(parameter):
+    if found or _repeated_rows(parameter):
         vars(parameter)["repeated_rows"] = found
 
 
-def repeated_rows(parameter: Tensor) -> tuple[int, ...]:
+def _repeated_rows(parameter: Tensor) -> tuple[int, ...]:
     """Return the rows that `mark_repeated_rows` said of ``parameter``, ascending; () without."""
     rows: tuple[int, ...] = vars(parameter).get("repeated_rows", ())
     return rows

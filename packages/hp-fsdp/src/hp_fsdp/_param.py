@@ -18,7 +18,6 @@ from hp_dtensor import (
     RaggedTensor,
     mark_repeated_rows,
     redistribute,
-    repeated_rows,
 )
 
 from ._errors import ParameterError, StateError
@@ -71,7 +70,7 @@ class ShardedParameter:
         whole = dim is None and mesh_info.shards
         self.axes = mesh_info.axes.replicated() if whole else mesh_info.axes
         self._requires_grad = original.requires_grad
-        self._repeated_rows = repeated_rows(original)
+        self._repeated_rows = getattr(original, "repeated_rows", ())
         self._held: Tensor | None = None
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
