@@ -135,8 +135,8 @@ def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
 
     Rows are global indices along dim 0, whatever ranks hold them: those of the gradient have the
     same indices and repeat the same rows. The mark is the parameter's attribute ``repeated_rows``,
-    a tuple, ascending. What makes another parameter of it, as ``fully_shard``, has to mark that one too: hp-fsdp does.
-    Communicates nothing.
+    a tuple, ascending. What makes another parameter of it, as ``fully_shard``, has to mark that one
+    too: hp-fsdp does. Communicates nothing.
 
     Args:
         parameter: Plain, or a DTensor of any layout.
