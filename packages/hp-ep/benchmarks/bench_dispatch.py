@@ -253,7 +253,7 @@ class _Received(TorchDispatchMode):
     """Counts what all-to-alls bring from other ranks, whichever of torch's ways they go."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that live, of those made inside, and the most there were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: set[int] = set()
         self._lock = threading.RLock()  # threads that communicate free what they sent
@@ -77,6 +77,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
+            if isinstance(
+                tensor, DTensor
+            ):  # its own storage has the size of all ranks, and no bytes
+                tensor = tensor.to_local()
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
         return result
@@ -171,12 +175,13 @@ def _arms(case: Case, mesh: DeviceMesh) -> dict[str, nn.Module]:
 
 def _theirs(case: Case, mesh: DeviceMesh, whole: MoE) -> nn.Module:
     """Return the other side's layer with this rank's part of the experts of ``whole``."""
-    moe, dispatch = importlib.import_module(PEER), importlib.import_module(DISPATCH)
+    moe: Any = importlib.import_module(PEER)
+    dispatch: Any = importlib.import_module(DISPATCH)
     linear = importlib.import_module(LINEAR).Linear
     moe.get_spmd_backend = dispatch.get_spmd_backend = lambda: "partial_dtensor"
     peer = dispatch.LocalTokenDispatcher if case.ranks == 1 else dispatch.AllToAllTokenDispatcher
     local = case.experts // case.ranks
-    layer: nn.Module = moe.MoE.Config(
+    layer: Any = moe.MoE.Config(
         num_experts=case.experts,
         routed_experts=moe.RoutedExperts.Config(
             inner_experts=moe.GroupedExperts.Config(
@@ -195,8 +200,7 @@ def _theirs(case: Case, mesh: DeviceMesh, whole: MoE) -> nn.Module:
         load_balance_coeff=None,
     ).build()
     layer.bfloat16()
-    dispatcher: Any = layer.routed_experts.token_dispatcher
-    dispatcher.wire_meshes(ep_mesh=mesh if case.ranks > 1 else None)
+    layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh if case.ranks > 1 else None)
     here = slice(mesh.get_rank() * local, (mesh.get_rank() + 1) * local)
     experts = whole.experts
     values = {
@@ -208,7 +212,8 @@ def _theirs(case: Case, mesh: DeviceMesh, whole: MoE) -> nn.Module:
         for name, value in values.items():
             layer.routed_experts.inner_experts.get_parameter(name).copy_(value)
         layer.router.gate.weight.copy_(whole.router.weight)
-    return layer
+    found: nn.Module = layer
+    return found
 
 
 def _compare(arms: dict[str, nn.Module], x: Tensor, grad: Tensor) -> None:
@@ -226,10 +231,11 @@ def _peak(layer: nn.Module, x: Tensor, grad: Tensor) -> int:
     layer.zero_grad()
     x.grad = None
     held = [t.to_local() if isinstance(t, DTensor) else t for t in layer.state_dict().values()]
-    with torch.autograd.set_multithreading_enabled(False), LiveBytes() as bytes_:
-        bytes_.know([x, grad, *held, *layer.buffers()])
+    counted = LiveBytes()
+    counted.know([x, grad, *held, *layer.buffers()])
+    with torch.autograd.set_multithreading_enabled(False), counted:
         layer(x).backward(grad)
-    return bytes_.peak
+    return counted.peak
 
 
 if __name__ == "__main__":

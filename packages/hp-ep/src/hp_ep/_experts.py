@@ -74,7 +74,7 @@ class GroupedExperts(nn.Module):
         activation: ``"swiglu"`` (SiLU), ``"geglu"`` (GELU), ``"clamped_swiglu"``, which is
             ``(up + 1) * gate * sigmoid(swiglu_alpha * gate)`` with ``gate`` at most
             ``swiglu_limit`` and ``up`` within it on both sides (gpt-oss), or a function of
-            ``gate`` and ``up`` without parameters.
+            ``gate`` and ``up``, row by row and without parameters.
         swiglu_alpha: See ``activation``.
         swiglu_limit: See ``activation``.
         bias: Whether both products have a bias.
