@@ -203,7 +203,7 @@ def test_state_dicts_are_those_of_the_library_in_both_directions(ranks: Any, nam
 
 
 def _generated(rank: int) -> list[Tensor]:
-    model = _spread(model_of("GptOss", output_router_logits=False), 2).eval()
+    model = _spread(model_of("GptOss"), 2).eval()
     ids, found = batch_of(2)["input_ids"], []
     for cache in (False, True):
         options = {"max_new_tokens": 4, "do_sample": False, "use_cache": cache}
@@ -396,15 +396,23 @@ def _headless(rank: int) -> list[str]:
     labels = torch.zeros(ids.shape[0], dtype=torch.long)
     wrapped = _spread(model_of("Mixtral"), 2)
     wrapped.model.__class__ = type("Wrapped", (type(wrapped.model),), {})  # as FSDP does
-    calls = (lambda: model(ids, labels=labels), lambda: changed(**part), lambda: wrapped(**part))
+    whole = torch.zeros(1, 1, 11, 11, dtype=torch.float64)
+    dense = _spread(model_of("Mixtral"), 2)
+    calls = (
+        lambda: model(ids, labels=labels),
+        lambda: changed(**part),
+        lambda: wrapped(**part),
+        lambda: dense(**part, attention_mask=whole),
+    )
     return [_text(call) for call in calls]
 
 
 def test_losses_that_are_no_shares_are_refused(ranks: Any) -> None:
-    for labels, balance, logits in ranks(2).run(_headless):
+    for labels, balance, logits, mask in ranks(2).run(_headless):
         assert re.match("ExpertConfigError: the loss of MixtralForSequenceClass.* takes no", labels)
         assert re.match("ExpertConfigError: the auxiliary loss of MixtralForC.* is not", balance)
         assert re.match("ExpertConfigError: MixtralForCausalLM returned no router logits", logits)
+        assert re.match(r"ExpertConfigError: attention_mask \(1, 1, 11, 11\) for", mask), mask
 
 
 @pytest.mark.parametrize(
