@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from rank_pool import cached
 from torch import Tensor
+from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -169,16 +169,16 @@ def test_losses_and_gradients_are_those_of_one_process_where_sequences_are_cut_t
 
 def _save(rank: int, folder: Path) -> None:
     model = _spread(4)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    save(get_model_state_dict(model), checkpoint_id=folder)
 
 
-def _load(rank: int, folder: Path) -> dict[str, Tensor]:
+def _load(rank: int, folder: Path) -> dict[str, Any]:
     model = _spread(2)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     set_model_state_dict(model, state)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_loads_under_another_split_and_in_one_process(
             p.zero_()
     plain = model.state_dict()
     with pytest.warns(UserWarning, match="load in a single process"):
-        dcp.load(plain, checkpoint_id=tmp_path)
+        load(plain, checkpoint_id=tmp_path)
     for state in (plain, *ranks(4).run(_load, tmp_path)):
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[key], value) for key, value in expected.items())
