@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from rank_pool import cached
 from torch import Tensor
+from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from hp_cp import Zigzag
+from hp_cp.transformers import context_parallel, shard_batch
 from hp_dtensor import clip_grad_norm_
 from hp_ep.transformers import parallelize_experts
 from hp_fsdp import fully_shard
@@ -129,18 +131,54 @@ def test_steps_of_adamw_are_those_of_one_process(ranks: Any) -> None:
             torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
 
 
+def _with_cut_sequences(rank: int) -> list[Tensor]:
+    """Return loss, auxiliary loss and gradients where ranks hold parts of the same sequences."""
+    mesh = cached("cut", lambda: ParallelDims(cp=2, ep=2).build_mesh(device_type="cpu"))
+    model = _model()
+    parallelize_experts(model, mesh["ep"], token_axes=mesh["loss"])
+    context_parallel(model, mesh["cp"], layout=Zigzag())
+    with _exact():
+        output = model(**shard_batch(_batch(0), mesh["cp"], Zigzag()))
+        output.loss.backward()
+    found = [output.loss.detach(), output.aux_loss.detach()]
+    for p in model.parameters():
+        found.append(_whole(p.grad))
+        if not isinstance(p.grad, DTensor):
+            torch.distributed.all_reduce(found[-1])
+    for share in found[:2]:
+        torch.distributed.all_reduce(share)
+    return found
+
+
+def test_losses_and_gradients_are_those_of_one_process_where_sequences_are_cut_too(
+    ranks: Any,
+) -> None:
+    model = _model()
+    with _exact():
+        output = model(**_batch(0))
+        output.loss.backward()
+    expected = [
+        output.loss.detach(),
+        output.aux_loss.detach(),
+        *(p.grad for p in model.parameters()),
+    ]
+    for found in ranks(2).run(_with_cut_sequences):
+        for value, each in zip(found, expected, strict=True):
+            assert float((value - each).norm() / each.norm()) <= 1e-10
+
+
 def _save(rank: int, folder: Path) -> None:
     model = _spread(4)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    save(get_model_state_dict(model), checkpoint_id=folder)
 
 
-def _load(rank: int, folder: Path) -> dict[str, Tensor]:
+def _load(rank: int, folder: Path) -> dict[str, Any]:
     model = _spread(2)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     set_model_state_dict(model, state)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
@@ -155,7 +193,7 @@ def test_a_checkpoint_loads_under_another_split_and_in_one_process(
             p.zero_()
     plain = model.state_dict()
     with pytest.warns(UserWarning, match="load in a single process"):
-        dcp.load(plain, checkpoint_id=tmp_path)
+        load(plain, checkpoint_id=tmp_path)
     for state in (plain, *ranks(4).run(_load, tmp_path)):
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[key], value) for key, value in expected.items())

@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {
         "head_dim": 8,
         "num_local_experts": 4,
+        "swiglu_limit": 0.5,  # many are clamped
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
         **BALANCED,

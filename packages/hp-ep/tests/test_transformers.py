@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -168,7 +169,7 @@ def test_a_loss_is_a_share_where_token_axes_are_told_and_labels_are_not_counted(
         assert share == pytest.approx(summed / total, rel=BOUND)
 
 
-def _states(rank: int, name: str) -> list[Any]:
+def _states(rank: int, name: str, folder: Path) -> list[Any]:
     model = model_of(name)
     next(iter(_experts(model).values())).down_proj.requires_grad_(False)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -180,6 +181,8 @@ def _states(rank: int, name: str) -> list[Any]:
         assert not spread or value.to_local().shape[0] == before[key].shape[0] // 2
     whole = StateDictOptions(full_state_dict=True)
     saved = get_model_state_dict(model, options=whole)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=dict(saved))
     other = _spread(model_of(name), 2)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -191,19 +194,22 @@ def _states(rank: int, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["GptOss", "DeepseekV3"])
-def test_state_dicts_are_those_of_the_library_in_both_directions(ranks: Any, name: str) -> None:
+def test_state_dicts_are_those_of_the_library_in_both_directions(
+    ranks: Any, name: str, tmp_path: Path
+) -> None:
     expected = model_of(name).state_dict()
-    for before, shapes, saved, loaded, frozen in ranks(2).run(_states, name):
+    for before, shapes, saved, loaded, frozen in ranks(2).run(_states, name, tmp_path):
         assert list(shapes) == list(expected)
         assert shapes == {key: value.shape for key, value in expected.items()}
-        for state in (before, saved, loaded):
+        read = type(model_of(name)).from_pretrained(tmp_path, dtype=torch.float64).state_dict()
+        for state in (before, saved, loaded, read):
             assert state.keys() == expected.keys()
             assert all(torch.equal(state[key], value) for key, value in expected.items())
         assert frozen == 1
 
 
 def _generated(rank: int) -> list[Tensor]:
-    model = _spread(model_of("GptOss", output_router_logits=False), 2).eval()
+    model = _spread(model_of("GptOss"), 2).eval()
     ids, found = batch_of(2)["input_ids"], []
     for cache in (False, True):
         options = {"max_new_tokens": 4, "do_sample": False, "use_cache": cache}
@@ -396,15 +402,23 @@ def _headless(rank: int) -> list[str]:
     labels = torch.zeros(ids.shape[0], dtype=torch.long)
     wrapped = _spread(model_of("Mixtral"), 2)
     wrapped.model.__class__ = type("Wrapped", (type(wrapped.model),), {})  # as FSDP does
-    calls = (lambda: model(ids, labels=labels), lambda: changed(**part), lambda: wrapped(**part))
+    whole = torch.zeros(1, 1, 11, 11, dtype=torch.float64)
+    dense = _spread(model_of("Mixtral"), 2)
+    calls = (
+        lambda: model(ids, labels=labels),
+        lambda: changed(**part),
+        lambda: wrapped(**part),
+        lambda: dense(**part, attention_mask=whole),
+    )
     return [_text(call) for call in calls]
 
 
 def test_losses_that_are_no_shares_are_refused(ranks: Any) -> None:
-    for labels, balance, logits in ranks(2).run(_headless):
+    for labels, balance, logits, mask in ranks(2).run(_headless):
         assert re.match("ExpertConfigError: the loss of MixtralForSequenceClass.* takes no", labels)
         assert re.match("ExpertConfigError: the auxiliary loss of MixtralForC.* is not", balance)
         assert re.match("ExpertConfigError: MixtralForCausalLM returned no router logits", logits)
+        assert re.match(r"ExpertConfigError: attention_mask \(1, 1, 11, 11\) for", mask), mask
 
 
 @pytest.mark.parametrize(

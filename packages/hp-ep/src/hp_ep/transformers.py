@@ -86,7 +86,8 @@ def parallelize_experts(
     ``num_items_in_batch``, the number of labels of the whole batch; the auxiliary loss
     (``output_router_logits``) makes one more. So gradients are to be summed over ranks, not
     averaged (hp-fsdp: ``gradient_reduction="sum"``). Without ``token_axes`` the loss is what
-    the library makes of this rank's labels, and an auxiliary loss is refused.
+    the library makes of this rank's labels, and an auxiliary loss is refused. All ranks call the
+    model alike: with labels or without, and as often.
 
     This call communicates nothing.
 
@@ -334,6 +335,14 @@ def _share_losses(
                 "its layers and the model, not the one without a head between them"
             )
         mask = (signature.bind_partial(model, *args).arguments | kwargs).get("attention_mask")
+        tokens = output.router_logits[0].shape[0]
+        if mask is not None and mask.numel() != tokens:
+            if output.loss is None:  # generation: a cache has the tokens before
+                return None
+            raise ExpertConfigError(
+                f"attention_mask {tuple(mask.shape)} for {tokens} tokens, some of which the "
+                "auxiliary loss leaves out; give one of shape [batch, sequence], or none"
+            )
         share = _balance_share(
             output.router_logits, model.num_experts_per_tok, mask, axes, collectives
         )
