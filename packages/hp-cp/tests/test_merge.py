@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_cp import MaskSpec, context_parallel_attention
-from hp_cp._blockwise import fused_merge, merge
+from hp_cp._blockwise import fused_merge, fuses_merges, merge
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import MASKS, dense_attention, inputs
@@ -124,3 +124,12 @@ def test_an_attention_with_fused_merges_is_that_of_the_operations() -> None:
         )
 
     torch.testing.assert_close(attended(True), attended(False), rtol=0, atol=1e-14)
+
+
+def test_merges_are_fused_where_triton_is_or_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for found in (None, object()):
+        monkeypatch.setattr("hp_cp._blockwise.find_spec", lambda name, found=found: found)
+        assert [fuses_merges(cpu, x) for x in (None, True, False)] == [False, True, False]
+        there = found is not None
+        assert [fuses_merges(cuda, x) for x in (None, True, False)] == [there, True, False]

@@ -290,7 +290,7 @@ def _bind(
     """Check tensors and options, make the plan, choose a kernel, and say what this rank does."""
     if type(options.return_lse) is not bool:
         raise InputError(f"return_lse is {described(options.return_lse)}; use True or False")
-    if options.fuse_merges not in (None, True, False):
+    if type(options.fuse_merges) not in (bool, type(None)):
         raise InputError(f"fuse_merges is {described(options.fuse_merges)}; use a bool or None")
     check_dims(options.seq_dim, options.head_dim)
     check_sinks(sinks, q, options)

@@ -636,10 +636,7 @@ def _merge_at_once(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tenso
 
 
 def fuses_merges(device: torch.device, asked: bool | None) -> bool:
-    """Return whether merges are one kernel: as asked, else on CUDA devices where Triton is there.
-
-    On a CPU the operations take no longer than what the compiler makes of them.
-    """
+    """Return whether merges are one kernel: as asked, else on CUDA where Triton is."""
     return device.type == "cuda" and find_spec("triton") is not None if asked is None else asked
 
 

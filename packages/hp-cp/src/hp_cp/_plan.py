@@ -295,11 +295,12 @@ def _kept(make: PartOf) -> PartOf:
             return plain(plan, rank, windows, device)
         known = _parts_of(function)
         key = make, plan.rest, rank, windows, device
-        if key not in known:
+        part = known.get(key)
+        if part is None:
             if len(known) >= 4 * _BATCHES:
                 known.clear()
-            known[key] = make(plan, rank, windows, device)
-        return known[key]
+            part = known[key] = make(plan, rank, windows, device)
+        return part
 
     return kept
 
