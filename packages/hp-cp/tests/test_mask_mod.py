@@ -1,5 +1,7 @@
 """Masks by a function: attention by its definition, whatever the function hides."""
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -21,10 +23,10 @@ from hp_cp import (
     Zigzag,
     _blocks,
     _mask_mod,
+    _plan,
     context_parallel_attention,
     plan_attention,
 )
-from hp_cp._plan import part_of
 from hp_cp.kernels._choose import choose_backends
 from hp_dtensor import RecordingCollectives, TorchCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
@@ -95,7 +97,7 @@ def test_simulated_ranks_equal_the_definition_with_the_planned_bytes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_blocks, "_TILE", tile)
         patch.setattr(_mask_mod, "_PAIRS", 400)
-        part_of.cache_clear()
+        _plan._PARTS.clear()
         check(case, SimulatedWorld(case.n).run(rank))
         plan = plan_attention(
             case.mask,
@@ -114,7 +116,7 @@ def test_simulated_ranks_equal_the_definition_with_the_planned_bytes(
         )
         if not case.return_lse:
             assert received == [plan.bytes_received(rank) for rank in range(case.n)]
-    part_of.cache_clear()
+    _plan._PARTS.clear()
 
 
 REAL = [
@@ -214,6 +216,43 @@ def test_a_function_is_asked_once_for_all_calls_with_a_mask() -> None:
     for _ in range(3):
         alone(q, k, v, mask)
     assert len(asked) == 1
+
+
+def used() -> "weakref.ref[Any]":
+    """Plan and attend by a function that holds a tensor, and return what tells of that one."""
+    tokens = torch.arange(24)
+
+    def shown(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (tokens[kv_idx] >= 0)
+
+    tensors = inputs(2, 2, 24)
+    mask = MaskSpec(causal=False, cu_seqlens=((0, 9, 24), (0, 24)), mask_mod=shown)
+    plan_attention(mask, Zigzag(), 2, 24, batch=2).explain()
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> None:
+        mine = list(Zigzag().indices(2, 24)[rank])
+        local = leaves(*(x[:, :, mine] for x in tensors[:3]))
+        mesh = collectives.mesh((2,), ("cp",))
+        for schedule in ("direct", "gather"):
+            out = context_parallel_attention(
+                *local,
+                mesh,
+                mask=mask,
+                layout=Zigzag(),
+                schedule=schedule,
+                seq_len=24,
+                collectives=collectives,
+            )
+            out.sum().backward()
+
+    SimulatedWorld(2).run(rank)
+    return weakref.ref(tokens)
+
+
+def test_a_function_and_what_it_holds_are_let_go_with_the_mask() -> None:
+    held = used()
+    gc.collect()
+    assert held() is None
 
 
 class Core(torch.nn.Module):

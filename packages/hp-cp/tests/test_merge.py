@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_cp._blockwise import merge
+from hp_cp import MaskSpec, context_parallel_attention
+from hp_cp._blockwise import fused_merge, fuses_merges, merge
+from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
 from .strategies import MASKS, dense_attention, inputs
 
 FULL = MASKS[1]
+COMPILES = pytest.mark.filterwarnings("ignore")  # those of torch.compile about its own work
 
 
 def part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,3 +82,54 @@ def test_a_heads_bits_do_not_depend_on_the_heads_beside_it(dtype: torch.dtype, r
         merge(part_out, part_lse, other[:, heads], other_lse[:, heads])
         assert torch.equal(part_out, out[:, heads])
         assert torch.equal(part_lse, together[:, heads])
+
+
+@COMPILES
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_fused_merge_gives_what_the_operations_give(
+    dtype: torch.dtype, other: torch.dtype
+) -> None:
+    for rows, heads in ((7, 2), (33, 3)):
+        q, k, v, grad = inputs(heads, heads, rows, size=13, dtype=dtype)
+        lse, other_lse = q.sum(-1), k.sum(-1)
+        lse[..., 0] = other_lse[..., 1] = other_lse[..., 0] = -torch.inf
+        rows_first = v.transpose(1, 2).contiguous().transpose(1, 2)  # as sums are in memory
+        given = grad.to(other), other_lse
+        expected = v.clone(), lse.clone()
+        merge(*expected, *given)
+        found = rows_first.clone(memory_format=torch.preserve_format), lse.clone()
+        fused_merge()(*found, *given)
+        rounding = 4 * torch.finfo(dtype).eps
+        for made, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(made, reference, rtol=rounding, atol=rounding)
+
+
+@COMPILES
+def test_an_attention_with_fused_merges_is_that_of_the_operations() -> None:
+    q, k, v, _ = inputs(2, 2, 40)
+    mask = MaskSpec(causal=True, window=9)
+    collectives = SimulatedCollectives(SimulatedWorld(1), 0)
+
+    def attended(fuse: bool) -> Tensor:
+        mesh = collectives.mesh((1,), ("cp",))
+        return context_parallel_attention(
+            q, k, v, mesh, mask=mask, fuse_merges=fuse, collectives=collectives
+        )
+
+    torch.testing.assert_close(attended(True), attended(False), rtol=0, atol=1e-14)
+
+
+def test_merges_are_fused_where_triton_is_or_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for found in (None, object()):
+        monkeypatch.setattr("hp_cp._blockwise.find_spec", lambda name, found=found: found)
+        assert [fuses_merges(cpu, x) for x in (None, True, False)] == [False, True, False]
+        there = found is not None
+        assert [fuses_merges(cuda, x) for x in (None, True, False)] == [there, True, False]

@@ -390,9 +390,10 @@ def test_a_call_may_give_sinks_and_a_seed_for_dropout(degree: int) -> None:
 
     def alone(rank: int, collectives: SimulatedCollectives) -> Tensor:
         mesh, mask = collectives.mesh((1,), ("cp",)), MaskSpec(causal=True)
-        return context_parallel_attention(
+        out: Tensor = context_parallel_attention(
             q, k, v, mesh, mask=mask, collectives=collectives, **options
         )
+        return out
 
     (expected,) = SimulatedWorld(1).run(alone)
     for rank, out in enumerate(simulated(2, style, call, PassingOn)):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -51,12 +51,33 @@ class AttentionOptions(NamedTuple):
     keep_kv: bool | None = None
     load_balance: bool = False
     return_lse: bool = False
+    fuse_merges: bool | None = None
     collectives: Collectives = TORCH
 
     @property
     def whole_length(self) -> int | None:
         """Return the length of the whole sequence: the one given, or where the documents end."""
         return told_length(self.layout, self.mask) if self.seq_len is None else self.seq_len
+
+
+class _Options(TypedDict, total=False):
+    """What `context_parallel_attention` takes beside what its overloads name."""
+
+    layout: Layout | None
+    ulysses_degree: int
+    schedule: Schedule
+    backend: str | AttentionBackend
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    dropout_seed: int | None
+    sinks: Tensor | None
+    seq_dim: int
+    head_dim: int
+    seq_len: int | None
+    keep_kv: bool | None
+    fuse_merges: bool | None
+    collectives: Collectives | None
 
 
 @overload
@@ -67,21 +88,8 @@ def context_parallel_attention(
     mesh: AxisMesh,
     *,
     mask: MaskSpec,
-    layout: Layout | None = ...,
-    ulysses_degree: int = ...,
-    schedule: Schedule = ...,
-    backend: str | AttentionBackend = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    seq_dim: int = ...,
-    head_dim: int = ...,
-    seq_len: int | None = ...,
-    keep_kv: bool | None = ...,
-    collectives: Collectives | None = ...,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -93,21 +101,8 @@ def context_parallel_attention(
     mesh: AxisMesh,
     *,
     mask: MaskSpec,
-    layout: Layout | None = ...,
-    ulysses_degree: int = ...,
-    schedule: Schedule = ...,
-    backend: str | AttentionBackend = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[True],
-    seq_dim: int = ...,
-    head_dim: int = ...,
-    seq_len: int | None = ...,
-    keep_kv: bool | None = ...,
-    collectives: Collectives | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -133,6 +128,7 @@ def context_parallel_attention(
     head_dim: int = 1,
     seq_len: int | None = None,
     keep_kv: bool | None = None,
+    fuse_merges: bool | None = None,
     collectives: Collectives | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return this rank's rows of the attention over the whole sequence, shaped like ``q``.
@@ -175,6 +171,10 @@ def context_parallel_attention(
     several ranks read, and for windows where several threads of a CPU process split the merge of
     many rows).
 
+    ``fuse_merges``: the merge of further keys into a row's result is one kernel of
+    ``torch.compile`` instead of six operations; equal but for rounding. None means where Triton
+    is, on CUDA.
+
     Raises `InputError` or `BackendError`, before any communication:
     on every rank together where all give tensors of equal shape and dtype and the same options. A
     local length that the layout does not give is seen on that rank only, while the others wait.
@@ -197,6 +197,7 @@ def context_parallel_attention(
         head_dim=head_dim,
         seq_len=seq_len,
         keep_kv=keep_kv,
+        fuse_merges=fuse_merges,
         collectives=TORCH if collectives is None else collectives,
     )
     out, lse = sharded_attention(q, k, v, mesh, options, sinks)
@@ -289,6 +290,8 @@ def _bind(
     """Check tensors and options, make the plan, choose a kernel, and say what this rank does."""
     if type(options.return_lse) is not bool:
         raise InputError(f"return_lse is {described(options.return_lse)}; use True or False")
+    if type(options.fuse_merges) not in (bool, type(None)):
+        raise InputError(f"fuse_merges is {described(options.fuse_merges)}; use a bool or None")
     check_dims(options.seq_dim, options.head_dim)
     check_sinks(sinks, q, options)
     plan = plan_inputs(q, k, v, groups, options)
@@ -303,7 +306,9 @@ def _bind(
     order = [3 - options.seq_dim - options.head_dim, options.seq_dim, options.head_dim, 3]
     return BoundAttention(
         plan=plan,
-        schedule=rank_schedule_of(executed, groups, backends, options.scores, q.device),
+        schedule=rank_schedule_of(
+            executed, groups, backends, options.scores, q.device, options.fuse_merges
+        ),
         order=order,
         back=[order.index(dim) for dim in range(4)],
         chunks=mine.chunks,

@@ -11,7 +11,8 @@ take. Backends get transposed views, with the dims of `AttentionBackend`.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from ._mask_mod import positions
 from ._masks import MaskMod
 from ._mesh import Pair
 from ._ranges import Ranges, Ranks, joined, members, overlaps, size, union, within
+from ._torch import has_values
 from .kernels._interface import (
     GRID,
     AttentionBackend,
@@ -46,7 +48,7 @@ class BlockKernel:
 
     ``masked`` is the backend for blocks whose pairs a mask function tells, and ``mask_mod`` that
     function. ``repeats`` is that of `HeadShare`, ``positions`` where rows and keys are in the
-    whole, if options ask for it.
+    whole, if options ask for it. ``fused``: merges are one kernel each.
     """
 
     backend: AttentionBackend
@@ -55,6 +57,7 @@ class BlockKernel:
     masked: AttentionBackend | None = None
     mask_mod: MaskMod | None = None
     positions: "Positions | None" = None
+    fused: bool = False
 
     @property
     def packer(self) -> PackedBackend | None:
@@ -429,8 +432,9 @@ def _turned(x: Tensor, block: Block) -> Tensor:
 class OnlineSoftmax:
     """The output and log-sum-exp of all rows, over the keys so far."""
 
-    def __init__(self, q: Tensor, value_size: int) -> None:
+    def __init__(self, q: Tensor, value_size: int, *, fused: bool = False) -> None:
         self._q = q
+        self._merge = fused_merge() if fused and has_values(q) else merge
         self._value_size = value_size
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
@@ -450,11 +454,11 @@ class OnlineSoftmax:
         elif len(rows.runs) == 1:
             mine, mine_lse = self._at(rows.slices[0])
             turned = out.transpose(1, 2), lse.transpose(1, 2)
-            merge(mine.transpose(1, 2), mine_lse.transpose(1, 2), *turned)
+            self._merge(mine.transpose(1, 2), mine_lse.transpose(1, 2), *turned)
         else:
             theirs_of = (x.split(rows.lengths, 1) for x in (out, lse))
             for run, *theirs in zip(rows.slices, *theirs_of, strict=True):
-                merge(*(x.transpose(1, 2) for x in (*self._at(run), *theirs)))
+                self._merge(*(x.transpose(1, 2) for x in (*self._at(run), *theirs)))
 
     def _at(self, run: slice) -> tuple[Tensor, Tensor]:
         if self._out is None or self._lse is None:
@@ -467,7 +471,7 @@ class OnlineSoftmax:
         theirs = out.to(self._wide), lse
         if not rows.fresh:
             mine = total.index_select(1, places), total_lse.index_select(1, places)
-            merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
+            self._merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
             theirs = mine
         total.index_copy_(1, places, theirs[0])
         total_lse.index_copy_(1, places, theirs[1])
@@ -612,6 +616,28 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Non
     weight.masked_fill_(other_lse == -torch.inf, 0.0)
     out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, other_lse, out=apart))
+
+
+@cache
+def fused_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Return `merge` as one kernel that reads and writes each element once, made by the compiler.
+
+    For sizes and strides of all kinds; where those of one program are more than the compiler keeps,
+    it runs the operations as they are.
+    """
+    return torch.compile(_merge_at_once, dynamic=True)
+
+
+def _merge_at_once(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    other_lse = other_lse.to(lse.dtype)
+    weight = torch.sigmoid(other_lse - lse).masked_fill(other_lse == -torch.inf, 0.0)
+    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, other_lse))
+
+
+def fuses_merges(device: torch.device, asked: bool | None) -> bool:
+    """Return whether merges are one kernel: as asked, else on CUDA where Triton is."""
+    return device.type == "cuda" and find_spec("triton") is not None if asked is None else asked
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -92,7 +92,10 @@ class MaskSpec:
     @property
     def rows(self) -> "tuple[MaskSpec, ...]":
         """Return the mask of each row of the batch, or once for all."""
-        return _rows_of(self) if len(self.ends) > 1 else (self,)
+        if len(self.ends) < 2:
+            return (self,)
+        # Not kept with a function, which a cache is not to keep alive.
+        return _rows_of(self) if self.mask_mod is None else _rows_of.__wrapped__(self)
 
     @property
     def band(self) -> Band:

@@ -149,8 +149,9 @@ def axes_of(mesh: AxisMesh) -> list[Axis]:
     except TypeError:  # a mesh without a hash, or of which nobody can tell when it is gone
         return [Axis.of(mesh, position) for position in range(mesh.ndim)]
     for position, (name, ranks, seen) in enumerate(known):
-        group = mesh.get_group(position)
-        if group is not seen() and isinstance(group, ProcessGroup):
+        group: Any = mesh.get_group(position)
+        known_group = group is seen()
+        if not known_group and isinstance(group, ProcessGroup):
             break  # another one since, or that of an equal mesh
         axes.append(Axis(name, group, ranks))
     if len(axes) != mesh.ndim:

@@ -5,6 +5,8 @@ Pure: a plan is made and checked before anything is communicated.
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Protocol
+from weakref import ref
 
 from ._blocks import (
     Block,
@@ -31,7 +33,7 @@ from ._layouts import (
     even_edges,
     lengths_of,
 )
-from ._masks import MaskSpec, check_mask, pairs_of
+from ._masks import MaskMod, MaskSpec, check_mask, pairs_of
 from ._ranges import Kernel, Piece, Ranges, members, size, union, within
 from ._routes import SCHEDULES, Ring, Schedule, check_schedule, name_of, ring_of
 
@@ -100,13 +102,18 @@ class AttentionPlan:
     sequences: int = field(default=1, repr=False)
 
     @property
+    def rest(self) -> "AttentionPlan":
+        """Return the plan without the function of its mask."""
+        return self if self.mask.mask_mod is None else replace(self, mask=self.mask.rest)
+
+    @property
     def executed(self) -> "AttentionPlan":
         """Return the plan that ranks carry out: this one, or that of all rows as one sequence.
 
         Where each row of the batch has its documents, a batch of ``B`` rows is one sequence of
         ``B * seq_len`` positions, its ``sequences``, whose cut is that of a row, ``B`` times.
         """
-        return _executed(self) if self.mask.per_row else self
+        return _with(_executed(self.rest), self.mask.mask_mod) if self.mask.per_row else self
 
     @property
     def row_length(self) -> int:
@@ -259,8 +266,59 @@ class AttentionPlan:
         return fetched + returned * max(self.itemsize, 4) // self.itemsize
 
 
-@lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
-def part_of(plan: AttentionPlan, rank: int, *, windows: bool = False, device: str = "cpu") -> Part:
+def _with(plan: AttentionPlan, mask_mod: MaskMod | None) -> AttentionPlan:
+    """Return a plan without a function with this one."""
+    return plan if mask_mod is None else replace(plan, mask=replace(plan.mask, mask_mod=mask_mod))
+
+
+class PartOf(Protocol):
+    """What makes the part of a rank of a plan."""
+
+    def __call__(
+        self, plan: AttentionPlan, rank: int, windows: bool = False, device: str = "cpu"
+    ) -> Part:
+        """Return it."""
+        ...
+
+
+# What functions of masks show, by the id of the function; only as long as it lives.
+_PARTS: dict[int, tuple[ref[MaskMod], dict[tuple[object, ...], Part]]] = {}
+
+
+def _kept(make: PartOf) -> PartOf:
+    """Return ``make``, which keeps the latest parts; those of a function as long as it lives."""
+    plain = lru_cache(maxsize=4 * _BATCHES)(make)  # simulated ranks live in one process
+
+    def kept(plan: AttentionPlan, rank: int, windows: bool = False, device: str = "cpu") -> Part:
+        function = plan.mask.mask_mod
+        if function is None:
+            return plain(plan, rank, windows, device)
+        known = _parts_of(function)
+        key = make, plan.rest, rank, windows, device
+        part = known.get(key)
+        if part is None:
+            if len(known) >= 4 * _BATCHES:
+                known.clear()
+            part = known[key] = make(plan, rank, windows, device)
+        return part
+
+    return kept
+
+
+def _parts_of(function: MaskMod) -> dict[tuple[object, ...], Part]:
+    place = id(function)
+    known = _PARTS.get(place)
+    if known is None or known[0]() is not function:
+        try:
+            seen = ref(function, lambda _: _PARTS.pop(place, None))
+        except TypeError:  # nobody can tell when it is gone
+            return {}
+        known = _PARTS[place] = seen, {}
+    return known[1]
+
+
+@_kept
+def part_of(plan: AttentionPlan, rank: int, windows: bool = False, device: str = "cpu") -> Part:
     """Return the row and the column of a rank of the schedule.
 
     ``windows`` leaves windows whole, for kernels that take them; ``device`` is where the function
@@ -275,7 +333,7 @@ def part_of(plan: AttentionPlan, rank: int, *, windows: bool = False, device: st
     return make_part(
         rank,
         sources_of(plan, rank),
-        _documents(plan),
+        _documents(plan.rest),
         plan.mask.band,
         lengths,
         all_keys=SCHEDULES[name_of(plan.schedule)].all_keys,
@@ -348,9 +406,13 @@ class RankPlan:
         return self.shares[self.place]
 
 
-@lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
 def rank_plan_of(plan: AttentionPlan, rank: int) -> RankPlan:
     """Return what a rank of a plan that is carried out does."""
+    return _rank_plan_of(plan.rest, rank)
+
+
+@lru_cache(maxsize=4 * _BATCHES)  # simulated ranks live in one process
+def _rank_plan_of(plan: AttentionPlan, rank: int) -> RankPlan:
     group, place = divmod(rank, plan.ulysses_degree)
     keys = plan.groups
     places: tuple[Ranges, ...] = ()
@@ -376,8 +438,10 @@ def gathers(plan: AttentionPlan) -> bool:
     return SCHEDULES[name_of(plan.schedule)].gathers and plan.n > plan.ulysses_degree
 
 
-@lru_cache(maxsize=4 * _BATCHES)
-def executed_part_of(plan: AttentionPlan, rank: int, windows: bool, device: str) -> Part:
+@_kept
+def executed_part_of(
+    plan: AttentionPlan, rank: int, windows: bool = False, device: str = "cpu"
+) -> Part:
     """Return what a rank of the schedule carries out, with the arguments of `part_of`.
 
     Over gathered keys, which are not in the order of positions, windows are cut.
@@ -457,9 +521,12 @@ def plan_attention(
     """
     given = (mask, layout, n, seq_len, schedule, ulysses_degree, keep_kv, load_balance, batch)
     sizes = (q_heads, kv_heads, head_size, value_size, itemsize)
+    asked: object = mask  # which may be another object
+    mask_mod = asked.mask_mod if isinstance(asked, MaskSpec) else None
+    rest = mask if mask_mod is None else mask.rest
     try:
-        return _known(*given, *sizes)  # type: ignore[arg-type]  # a layout may have no hash
-    except TypeError:  # which the checks name
+        return _with(_known(rest, *given[1:], *sizes), mask_mod)  # type: ignore[arg-type]  # a hash
+    except TypeError:  # something has none, which the checks name
         return _checked(*given, *sizes)
 
 

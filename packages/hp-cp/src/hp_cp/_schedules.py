@@ -29,6 +29,7 @@ from ._blockwise import (
     batches_of,
     first_order,
     forward_batch,
+    fuses_merges,
     gradient_of_sinks,
     without_autocast,
 )
@@ -70,6 +71,7 @@ def rank_schedule_of(
     backends: Backends,
     options: ScoreOptions,
     device: torch.device,
+    fuse_merges: bool | None = None,
 ) -> RankSchedule:
     """Return the part of this rank in a plan that is carried out.
 
@@ -86,6 +88,7 @@ def rank_schedule_of(
         masked=backends.masked,
         mask_mod=mask_mod,
         positions=positions,
+        fused=fuses_merges(device, fuse_merges),
     )
     where, rank = str(device) if mask_mod is not None else "cpu", groups.ring.index
     part = executed_part_of(plan, rank, backends.windows, where)
@@ -504,7 +507,8 @@ class _Attend(torch.autograd.Function):
         peers: Peers,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        rows, kernel = OnlineSoftmax(q, v.shape[3]), schedule.kernel
+        kernel = schedule.kernel
+        rows = OnlineSoftmax(q, v.shape[3], fused=kernel.fused)
         kept: list[Tensor] = []
         keep = schedule.plan.keep_kv and any(ctx.needs_input_grad)
         with without_autocast(q.device), PendingWork(peers) as calls:
