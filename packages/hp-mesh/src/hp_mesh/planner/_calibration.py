@@ -69,8 +69,8 @@ class Calibration:
     )
     expert_half_side: float = _constant(
         360,
-        "the same for products of many experts that are launched as one, at a rate of 1 PFLOP/s; "
-        "it grows with the rate, as tiles start and end in a fixed time",
+        "the same for products of many experts that are launched as one, at a rate of 1 PFLOP/s: "
+        "their tiles start and end in a fixed time, whatever the rate",
         FIT,
     )
     attention_efficiency: float = _constant(
