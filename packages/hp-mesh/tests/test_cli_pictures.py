@@ -260,3 +260,23 @@ def test_a_plan_without_a_configuration_is_drawn_as_such(tmp_path: Path) -> None
         TrainSpec(seq_len=8191, global_batch=3),
     )
     assert "no configuration keeps all rules" in texts(draw_plan(found))
+
+
+def test_a_plan_in_which_nothing_fits_says_so_and_calls_none_the_fastest() -> None:
+    train = TrainSpec(seq_len=4096, global_batch=8)
+    found = plan(MODELS["llama3-405b"], Cluster(world_size=8, accelerator="H100"), train)
+    figure = draw_plan(found)
+    assert any(text.startswith("nothing fits; the nearest misses") for text in texts(figure))
+    assert not any("1.00x" in text for text in texts(figure))
+
+
+def test_a_legend_is_read_row_by_row_in_the_order_of_the_bars(planned: Plan) -> None:
+    figure = draw_plan(planned)
+    legend = figure.legends[0]
+    extent(figure, legend)
+    places = {
+        text.get_text(): (-round(text.get_window_extent().y0), text.get_window_extent().x0)
+        for text in legend.get_texts()
+    }
+    order = [name for name in TIME_COLOURS if name in places]
+    assert sorted(places, key=places.__getitem__) == order

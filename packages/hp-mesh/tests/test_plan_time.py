@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -160,6 +161,36 @@ def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
         assert groups[axis].size == layout.size(axis)
         assert links.members(groups[axis]) == fewest
         assert links.crosses(groups[axis]) == layout.crosses_nodes(axis, node)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    degrees=st.fixed_dictionaries(
+        {"dp_shard": st.integers(1, 6), "cp": st.integers(1, 4), "tp": st.integers(1, 6)}
+    ),
+    pp=st.integers(1, 3),
+    node=st.integers(1, 12),
+    order=st.permutations(DEFAULT_AXES),
+    data=st.data(),
+)
+def test_links_of_folded_experts_are_those_of_their_ranks_in_any_order(
+    degrees: dict[str, int], pp: int, node: int, order: list[str], data: st.DataObject
+) -> None:
+    etp = data.draw(st.sampled_from([1, degrees["tp"]]))
+    block = prod(degrees.values()) // etp
+    ep = data.draw(st.sampled_from([n for n in range(1, block + 1) if block % n == 0]))
+    dims = ParallelDims(**degrees, pp=pp, ep=ep, etp=etp, order=tuple(order)).resolve(
+        pp * block * etp
+    )
+    cluster = Cluster(world_size=pp * block * etp, accelerator="H100", ranks_per_node=node)
+    links, layout = Links(cluster, 0.8), dims.layout()
+    groups = groups_of(degrees_of(dims), dims.order)
+    for axis in ("ep", "efsdp"):
+        fewest = min(
+            min(Counter(rank // node for rank in group).values()) for group in layout.groups(axis)
+        )
+        assert groups[axis].size == layout.size(axis)
+        assert links.members(groups[axis]) == fewest
 
 
 def test_a_group_that_a_node_ends_in_the_middle_of_is_outside() -> None:

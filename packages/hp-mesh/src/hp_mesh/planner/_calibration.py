@@ -68,9 +68,9 @@ class Calibration:
         128, "side of a product that reaches half of that: tiles and waves", "tile sizes of cuBLAS"
     )
     expert_half_side: float = _constant(
-        360,
-        "the same for products of many experts that are launched as one, at a rate of 1 PFLOP/s; "
-        "it grows with the rate, as tiles start and end in a fixed time",
+        400,
+        "the same for products of many experts that are launched as one, at a rate of 1 PFLOP/s: "
+        "their tiles start and end in a fixed time, whatever the rate",
         FIT,
     )
     attention_efficiency: float = _constant(
@@ -150,7 +150,7 @@ class Calibration:
     )
     retry_slowdown: float = _constant(4.0, "time of a microbatch with such retries", "the same")
     expert_layer_seconds: float = _constant(
-        1.05e-3, "routing, counts read by the host and permutation of one layer with experts", FIT
+        1.1e-3, "routing, counts read by the host and permutation of one layer with experts", FIT
     )
 
     def __post_init__(self) -> None:

@@ -187,6 +187,8 @@ class Links:
 
     def _fewest(self, group: Group) -> int:
         node, shares = self._node, []
+        if group.listed:
+            return min(min(Counter(r // node for r in ranks).values()) for ranks in group.listed)
         for size, stride in group.digits:
             block = size * stride
             if stride % node == 0:

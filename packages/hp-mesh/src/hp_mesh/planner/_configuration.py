@@ -1,9 +1,10 @@
 """The degrees of one configuration, and the groups that they make in rank order."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import gcd, prod
+from math import prod
 from typing import NamedTuple, TypeAlias
 
+from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
 
 Digits: TypeAlias = tuple[tuple[int, int], ...]
@@ -13,11 +14,13 @@ class Group(NamedTuple):
     """The ranks of an axis, all that matters of it on the links.
 
     ``digits`` are pairs of a count of ranks and how far apart they are, the nearest first; a rank's
-    group has all combinations. ``size`` is the product of the counts.
+    group has all combinations. ``size`` is the product of the counts. Where no digits describe the
+    groups, all of them are ``listed``.
     """
 
     size: int
     digits: Digits
+    listed: tuple[tuple[int, ...], ...] = ()
 
 
 class Degrees(NamedTuple):
@@ -57,10 +60,10 @@ class Degrees(NamedTuple):
         """Return the number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
-    def dims(self) -> ParallelDims:
-        """Return the degrees as they are built: folded, in the default order, without Ulysses."""
+    def dims(self, order: Sequence[str] = DEFAULT_ORDER) -> ParallelDims:
+        """Return the degrees as they are built: folded and without Ulysses."""
         degrees = {name: n for name, n in self._asdict().items() if name != "ulysses_degree"}
-        return ParallelDims(**degrees, world_size=self.world)
+        return ParallelDims(**degrees, order=tuple(order), world_size=self.world)
 
 
 def degrees_of(dims: ParallelDims) -> Degrees:
@@ -102,8 +105,9 @@ def groups_of(degrees: Degrees, order: Sequence[str], *, peer: bool = False) -> 
 
     # Whole experts may be on any rank of a tensor-parallel group, parts of them on their own.
     block = ("dp_shard", "cp", "tp") if degrees.etp == 1 else ("dp_shard", "cp")
-    ulysses, ring = _cut(fold("cp"), degrees.ulysses_degree)
-    ep, efsdp = (fold("ep"), fold(*block)) if peer else _cut(fold(*block), degrees.ep)
+    ulysses, ring = _cut(fold("cp"), degrees.ulysses_degree) or ((), ())
+    cut = (fold("ep"), fold(*block)) if peer else _cut(fold(*block), degrees.ep)
+    ep, efsdp = cut or ((), ())
     digits: Mapping[str, Digits] = {
         "tp": fold("tp"),
         "cp": fold("cp"),
@@ -115,7 +119,14 @@ def groups_of(degrees: Degrees, order: Sequence[str], *, peer: bool = False) -> 
         "ep": ep,
         "efsdp": efsdp,
     }
-    return {name: Group(prod(size for size, _ in found), found) for name, found in digits.items()}
+    groups = {name: Group(prod(size for size, _ in found), found) for name, found in digits.items()}
+    if cut is None:  # parts of a fold whose ranks are not evenly apart
+        layout = degrees.dims(order).layout()
+        groups |= {
+            name: Group(layout.size(name), (), tuple(layout.groups(name)))
+            for name in ("ep", "efsdp")
+        }
+    return groups
 
 
 def _merge(digits: Iterable[tuple[int, int]]) -> Digits:
@@ -130,11 +141,13 @@ def _merge(digits: Iterable[tuple[int, int]]) -> Digits:
     return tuple(merged)
 
 
-def _cut(digits: Digits, count: int) -> tuple[Digits, Digits]:
-    """Return the inner ``count`` ranks of a fold, and the others."""
+def _cut(digits: Digits, count: int) -> tuple[Digits, Digits] | None:
+    """Return the inner ``count`` ranks of a fold, and the others; None where digits cannot."""
     inner, outer = [], []
     for size, stride in digits:
-        part = gcd(count, size)
+        part = min(count, size)
+        if count % part or size % part:
+            return None
         count //= part
         inner.append((part, stride))
         outer.append((size // part, stride * part))

@@ -172,13 +172,24 @@ class ComputeModel:
         return self._product(rows, columns, inner, self._linear_rate, side)
 
     def _product(
-        self, rows: float, columns: float, inner: float, rate: float, side: float
+        self,
+        rows: float,
+        columns: float,
+        inner: float,
+        rate: float,
+        side: float,
+        *,
+        grouped: bool = False,
     ) -> float:
-        """Return the seconds of one matrix product; a side as long as ``side`` reaches half."""
+        """Return the seconds of one matrix product; a side as long as ``side`` reaches half.
+
+        Of a ``grouped`` one it does so at 1 PFLOP/s: its tiles start and end in a fixed time.
+        """
         half = self._constants.half_bytes
-        efficiency = rows / (rows + side) * columns / (columns + side) * inner / (inner + side)
+        lost = (1 + side / rows) * (1 + side / columns) * (1 + side / inner) - 1
         moved = half * (rows * inner + inner * columns + rows * columns)
-        return max(2 * rows * columns * inner / (rate * efficiency), moved / self._bandwidth)
+        seconds = 2 * rows * columns * inner * (1 / rate + lost / (1e15 if grouped else rate))
+        return max(seconds, moved / self._bandwidth)
 
     def _routed(self, degrees: Degrees, tokens: float) -> float:
         """Return the seconds of a rank's experts, which get equally many rows each."""
@@ -186,12 +197,15 @@ class ComputeModel:
         rows = tokens * model.top_k / (degrees.tp if degrees.etp == 1 else 1)
         each = rows * degrees.ep / model.experts
         width, rate = model.expert_width / degrees.etp, self._linear_rate
-        side = self._constants.gemm_half_side
-        if degrees.ep < model.experts:
-            # Tiles start and end in a fixed time, in which a faster device computes more.
-            side = self._constants.expert_half_side * rate / 1e15
-        one = (model.matrices - 1) * self._product(each, width, model.hidden, rate, side)
-        one += self._product(each, model.hidden, width, rate, side)
+        # An expert alone on its rank is a layer as any other.
+        grouped = degrees.ep < model.experts
+        constants = self._constants
+        side = constants.expert_half_side if grouped else constants.gemm_half_side
+
+        def product(columns: float, inner: float) -> float:
+            return self._product(each, columns, inner, rate, side, grouped=grouped)
+
+        one = (model.matrices - 1) * product(width, model.hidden) + product(model.hidden, width)
         return model.experts / degrees.ep * one
 
     def _attention(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
