@@ -416,6 +416,11 @@ def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig
                     f"({model.fields['model_type']}); only dp_replicate, dp_shard and cp spread "
                     f"those: use {name}=1, or the built-in model"
                 )
+    if dims.etp not in (1, dims.tp):
+        raise OptionsError(
+            f"etp={dims.etp} with tp={dims.tp}: ranks that share an expert must hold the same "
+            f"tokens here, as those of tp do; use etp=1" + (f" or {dims.tp}" if dims.tp > 1 else "")
+        )
     numbers = model.fields if isinstance(model, TransformersConfig) else model
     report = dims.check(numbers, train.seq_len, train.batch_size, causal_balance=True)
     # Unequal shares of a sequence or of heads are advice, but this trainer takes equal ones alone.
