@@ -98,11 +98,6 @@ class Options:
         here = (self.out / CHECKPOINT, self.out / PREVIOUS)
         return self.resume is not None and any(_same_path(self.resume, path) for path in here)
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Return how many tokens a step takes, padding included."""
-        return self.train.batch_size * self.train.seq_len
-
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     """Return the options of ``argv``; ``world_size`` is that of a cluster this process is in.
