@@ -98,11 +98,6 @@ class Options:
         here = (self.out / CHECKPOINT, self.out / PREVIOUS)
         return self.resume is not None and any(_same_path(self.resume, path) for path in here)
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Return how many tokens a step takes, padding included."""
-        return self.train.batch_size * self.train.seq_len
-
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     """Return the options of ``argv``; ``world_size`` is that of a cluster this process is in.
@@ -416,6 +411,11 @@ def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig
                     f"({model.fields['model_type']}); only dp_replicate, dp_shard and cp spread "
                     f"those: use {name}=1, or the built-in model"
                 )
+    if dims.etp not in (1, dims.tp):
+        raise OptionsError(
+            f"etp={dims.etp} with tp={dims.tp}: ranks that share an expert must hold the same "
+            f"tokens here, as those of tp do; use etp=1" + (f" or {dims.tp}" if dims.tp > 1 else "")
+        )
     numbers = model.fields if isinstance(model, TransformersConfig) else model
     report = dims.check(numbers, train.seq_len, train.batch_size, causal_balance=True)
     # Unequal shares of a sequence or of heads are advice, but this trainer takes equal ones alone.

@@ -158,6 +158,8 @@ class Report:
         ]
         if self._options.dims.tp > 1:
             rows.append(("not counted", "what torch's own tensor parallel moves over tp"))
+        if self._options.dims.pp > 1:
+            rows.append(("not counted", "what torch's own pipelines move from stage to stage"))
         out = self._options.out
         rows += [("checkpoint", summary["checkpoint"]), ("curves", curves)]
         rows += [("log, summary", f"{out}/log.jsonl, summary.json")]

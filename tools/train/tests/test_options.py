@@ -84,6 +84,7 @@ def test_wrong_degrees_name_the_legal_ones(words: str, text: str) -> None:
     ("words", "text"),
     [
         ("--procs 0", "procs=0"),
+        ("--free-etp true --etp 2 --ep 2", "etp=2 with tp=1: .*; use etp=1$"),
         ("--steps 0", "use 1 or more"),
         ("--reference --procs 2", "--reference is one process"),
         ("--reference --tp 2", "tp=2 with --reference, which is one process .*; use 1"),
