@@ -471,7 +471,7 @@ def test_a_configuration_for_another_world_is_refused(config: object) -> None:
     ],
 )
 def test_what_is_left_open_of_the_data_parallel_ranks_follows_from_their_number(
-    given: dict[str, int], world: int, replicate: int, shard: int
+    given: dict[str, Any], world: int, replicate: int, shard: int
 ) -> None:
     dims = ParallelDims.from_config(given, world)
     assert (dims.dp_replicate, dims.dp_shard) == (replicate, shard)

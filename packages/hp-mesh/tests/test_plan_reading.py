@@ -268,8 +268,8 @@ def test_the_rules_and_the_planner_read_the_same_fields() -> None:
 
 
 def test_integers_of_other_types_are_sizes_under_every_name() -> None:
-    sizes = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "ffn": 96}
-    other = {name: np.int64(size) for name, size in sizes.items()}
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "ffn": 96}
+    other: dict[str, Any] = {name: np.int64(size) for name, size in sizes.items()}
     assert ModelShape(**other) == ModelShape.from_config(other) == ModelShape(**sizes)
     (violation,) = ParallelDims(tp=3, world_size=3).check({"heads": np.int64(4), "ffn": 96}, 3)
     assert violation.rule == "heads-tp"

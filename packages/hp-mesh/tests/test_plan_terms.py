@@ -99,7 +99,7 @@ def test_more_sequences_take_longer(
 def test_nothing_larger_takes_less_time(
     model: ModelShape,
     seq_len: int,
-    degrees: dict[str, int],
+    degrees: dict[str, Any],
     options: dict[str, Any],
     accelerator: str,
 ) -> None:

@@ -174,7 +174,7 @@ def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
     data=st.data(),
 )
 def test_links_of_folded_experts_are_those_of_their_ranks_in_any_order(
-    degrees: dict[str, int], pp: int, node: int, order: list[str], data: st.DataObject
+    degrees: dict[str, Any], pp: int, node: int, order: list[str], data: st.DataObject
 ) -> None:
     etp = data.draw(st.sampled_from([1, degrees["tp"]]))
     block = prod(degrees.values()) // etp
