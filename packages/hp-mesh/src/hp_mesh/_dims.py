@@ -126,31 +126,32 @@ class ParallelDims(_Origin):
         return self if self.world_size == world else replace(self, world_size=world)
 
     @classmethod
-    def from_config(cls, config: object, world_size: int) -> "ParallelDims":
+    def from_config(cls, config: object, world_size: int | None = None) -> "ParallelDims":
         """Return the resolved degrees that a mapping or any object's attributes give.
 
         Names are the fields of this class, ``dp`` for ``dp_shard``, and those that torchtitan,
-        Megatron-LM, accelerate and DeepSpeed use; other names are ignored. Absent and None mean
-        default, except that ``etp`` is then ``tp`` unless a name is torchtitan's, accelerate's or
-        DeepSpeed's: so it is in Megatron-LM. The constructor's own default is 1, and `summary` says
-        where ``etp`` was taken from ``tp``.
+        Megatron-LM, accelerate and DeepSpeed use; other names are ignored, unless they say a degree
+        other than 1 in another spelling, at any level. Absent and None mean default, except that
+        ``etp`` is then ``tp`` unless a name is torchtitan's, accelerate's or DeepSpeed's: so it is
+        in Megatron-LM. The constructor's own default is 1, and `summary` says where ``etp`` was
+        taken from ``tp``. An ``order`` with dashes is Megatron-LM's, innermost first.
 
         Args:
             config: The degrees by name, among other things; an empty mapping is all defaults.
-            world_size: Number of ranks.
+            world_size: Number of ranks; None takes the configuration's own ``world_size``.
 
         Raises:
             ParallelDimsError: A value is no degree, the degrees do not make the world, two names of
-                one degree differ, a name is nearly one of those that are read, the configuration
-                has another ``world_size``, or it has none of the names or can have none, as a
-                number or a list.
+                one degree differ, a name says a degree but is not one of those that are read, the
+                configuration has another ``world_size`` or none is known, or it has none of the
+                names or can have none, as a number or a list.
 
         Example:
             >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard
             2
         """
         arguments, found, etp_is_tp = arguments_from_config(config, world_size)
-        given = {**_DEFAULTS, **arguments, "world_size": world_size}
+        given = {**_DEFAULTS, "world_size": world_size, **arguments}
         dims = cls(**resolve_fields(given, found, needs_world=True, etp_is_tp=etp_is_tp))
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
         return dims
