@@ -1,5 +1,6 @@
 """Names in configurations that say a degree, but are not among those that are read."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,13 +45,13 @@ def test_a_degree_in_any_spelling_is_read_or_refused_but_never_dropped(data: st.
     parts = [word, *middle, *end]
     spell = data.draw(st.sampled_from(["_", "-", "."]))
     name = spell.join(parts)
-    case = data.draw(st.sampled_from([str, str.upper]))
+    name = name.upper() if data.draw(st.booleans()) else name
     beside = data.draw(st.sampled_from(["dp_replicate", "data_parallel_replicate_degree"]))
-    config = {beside: 1, case(name): data.draw(st.sampled_from([4, "4"]))}
+    config = {beside: 1, name: data.draw(st.sampled_from([4, "4"]))}
     try:
         found = ParallelDims.from_config(config, 32)
     except ParallelDimsError as error:
-        assert case(name) in str(error)  # noqa: PT017 - either is right, silence is not
+        assert name in str(error)  # noqa: PT017 - either is right, silence is not
         return
     assert 4 in (found.dp_shard, found.cp, found.tp, found.pp, found.ep, found.etp)
 
@@ -84,8 +85,9 @@ def test_a_degree_that_is_not_read_is_named_with_what_it_means(
     message = refused(config)
     assert message.startswith(f"{named} is read by no name, and looks like {meant}; use ")
     # What is advised is read.
-    for name in message.partition("; use ")[2].replace(" or ", ", ").split(", "):
-        assert ParallelDims.from_config({"cp": 2, name.strip(): 2, "free_etp": True}, 32)
+    for name in message.splitlines()[0].partition("; use ")[2].replace(" or ", ", ").split(", "):
+        found = ParallelDims.from_config({"cp": 2, name.strip(): 2, "free_etp": True}, 32)
+        assert 2 in [getattr(found, field) for field in meant.split(" or ")]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,47 @@ def test_the_world_of_a_configuration_holds_where_none_is_given() -> None:
     assert ParallelDims.from_config({"tp": 2, "world_size": 8}) == expected
     with pytest.raises(ParallelDimsError, match=r"^world_size=None is not a degree"):
         ParallelDims.from_config({"tp": 2})
+
+
+TOML = """
+[training]
+seq_len = 8192
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 4
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "1F1B"
+"""
+YAML = """
+distributed_type: FSDP
+num_processes: 16
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+  parallelism_config_tp_size: 2
+  parallelism_config_cp_size: 1
+"""
+
+
+def test_tables_of_frameworks_are_read_from_files_as_from_configurations(tmp_path: Path) -> None:
+    toml, document = tmp_path / "run.toml", tmp_path / "run.yaml"
+    toml.write_text(TOML)
+    document.write_text(YAML)
+    expected = ParallelDims(dp_replicate=2, dp_shard=2, tp=4, pp=2, world_size=32)
+    assert ParallelDims.from_toml(toml, "parallelism", 32) == expected
+    unknown = ParallelDims.from_toml(toml, "parallelism")
+    assert unknown.world_size is None
+    assert unknown.resolve(32) == expected
+    found = ParallelDims.from_yaml(document, "parallelism_config", world_size=16)
+    assert found == ParallelDims(dp_replicate=2, dp_shard=4, tp=2, world_size=16)
+    with pytest.raises(ParallelDimsError, match=r"give table='parallelism'$"):
+        ParallelDims.from_toml(toml)
+    toml.write_text(TOML.replace("pipeline_parallel_degree", "pp_degree"))
+    with pytest.raises(ParallelDimsError, match="pp_degree=2 is read by no name"):
+        ParallelDims.from_toml(toml, "parallelism", 32)
+    toml.write_text("tp = 2\n")
+    assert ParallelDims.from_toml(toml, None, 8) == ParallelDims(tp=2, world_size=8)
 
 
 TITAN = {

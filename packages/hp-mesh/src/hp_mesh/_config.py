@@ -18,6 +18,7 @@ from ._names import (
     has_field,
     none_read,
     read_field,
+    table_of_degrees,
     unread_degrees,
 )
 
@@ -215,6 +216,10 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
         for key in mapping
         if key not in FIELDS
     ]
+    inner = table_of_degrees(mapping)
+    if inner is not None and len(unknown) == len(mapping):
+        reason = f"{inner} has names of degrees, and its surroundings none; give table={inner!r}"
+        unknown.append(Violation(rule="field", values={"table": inner}, reason=reason))
     return {key: value for key, value in mapping.items() if key in FIELDS}, unknown
 
 

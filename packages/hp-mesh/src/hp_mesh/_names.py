@@ -194,6 +194,17 @@ def has_field(source: object, name: str) -> bool:
     return name in source if isinstance(source, Mapping) else hasattr(source, name)
 
 
+def is_of_framework(table: Mapping[str, Any]) -> bool:
+    """Whether a table has a degree's name that is no field of `ParallelDims`."""
+    return any(has_field(table, name) for name in NAMES if name not in SETTINGS)
+
+
+def table_of_degrees(config: object) -> str | None:
+    """Return the path to the first nested table that has names of degrees."""
+    paths = (path.rpartition(".")[0] for path, leaf, _ in _paths(config) if path != leaf in NAMES)
+    return next(paths, None)
+
+
 def unread_degrees(config: object) -> Iterator[Violation]:
     """Yield a violation for each name, at any level, that says a degree and is not read."""
     known = [name for name in NAMES if len(name) >= SHORTEST]
@@ -300,14 +311,14 @@ def none_read(config: object) -> Violation:
     others = join_words(f"{d.framework} ({', '.join(_listed(d))})" for d in DIALECTS if d != OWN)
     near = ((name, _near(name, NAMES, SIMILAR)) for name in names)
     meant = join_words((f"{name[:MOST_LETTERS]} for {m}" for name, m in near if m), "and")
-    inner = [path.rpartition(".")[0] for path, leaf, _ in _paths(config) if path != leaf in NAMES]
+    inner = table_of_degrees(config)
     return Violation(
         rule="fields",
         values={"config": type(config).__name__},
         reason=f"config of type {type(config).__name__} has none of the names "
         f"{join_words(OWN.names)}; nor those of {others}; it has {has or 'no fields'}"
         + (f"; is {meant} misspelled?" if meant else "")
-        + (f"; its {inner[0]} has such names; give that" if inner else ""),
+        + (f"; its {inner} has such names; give that" if inner else ""),
     )
 
 

@@ -820,7 +820,7 @@ LINKS = {
 FRACTION = "share of a device's memory that may be planned for (default: 0.95)"
 COUNTS = {
     "micro_batch": "sequences at once (default: the best)",
-    "virtual_stages": "stages of each pipeline rank, with --schedule interleaved",
+    "virtual_stages": "stages of each pipeline rank, with an interleaved schedule (default: best)",
     "recompute_layers": "layers of each pipeline rank that recompute (default: all)",
     "max_nodes": "nodes whose experts one token may have (default: no limit, or the model's)",
 }
