@@ -849,7 +849,7 @@ NOTES = """words of the answer:
 COMMANDS = (
     Command(
         name="plan",
-        summary="say what to run: every valid configuration, the fastest that fits first",
+        summary="say what to run: the best configuration, then every other valid one",
         example="--model llama3-405b --gpus 2048 --gpu h100 --seq-len 8192 --global-batch 2048",
         add_options=_plan_options,
         answer=answer_plan,

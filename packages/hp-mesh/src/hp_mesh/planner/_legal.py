@@ -171,7 +171,8 @@ def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
     if train.schedule != "any" and train.schedule != "interleaved":
         schedules = [(train.schedule, 1)]
     elif pp == 1:
-        schedules = [("1f1b", 1) if train.schedule == "any" else ("interleaved", 1)]
+        one: tuple[Schedule, int] = ("interleaved", train.virtual_stages)
+        schedules = [("1f1b", 1) if train.schedule == "any" else one]
     elif train.schedule == "interleaved":
         schedules = [("interleaved", n) for n in stages or [2]]
     else:
