@@ -55,8 +55,9 @@ class Trust:
         apart = f" ({'; '.join(self.differs)})" if self.differs else ""
         if self.error is None:
             return f"no published run resembles this{apart}"
+        runs = f"{self.runs} published run{'s' * (self.runs != 1)}"
         return (
-            f"resembles {self.runs} published runs, {self.resembles}: "
+            f"resembles {runs}, {self.resembles}: "
             f"their step time is off by {self.error:.0%} on average{apart}"
         )
 
