@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims
 from hp_mesh.cli import _main
-from hp_mesh.cli._reports import GIB, choose, plan_rows, why_chosen
+from hp_mesh.cli._reports import GIB, plan_rows, why_chosen
 from hp_mesh.planner import (
     MODELS,
     Candidate,
@@ -21,6 +21,7 @@ from hp_mesh.planner import (
     TrainSpec,
     plan,
 )
+from hp_mesh.planner._result import place_of_best
 
 from .test_cli import document, run
 
@@ -66,9 +67,11 @@ def planned(candidates: Sequence[Candidate]) -> Plan:
         return ["fits", "borderline"].index(one.fit), one.time.total
 
     fits = [one.fit for one in candidates]
+    ordered = sorted(candidates, key=place)
+    best = place_of_best(ordered[: fits.count("fits")])
     return replace(
         real(),
-        candidates=sorted(candidates, key=place),
+        candidates=[ordered.pop(best), *ordered],
         fitting=fits.count("fits"),
         bordering=fits.count("borderline"),
     )
@@ -87,7 +90,7 @@ PLANS = st.lists(CANDIDATES, min_size=1, max_size=20, unique_by=str).map(planned
 @given(PLANS)
 @settings(deadline=None, max_examples=150)
 def test_memory_is_bought_with_at_most_one_percent_of_time_where_it_is_short(found: Plan) -> None:
-    chosen, best = choose(found), found.best
+    chosen, best = found.best, found.fastest
     assert chosen is not None
     assert best is not None
     worth = [
@@ -106,13 +109,13 @@ def test_memory_is_bought_with_at_most_one_percent_of_time_where_it_is_short(fou
 @given(PLANS, st.integers(1, 12))
 @settings(deadline=None, max_examples=150)
 def test_rows_are_the_first_candidates_with_splits_of_dp_folded(found: Plan, most: int) -> None:
-    rows = plan_rows(found, choose(found), most)
+    rows = plan_rows(found, most)
     assert 1 <= len(rows) <= most
-    assert rows[0].candidate == choose(found)
+    assert rows[0].candidate == found.best
     assert all(found.candidates[row.place - 1] == row.candidate for row in rows)
     places = [row.place for row in rows[1:]]
     assert places == sorted({*places} - {rows[0].place})
-    every = plan_rows(found, choose(found), 1000)
+    every = plan_rows(found, 1000)
     assert len(every) + sum(row.splits for row in every) == len(found.candidates)
     assert every[: len(rows)] == rows
     for row in every:
@@ -130,7 +133,7 @@ def test_rows_are_the_first_candidates_with_splits_of_dp_folded(found: Plan, mos
 def test_the_recommendation_says_what_it_costs_and_saves() -> None:
     fastest, chosen = candidate(1000, 98), candidate(1002, 83, tp=4)
     found = planned([fastest, chosen, candidate(1001, 94), candidate(1003, 60, tp=2)])
-    assert choose(found) == chosen
+    assert found.best == chosen
     text = "0.2% slower than the fastest, 15.0 GiB less: the fastest would leave 2.0 GiB"
     assert why_chosen(chosen, fastest) == text
 
@@ -145,7 +148,7 @@ def test_the_recommendation_says_what_it_costs_and_saves() -> None:
     ],
 )
 def test_the_fastest_is_kept_without_a_clear_gain(fastest: Candidate, other: Candidate) -> None:
-    assert choose(planned([fastest, other])) == fastest
+    assert planned([fastest, other]).best == fastest
 
 
 def test_one_row_stands_for_the_splits_of_dp_near_it() -> None:
@@ -158,9 +161,9 @@ def test_one_row_stands_for_the_splits_of_dp_near_it() -> None:
             candidate(1011, 64, replicate=8),
         ]
     )
-    rows = plan_rows(found, found.best, 10)
+    rows = plan_rows(found, 10)
     assert [(row.place, row.splits) for row in rows] == [(1, 2), (3, 0), (5, 0)]
-    assert plan_rows(found, found.best, 1) == rows[:1]
+    assert plan_rows(found, 1) == rows[:1]
 
 
 def test_plan_runs_what_it_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +175,31 @@ def test_plan_runs_what_it_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_chosen(split, fastest) in out
     lines = out.splitlines()
     (start,) = [i for i, line in enumerate(lines) if line.startswith(" # ") or line[:2] == "# "]
-    assert lines[start + 2].split()[:3] == ["2", "dp_replicate=2", "dp_shard=8"]
-    assert lines[start + 3].split()[:2] == ["1", "dp_shard=16"]
+    assert lines[start + 2].split()[:3] == ["1", "dp_replicate=2", "dp_shard=8"]
+    assert lines[start + 3].split()[:2] == ["2", "dp_shard=16"]
     assert "(+1 split of dp)" in lines[start + 3]
     assert lines[start + 3].endswith("15.0 GiB more memory")
     told = document(*ARGV)
     assert ParallelDims.from_dict(told["recommended"]["dims"]) == split.dims
     dims = [ParallelDims.from_dict(entry["dims"]) for entry in told["candidates"]]
     assert dims == [one.dims for one in found.candidates]
+
+
+def test_python_plan_and_estimate_name_the_same_best() -> None:
+    cluster = Cluster(world_size=64, accelerator="H100")
+    found = plan(MODELS["llama3-8b"], cluster, TrainSpec(seq_len=4096, global_batch=512))
+    best, fastest = found.best, found.fastest
+    assert best is not None
+    assert fastest is not None
+    assert best != fastest, "no test of a best that is not the fastest"
+    assert best.memory.total <= fastest.memory.total - 0.05 * fastest.limit
+    run_ = ["--model", "llama3-8b", "--gpu", "h100", "--seq-len", "4096", "--global-batch", "512"]
+    told = document("plan", *run_, "--gpus", "64")
+    assert told["recommended"] == told["candidates"][0]
+    assert ParallelDims.from_dict(told["recommended"]["dims"]) == best.dims
+    against = document("estimate", "tp=8", *run_, "--gpus", "64")["best"]
+    assert ParallelDims.from_dict(against["dims"]) == best.dims
+    assert found.compare(fastest).best == best
 
 
 def test_settings_and_help_are_in_plain_words() -> None:

@@ -17,7 +17,7 @@ from matplotlib.transforms import Bbox
 
 from hp_mesh import LayoutError, ParallelDims
 from hp_mesh.cli._pictures import MEMORY_COLOURS, TIME_COLOURS, draw_plan, draw_ranks
-from hp_mesh.cli._reports import GIB, choose, map_ranks, plan_rows
+from hp_mesh.cli._reports import GIB, map_ranks, plan_rows
 from hp_mesh.planner import MODELS, Candidate, Cluster, Plan, TrainSpec, plan
 
 from .strategies import dims
@@ -174,7 +174,7 @@ def test_an_unknown_axis_is_refused() -> None:
 
 def drawn(found: Plan) -> list[Candidate]:
     """Give the candidates of the picture's eight rows."""
-    return [row.candidate for row in plan_rows(found, choose(found), 8)]
+    return [row.candidate for row in plan_rows(found, 8)]
 
 
 def lengths(figure: Figure, unit: str) -> list[float]:

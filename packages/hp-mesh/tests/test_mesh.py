@@ -1,5 +1,6 @@
 """Torch meshes on fake groups: what each name resolves to, and what is refused."""
 
+import copy
 import tracemalloc
 from contextlib import nullcontext
 from datetime import timedelta
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_mesh import LayoutError, MeshError, ParallelDims, ParallelDimsError, ParallelMesh
@@ -306,3 +308,18 @@ def test_a_mesh_shows_its_axes_and_their_sizes() -> None:
         assert repr(mesh) == f"ParallelMesh({axes}; 8 ranks, on cpu)"
         mesh.close()
         assert repr(mesh) == f"ParallelMesh({axes}; 8 ranks, closed)"
+
+
+def test_a_module_with_a_mesh_is_copied_and_its_mesh_shares_the_groups() -> None:
+    with fake_world(8, 3):
+        mesh = ParallelDims(tp=2, world_size=8).build_mesh()
+        module = nn.Linear(2, 2)
+        module.mesh = mesh  # type: ignore[assignment]
+        copied = copy.deepcopy([module, mesh])
+        assert isinstance(copied[0].mesh, ParallelMesh)
+        assert copied[0].mesh is copied[1]
+        assert copied[1].group("tp") is mesh.group("tp")
+        copied[1].close()
+        assert dist.get_process_group_ranks(mesh.group("tp")) == [2, 3]
+        mesh.close()
+        assert copy.deepcopy(mesh)._closed

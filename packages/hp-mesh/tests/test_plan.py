@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_mesh import ParallelDims, planner
+from hp_mesh import ParallelDims, ParallelDimsError, planner
 from hp_mesh import plan as root_plan
 from hp_mesh.planner import (
     MODELS,
@@ -97,7 +97,8 @@ def test_what_fits_comes_first_and_the_fastest_of_it_before_the_others(
     assert {c.fit for c in found.fits[some]} <= {"fits"}
     assert {c.fit for c in found.borderline[some]} <= {"borderline"}
     assert {c.fit for c in found.too_large[some]} <= {"does not fit"}
-    for group in (found.fits[some], found.borderline[some]):
+    # What to run comes first, then the others in order.
+    for group in (found.fits[1:30], found.borderline[some]):
         seconds = [candidate.time.total for candidate in group]
         assert seconds == sorted(seconds)
     sizes = [candidate.memory.total for candidate in found.too_large[some]]
@@ -190,6 +191,27 @@ def test_a_micro_batch_that_divides_no_local_batch_is_rejected_with_what_would()
     assert (
         "micro_batch=3 does not divide the 4 sequences of each data-parallel rank; use 1, 2 or 4"
     ) in reasons
+
+
+@pytest.mark.parametrize("layers", [12, 13])
+def test_an_interleaved_schedule_without_stages_is_searched_from_two_on(layers: int) -> None:
+    model = replace(GPT2, layers=layers)
+    cluster = Cluster(world_size=4, accelerator="H100")
+    train = TrainSpec(seq_len=64, global_batch=16, micro_batch=1, schedule="interleaved")
+    dims = ParallelDims(pp=4, world_size=4)
+    found = estimate(model, cluster, train, dims)
+    assert found.virtual_stages > 1
+    given = [replace(train, virtual_stages=n) for n in divisors(layers)[1:] if 4 * n <= layers + 2]
+    given = given or [replace(train, virtual_stages=2)]
+    best = min(estimate(model, cluster, each, dims).time.total for each in given)
+    assert found.time.total == best
+    plain = estimate(model, cluster, replace(train, schedule="1f1b"), dims)
+    assert found.time.bubble < plain.time.bubble
+    plans = plan(model, cluster, train).candidates
+    assert all(c.virtual_stages > 1 for c in plans if c.dims.pp > 1)
+    eight = Cluster(world_size=8, accelerator="H100")
+    with pytest.raises(ParallelDimsError, match=r"pp\*virtual_stages=8\*2 is more than"):
+        estimate(model, eight, train, ParallelDims(pp=8, world_size=8))
 
 
 def test_an_interleaved_schedule_needs_microbatches_and_layers_for_its_stages() -> None:

@@ -18,6 +18,7 @@ from hp_mesh.planner import (
     Cluster,
     ModelShape,
     TrainSpec,
+    Trust,
     compare,
     estimate,
     plan,
@@ -276,6 +277,27 @@ def test_an_estimate_names_what_sets_it_apart_from_the_published_runs() -> None:
     apart = cost(MODELS["gpt-175b"], world=32, tp=32).trust
     assert apart.differs[0] == "tp=32 leaves the node"
     assert "no published run resembles this" in str(apart) or "off by" in str(apart)
+
+
+def test_trust_looks_at_the_pipeline() -> None:
+    train = TrainSpec(seq_len=8192, global_batch=256, micro_batch=4, recompute="full", float8=True)
+    dims = ParallelDims(dp_shard=8, tp=8, pp=8, world_size=512)
+
+    def trust(train: TrainSpec, dims: ParallelDims = dims) -> Trust:
+        cluster = Cluster(world_size=512, accelerator="H100")
+        return estimate(MODELS["llama3-405b"], cluster, train, dims).trust
+
+    plain, interleaved = trust(train), trust(replace(train, schedule="interleaved", micro_batch=1))
+    assert plain.resembles == "dense fp8 on H100 with 1f1b pipelines"
+    assert interleaved.resembles == "dense fp8 on H100 with interleaved pipelines"
+    without = trust(train, ParallelDims(dp_shard=64, tp=8, world_size=512))
+    assert without.resembles == "dense fp8 on H100"
+    assert plain.error is not None
+    assert interleaved.error is not None
+    assert plain.error > interleaved.error
+    bf16 = trust(replace(train, float8=False))
+    apart = "bf16 without experts on H100 with 1f1b pipelines"
+    assert str(bf16) == f"no published run resembles this ({apart})"
 
 
 def test_a_comparison_says_which_parts_take_longer_and_why_it_does_not_fit() -> None:

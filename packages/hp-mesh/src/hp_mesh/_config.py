@@ -1,14 +1,26 @@
 """Constructor arguments from mappings, configuration objects, files and command lines."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from numbers import Number
 from os import PathLike, fspath
 from os.path import splitext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ._degrees import BASE_AXES, INFERRED, as_degree
+from ._degrees import BASE_AXES, INFERRED, as_degree, as_flag
 from ._errors import ParallelDimsError, Violation, join_words, refusal, show
+from ._names import (
+    DATA,
+    DIALECTS,
+    MAPPING,
+    NAMES,
+    SEQUENCE,
+    SETTINGS,
+    has_field,
+    none_read,
+    read_field,
+    table_of_degrees,
+    unread_degrees,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -29,104 +41,8 @@ OTHERS = {
     "fsdp_folds_cp": "true: parameters are sharded over dp_shard and cp; false: over dp_shard",
     "free_etp": "true: etp may be any degree whose product with ep divides dp_shard*cp*tp",
 }
-SETTINGS = (*HELP, *OTHERS)
 FIELDS = (*SETTINGS, "world_size")
-MOST_NAMES = 6  # of a configuration's own that a sentence lists
-MOST_LETTERS = 30  # of each
 MOST_LEVELS = 64  # of a file whose values may be shown
-SEQUENCE = "sequence"  # sequence parallel ranks that exchange heads: cp and ulysses_degree at once
-DATA = "data"  # data-parallel ranks: dp_replicate times dp_shard
-# Ratios of `difflib`: from the first on a name may be meant, from the second on it is refused.
-SIMILAR, ALIKE = 0.8, 0.85
-SHORTEST = 10  # letters of a misspelled name; shorter ones resemble too much
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """The names that degrees have in one framework's configuration.
-
-    Attributes:
-        framework: Its name.
-        names: The field of `ParallelDims` that each name gives; a dot leads into a nested mapping.
-        etp_follows_tp: An absent ``etp`` is ``tp`` there; otherwise it is 1.
-        off: Values that mean that the name says nothing, besides None.
-    """
-
-    framework: str
-    names: Mapping[str, str]
-    etp_follows_tp: bool = False
-    off: tuple[int, ...] = ()
-
-
-OWN = Dialect(
-    framework="",
-    names={**{name: name for name in SETTINGS}, "dp": "dp_shard"},
-    etp_follows_tp=True,
-)
-# Where the names are defined: torchtitan/config/parallelism.py (job_config.py before, with the
-# expert tensor degree) of pytorch/torchtitan; megatron/core/model_parallel_config.py of
-# NVIDIA/Megatron-LM, and data_parallel_size of its megatron/training/arguments.py;
-# src/accelerate/parallelism_config.py of huggingface/accelerate; of deepspeedai/DeepSpeed
-# deepspeed/runtime/tensor_parallel/config.py, deepspeed/runtime/config.py and, for the argument
-# ep_size of its layer, deepspeed/moe/layer.py.
-DIALECTS = (
-    OWN,
-    Dialect(
-        framework="torchtitan",
-        names={
-            "data_parallel_replicate_degree": "dp_replicate",
-            "data_parallel_shard_degree": "dp_shard",
-            "data_parallel_degree": "dp_shard",
-            "context_parallel_degree": "cp",
-            "tensor_parallel_degree": "tp",
-            "pipeline_parallel_degree": "pp",
-            "expert_parallel_degree": "ep",
-            "expert_tensor_parallel_degree": "etp",
-        },
-    ),
-    Dialect(
-        framework="Megatron-LM",
-        names={
-            "data_parallel_size": DATA,
-            "context_parallel_size": "cp",
-            "tensor_model_parallel_size": "tp",
-            "pipeline_model_parallel_size": "pp",
-            "expert_model_parallel_size": "ep",
-            "expert_tensor_parallel_size": "etp",
-        },
-        etp_follows_tp=True,
-    ),
-    Dialect(
-        framework="accelerate",
-        names={
-            "dp_replicate_size": "dp_replicate",
-            "dp_shard_size": "dp_shard",
-            "cp_size": "cp",
-            "sp_size": SEQUENCE,
-            "tp_size": "tp",
-        },
-    ),
-    Dialect(
-        framework="DeepSpeed",
-        names={
-            "tensor_parallel.autotp_size": "tp",
-            "sequence_parallel_size": SEQUENCE,
-            "ep_size": "ep",
-        },
-        off=(0,),
-    ),
-)
-NAMES = {name: field for dialect in DIALECTS for name, field in dialect.names.items()}
-
-
-def read_field(source: object, name: str) -> Any:
-    """Return an entry of a mapping or an attribute of an object, None where it is absent.
-
-    A dot in the name leads into a nested mapping or object.
-    """
-    outer, _, inner = name.partition(".")
-    value = source.get(outer) if isinstance(source, Mapping) else getattr(source, outer, None)
-    return value if not inner or value is None else read_field(value, inner)
 
 
 def check_named(name: str, source: object) -> None:
@@ -147,9 +63,9 @@ def arguments_from_config(
     """Return the constructor arguments that a configuration gives, and what is wrong among them.
 
     Names are those of `DIALECTS`, also of several at once; an absent name and None mean default.
-    Names of one field may not differ. Other names are ignored, but not one that looks like a
-    misspelled degree and has another value than 1, nor a configuration with none of the names. A
-    ``world_size`` must be the one given beside the configuration.
+    Names of one field may not differ. Other names are ignored, but not one that says a degree
+    other than 1, nor a configuration with none of the names. A ``world_size`` must be the one
+    given beside the configuration, if one is.
 
     Returns:
         The arguments, the violations, and whether an absent ``etp`` is ``tp``.
@@ -158,16 +74,38 @@ def arguments_from_config(
         ParallelDimsError: The configuration can have no fields, or a value is no degree.
     """
     check_named("config", config)
-    present = [name for name in NAMES if _has_field(config, name)]
-    misspelled = [*_misspelled(config)]
+    present = [name for name in NAMES if has_field(config, name)]
     empty = isinstance(config, Mapping) and not config
     if not present and not empty:
-        return {}, [_unread(config)], False
+        return {}, [none_read(config)], False
     values = {name: value for name in present if (value := _value(config, name)) is not None}
-    found = _other_world(read_field(config, "world_size"), world_size) + misspelled
+    configured = read_field(config, "world_size")
+    found = [*_other_world(configured, world_size), *unread_degrees(config), *_take_order(values)]
     arguments, differing = _merged(values)
+    arguments["world_size"] = configured if world_size is None else world_size
     follows = all(d.etp_follows_tp or not values.keys() & d.names.keys() for d in DIALECTS)
     return arguments, found + differing, follows and "etp" not in arguments
+
+
+def _take_order(values: dict[str, Any]) -> Iterator[Violation]:
+    """Replace Megatron-LM's orders, innermost first; yield where there are two that differ."""
+    order = values.get("order")
+    if isinstance(order, str) and "-" in order:
+        values["order"] = order = _outermost_first(order)
+    name = next((name for name in values if NAMES[name] == MAPPING), None)
+    if name is None or not as_flag(name, values.pop(name)):
+        return
+    values["order"] = _outermost_first("tp-cp-ep-pp-dp")
+    if order not in (None, values["order"]):
+        reason = f"{name} is order={show(values['order'])}, which is not order={show(order)}; "
+        reason += "give one of them"
+        yield Violation(rule="names", values={name: True, "order": order}, reason=reason)
+
+
+def _outermost_first(order: str) -> tuple[str, ...]:
+    data = {"dp": ("dp_replicate", "dp_shard")}
+    names = [name.strip() for name in reversed(order.split("-"))]
+    return tuple(axis for name in names for axis in data.get(name, (name,)))
 
 
 def _value(config: object, name: str) -> Any:
@@ -265,59 +203,6 @@ def _other_world(configured: Any, given: Any) -> list[Violation]:
     return [Violation(rule="world", values=values, reason=reason)]
 
 
-def _has_field(source: object, name: str) -> bool:
-    outer, _, inner = name.partition(".")
-    if inner:
-        nested = read_field(source, outer)
-        return isinstance(nested, Mapping) and _has_field(nested, inner)
-    return name in source if isinstance(source, Mapping) else hasattr(source, name)
-
-
-def _misspelled(config: object) -> Iterator[Violation]:
-    """Yield a violation for each other name that is nearly one of `NAMES` and gives a degree."""
-    known = [name for name in NAMES if len(name) >= SHORTEST]
-    for name in _own_names(config):
-        if len(name) < SHORTEST or name in NAMES or any(each in name for each in known):
-            continue
-        near = _near(name, known, ALIKE)
-        value = read_field(config, name) if near else None
-        if type(value) is int and value not in (0, 1):
-            yield Violation(
-                rule="fields",
-                values={name: value},
-                reason=f"{name}={value} is read by no name; did you mean {near}?",
-            )
-
-
-def _near(name: str, known: Iterable[str], ratio: float) -> str | None:
-    from difflib import get_close_matches  # takes a while to load, and is seldom needed
-
-    return next(iter(get_close_matches(name, [*known], n=1, cutoff=ratio)), None)
-
-
-def _unread(config: object) -> Violation:
-    # Not the value itself: what an object shows of itself may differ between ranks.
-    names = _own_names(config)
-    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    has = join_words([*(name[:MOST_LETTERS] for name in names[:MOST_NAMES]), *more], "and")
-    others = join_words(f"{d.framework} ({', '.join(d.names)})" for d in DIALECTS if d != OWN)
-    near = ((name, _near(name, NAMES, SIMILAR)) for name in names)
-    meant = join_words((f"{name[:MOST_LETTERS]} for {m}" for name, m in near if m), "and")
-    return Violation(
-        rule="fields",
-        values={"config": type(config).__name__},
-        reason=f"config of type {type(config).__name__} has none of the names "
-        f"{join_words(OWN.names)}; nor those of {others}; it has {has or 'no fields'}"
-        + (f"; is {meant} misspelled?" if meant else ""),
-    )
-
-
-def _own_names(source: object) -> list[str]:
-    if isinstance(source, Mapping):
-        return [*map(str, source)]
-    return [name for name in dir(source) if not name.startswith("_")]
-
-
 def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation]]:
     """Return a mapping's fields as constructor arguments, and a violation for each other key."""
     if not isinstance(mapping, Mapping):
@@ -331,6 +216,10 @@ def arguments_from_dict(mapping: object) -> tuple[dict[str, Any], list[Violation
         for key in mapping
         if key not in FIELDS
     ]
+    inner = table_of_degrees(mapping)
+    if inner is not None and len(unknown) == len(mapping):
+        reason = f"{inner} has names of degrees, and its surroundings none; give table={inner!r}"
+        unknown.append(Violation(rule="field", values={"table": inner}, reason=reason))
     return {key: value for key, value in mapping.items() if key in FIELDS}, unknown
 
 

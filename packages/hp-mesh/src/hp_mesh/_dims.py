@@ -25,6 +25,7 @@ from ._degrees import (
 from ._errors import Explanation, Report, raise_errors
 from ._layout import RankLayout, ViewConfig
 from ._model import read_numbers
+from ._names import is_of_framework
 from ._rules import Subject, check_rules, explain_rules
 from ._topology import Topology, explain_topology, topology_violations
 
@@ -126,32 +127,39 @@ class ParallelDims(_Origin):
         return self if self.world_size == world else replace(self, world_size=world)
 
     @classmethod
-    def from_config(cls, config: object, world_size: int) -> "ParallelDims":
+    def from_config(cls, config: object, world_size: int | None = None) -> "ParallelDims":
         """Return the resolved degrees that a mapping or any object's attributes give.
 
         Names are the fields of this class, ``dp`` for ``dp_shard``, and those that torchtitan,
-        Megatron-LM, accelerate and DeepSpeed use; other names are ignored. Absent and None mean
-        default, except that ``etp`` is then ``tp`` unless a name is torchtitan's, accelerate's or
-        DeepSpeed's: so it is in Megatron-LM. The constructor's own default is 1, and `summary` says
-        where ``etp`` was taken from ``tp``.
+        Megatron-LM, accelerate and DeepSpeed use; other names are ignored, unless they say a degree
+        other than 1 in another spelling, at any level. Absent and None mean default, except that
+        ``etp`` is then ``tp`` unless a name is torchtitan's, accelerate's or DeepSpeed's: so it is
+        in Megatron-LM. The constructor's own default is 1, and `summary` says where ``etp`` was
+        taken from ``tp``. An ``order`` with dashes is Megatron-LM's, innermost first.
 
         Args:
             config: The degrees by name, among other things; an empty mapping is all defaults.
-            world_size: Number of ranks.
+            world_size: Number of ranks; None takes the configuration's own ``world_size``.
 
         Raises:
             ParallelDimsError: A value is no degree, the degrees do not make the world, two names of
-                one degree differ, a name is nearly one of those that are read, the configuration
-                has another ``world_size``, or it has none of the names or can have none, as a
-                number or a list.
+                one degree differ, a name says a degree but is not one of those that are read, the
+                configuration has another ``world_size`` or none is known, or it has none of the
+                names or can have none, as a number or a list.
 
         Example:
             >>> ParallelDims.from_config({"tensor_model_parallel_size": 4}, 8).dp_shard
             2
         """
+        return cls._from_names(config, world_size, needs_world=True)
+
+    @classmethod
+    def _from_names(
+        cls, config: object, world_size: int | None, *, needs_world: bool
+    ) -> "ParallelDims":
         arguments, found, etp_is_tp = arguments_from_config(config, world_size)
-        given = {**_DEFAULTS, **arguments, "world_size": world_size}
-        dims = cls(**resolve_fields(given, found, needs_world=True, etp_is_tp=etp_is_tp))
+        given = {**_DEFAULTS, "world_size": world_size, **arguments}
+        dims = cls(**resolve_fields(given, found, needs_world=needs_world, etp_is_tp=etp_is_tp))
         object.__setattr__(dims, "_etp_from_tp", etp_is_tp)
         return dims
 
@@ -166,17 +174,44 @@ class ParallelDims(_Origin):
         return {**self._fields(), "order": list(self.order)}
 
     @classmethod
-    def from_toml(cls, path: str | PathLike[str], table: str | None = None) -> "ParallelDims":
+    def from_toml(
+        cls,
+        path: str | PathLike[str],
+        table: str | None = None,
+        world_size: int | None = None,
+    ) -> "ParallelDims":
         """Return the degrees that a TOML file has, at its top or in a table such as ``"run.mesh"``.
 
-        An unknown key or table raises `ParallelDimsError`, as in `from_dict`.
+        A table with names of a framework, such as torchtitan's ``"parallelism"``, is read as
+        `from_config` does. One with the fields of this class alone is read as `from_dict` does.
+
+        Args:
+            path: The file.
+            table: The name of a table, with dots between levels; None is the file's top.
+            world_size: Number of ranks; None takes the table's own ``world_size``, if it has one.
+
+        Raises:
+            ParallelDimsError: There is no such table, or its degrees are wrong as in `from_config`
+                or `from_dict`.
         """
-        return cls.from_dict(read_toml(path, table))
+        return cls._from_table(read_toml(path, table), world_size)
 
     @classmethod
-    def from_yaml(cls, path: str | PathLike[str], table: str | None = None) -> "ParallelDims":
+    def _from_table(cls, table: Mapping[str, Any], world_size: int | None) -> "ParallelDims":
+        if not is_of_framework(table):
+            dims = cls.from_dict(table)
+            return dims if world_size is None else dims.resolve(world_size)
+        return cls._from_names(table, world_size, needs_world=False)
+
+    @classmethod
+    def from_yaml(
+        cls,
+        path: str | PathLike[str],
+        table: str | None = None,
+        world_size: int | None = None,
+    ) -> "ParallelDims":
         """Return the degrees that a YAML file has, as `from_toml` does; needs PyYAML."""
-        return cls.from_dict(read_yaml(path, table))
+        return cls._from_table(read_yaml(path, table), world_size)
 
     @staticmethod
     def add_arguments(parser: "ArgumentParser") -> None:

@@ -159,6 +159,15 @@ class ParallelMesh:
             )
         return self[name].get_group()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "ParallelMesh":
+        """Return a mesh over the same groups, which this one closes, not the copy.
+
+        Modules that hold a mesh can be copied; nothing is communicated and no group is created.
+        """
+        memo[id(self)] = copy = ParallelMesh(self.dims, self.layout, self._views, [], self.topology)
+        copy._closed = self._closed
+        return copy
+
     def close(self) -> None:
         """Destroy the groups that the build created; may be called again.
 

@@ -6,8 +6,9 @@ from math import gcd
 from numbers import Number
 from typing import Any
 
-from ._config import check_named, read_field
+from ._config import check_named
 from ._errors import LARGEST, Violation, show
+from ._names import read_field
 
 Fields = dict[str, tuple[str, Any]]  # a spelling and a value of each field
 

@@ -820,7 +820,7 @@ LINKS = {
 FRACTION = "share of a device's memory that may be planned for (default: 0.95)"
 COUNTS = {
     "micro_batch": "sequences at once (default: the best)",
-    "virtual_stages": "stages of each pipeline rank, with --schedule interleaved",
+    "virtual_stages": "stages of each pipeline rank, with an interleaved schedule (default: best)",
     "recompute_layers": "layers of each pipeline rank that recompute (default: all)",
     "max_nodes": "nodes whose experts one token may have (default: no limit, or the model's)",
 }
@@ -849,7 +849,7 @@ NOTES = """words of the answer:
 COMMANDS = (
     Command(
         name="plan",
-        summary="say what to run: every valid configuration, the fastest that fits first",
+        summary="say what to run: the best configuration, then every other valid one",
         example="--model llama3-405b --gpus 2048 --gpu h100 --seq-len 8192 --global-batch 2048",
         add_options=_plan_options,
         answer=answer_plan,

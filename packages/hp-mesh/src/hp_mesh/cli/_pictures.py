@@ -19,7 +19,6 @@ from ..planner import Plan
 from ._reports import (
     GIB,
     RankMap,
-    choose,
     ends,
     plan_rows,
     rank_list,
@@ -183,7 +182,7 @@ def draw_plan(found: Plan) -> Figure:
 
     The limit of the memory is a line.
     """
-    rows = [row.candidate for row in plan_rows(found, choose(found), MOST_ROWS)]
+    rows = [row.candidate for row in plan_rows(found, MOST_ROWS)]
     names = [word_line(row.dims) for row in rows]
     details = [settings(row) for row in rows]
     widths = [_width(text, 12.5, bold=True) for text in names]
@@ -212,10 +211,10 @@ def draw_plan(found: Plan) -> Figure:
             _box(axes, (MARGIN - 8, y - 6), (width - 2 * MARGIN + 16, ROW - 2), GROUND, edge="none")
         _text(axes, MARGIN, y + 12, name, 12.5, bold=True)
         _text(axes, MARGIN, y + 28, detail, 10.5, colour=FAINT)
-    fastest = found.candidates[0].time.total
+    best = rows[0].time.total
     paces = [
         f"{format_seconds(row.time.total)} s"
-        + ("" if nothing else f"  {row.time.total / fastest:.2f}x")
+        + ("" if nothing else f"  {row.time.total / best:.2f}x")
         for row in rows
     ]
     fits = [

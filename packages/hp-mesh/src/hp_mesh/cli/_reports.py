@@ -3,19 +3,16 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import takewhile
 from typing import Any
 
 from .._dims import ParallelDims
 from .._errors import Violation
 from .._layout import RankLayout
 from ..planner import Candidate, Comparison, Plan, Rejection
+from ..planner._result import CLOSE
 
 GIB = 2**30
 WITHOUT_AXIS = ("compute", "bubble", "optimizer")
-TIGHT = 0.95  # of the limit; an estimate above it leaves little room for its own error
-CLOSE = 1.01  # times as long counts as equally fast
-CLEARLY = 0.05  # of the limit; a smaller saving is not worth any time
 SPLIT = ("dp_replicate", "dp_shard")
 
 
@@ -159,20 +156,6 @@ def _choices(dims: ParallelDims) -> dict[str, Any]:
     }
 
 
-def choose(found: Plan) -> Candidate | None:
-    """Return the candidate to run, None where there is none.
-
-    Where the fastest needs more than 95% of the limit, it is the fastest of those within 1% of its
-    time that need less by at least 5% of the limit, if there is one.
-    """
-    best = found.best
-    if best is None or best.fit != "fits" or best.memory.total <= TIGHT * best.limit:
-        return best
-    close = takewhile(lambda one: one.time.total <= CLOSE * best.time.total, found.fits)
-    enough = best.memory.total - CLEARLY * best.limit
-    return next((one for one in close if one.memory.total <= enough), best)
-
-
 def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
     """Return what a candidate costs and saves against the fastest."""
     slower = percent(chosen.time.total / fastest.time.total - 1)
@@ -193,11 +176,11 @@ class Row:
     splits: int = 0
 
 
-def plan_rows(found: Plan, chosen: Candidate | None, most: int) -> tuple[Row, ...]:
-    """Return the first rows, at most ``most``: the chosen candidate's, then by place.
+def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
+    """Return the first rows, at most ``most``, by place.
 
     Candidates that differ only in how dp is split into dp_replicate and dp_shard share the row of
-    the fastest of them, as far as they are within 1% of its time. The chosen one has its own.
+    the first of them, as far as they are within 1% of its time and not faster.
     Those that do not fit are not folded, for a split decides how far they are from fitting.
     """
     rows: list[Row] = []
@@ -206,19 +189,19 @@ def plan_rows(found: Plan, chosen: Candidate | None, most: int) -> tuple[Row, ..
         key = (place,) if one.fit == "does not fit" else _all_but_split(one)
         leader = leaders.get(key)
         near = leader is not None and _close(one, rows[leader].candidate)
-        if leader is not None and near and one != chosen:
+        if leader is not None and near:
             rows[leader] = replace(rows[leader], splits=rows[leader].splits + 1)
-        elif len(rows) < most or one == chosen:
+        elif len(rows) < most:
             if not near:
                 leaders[key] = len(rows)
             rows.append(Row(place=place, candidate=one))
         elif not _close(one, rows[-1].candidate):
             break
-    return tuple(sorted(rows, key=lambda row: row.candidate != chosen)[:most])
+    return tuple(rows)
 
 
-def _close(one: Candidate, faster: Candidate) -> bool:
-    return one.fit == faster.fit and one.time.total <= CLOSE * faster.time.total
+def _close(one: Candidate, first: Candidate) -> bool:
+    return one.fit == first.fit and 1 <= one.time.total / first.time.total <= CLOSE
 
 
 def _all_but_split(one: Candidate) -> tuple[object, ...]:
@@ -331,7 +314,6 @@ def plan_document(
     Memory is in bytes, time in seconds. ``smallest`` is the number of devices that would do where
     nothing fits.
     """
-    chosen = choose(found)
     return {
         "model": found.model.name,
         "world_size": found.cluster.world_size,
@@ -344,7 +326,7 @@ def plan_document(
             "rejected": len(found.rejected),
         },
         "smallest_world": smallest,
-        "recommended": None if chosen is None else candidate_document(chosen),
+        "recommended": None if found.best is None else candidate_document(found.best),
         "candidates": [candidate_document(candidate) for candidate in top],
         "rejected": [
             {

@@ -12,7 +12,6 @@ from ._reports import (
     RankMap,
     RejectionGroup,
     Row,
-    choose,
     constructor_line,
     ends,
     largest_exposed,
@@ -360,10 +359,9 @@ def plan_blocks(
     if found.best is None:
         blocks.append(Line(text=NOTHING, tone="bad"))
     else:
-        chosen = choose(found) or found.best
-        blocks += _winner(chosen, found.best)
-        blocks += _splits(chosen)
-        blocks.append(_candidates_table(found, chosen, top))
+        blocks += _winner(found.best, found.fastest)
+        blocks += _splits(found.best)
+        blocks.append(_candidates_table(found, found.best, top))
     if smallest is not None:
         text = f"the smallest number of GPUs on which a configuration fits: {smallest}"
         blocks.append(Line(text=text, tone="warn"))
@@ -404,7 +402,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
 
 
-def _winner(best: Candidate, fastest: Candidate) -> Iterator[Block]:
+def _winner(best: Candidate, fastest: Candidate | None) -> Iterator[Block]:
     headings = {
         "fits": "RUN THIS",
         "borderline": "RUN THIS, though it is up to 15% above the memory limit",
@@ -417,7 +415,7 @@ def _winner(best: Candidate, fastest: Candidate) -> Iterator[Block]:
     yield Line(text=f"  {settings(best)}")
     yield Line(text=f"  {_costs(best)}")
     yield Line(text=f"  {best.trust}", tone="dim")
-    if best != fastest:
+    if fastest is not None and best != fastest:
         yield Line(text=f"  {why_chosen(best, fastest)}")
 
 
@@ -502,7 +500,7 @@ def _splits(best: Candidate) -> Iterator[Block]:
 
 def _candidates_table(found: Plan, best: Candidate, top: int) -> Table:
     columns = "# degrees micro recompute time GiB fit bubble exposed why-not-first"
-    rows = plan_rows(found, best, top)
+    rows = plan_rows(found, top)
     title = f"the best of {len(found.candidates)} candidates; # is the place among all"
     if any(row.splits for row in rows):
         title += "; splits of dp within 1% in time share a row"
@@ -523,7 +521,7 @@ def _candidate_row(found: Plan, best: Candidate, row: Row) -> tuple[Cell, ...]:
         word_line(one.dims) + folded,
         one.micro_batch,
         one.recompute + variant(one),
-        f"{one.time.total / found.candidates[0].time.total:.3f}x",
+        f"{one.time.total / best.time.total:.3f}x",
         f"{one.memory.total / GIB:.1f}",
         Cell(text=one.fit, tone=FITS[one.fit]),
         percent(one.time.bubble / one.time.total),

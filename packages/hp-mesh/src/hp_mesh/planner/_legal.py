@@ -105,7 +105,9 @@ class Legality:
 
     def _own(self, degrees: Degrees) -> Iterator[Violation]:
         """Yield what the estimates need beyond the rules of a mesh."""
-        stages, layers = self._train.virtual_stages, self._model.layers
+        # An interleaved schedule has at least two, also where their number is open.
+        least = 2 if self._train.schedule == "interleaved" else 1
+        stages, layers = max(least, self._train.virtual_stages), self._model.layers
         if degrees.pp > 1 and stages > 1 and degrees.pp * stages > layers + 2:
             # The embedding and the output matrix may be stages of their own.
             yield Violation(
@@ -164,14 +166,17 @@ def batch_violations(
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
     """Return the settings to try at a number of stages, those of the run where it fixes them."""
     schedules: list[tuple[Schedule, int]]
-    if train.schedule != "any":
-        schedules = [(train.schedule, train.virtual_stages)]
+    stages = [train.virtual_stages] if train.virtual_stages > 1 else divisors(model.layers)
+    stages = [n for n in stages if 1 < n <= (model.layers + 2) // pp]
+    if train.schedule != "any" and train.schedule != "interleaved":
+        schedules = [(train.schedule, 1)]
     elif pp == 1:
-        schedules = [("1f1b", 1)]
+        one: tuple[Schedule, int] = ("interleaved", train.virtual_stages)
+        schedules = [("1f1b", 1) if train.schedule == "any" else one]
+    elif train.schedule == "interleaved":
+        schedules = [("interleaved", n) for n in stages or [2]]
     else:
-        stages = [train.virtual_stages] if train.virtual_stages > 1 else divisors(model.layers)
-        most = (model.layers + 2) // pp
         schedules = [("1f1b", 1), ("zero-bubble", 1), ("dualpipe", 1)]
-        schedules += [("interleaved", n) for n in stages if 1 < n <= most]
+        schedules += [("interleaved", n) for n in stages]
     zeros: tuple[Zero, ...] = (None, 1, 2, 3) if train.zero == "any" else (train.zero,)
     return [Setting(name, stages, zero) for name, stages in schedules for zero in zeros]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 from .._dims import ParallelDims
@@ -13,6 +14,9 @@ from ._train import Recompute, Schedule, TrainSpec, Zero
 GIB = 2**30
 # How far above the limit an estimate may be and still be worth a try: the estimate's own error.
 BORDER = 1.15
+TIGHT = 0.95  # of the limit; an estimate above it leaves little room for its own error
+CLOSE = 1.01  # times as long counts as equally fast
+CLEARLY = 0.05  # of the limit; a smaller saving is not worth any time
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 
@@ -51,8 +55,9 @@ class Trust:
         apart = f" ({'; '.join(self.differs)})" if self.differs else ""
         if self.error is None:
             return f"no published run resembles this{apart}"
+        runs = f"{self.runs} published run{'s' * (self.runs != 1)}"
         return (
-            f"resembles {self.runs} published runs, {self.resembles}: "
+            f"resembles {runs}, {self.resembles}: "
             f"their step time is off by {self.error:.0%} on average{apart}"
         )
 
@@ -280,6 +285,21 @@ class Ranking(Sequence[Candidate], Generic[Source]):
         return f"Ranking of {len(self)} candidates"
 
 
+def fastest_of(fits: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest of those that fit, of which only the first may be out of order."""
+    return min(fits[:2], key=lambda one: one.time.total, default=None)
+
+
+def place_of_best(fits: Sequence[Candidate]) -> int:
+    """Return the place of what to run among the candidates that fit, the fastest of them first."""
+    fastest = fits[0] if fits else None
+    if fastest is None or fastest.memory.total <= TIGHT * fastest.limit:
+        return 0
+    enough = fastest.memory.total - CLEARLY * fastest.limit
+    close = takewhile(lambda one: one.time.total <= CLOSE * fastest.time.total, fits)
+    return next((place for place, one in enumerate(close) if one.memory.total <= enough), 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One configuration against the best of its run.
@@ -326,8 +346,9 @@ class Comparison:
 class Plan:
     """Every valid configuration, ranked, and every rejection.
 
-    ``candidates`` starts with those that fit, then come the borderline ones, both the fastest
-    first; last come those that do not fit, the smallest first. Each is built when it is looked at.
+    ``candidates`` starts with the ``best``. Then come the others that fit and the borderline ones,
+    both the fastest first; last come those that do not fit, the smallest first. Each is built when
+    it is looked at.
     """
 
     model: ModelShape
@@ -355,8 +376,17 @@ class Plan:
 
     @property
     def best(self) -> Candidate | None:
-        """Return the first candidate, which is the nearest miss where nothing fits."""
+        """Return the first candidate: what to run, or the nearest miss where nothing fits.
+
+        It is the fastest that fits, unless that needs more than 95% of the memory limit and another
+        that needs less by at least 5% of it is slower by at most 1%: then the fastest of those.
+        """
         return self.candidates[0] if self.candidates else None
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """Return the fastest candidate of the first class: the best, or what that was taken for."""
+        return fastest_of(self.fits) or self.best
 
     @property
     def considered(self) -> int:

@@ -28,6 +28,7 @@ from ._result import (
     Setting,
     TimeSplit,
     classify,
+    place_of_best,
 )
 from ._time import AXES, TimeModel, Traffic
 from ._train import RECOMPUTE, Recompute, TrainSpec
@@ -92,7 +93,7 @@ def plan(
         progress: Called now and then with how many sets of degrees were estimated, of how many.
 
     Returns:
-        The plan, whose candidates are built when they are looked at.
+        The plan, whose candidates are built when they are looked at; its ``best`` is what to run.
 
     Raises:
         ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
@@ -119,6 +120,9 @@ def plan(
         progress(len(every), len(every))
     found.sort(key=lambda entry: entry[:5])
     places = [entry.place for entry in found]
+    fits = Ranking(found[: places.count(0)], search.candidate)
+    first = place_of_best(fits)
+    found[: first + 1] = [*found[first : first + 1], *found[:first]]
     return Plan(
         model=model,
         cluster=cluster,

@@ -45,8 +45,8 @@ class TrainSpec:
         schedule: ``"1f1b"``; ``"interleaved"``, with ``virtual_stages`` stages on every rank (arXiv
             2104.04473); ``"zero-bubble"``, ZB-H1 (arXiv 2401.10241); ``"dualpipe"`` (arXiv
             2412.19437, section 3.2.1); ``"any"`` leaves the choice to the planner.
-        virtual_stages: Stages of each pipeline rank, with ``schedule="interleaved"``. With
-            ``schedule="any"``, 1 leaves the choice to the planner.
+        virtual_stages: Stages of each pipeline rank, with ``schedule="interleaved"`` or ``"any"``.
+            1 leaves the choice to the planner; an interleaved schedule has at least 2.
         zero: ZeRO stage of the states over ``dp_shard`` and ``cp`` (arXiv 1910.02054): 0, nothing
             is sharded; 1, the optimizer; 2, gradients too; 3, parameters too, which every
             microbatch gathers again. None is stage 3 as FSDP trains it: with pipeline stages

@@ -22,11 +22,28 @@ class Published(NamedTuple):
 # The families of accelerators by what their kernels have in common.
 AMPERE = ("A100-40", "A100-80")
 HOPPER = ("H100", "H100-96", "H800", "H200")
+# Runs without pipeline stages, and with those of each schedule: they are off by as much as it takes
+# to price a pipeline. A class without a schedule has no published run of that kind.
 CLASSES = {
-    ("ampere", "bf16", False): Published("dense bf16 on A100", 13, 0.05, 2520),
-    ("hopper", "bf16", False): Published("dense bf16 on H100", 22, 0.06, 16384),
-    ("hopper", "fp8", False): Published("dense fp8 on H100", 31, 0.10, 1024),
-    ("hopper", "bf16", True): Published("experts in bf16 on H100", 5, 0.14, 1024),
+    ("ampere", "bf16", False): {
+        "": Published("dense bf16 on A100", 6, 0.04, 128),
+        "1f1b": Published("dense bf16 on A100", 3, 0.04, 2520),
+        "interleaved": Published("dense bf16 on A100", 4, 0.06, 280),
+    },
+    ("hopper", "bf16", False): {
+        "": Published("dense bf16 on H100", 9, 0.09, 1024),
+        "interleaved": Published("dense bf16 on H100", 13, 0.05, 16384),
+    },
+    ("hopper", "fp8", False): {
+        "": Published("dense fp8 on H100", 13, 0.10, 1024),
+        "1f1b": Published("dense fp8 on H100", 5, 0.18, 512),
+        "interleaved": Published("dense fp8 on H100", 13, 0.07, 1024),
+    },
+    ("hopper", "bf16", True): {
+        "": Published("experts in bf16 on H100", 2, 0.11, 512),
+        "1f1b": Published("experts in bf16 on H100", 1, 0.28, 1024),
+        "interleaved": Published("experts in bf16 on H100", 2, 0.10, 1024),
+    },
 }
 
 
@@ -42,15 +59,17 @@ def trust_of(
     chip = cluster.device.name
     family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else chip
     precision = "fp8" if train.float8 else "bf16"
-    published = CLASSES.get((family, precision, model.experts > 0))
+    kinds = CLASSES.get((family, precision, model.experts > 0), {})
+    schedule = setting.schedule if degrees.pp > 1 else ""
+    published = kinds.get(schedule)
     if published is None:
-        experts = "with experts" if model.experts else "without experts"
-        return Trust(
-            resembles="", runs=0, error=None, differs=(f"{precision} {experts} on {chip}",)
-        )
-    differs = tuple(_differences(published, cluster, train, degrees, setting, time))
+        apart = f"{precision} {'with' if model.experts else 'without'} experts on {chip}"
+        apart += f" with {schedule} pipelines" if kinds else ""
+        return Trust(resembles="", runs=0, error=None, differs=(apart,))
+    differs = tuple(_differences(published, cluster, train, degrees, time))
     error = published.error if len(differs) < 2 else None
     name = published.name if error is not None else ""
+    name += f" with {schedule} pipelines" if name and schedule else ""
     return Trust(resembles=name, runs=published.runs if name else 0, error=error, differs=differs)
 
 
@@ -59,7 +78,6 @@ def _differences(
     cluster: Cluster,
     train: TrainSpec,
     degrees: Degrees,
-    setting: Setting,
     time: TimeSplit,
 ) -> Iterator[str]:
     """Yield in what no published run of a class is like the configuration."""
@@ -73,7 +91,5 @@ def _differences(
         yield "parts of a sequence meet in another way than in a ring"
     if train.seq_len > 262144:
         yield f"seq_len={train.seq_len}; the published runs have 262144 at most"
-    if setting.schedule in ("zero-bubble", "dualpipe"):
-        yield f"schedule {setting.schedule}"
     if time.compute < time.total / 2:
         yield "less than half of the step is computing"
