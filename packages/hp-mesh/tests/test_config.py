@@ -177,7 +177,7 @@ def test_a_tuple_whose_items_have_names_is_a_configuration() -> None:
 
 def test_a_configuration_needs_a_world() -> None:
     with pytest.raises(ParallelDimsError, match=r"^world_size=None is not .* a positive integer$"):
-        ParallelDims.from_config({}, None)  # type: ignore[arg-type]
+        ParallelDims.from_config({}, None)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_all_that_is_wrong_in_a_configuration_is_reported_at_once() -> None:
         ParallelDims.from_dict({"tensor": 2, "tp": 0, "cp": 2, "ulysses_degree": 3})
     assert [v.rule for v in caught.value.violations] == ["field", "value", "ulysses"]
     with pytest.raises(ParallelDimsError) as caught:
-        ParallelDims.from_config({"dp": 2, "dp_shard": 4, "order": 5}, None)  # type: ignore[arg-type]
+        ParallelDims.from_config({"dp": 2, "dp_shard": 4, "order": 5}, None)
     assert [v.rule for v in caught.value.violations] == ["dp", "value", "order"]
 
 

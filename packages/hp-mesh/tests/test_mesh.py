@@ -315,7 +315,7 @@ def test_a_module_with_a_mesh_is_copied_and_its_mesh_shares_the_groups() -> None
         mesh = ParallelDims(tp=2, world_size=8).build_mesh()
         module = nn.Linear(2, 2)
         module.mesh = mesh  # type: ignore[assignment]
-        copied = copy.deepcopy([module, mesh])
+        copied: list[Any] = copy.deepcopy([module, mesh])
         assert isinstance(copied[0].mesh, ParallelMesh)
         assert copied[0].mesh is copied[1]
         assert copied[1].group("tp") is mesh.group("tp")

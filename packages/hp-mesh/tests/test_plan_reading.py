@@ -273,3 +273,34 @@ def test_integers_of_other_types_are_sizes_under_every_name() -> None:
     assert ModelShape(**other) == ModelShape.from_config(other) == ModelShape(**sizes)
     (violation,) = ParallelDims(tp=3, world_size=3).check({"heads": np.int64(4), "ffn": 96}, 3)
     assert violation.rule == "heads-tp"
+
+
+def test_latent_attention_has_the_parameters_of_its_own_projections() -> None:
+    # In billions, from the models' own pages: DeepSeek-V3 and DeepSeek-V2-Lite.
+    read = ModelShape.from_config(transformers.DeepseekV3Config())
+    assert read.parameters == MODELS["deepseek-v3"].parameters
+    assert read.parameters / 1e9 == pytest.approx(671, rel=0.001)
+    assert 37 < read.active_parameters / 1e9 < 38
+    lite = {
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 102400,
+    }
+    assert ModelShape.from_config(lite).parameters / 1e9 == pytest.approx(15.7, rel=0.005)
+    # Another name of the experts of a token, as Ernie has it, or all names that were looked for.
+    moe_k = {**lite, "moe_k": lite["num_experts_per_tok"], "num_experts_per_tok": None}
+    assert ModelShape.from_config(moe_k) == ModelShape.from_config(lite)
+    with pytest.raises(ParallelDimsError, match=r"has no top_k; give num_experts_per_tok, .*moe_k"):
+        ModelShape.from_config({**lite, "num_experts_per_tok": None})

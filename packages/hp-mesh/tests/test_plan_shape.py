@@ -28,6 +28,7 @@ from .plan_strategies import shapes
         ("qwen3-235b-a22b", 235, 22),
         ("llama4-scout", 109, 17),
         ("llama4-maverick", 400, 17),
+        ("deepseek-v3", 671, 37.5),
     ],
 )
 def test_a_published_shape_has_its_published_number_of_parameters(

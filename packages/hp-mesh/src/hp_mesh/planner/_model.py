@@ -18,6 +18,7 @@ from ._values import (
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
 OPTIONAL = ("kv_heads", "head_dim", "expert_ffn")
 OF_EXPERTS = ("experts", "top_k", "shared_ffn", "dense_layers", "groups", "top_groups")
+OF_LATENT = ("latent", "query_latent", "nope_dim", "rope_dim")
 # Model families whose feed-forward part is two matrices with an activation between.
 UNGATED = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt"),
@@ -35,7 +36,10 @@ class ModelShape:
     ``dense_layers`` counts the layers without experts in a model that has some. ``tied`` models use
     the embedding as output matrix. Where keys and values of all heads come from a latent,
     ``latent`` is its width, and projections twice as wide, one for keys and one for values, stand
-    for what it costs. A token's experts are in ``top_groups`` of ``groups`` of experts, 0 where
+    for its time. Given ``nope_dim`` and ``rope_dim``, the sizes of a query without and
+    with positions, its parameters are those of its own projections, of queries from a latent of
+    width ``query_latent`` where that is not 0.
+    A token's experts are in ``top_groups`` of ``groups`` of experts, 0 where
     they may be anywhere. Biases are not counted.
 
     Raises:
@@ -58,11 +62,14 @@ class ModelShape:
     shared_ffn: int = 0
     dense_layers: int = 0
     latent: int = 0
+    query_latent: int = 0
+    nope_dim: int = 0
+    rope_dim: int = 0
     groups: int = 0
     top_groups: int = 0
 
     def __post_init__(self) -> None:
-        take_integers(self, (*REQUIRED, *OPTIONAL, *OF_EXPERTS, "latent"))
+        take_integers(self, (*REQUIRED, *OPTIONAL, *OF_EXPERTS, *OF_LATENT))
         raise_errors(_violations(self))
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
@@ -121,8 +128,15 @@ class ModelShape:
     @property
     def attention_parameters(self) -> int:
         """Return the parameters of one layer's attention and of its two norms."""
-        projections = 2 * self.query_width + 2 * self.kv_width
-        return self.hidden * projections + 2 * self.hidden
+        projections = self.hidden * (2 * self.query_width + 2 * self.kv_width)
+        if self.latent and self.nope_dim:
+            # arXiv 2405.04434, section 2.1: queries, keys and values come from latents.
+            query = self.heads * (self.nope_dim + self.rope_dim)
+            projections = self.hidden * (query if not self.query_latent else self.query_latent)
+            projections += self.query_latent * query + self.hidden * (self.latent + self.rope_dim)
+            projections += self.latent * (self.heads * self.nope_dim + self.query_width)
+            projections += self.query_width * self.hidden
+        return projections + 2 * self.hidden
 
     @property
     def dense_layer_parameters(self) -> int:
@@ -191,7 +205,7 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
     values = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
     optional = [name for name in OPTIONAL if values[name] is not None]
     wrong = list(integer_violations({name: values[name] for name in (*REQUIRED, *optional)}))
-    counts = (*OF_EXPERTS, "latent")
+    counts = (*OF_EXPERTS, *OF_LATENT)
     wrong += integer_violations({name: values[name] for name in counts}, minimum=0)
     wrong += flag_violations({"glu": shape.glu, "tied": shape.tied})
     yield from wrong
@@ -225,6 +239,8 @@ def _read_shape(config: object) -> dict[str, Any]:
     """
     found = {f: (name, as_integer(v)) for f, (name, v) in read_fields(config).items()}
     given = {field: value for field, (_, value) in found.items() if value is not None}
+    if given.get("experts") and "top_k" not in given:
+        raise ParallelDimsError([_missing("top_k")])
     names = {**RULED, **SIZES, **COUNTS}
     numbers = [field for field in names if field in given and field != "tied"]
     raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
@@ -357,8 +373,6 @@ MODELS: Mapping[str, ModelShape] = _named(
         _qwen3("qwen3-235b-a22b", 94, 4096, 64, 12288, 1536),
         _llama4("llama4-scout", 16, 0),
         _llama4("llama4-maverick", 128, 24),
-        # Latent attention counts its queries as full projections, which adds 11% to the active
-        # parameters and less than 1% to all.
         ModelShape(
             name="deepseek-v3",
             layers=61,
@@ -366,6 +380,9 @@ MODELS: Mapping[str, ModelShape] = _named(
             heads=128,
             head_dim=128,
             latent=512,
+            query_latent=1536,
+            nope_dim=128,
+            rope_dim=64,
             ffn=18432,
             vocab=129280,
             experts=256,
