@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_cp import Layout
 from hp_cp.transformers import context_parallel, shard_batch
-from hp_dtensor import Collectives
+from hp_dtensor import AxisMesh, Collectives
+from hp_ep.transformers import parallelize_experts
 
 from .config import TransformersConfig
 from .model import Forward, normal
@@ -20,18 +21,24 @@ def build_transformers(
     seed: int,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
+    parts: int = 1,
 ) -> nn.Module:
     """Return the model with initial values that depend on ``seed`` and each parameter's name only.
 
     What the library starts with one value, as norms and biases, keeps it; the rest is normal with
-    the deviation ``initializer_range`` of the configuration.
+    the deviation ``initializer_range`` of the configuration. Each of a batch's ``parts`` adds the
+    auxiliary loss of its own tokens, so that their mean is the batch's.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     library: Any = AutoConfig.for_model(**config.fields)
     factory: Any = AutoModelForCausalLM
-    model: nn.Module = factory.from_config(library, dtype=torch.float32)
-    model = model.to(device, dtype).train()
+    # The library's other ways to compute experts need torch's grouped product, without float64.
+    eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    made: Any = factory.from_config(library, dtype=torch.float32, **eager)
+    if hasattr(made, "router_aux_loss_coef"):
+        made.router_aux_loss_coef /= parts
+    model: nn.Module = made.to(device, dtype).train()
     deviation = getattr(library.get_text_config(), "initializer_range", 0.02)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -42,7 +49,21 @@ def build_transformers(
 
 def forward_alone(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
     """Return logits ``[batch, seq, vocab]`` of whole sequences ``[batch, seq]``."""
-    return cast(Tensor, model(input_ids=tokens, use_cache=False).logits)
+    return _logits_of(model, model(input_ids=tokens, use_cache=False))
+
+
+def spread_experts(
+    model: nn.Module, mesh: DeviceMesh, token_axes: AxisMesh, *, collectives: Collectives
+) -> list[nn.Module]:
+    """Put each rank's experts on it; return the modules of experts.
+
+    Where nothing is to be spread, experts are left to the library, unless it computes an auxiliary
+    loss of them, which is then that of the tokens on all ranks of ``token_axes``.
+    """
+    if mesh.size() == 1 and not _is_balanced(model):
+        return []
+    names = parallelize_experts(model, mesh, token_axes=token_axes, collectives=collectives)
+    return [model.get_submodule(name) for name in names]
 
 
 def spread_attention(
@@ -70,6 +91,33 @@ def spread_attention(
             use_cache=False,
             sequence_shard=shard_of(tokens.shape[1] * mesh.size()),
         )
-        return cast(Tensor, found.logits)
+        return _logits_of(model, found)
 
     return forward
+
+
+def _is_balanced(model: nn.Module) -> bool:
+    """Return whether the library computes an auxiliary loss of the experts' loads."""
+    asked = getattr(cast(Any, model).config.get_text_config(), "output_router_logits", False)
+    return bool(asked) and hasattr(model, "router_aux_loss_coef")
+
+
+def _logits_of(model: Any, output: Any) -> Tensor:
+    """Return a call's logits, whose backward adds the gradients of its auxiliary loss, if any."""
+    if not (_is_balanced(model) and torch.is_grad_enabled()):
+        return cast(Tensor, output.logits)
+    share = model.router_aux_loss_coef * output.aux_loss
+    return cast(Tensor, _AddGradients.apply(output.logits, share))  # type: ignore[no-untyped-call]
+
+
+class _AddGradients(torch.autograd.Function):
+    """A tensor as it is; backward is that of a loss beside it too, which nobody has to add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.one = torch.ones_like(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], ctx.one

@@ -404,13 +404,18 @@ def _with_vocabulary(model: AnyModelConfig, corpus: Corpus, asked: int | None) -
 
 def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig) -> None:
     if isinstance(model, TransformersConfig):
-        for name in ("tp", "pp", "ep", "etp"):
+        for name in ("tp", "pp", "etp"):
             if (degree := getattr(dims, name)) > 1:
                 raise OptionsError(
                     f"{name}={degree} with a model of transformers "
-                    f"({model.fields['model_type']}); only dp_replicate, dp_shard and cp spread "
-                    f"those: use {name}=1, or the built-in model"
+                    f"({model.fields['model_type']}); only dp_replicate, dp_shard, cp and ep "
+                    f"spread those: use {name}=1, or the built-in model"
                 )
+        if dims.ep > 1 and not model.shape.experts:
+            raise OptionsError(
+                f"ep={dims.ep} with a model of transformers ({model.fields['model_type']}) that "
+                "has no experts; use ep=1"
+            )
     if dims.etp not in (1, dims.tp):
         raise OptionsError(
             f"etp={dims.etp} with tp={dims.tp}: ranks that share an expert must hold the same "

@@ -1,6 +1,7 @@
 """Spread a model over a mesh: each axis in a few lines, in the one order that composes."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from hp_ep import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, MoE
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_mesh import ParallelDims, ParallelMesh
 
-from .hugging_face import spread_attention
+from .hugging_face import spread_attention, spread_experts
 from .model import Attention, Forward, LanguageModel, call_built_in
 
 
@@ -48,13 +49,16 @@ def parallelize(
     """
     door = TorchCollectives() if collectives is None else collectives
     forward: Forward = call_built_in
+    experts: list[nn.Module]
     if isinstance(model, LanguageModel):
         if dims.tp > 1:
             apply_tensor_parallel(model, mesh, dims)
         apply_expert_parallel(model, mesh, dims, door)
         if dims.cp > 1:
             apply_context_parallel(model, mesh, dims, door)
+        experts = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
     else:
+        experts = spread_experts(model, mesh["ep"], mesh["loss"], collectives=door)
         forward = spread_attention(
             model,
             sequence_mesh(mesh, dims),
@@ -63,7 +67,7 @@ def parallelize(
             collectives=door,
         )
     change_blocks(model, recompute=checkpoint_activations, compiler=compiler)
-    apply_fully_shard(model, mesh, door, compute_dtype)
+    apply_fully_shard(model, experts, mesh, door, compute_dtype)
     return forward
 
 
@@ -182,18 +186,18 @@ def change_blocks(model: nn.Module, *, recompute: bool, compiler: str | None) ->
 
 def apply_fully_shard(
     model: nn.Module,
+    experts: Sequence[nn.Module],
     mesh: ParallelMesh,
     collectives: Collectives,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard what is left: experts over ``efsdp``, the rest over ``fsdp``, and sum gradients.
+    """Shard what is left: ``experts`` over ``efsdp``, the rest over ``fsdp``, and sum gradients.
 
     Where ``fsdp`` leaves ``cp`` out, ``replicate`` has it: ranks that saw other parts of a sequence
     then hold replicas. Else it is ``dp_replicate``.
     """
     dense, sparse = mesh["replicate", "fsdp"], mesh["dp_replicate", "efsdp"]
     blocks = blocks_of(model)
-    experts = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
     units: list[tuple[nn.Module, DeviceMesh]] = [(each, sparse) for each in experts]
     units += [(block, dense) for block in blocks]
     if isinstance(model, LanguageModel) and len(blocks) < model.config.num_hidden_layers:

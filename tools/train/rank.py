@@ -155,7 +155,7 @@ def _build(options: Options, device: torch.device) -> nn.Module:
     kept, _ = _dtypes(options)
     config, train = options.model, options.train
     if isinstance(config, TransformersConfig):
-        return build_transformers(config, train.seed, kept, device)
+        return build_transformers(config, train.seed, kept, device, train.accumulate)
     # Each part of a batch adds the loss of its own loads: their mean is the batch's.
     coefficient = config.router_aux_loss_coef / train.accumulate
     return build_model(replace(config, router_aux_loss_coef=coefficient), train.seed, kept, device)

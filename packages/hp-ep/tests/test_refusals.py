@@ -1,6 +1,8 @@
 """What a style or a layer refuses because it would compute something else, on all ranks alike."""
 
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from hp_ep import (
     RoutingError,
     TensorParallel,
     TopKRouter,
+    parallelize_experts,
 )
 from hp_ep.dispatch._wrappers import Placed, Summed
 
@@ -169,3 +172,16 @@ def test_frozen_weights_of_replicas_are_not_sent(ranks: Any) -> None:
     assert [all_have, have, left] == [str(list(BOTH)), "['gate_up_proj']", "[]"]
     assert int(all_calls) == int(calls) == int(none) + 1
     assert 2 * (int(all_bytes) - int(sent)) == int(sent) - int(least) > 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "style", "words"),
+    [
+        (None, ExpertParallel(), "None is no mesh"),
+        ("ep", ExpertParallel(), "'ep' is no mesh"),
+        (SimpleNamespace(ndim=1), ExpertParallel, "is no style; pass one, as ExpertParallel()"),
+    ],
+)
+def test_what_is_no_mesh_and_no_style_is_named(mesh: Any, style: Any, words: str) -> None:
+    with pytest.raises(ExpertConfigError, match=re.escape(words)):
+        parallelize_experts(build_moe(0, hidden=8), mesh, style)

@@ -347,9 +347,14 @@ def test_a_model_is_found_by_its_file_and_says_what_is_wrong_with_it(tmp_path: P
 
 def test_models_of_transformers_are_refused_where_they_cannot_be_spread(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    for degree in ("tp", "ep"):
-        with pytest.raises(OptionsError, match=f"{degree}=2 with a model of transformers"):
-            parse(["--model", "qwen3-moe-tiny", f"--{degree}", "2"])
+    for words, message in (
+        ("qwen3-moe-tiny --tp 2", r"tp=2 with .* \(qwen3_moe\); only .* use tp=1"),
+        ("qwen3-tiny --ep 2", r"ep=2 with .* \(qwen3\) that has no experts; use ep=1"),
+    ):
+        with pytest.raises(OptionsError, match=message):
+            parse(["--model", *words.split()])
+    with pytest.raises(ParallelDimsError, match="ep=3 does not divide num_experts=8"):
+        parse(["--model", "qwen3-moe-tiny", "--ep", "3", "--procs", "3"])
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "no such family"}')
     with pytest.raises(ModelError, match="is no model of transformers"):

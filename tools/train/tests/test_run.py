@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from train.config import CATALOGUE
+
 PROGRAM = str(Path(__file__).resolve().parents[1])
 SUMMARY = {
     "steps",
@@ -124,6 +126,17 @@ def test_a_model_of_transformers_trains_on_text_of_ones_own_as_one_process_does(
     records = [json.loads(x) for x in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [record["eval_loss"] is not None for record in records] == [False, True]
     assert f"held-out loss {records[1]['eval_loss']:.4f}" in shown
+
+
+def test_experts_of_transformers_train_over_ranks_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = json.loads((CATALOGUE / "qwen3-moe-tiny.json").read_text())
+    model = tmp_path / "model.json"  # whose auxiliary loss is large enough to be seen
+    model.write_text(json.dumps({**fields, "router_aux_loss_coef": 1.0}))
+    words = "--ep 2 --dp-shard 2 --cp 2 --accumulate 2 --batch-size 4 --seq-len 32 --steps 2"
+    found, *_ = _train(tmp_path / "out", "--model", str(model), *words.split(), "--compare")
+    assert found["reference_max_rel_diff"] < 1e-6  # the library's routers compute in float32
+    assert {"ep", "efsdp", "fsdp", "cp"} <= set(found["bytes_by_axis"])
 
 
 def test_blocks_are_compiled_in_bfloat16_over_float32_weights(tmp_path: Path) -> None:

@@ -385,6 +385,10 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertPar
     parameters of them with each other or anything else (one `MoE` in several places is fine), and
     on all ranks for a placement that they do not all give.
     """
+    if not hasattr(mesh, "ndim"):
+        raise ExpertConfigError(f"{mesh!r} is no mesh; pass that of the split, as mesh['ep']")
+    if not isinstance(style, BaseExpertParallel):
+        raise ExpertConfigError(f"{style!r} is no style; pass one, as ExpertParallel()")
     style.compare_placements(mesh)
     changes = {}
     replaced = {}

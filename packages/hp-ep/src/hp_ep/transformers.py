@@ -173,10 +173,10 @@ def _library() -> tuple[Any, Any]:
 
 
 def _checked_axis(mesh: DeviceMesh) -> Axis:
-    if mesh.ndim != 1:
+    if getattr(mesh, "ndim", None) != 1:
+        found = f"a mesh with axes {mesh.mesh_dim_names}" if hasattr(mesh, "ndim") else f"{mesh!r}"
         raise ExpertConfigError(
-            f"a mesh with axes {mesh.mesh_dim_names}; pass the 1-D mesh of the axis that splits "
-            "the experts, as mesh['ep']"
+            f"{found}; pass the 1-D mesh of the axis that splits the experts, as mesh['ep']"
         )
     return Axis.of(mesh, 0)
 
