@@ -214,7 +214,9 @@ def wheel(session: nox.Session, package: str) -> None:
     """Install one wheel with what it declares and nothing else; run its README's examples."""
     (built,) = DIST.glob(f"{import_name(package)}-*.whl")
     (sdist,) = DIST.glob(f"{import_name(package)}-*.tar.gz")
-    session.install("-c", "constraints.txt", "--find-links", str(DIST), str(built))
+    # uv keeps what it unpacked by name and version, which a new build shares with an old one.
+    anew = [f"--refresh-package={each}" for each in PACKAGES if session.venv_backend == "uv"]
+    session.install("-c", "constraints.txt", *anew, "--find-links", str(DIST), str(built))
     share_compiled(session)
     check = ("tools/check_wheel.py", import_name(package), str(sdist))
     session.run("python", "-P", *check)
