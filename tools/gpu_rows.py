@@ -1,4 +1,4 @@
-"""What every `packages/*/benchmarks/gpu.py` shares: worlds of ranks, rows of a table, one verdict.
+"""What every `packages/*/benchmarks/gpu.py` shares: worlds of ranks, rows of a table, how it ends.
 
 A script says which worlds there are and what to look at in each:
 

@@ -47,27 +47,27 @@ def parallelize(
     that of torch's tensor parallel styles. ``compiler`` compiles each block; with ``compute_dtype``
     weights are gathered in it, and kept, their gradients summed, in their own.
     """
-    door = TorchCollectives() if collectives is None else collectives
+    carrier = TorchCollectives() if collectives is None else collectives
     forward: Forward = call_built_in
     experts: list[nn.Module]
     if isinstance(model, LanguageModel):
         if dims.tp > 1:
             apply_tensor_parallel(model, mesh, dims)
-        apply_expert_parallel(model, mesh, dims, door)
+        apply_expert_parallel(model, mesh, dims, carrier)
         if dims.cp > 1:
-            apply_context_parallel(model, mesh, dims, door)
+            apply_context_parallel(model, mesh, dims, carrier)
         experts = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
     else:
-        experts = spread_experts(model, mesh["ep"], mesh["loss"], collectives=door)
+        experts = spread_experts(model, mesh["ep"], mesh["loss"], collectives=carrier)
         forward = spread_attention(
             model,
             sequence_mesh(mesh, dims),
             sequence_layout(mesh),
             ulysses_degree=dims.ulysses_degree or 1,
-            collectives=door,
+            collectives=carrier,
         )
     change_blocks(model, recompute=checkpoint_activations, compiler=compiler)
-    apply_fully_shard(model, experts, mesh, door, compute_dtype)
+    apply_fully_shard(model, experts, mesh, carrier, compute_dtype)
     return forward
 
 

@@ -115,9 +115,9 @@ def repeating(rank: int, order: float, foreach: bool) -> tuple[Tensor, list[Tens
     for parameter, grad in zip(given, grads, strict=True):
         parameter.grad = grad
         mark_repeated_rows(parameter, [3, 5, 6, 8])
-    door = RecordingCollectives()
-    norm = clip_grad_norm_(given, 1.5, order, False, foreach, collectives=door)
-    calls = sum(traffic.calls for traffic in door.by_axis.values())
+    carrier = RecordingCollectives()
+    norm = clip_grad_norm_(given, 1.5, order, False, foreach, collectives=carrier)
+    calls = sum(traffic.calls for traffic in carrier.by_axis.values())
     return norm, [whole_gradient(parameter) for parameter in given], calls
 
 

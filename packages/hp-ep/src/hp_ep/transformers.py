@@ -218,14 +218,14 @@ def _check_experts(experts: Any, axis: Axis) -> None:
             "parallelism (distributed_config)"
         )
     check_plain(experts)
-    wanted = [*_WEIGHTS, *(_BIASES if experts.has_bias else ())]
+    known = [*_WEIGHTS, *(_BIASES if experts.has_bias else ())]
     found = [name for name, _ in experts.named_parameters()]
-    if sorted(found) != sorted(wanted) or experts.has_post_expert_norm or not experts.has_gate:
+    if sorted(found) != sorted(known) or experts.has_post_expert_norm or not experts.has_gate:
         raise ExpertConfigError(
             f"a {type(experts).__name__} has parameters {found}; supported are gated experts "
-            f"with {wanted} alone, without a norm of their results"
+            f"with {known} alone, without a norm of their results"
         )
-    for name in wanted:
+    for name in known:
         weight = experts.get_parameter(name)
         if weight.dtype not in _DTYPES or type(weight.data) is not Tensor:
             raise ExpertConfigError(
