@@ -10,6 +10,7 @@ import checks
 import examples
 import pytest
 import torch
+import torch.distributed as dist
 import vendor
 from rank_pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,6 +150,20 @@ def test_a_failed_job_is_named_and_fails_the_whole(
         ("failed", "b"),
         ("passed", "a"),
     ]
+
+
+def polling_threads(rank: int) -> tuple[int, float]:
+    groups = [dist.new_group() for _ in range(3)]
+    x = torch.tensor(float(rank))
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop"), x.item()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads threads' names from /proc")
+def test_groups_of_tests_share_the_one_thread_that_polls(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(polling_threads) == [(1, 4.0)] * 2
 
 
 def gathered_whole(rank: int) -> tuple[bool, set[str]]:

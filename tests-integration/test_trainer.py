@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import run_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,13 +67,15 @@ def test_the_default_run_learns_and_equals_one_process_at_every_step(
 
 
 def test_other_degrees_on_resume_are_refused(tmp_path: Path) -> None:
-    run("--procs", "2", "--dp-shard", "2", "--steps", "1", "--out", str(tmp_path))
-    message = refused("--resume", str(tmp_path), "--procs", "2", "--tp", "2")
-    assert "degrees" in message
-    assert "tp=2" in message
+    made = ["--procs", "2", "--dp-shard", "2", "--steps", "1", "--out", str(tmp_path)]
+    assert run_program(TRAIN[1], made).status == 0
+    done = run_program(TRAIN[1], ["--resume", str(tmp_path), "--procs", "2", "--tp", "2"])
+    assert (done.status, done.stdout) == (2, "")
+    assert "degrees" in done.stderr
+    assert "tp=2" in done.stderr
 
 
-def refused(*words: str, environment: dict[str, str] | None = None) -> str:
+def refused(*words: str, environment: dict[str, str]) -> str:
     """Return the message of a run that must end with status 2 and print nothing else."""
     done = subprocess.run(
         [*TRAIN, *words],
@@ -80,7 +83,7 @@ def refused(*words: str, environment: dict[str, str] | None = None) -> str:
         text=True,
         timeout=300,
         check=False,
-        env=os.environ | (environment or {}),
+        env=os.environ | environment,
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
@@ -196,18 +199,11 @@ sys.exit(main(sys.argv[2:]))
 
 
 def test_a_failing_rank_ends_the_run_with_its_own_traceback_first(tmp_path: Path) -> None:
-    from train.launch import launch
-
     program = tmp_path / "failing.py"
     program.write_text(FAILING)
-    command = [sys.executable, str(program), str(ROOT / "tools"), "--procs", "2"]
-    command += ["--out", str(tmp_path / "run")]
-    launcher = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r})\n"
-    launcher += f"from {launch.__module__} import launch; sys.exit(launch({command!r}, 2))"
-    done = subprocess.run(
-        [sys.executable, "-c", launcher], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode not in (0, 2)
+    words = [str(ROOT / "tools"), "--procs", "2", "--out", str(tmp_path / "run")]
+    done = run_program(str(program), words)
+    assert done.status not in (0, 2)
     first = done.stderr.splitlines()[0]
     assert first.startswith("rank 1 failed")
     traceback, _, _ = done.stderr.partition("ArithmeticError: only rank 1 says this")

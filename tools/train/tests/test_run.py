@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_pool import run_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from train.config import CATALOGUE
@@ -33,13 +32,8 @@ Losses = list[tuple[int, float, float]]
 
 
 def _train(out: Path, *words: str, **environment: str) -> tuple[dict[str, Any], Losses, str]:
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "--out", str(out), *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(PROGRAM, ["--out", str(out), *words], environment, timeout=500)
+    assert done.status == 0, done.stderr
     # torch's profiler says on its own that it starts and stops.
     assert [x for x in done.stderr.splitlines() if "ActivityProfiler" not in x] == []
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -48,13 +42,14 @@ def _train(out: Path, *words: str, **environment: str) -> tuple[dict[str, Any], 
 
 
 def test_a_run_that_goes_on_repeats_the_undisturbed_run_bitwise(tmp_path: Path) -> None:
-    whole, expected, _ = _train(tmp_path / "whole", "--compare", "--cp", "2", "--ep", "2", *_two(3))
-    _, first, _ = _train(tmp_path / "part", "--cp", "2", "--ep", "2", *_two(2))
+    small = ["--cp", "2", "--ep", "2", "--batch-size", "4", "--seq-len", "32"]
+    whole, expected, _ = _train(tmp_path / "whole", "--compare", *small, *_two(3))
+    _, first, _ = _train(tmp_path / "part", *small, *_two(2))
     part = tmp_path / "part"
     resumed, rest, shown = _train(
         tmp_path / "rest", "--resume", str(part), "--steps", "3", "--compare"
     )
-    assert f"going on from step 2 of {part / 'checkpoint'}: training 1 step of 2,048" in shown
+    assert f"going on from step 2 of {part / 'checkpoint'}: training 1 step of 128" in shown
     assert [step for step, _, _ in rest] == [3]
     assert first + rest == expected
     for summary in (whole, resumed):

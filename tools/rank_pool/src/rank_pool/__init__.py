@@ -3,3 +3,5 @@
 from ._cached import cached as cached
 from ._pool import RankError as RankError
 from ._pool import RankPool as RankPool
+from ._program import Ended as Ended
+from ._program import run_program as run_program

@@ -103,7 +103,7 @@ class RankPool:
 
         from ._worker import LOOPBACK, serve
 
-        context = _server()
+        context = server()
         # In this process, so that it outlives any rank. A store in a file is asked every 10 ms.
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
@@ -132,7 +132,7 @@ class RankPool:
 
 
 @cache
-def _server() -> ForkServerContext:
+def server() -> ForkServerContext:
     """Start the server that imports `PRELOAD`, with one thread so that it forks safely."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ._gloo import avoid_coalesced_gathers
+from ._gloo import avoid_coalesced_gathers, share_one_device
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,6 +25,7 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     if os.uname().sysname == "Linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     avoid_coalesced_gathers()
+    share_one_device()
     store = TCPStore(LOOPBACK, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while (message := pipe.recv_bytes()) != b"":
