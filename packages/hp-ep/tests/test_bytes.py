@@ -150,6 +150,25 @@ def test_a_narrower_payload_rounds_and_keeps_the_dtypes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OVER_RANKS)
+def test_gradients_that_travelled_in_a_narrower_payload_are_summed_in_the_dtype_of_the_tokens(
+    name: str,
+) -> None:
+    # Two of them fit float16, as the ranks of a node may send them; all four do not.
+    each, ids = 30000.0, torch.tensor([[0, 3, 4, 7], [6, 2, 1, 5]])
+
+    def rank(me: int, door: SimulatedCollectives) -> Tensor:
+        dispatcher = make_dispatcher(name, door.mesh, 4, 8, door, payload=torch.float16)
+        x = torch.zeros(2, 3, requires_grad=True)
+        rows, _, _ = dispatcher.dispatch(x, torch.ones(2, 4), ids)
+        (rows * each).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    for grad in SimulatedWorld(4).run(rank):
+        assert torch.equal(grad, torch.full((2, 3), 4 * each))
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
 def test_a_payload_that_holds_no_rows_is_refused(name: str) -> None:
     with pytest.raises(ExpertConfigError, match=r"payload=torch.int8 is not one of"):
         SimulatedWorld(1).run(

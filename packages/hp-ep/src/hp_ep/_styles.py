@@ -551,7 +551,7 @@ def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
         else:  # take part without rows, so that all ranks raise
             rows, counts = rows.new_empty(0, 1), report.new_zeros(exchange.num_experts)
         plan = exchange.plan(exchange.start_counts(counts, report))
-        here = exchange.wait(exchange.start(exchange.load(rows), plan), plan)
+        here = exchange.start(exchange.load(rows), plan).wait()
         results = exchange.start_back(compute(self, here, plan.counts), plan).wait()
         return results if weights is None else weigh_rows(results, weights)
 

@@ -163,13 +163,14 @@ class DispatchConfig:
         return Checked(x=x, weights=weights, expert_ids=expert_ids, report=report)
 
     def narrow(self, rows: Tensor) -> Tensor:
-        """Return ``rows`` in the payload's dtype where that is narrower than theirs.
+        """Return ``rows`` in the dtype in which they travel; their gradient travels so too."""
+        return rows.to(self.travelling(rows))
 
-        The gradient travels in the payload's dtype too.
-        """
+    def travelling(self, rows: Tensor) -> torch.dtype:
+        """Return the payload's dtype where it is narrower than that of ``rows``, else theirs."""
         if self.payload is None or self.payload.itemsize >= rows.element_size():
-            return rows
-        return rows.to(self.payload)
+            return rows.dtype
+        return self.payload
 
 
 def check_config(

@@ -134,11 +134,14 @@ class _Hop:
             needs_grad=needs_grad,
         )
 
-    def start(self, x: Tensor, out: _Outgoing, sizes: _Sizes) -> "_Leg":
+    def start(
+        self, x: Tensor, out: _Outgoing, sizes: _Sizes, dtype: torch.dtype, sums: torch.dtype
+    ) -> "_Leg":
         """Start bringing tokens ``x [tokens, dim]`` and their assignments to the ranks.
 
-        Two all-to-alls, and two in backward. An assignment is 4 bytes, its expert and whether a row
-        begins with it, and its weight.
+        Tokens travel in ``dtype``, and their gradients are summed in ``sums``. Two all-to-alls, and
+        two in backward. An assignment is 4 bytes, its expert and whether a row begins with it, and
+        its weight.
         """
         wide = out.weights.to(torch.promote_types(out.weights.dtype, torch.float32))
         labels = torch.add(out.first, out.expert_ids, alpha=2)
@@ -150,7 +153,7 @@ class _Hop:
         assignments.start(
             sizes.send_assignments, sizes.receive_assignments, needs_grad=sizes.needs_grad[1]
         )
-        rows = AsyncAllToAll(gather_tokens(x, groups), *more)
+        rows = AsyncAllToAll(gather_tokens(x, groups, dtype, sums=sums), *more)
         rows.start(sizes.send, sizes.receive, needs_grad=sizes.needs_grad[0])
         return _Leg(hop=self, sizes=sizes, groups=groups, rows=rows, assignments=assignments)
 
@@ -246,14 +249,15 @@ class _Hops(AsyncDispatcher):
     ) -> Generator[Step, None, Dispatched]:
         plan = self._plan(self._config.check(x, weights, expert_ids))
         (hop, sizes), *others = plan.route
-        legs = [hop.start(self._config.narrow(x), plan.out, sizes)]
+        dtypes = self._config.travelling(x), x.dtype
+        legs = [hop.start(x, plan.out, sizes, *dtypes)]
         yield "rows"
         came = legs[0].wait()
         for hop, sizes in others:
             local = came.expert_ids.long().remainder(hop.num_experts)
             number = came.rows.shape[0]
             out = hop.outgoing(local, came.weights, came.row_of_each, number)
-            legs.append(hop.start(came.rows, out, sizes))
+            legs.append(hop.start(came.rows, out, sizes, *dtypes))
             came = legs[-1].wait()
         order = came.expert_ids.sort(stable=True).indices
         places = invert(order)
