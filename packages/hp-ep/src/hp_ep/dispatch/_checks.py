@@ -6,8 +6,9 @@ fault describes its inputs instead, so that ranks compare them. All ranks raise 
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import torch
 from torch import Tensor
@@ -77,6 +78,28 @@ _TEXTS: dict[int, str] = {
 _DTYPE_FAULTS = (Fault.ID_DTYPE, Fault.COUNT_DTYPE, Fault.ROW_DTYPE, Fault.WEIGHT_DTYPE)
 
 
+class Keywords(IntFlag):
+    """What a model of transformers is called with, by which its ranks communicate or do not."""
+
+    NONE = 0
+    LABELS = 1
+    NUM_ITEMS = 2
+    ROUTER_LOGITS = 4
+
+    def __str__(self) -> str:
+        """Return their names."""
+        names = {
+            Keywords.LABELS: "labels",
+            Keywords.NUM_ITEMS: "num_items_in_batch",
+            Keywords.ROUTER_LOGITS: "output_router_logits",
+        }
+        return " and ".join(name for each, name in names.items() if each in self) or "none of them"
+
+
+KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
+"""Those of the call that runs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
     """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
@@ -90,6 +113,7 @@ class InputSpec:
     weights: torch.dtype
     rows_need_grad: bool
     weights_need_grad: bool
+    keywords: Keywords
 
     @classmethod
     def of(cls, rows: Tensor, weights: Tensor) -> "InputSpec":
@@ -102,11 +126,12 @@ class InputSpec:
             weights=weights.dtype,
             rows_need_grad=grad and rows.requires_grad,
             weights_need_grad=grad and weights.requires_grad,
+            keywords=KEYWORDS.get(),
         )
 
     def report(self) -> Report:
         """Return it as a report, all but the length in one number."""
-        dtypes = 0
+        dtypes = int(self.keywords)
         for dtype in (self.dtype, self.computed, self.weights):
             dtypes = dtypes * len(_DTYPES) + _DTYPES.index(dtype)
         flags = self.rows_need_grad * 2 + self.weights_need_grad
@@ -116,7 +141,8 @@ class InputSpec:
     def read(cls, length: int, packed: int) -> "InputSpec":
         """Return what the last two numbers of such a report say."""
         dtypes, weights = divmod(packed // 4, len(_DTYPES))
-        dtype, computed = divmod(dtypes, len(_DTYPES))
+        dtypes, computed = divmod(dtypes, len(_DTYPES))
+        keywords, dtype = divmod(dtypes, len(_DTYPES))
         return cls(
             length=length,
             dtype=_DTYPES[dtype],
@@ -124,6 +150,7 @@ class InputSpec:
             weights=_DTYPES[weights],
             rows_need_grad=packed & 2 > 0,
             weights_need_grad=packed & 1 > 0,
+            keywords=Keywords(keywords),
         )
 
 
@@ -342,6 +369,8 @@ def raise_faults(
         raise describe_faults(reports, ranks)
     every = [InputSpec.read(given, packed) for _, given, packed in reports]
     if len(set(every)) > 1:
+        same = "their model the same of labels, num_items_in_batch and output_router_logits"
+        raise_unequal(same, [str(g.keywords) for g in every], ranks)
         rows = [f"{g.length} of {g.dtype}" for g in every]
         raise_unequal("rows of one length and dtype", rows, ranks)
         computed = [str(g.computed) for g in every]
