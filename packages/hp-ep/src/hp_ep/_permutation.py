@@ -345,7 +345,7 @@ def check_permutation(rows: Tensor, indices: Tensor) -> None:
     if not indices.is_cpu:  # looking would synchronise
         return
     number = indices.shape[0]
-    counts = torch.zeros(number, dtype=torch.uint8)
+    counts = torch.zeros(number, dtype=torch.uint8, device="cpu")
     # Where one index is out of range another is missing: count the others.
     known = indices[(indices >= 0) & (indices < number)]
     missing = counts.index_fill_(0, known, 1) == 0
@@ -370,7 +370,7 @@ def _groups_of(order: Tensor, places: Tensor, tokens: int) -> TokenGroups:
     if order.is_cpu and places.is_cpu:  # elsewhere looking would synchronise
         flat = places.reshape(-1)
         check_permutation(flat, flat)
-        wrong = order.index_select(0, flat) != torch.arange(flat.shape[0])
+        wrong = order.index_select(0, flat) != torch.arange(flat.shape[0], device="cpu")
         if wrong.any():
             which = int(wrong.nonzero()[0].item())
             raise ExpertConfigError(

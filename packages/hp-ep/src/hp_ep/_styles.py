@@ -251,6 +251,7 @@ class BaseExpertParallel(ParallelStyle):
                     token_axes, self._collectives, sequence_axes=sequence_axes
                 )
             layer.dispatcher = dispatcher
+            layer.router.experts_are_split = split.num_ranks > 1
             layer.compare_inputs = comparison(
                 sequence_axes, self._sequence_mesh, layer.router.token_axes, self._collectives
             )
@@ -542,14 +543,15 @@ def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
     def forward(
         self: GroupedExperts, rows: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        if weights is not None and self.score_before_experts:
-            rows, weights = weigh_rows(rows, weights), None
-        found = check_rows(rows, counts, exchange.num_experts, self.gate_up_proj.shape[-1])
+        found = check_rows(rows, counts, weights, exchange.num_experts, self.gate_up_proj.shape[-1])
         report = as_tensor(found, rows.device)
         if found[0] == Fault.NONE:
             report = check_counts(counts.long(), rows.shape[0], report)
         else:  # take part without rows, so that all ranks raise
             rows, counts = rows.new_empty(0, 1), report.new_zeros(exchange.num_experts)
+            weights = None
+        if weights is not None and self.score_before_experts:
+            rows, weights = weigh_rows(rows, weights), None
         plan = exchange.plan(exchange.start_counts(counts, report))
         here = exchange.start(exchange.load(rows), plan).wait()
         results = exchange.start_back(compute(self, here, plan.counts), plan).wait()
@@ -564,6 +566,8 @@ def _summed(compute: Forward, axis: Axis, collectives: Collectives | None) -> Fo
     def forward(
         self: GroupedExperts, rows: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
+        if weights is not None and weights.shape != rows.shape[:1]:
+            return compute(self, rows, counts, weights)  # which raises, on all ranks that wait
         if weights is not None and self.score_before_experts:
             rows, weights = weigh_rows(rows, weights), None
         part = compute(self, AutogradCollectives(collectives).replicate(rows, axis), counts)

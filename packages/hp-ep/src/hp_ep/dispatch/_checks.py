@@ -50,6 +50,7 @@ class Fault(IntEnum):
     ROW_DTYPE = 17
     WEIGHT_DTYPE = 18
     ROW_DEVICE = 19
+    WEIGHT_ROWS = 20
 
 
 _TEXTS: dict[int, str] = {
@@ -73,6 +74,8 @@ _TEXTS: dict[int, str] = {
     Fault.COUNT_DTYPE: "counts are {dtype}; they must be torch.int64 or torch.int32",
     Fault.ROW_DTYPE: "the tokens or rows are {dtype}; they must be of a floating dtype",
     Fault.ROW_DEVICE: "the tokens or rows are no tensor on the device of the layer",
+    Fault.WEIGHT_ROWS: "weights are not a vector with one number for each of the {expected} rows, "
+    "but {given} numbers",
     Fault.WEIGHT_DTYPE: "weights are {dtype}; they must be of a floating dtype",
 }
 _DTYPE_FAULTS = (Fault.ID_DTYPE, Fault.COUNT_DTYPE, Fault.ROW_DTYPE, Fault.WEIGHT_DTYPE)
@@ -104,25 +107,28 @@ KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
 class InputSpec:
     """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
 
-    ``computed`` is what experts make of the rows' dtype: another one under autocast.
+    ``computed`` is what experts make of the rows' dtype: another one under autocast. ``payload`` is
+    that in which they travel.
     """
 
     length: int
     dtype: torch.dtype
     computed: torch.dtype
+    payload: torch.dtype
     weights: torch.dtype
     rows_need_grad: bool
     weights_need_grad: bool
     keywords: Keywords
 
     @classmethod
-    def of(cls, rows: Tensor, weights: Tensor) -> "InputSpec":
-        """Return the description of ``rows`` and their ``weights``."""
+    def of(cls, rows: Tensor, weights: Tensor, payload: torch.dtype | None = None) -> "InputSpec":
+        """Return the description of ``rows``, that travel in ``payload``, and their ``weights``."""
         grad = torch.is_grad_enabled()
         return cls(
             length=rows.shape[1],
             dtype=rows.dtype,
             computed=autocast_dtype(rows),
+            payload=payload or rows.dtype,
             weights=weights.dtype,
             rows_need_grad=grad and rows.requires_grad,
             weights_need_grad=grad and weights.requires_grad,
@@ -132,7 +138,7 @@ class InputSpec:
     def report(self) -> Report:
         """Return it as a report, all but the length in one number."""
         dtypes = int(self.keywords)
-        for dtype in (self.dtype, self.computed, self.weights):
+        for dtype in (self.dtype, self.computed, self.payload, self.weights):
             dtypes = dtypes * len(_DTYPES) + _DTYPES.index(dtype)
         flags = self.rows_need_grad * 2 + self.weights_need_grad
         return Fault.NONE, self.length, dtypes * 4 + flags
@@ -141,12 +147,14 @@ class InputSpec:
     def read(cls, length: int, packed: int) -> "InputSpec":
         """Return what the last two numbers of such a report say."""
         dtypes, weights = divmod(packed // 4, len(_DTYPES))
+        dtypes, payload = divmod(dtypes, len(_DTYPES))
         dtypes, computed = divmod(dtypes, len(_DTYPES))
         keywords, dtype = divmod(dtypes, len(_DTYPES))
         return cls(
             length=length,
             dtype=_DTYPES[dtype],
             computed=_DTYPES[computed],
+            payload=_DTYPES[payload],
             weights=_DTYPES[weights],
             rows_need_grad=packed & 2 > 0,
             weights_need_grad=packed & 1 > 0,
@@ -179,7 +187,7 @@ class DispatchConfig:
         All ranks raise once they have seen each other's reports. Reads nothing on the host but on
         the CPU.
         """
-        found = check_routing(x, weights, expert_ids, self.num_experts)
+        found = check_routing(x, weights, expert_ids, self.num_experts, self)
         if found[0] != Fault.NONE:
             weights = weights.new_empty(0, 1)
             x = weights.new_empty((0, 1), dtype=x.dtype)
@@ -267,7 +275,13 @@ def as_tensor(report: Report, device: torch.device) -> Tensor:
     return torch.stack([_filled(number, device) for number in report])
 
 
-def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: int) -> Report:
+def check_routing(
+    x: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    num_experts: int,
+    config: DispatchConfig | None = None,
+) -> Report:
     """Return whether shapes and dtypes describe one routing; looks into no tensor."""
     if x.dim() != 2:
         return Fault.ROW_DIMS, x.dim(), 2
@@ -291,10 +305,12 @@ def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: i
         return Fault.ROW_DEVICE, 0, 0
     if not weights.is_floating_point():
         return Fault.WEIGHT_DTYPE, _DTYPES.index(weights.dtype), 0
-    return InputSpec.of(x, weights).report()
+    return InputSpec.of(x, weights, None if config is None else config.travelling(x)).report()
 
 
-def check_rows(rows: Tensor, counts: Tensor, num_experts: int, dim: int) -> Report:
+def check_rows(
+    rows: Tensor, counts: Tensor, weights: Tensor | None, num_experts: int, dim: int
+) -> Report:
     """Return whether shapes and dtypes are those of sorted rows; looks into no tensor."""
     if rows.dim() != 2:
         return Fault.ROW_DIMS, rows.dim(), 2
@@ -306,6 +322,8 @@ def check_rows(rows: Tensor, counts: Tensor, num_experts: int, dim: int) -> Repo
         return Fault.COUNT_DTYPE, _DTYPES.index(counts.dtype), 0
     if not rows.is_floating_point():
         return Fault.ROW_DTYPE, _DTYPES.index(rows.dtype), 0
+    if weights is not None and weights.shape != rows.shape[:1]:
+        return Fault.WEIGHT_ROWS, weights.numel(), rows.shape[0]
     return InputSpec.of(rows, rows).report()
 
 
@@ -376,6 +394,7 @@ def raise_faults(
         computed = [str(g.computed) for g in every]
         same = "rows that autocast, on all ranks or on none, has computed in one dtype"
         raise_unequal(same, computed, ranks)
+        raise_unequal("rows one payload", [str(g.payload) for g in every], ranks)
         raise_unequal("weights of one dtype", [str(g.weights) for g in every], ranks)
     return any(g.rows_need_grad for g in every), any(g.weights_need_grad for g in every)
 
