@@ -13,7 +13,7 @@ their rows, as its layer does. What both sides must do is timed alone beside the
 of the rows without ``Dedup``, and the grouped products. Each line has the median of the ratios of
 one round, their tenth and ninetieth percentile, and the aim. As many rounds are made as fit into
 the minutes, 5 to 15. Times on gloo say something about copies, calls and host time, nothing about a
-GPU.
+GPU: most of a large copy's time is the system's, which makes the pages of new memory.
 """
 
 import argparse
