@@ -132,8 +132,8 @@ class AllToAll(AsyncDispatcher):
     ``validate`` says whether to check the values of expert ids: by default on the CPU only; shapes
     and dtypes are always checked. A rank that finds a fault reports it to all others in the
     exchange of counts, and all raise the same `RoutingError`. ``payload`` is a narrower floating
-    dtype for the rows, results and gradients while they travel; sums are made in the dtype of
-    ``x``. Values beyond its range, 65504 in float16, become infinite unseen.
+    dtype for the rows, results and gradients while they travel, the same on all ranks; sums are
+    made in the dtype of ``x``. Values beyond its range, 65504 in float16, become infinite unseen.
     `ExpertConfigError` where the axis does not divide ``num_experts``.
     """
 
