@@ -9,68 +9,59 @@ All sides run in the same gloo ranks (one thread each) in random order within ea
 same tokens, weights and expert ids, and their outputs and gradients are compared first. The other
 side gets its counts per expert for free (its router has them), runs its plain-tensor path, and in
 the rows with experts computes with this package's experts; there this side has the experts weigh
-their rows, as its layer does. Each line has the median of the ratios of one round, their tenth and
-ninetieth percentile, and the aim. As many rounds are made as fit into the minutes, 5 to 15. Times
-on gloo say something about copies, calls and host time, nothing about a GPU.
+their rows, as its layer does. What both sides must do is timed alone beside them: the all-to-alls
+of the rows without ``Dedup``, and the grouped products. Each line has the median of the ratios of
+one round, their tenth and ninetieth percentile, and the aim. As many rounds are made as fit into
+the minutes, 5 to 15. Times on gloo say something about copies, calls and host time, nothing about a
+GPU: most of a large copy's time is the system's, which makes the pages of new memory.
 """
 
 import argparse
-import importlib
-import importlib.util
 import itertools
 import json
-import multiprocessing
-import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from peers import Case, dispatcher_config, is_missing, run_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import start_processes
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_ep import AllToAll, Dedup, GroupedExperts
 
-PEER = "torchtitan.models.common.token_dispatcher"
 Times = dict[str, list[list[float]]]
 Step = Callable[[Tensor, Tensor], Tensor]
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One setting; ``hidden`` 0 means experts that only double their input."""
+def _aim(case: Case, arm: str) -> float | None:
+    """Return the ratio that this package wants to be below."""
+    if arm not in ("AllToAll", "Dedup"):
+        return None
+    return 0.9 if case.hidden else {"AllToAll": 0.65, "Dedup": 0.40}[arm]
 
-    ranks: int
-    tokens: int
-    dim: int
-    hidden: int
-    experts: int
-    top_k: int
-    skew: float
 
-    def aim(self, arm: str) -> float:
-        """Return the ratio that this package wants to be below."""
-        return 0.9 if self.hidden else {"AllToAll": 0.65, "Dedup": 0.40}.get(arm, 1.0)
+def _plain(ranks: int, tokens: int, hidden: int, skew: float = 0.0) -> Case:
+    return Case(ranks=ranks, tokens=tokens, dim=512, hidden=hidden, experts=64, top_k=8, skew=skew)
 
 
 CASES = [
-    Case(2, 2048, 512, 0, 64, 8, 0.0),
-    Case(2, 2048, 512, 0, 64, 8, 6.0),
-    Case(2, 1024, 512, 1024, 64, 8, 0.0),
-    Case(4, 2048, 512, 0, 64, 8, 0.0),
-    Case(4, 1024, 512, 1024, 64, 8, 0.0),
+    _plain(2, 2048, 0),
+    _plain(2, 2048, 0, 6.0),
+    _plain(2, 1024, 1024),
+    _plain(4, 2048, 0),
+    _plain(4, 1024, 1024),
 ]
-QUICK = [Case(2, 64, 16, 0, 8, 2, 0.0), Case(2, 64, 16, 32, 8, 2, 0.0)]
+QUICK = [Case(ranks=2, tokens=64, dim=16, hidden=hidden, experts=8, top_k=2) for hidden in (0, 32)]
 FEWEST, MOST = 5, 15
 
 
@@ -88,29 +79,26 @@ def main() -> int:
     options = parser.parse_args()
     minutes = options.minutes or (0.0 if options.quick else 3.5)
     deadline = options.deadline or (35.0 if options.quick else 600.0)
-    if importlib.util.find_spec("torchtitan") is None:
-        print(
-            "bench_dispatch: torchtitan cannot be imported; install benchmarks/requirements.txt "
-            "with --no-deps",
-            file=sys.stderr,
-        )
+    if is_missing("bench_dispatch"):
         return 1
     rows = []
     every = QUICK if options.quick else CASES
     # Starting ranks and comparing sides take a part of the time.
     seconds = 0.8 * 60 * minutes / len(every)
     print("gloo, one thread per rank; torchtitan: plain-tensor path, counts for free")
-    for _, group in itertools.groupby(every, lambda c: c.ranks):
+    for size, group in itertools.groupby(every, lambda c: c.ranks):
         cases = list(group)
-        for case, times in zip(cases, _run_ranks(cases, seconds, deadline), strict=True):
+        found = run_ranks(_times, size, cases, seconds, deadline=deadline)[0]
+        for case, times in zip(cases, found, strict=True):
             row = _row(case, times)
             rows.append(row)
             print(case)
             for name, arm in row["arms"].items():
+                aim = "" if arm["aim"] is None else f", aim {arm['aim']:.2f}"
                 print(
                     f"  {name:9s} wall {arm['ms']:8.1f} ms  ratio {arm['ratio']:.3f} "
-                    f"({arm['ratio_low']:.3f} .. {arm['ratio_high']:.3f}) of {arm['rounds']}, aim "
-                    f"{case.aim(name):.2f}  CPU, all ranks "
+                    f"({arm['ratio_low']:.3f} .. {arm['ratio_high']:.3f}) of {arm['rounds']}{aim}"
+                    f"  CPU, all ranks "
                     f"{arm['cpu_s']:.3f} s  ratio {arm['cpu_ratio']:.3f}  "
                     f"received {arm['bytes'] / 2**20:.1f} MiB",
                     flush=True,
@@ -134,47 +122,13 @@ def _row(case: Case, times: Times) -> dict[str, Any]:
             "cpu_ratio": statistics.median(a[1] / b[1] for a, b in zip(ours, theirs, strict=True)),
             "bytes": ours[0][2],
             "rounds": len(ours),
-            "aim": case.aim(name),
+            "aim": _aim(case, name),
         }
     return asdict(case) | {"arms": arms}
 
 
-def _run_ranks(cases: list[Case], seconds: float, deadline: float) -> list[Times]:
-    """Return each case's times, all with as many ranks; raise where a rank fails or is late."""
-    end = time.monotonic() + deadline
-    size = cases[0].ranks
-    # One process imports the other side, which takes seconds, and forks the ranks.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", PEER])
-    with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
-            _rank, (cases, seconds, folder), size, join=False, start_method="forkserver"
-        )
-        try:
-            while not context.join(timeout=max(0.0, end - time.monotonic()), grace_period=1.0):
-                if time.monotonic() >= end:
-                    raise TimeoutError(f"the {size} ranks did not end in {deadline:.0f} s")
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        times: list[Times] = json.loads(Path(folder, "times").read_text())
-    return times
-
-
-def _rank(rank: int, cases: list[Case], seconds: float, folder: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    size = cases[0].ranks
-    store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    times = [_case_times(rank, case, mesh, seconds) for case in cases]
-    if rank == 0:
-        Path(folder, "times").write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
+def _times(rank: int, mesh: DeviceMesh, cases: list[Case], seconds: float) -> list[Times]:
+    return [_case_times(rank, case, mesh, seconds) for case in cases]
 
 
 def _case_times(rank: int, case: Case, mesh: DeviceMesh, seconds: float) -> Times:
@@ -192,6 +146,7 @@ def _case_times(rank: int, case: Case, mesh: DeviceMesh, seconds: float) -> Time
         "Dedup": _ours(Dedup(mesh, case.experts), ids, compute, case.hidden > 0),
     }
     _compare(arms, x, weights, grad)
+    arms |= _floors(case, mesh, ids)
     received = {name: _received(step, x, weights, grad) for name, step in arms.items()}
     times: Times = {name: [] for name in arms}
     shuffle = random.Random(case.tokens)  # the same on every rank
@@ -223,10 +178,8 @@ def _ours(dispatcher: AllToAll | Dedup, ids: Tensor, compute: Compute, weigh_row
 
 
 def _theirs(case: Case, mesh: DeviceMesh, ids: Tensor, compute: Compute) -> Step:
-    module = importlib.import_module(PEER)
-    module.get_spmd_backend = lambda: "partial_dtensor"  # type: ignore[attr-defined]
-    peer = module.AllToAllTokenDispatcher
-    dispatcher = peer(peer.Config(num_experts=case.experts, top_k=case.top_k))
+    config = dispatcher_config(mesh.size(), case.experts, case.top_k)
+    dispatcher = config.build()
     dispatcher.wire_meshes(ep_mesh=mesh)
     counts_here = torch.bincount(ids.view(-1), minlength=case.experts)
 
@@ -236,6 +189,49 @@ def _theirs(case: Case, mesh: DeviceMesh, ids: Tensor, compute: Compute) -> Step
         return result
 
     return step
+
+
+def _floors(case: Case, mesh: DeviceMesh, ids: Tensor) -> dict[str, Step]:
+    """Return what takes part of the time on both sides, alone: no ratio can be below theirs.
+
+    The four all-to-alls of rows, or the six grouped products of the experts.
+    """
+    size, group = mesh.size(), mesh.get_group()
+    counts = torch.bincount(ids.view(-1), minlength=case.experts)
+    came = torch.empty_like(counts)
+    dist.all_to_all_single(came, counts, group=group)
+    send, receive = (each.view(size, -1).sum(1).tolist() for each in (counts, came))
+    here, there = torch.randn(sum(send), case.dim), torch.randn(sum(receive), case.dim)
+
+    def exchange(x: Tensor, weights: Tensor) -> Tensor:
+        for _ in range(2):
+            rows = torch.empty_like(there)
+            dist.all_to_all_single(rows, here, receive, send, group=group)
+            back = torch.empty_like(here)
+            dist.all_to_all_single(back, rows, send, receive, group=group)
+        return x * weights.sum()
+
+    if not case.hidden:
+        return {"exchange": exchange}
+    local = came.view(size, -1).sum(0)
+    ends, number = local.cumsum(0, dtype=torch.int32), sum(receive)
+    shape = case.experts // size, 2 * case.hidden, case.dim
+    gate_up, down = torch.randn(shape), torch.randn(shape[0], case.dim, case.hidden)
+    wide, hidden = torch.randn(number, 2 * case.hidden), torch.randn(number, case.hidden)
+
+    def products(x: Tensor, weights: Tensor) -> Tensor:
+        for a, b in (
+            (there, gate_up.mT),
+            (hidden, down.mT),
+            (there, down),
+            (wide, gate_up),
+            (there.t(), hidden),
+            (wide.t(), there),
+        ):
+            F.grouped_mm(a, b, offs=ends)
+        return x * weights.sum()
+
+    return {"exchange": exchange, "products": products}
 
 
 def _compare(arms: dict[str, Step], x: Tensor, weights: Tensor, grad: Tensor) -> None:

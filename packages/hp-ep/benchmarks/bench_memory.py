@@ -10,55 +10,35 @@ a kernel uses inside is not seen. Ranks are gloo processes; the largest of them 
 
 import argparse
 import copy
-import importlib
-import importlib.util
 import json
-import multiprocessing
-import os
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from peers import Case, is_missing, layer_like, run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hp_ep import AllToAll, Dedup, ExpertParallel, MoE, TopKRouter
 
-PEER = "torchtitan.models.common.moe"
-DISPATCH = "torchtitan.models.common.token_dispatcher"
-LINEAR = "torchtitan.models.common.linear"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One setting."""
-
-    ranks: int
-    tokens: int
-    dim: int
-    hidden: int
-    experts: int
-    top_k: int
-
-
 CASES = [
-    Case(1, 2048, 512, 1024, 16, 4),
-    Case(2, 2048, 512, 1024, 16, 4),
-    Case(4, 1024, 512, 1024, 32, 8),
+    Case(ranks=1, tokens=2048, dim=512, hidden=1024, experts=16, top_k=4),
+    Case(ranks=2, tokens=2048, dim=512, hidden=1024, experts=16, top_k=4),
+    Case(ranks=4, tokens=1024, dim=512, hidden=1024, experts=32, top_k=8),
 ]
-QUICK = [Case(1, 64, 16, 32, 4, 2), Case(2, 64, 16, 32, 8, 2)]
+QUICK = [
+    Case(ranks=1, tokens=64, dim=16, hidden=32, experts=4, top_k=2),
+    Case(ranks=2, tokens=64, dim=16, hidden=32, experts=8, top_k=2),
+]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -111,16 +91,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it runs")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
-    if importlib.util.find_spec("torchtitan") is None:
-        print(
-            "bench_memory: torchtitan cannot be imported; install benchmarks/requirements.txt "
-            "with --no-deps",
-            file=sys.stderr,
-        )
+    if is_missing("bench_memory"):
         return 1
     rows = []
     for case in QUICK if options.quick else CASES:
-        peaks = _run_ranks(case)
+        every = run_ranks(_peaks, case.ranks, case)
+        peaks = {name: max(found[name] for found in every) for name in every[0]}
         rows.append(asdict(case) | {"peak_bytes": peaks})
         print(case)
         for name, peak in peaks.items():
@@ -130,31 +106,14 @@ def main() -> int:
     return 0
 
 
-def _run_ranks(case: Case) -> dict[str, int]:
-    """Return the largest rank's peak of each arm."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", PEER])
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (case, folder), case.ranks, start_method="forkserver")
-        found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(case.ranks)]
-    return {name: max(peaks[name] for peaks in found) for name in found[0]}
-
-
-def _rank(rank: int, case: Case, folder: str) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.ranks)
-    mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("ep",))
+def _peaks(rank: int, mesh: DeviceMesh, case: Case) -> dict[str, int]:
+    """Return the peak of each arm on this rank."""
     torch.manual_seed(rank)
     x = torch.randn(1, case.tokens, case.dim).bfloat16().requires_grad_()
     grad = torch.randn(1, case.tokens, case.dim).bfloat16()
     arms = _arms(case, mesh)
     _compare(arms, x, grad)
-    peaks = {name: _peak(layer, x, grad) for name, layer in arms.items()}
-    Path(folder, str(rank)).write_text(json.dumps(peaks))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {name: _peak(layer, x, grad) for name, layer in arms.items()}
 
 
 def _arms(case: Case, mesh: DeviceMesh) -> dict[str, nn.Module]:
@@ -163,7 +122,7 @@ def _arms(case: Case, mesh: DeviceMesh) -> dict[str, nn.Module]:
     # Scores of bfloat16 have ties, of which the two sides may choose differently.
     router = TopKRouter(case.dim, case.experts, case.top_k, force_balance=True)
     whole = MoE(*sizes, router=router).bfloat16()
-    arms: dict[str, nn.Module] = {"theirs": _theirs(case, mesh, whole)}
+    arms: dict[str, nn.Module] = {"theirs": layer_like(whole, mesh)}
     if case.ranks == 1:
         return arms | {"Local": whole}
     for make in (AllToAll, Dedup):
@@ -171,49 +130,6 @@ def _arms(case: Case, mesh: DeviceMesh) -> dict[str, nn.Module]:
         ExpertParallel(make(mesh, case.experts)).apply(layer, mesh)
         arms[make.__name__] = layer
     return arms
-
-
-def _theirs(case: Case, mesh: DeviceMesh, whole: MoE) -> nn.Module:
-    """Return the other side's layer with this rank's part of the experts of ``whole``."""
-    moe: Any = importlib.import_module(PEER)
-    dispatch: Any = importlib.import_module(DISPATCH)
-    linear = importlib.import_module(LINEAR).Linear
-    moe.get_spmd_backend = dispatch.get_spmd_backend = lambda: "partial_dtensor"
-    peer = dispatch.LocalTokenDispatcher if case.ranks == 1 else dispatch.AllToAllTokenDispatcher
-    local = case.experts // case.ranks
-    layer: Any = moe.MoE.Config(
-        num_experts=case.experts,
-        routed_experts=moe.RoutedExperts.Config(
-            inner_experts=moe.GroupedExperts.Config(
-                dim=case.dim, hidden_dim=case.hidden, num_experts=local
-            ),
-            token_dispatcher=peer.Config(num_experts=case.experts, top_k=case.top_k),
-        ),
-        router=moe.TokenChoiceTopKRouter.Config(
-            num_experts=case.experts,
-            gate=linear.Config(in_features=case.dim, out_features=case.experts),
-            top_k=case.top_k,
-            score_func="softmax",
-            route_norm=True,
-            _debug_force_load_balance=True,
-        ),
-        load_balance_coeff=None,
-    ).build()
-    layer.bfloat16()
-    layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh if case.ranks > 1 else None)
-    here = slice(mesh.get_rank() * local, (mesh.get_rank() + 1) * local)
-    experts = whole.experts
-    values = {
-        "w1_EFD": experts.gate_up_proj[here, 0],
-        "w3_EFD": experts.gate_up_proj[here, 1],
-        "w2_EDF": experts.down_proj[here],
-    }
-    with torch.no_grad():
-        for name, value in values.items():
-            layer.routed_experts.inner_experts.get_parameter(name).copy_(value)
-        layer.router.gate.weight.copy_(whole.router.weight)
-    found: nn.Module = layer
-    return found
 
 
 def _compare(arms: dict[str, nn.Module], x: Tensor, grad: Tensor) -> None:

@@ -17,6 +17,7 @@ from hp_ep import (
     GroupedExperts,
     MoE,
     RoutingError,
+    TensorParallel,
     TokenDispatcher,
     TopKRouter,
 )
@@ -303,6 +304,39 @@ def test_experts_of_a_rank_without_rows_take_part_in_the_backward_of_the_others_
     assert idle.grad is None
     assert busy.grad is not None
     assert busy.grad.all()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_weights_that_are_not_one_for_each_row_are_told_to_all(early: bool) -> None:
+    """Where a style was applied to experts alone."""
+
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        experts = GroupedExperts(3, 5, 1, score_before_experts=early)
+        forward = over_ranks(GroupedExperts.forward, RowExchange(door.axis("ep"), 2, door))
+        weights = torch.ones((1,) if me else (2,))
+        return error_of(lambda: forward(experts, torch.ones(2, 3), torch.tensor([1, 1]), weights))
+
+    text = "rank 1: weights are not a vector with one number for each of the 2 rows, but 1 numbers"
+    assert SimulatedWorld(2).run(rank) == [text] * 2
+
+
+def _cut(rank: int) -> list[str]:
+    mesh, texts = _gloo_mesh((2,), ("tp",)), []
+    for style, on in ((TensorParallel(), mesh), (ExpertParallel(), mesh)):
+        experts = GroupedExperts(4, 6, 2)
+        style.apply(experts, on)  # type: ignore[arg-type]
+        for shape in ((1,), (2, 1)):
+            with pytest.raises((ExpertConfigError, RoutingError)) as error:
+                experts(torch.ones(2, 4), torch.tensor([1, 1]), torch.ones(shape))
+            texts.append(str(error.value))
+    return texts
+
+
+def test_experts_that_a_style_has_spread_refuse_weights_of_another_shape(ranks: Any) -> None:
+    for texts in ranks(2).run(_cut):
+        assert texts[0].startswith("weights (1,) must have one number per row: (2,)")
+        assert texts[1].startswith("weights (2, 1) must have one number per row: (2,)")
+        assert all(text.startswith("rank 0: weights are not a vector") for text in texts[2:])
 
 
 def test_where_ranks_do_not_hear_of_each_other_weights_that_need_a_gradient_are_enough() -> None:

@@ -245,3 +245,51 @@ def test_a_larger_mesh_without_that_axis_is_refused() -> None:
         SimulatedWorld(4).run(
             lambda me, door: AllToAll(door.mesh((2, 2), ("dp", "tp")), 4, door).num_experts
         )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_take_no_memory_that_others_still_read(size: int) -> None:
+    """Results are kept for the weights' gradient, and a graph may be walked again."""
+
+    def rank(me: int, collectives: SimulatedCollectives) -> None:
+        dispatcher = _dispatcher(collectives, size, 4)
+        generator = torch.Generator().manual_seed(me)
+        x, w = (torch.randn(6, n, generator=generator).requires_grad_() for n in (3, 2))
+        ids = torch.rand(6, 4, generator=generator).topk(2).indices
+        rows, _, state = dispatcher.dispatch(x, w, ids)
+        results = rows.exp()  # whose backward reads them
+        before = results.detach().clone()
+        y = dispatcher.combine(results, state)
+        first = torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
+        second = torch.autograd.grad(y.sum(), (x, w))
+        assert torch.equal(results, before)
+        expected = (w.sum(1, keepdim=True) * x.exp()).sum()
+        for a, b, c in zip(first, second, torch.autograd.grad(expected, (x, w)), strict=True):
+            assert torch.equal(a, b)
+            assert_close(a, c, 1e-6)
+
+    SimulatedWorld(size).run(rank)
+
+
+def test_rows_whose_expert_is_here_are_not_sent() -> None:
+    def rank(me: int, collectives: SimulatedCollectives) -> list[int]:
+        sent: list[int] = []
+
+        class Noted:
+            def all_to_all(self, axis: Any, input: Tensor, *more: Any) -> Any:
+                if input.is_floating_point():
+                    sent.append(input.shape[0])
+                return collectives.all_to_all(axis, input, *more)
+
+        noted: Any = Noted()
+        dispatcher = AllToAll(collectives.mesh((2,), ("ep",)), 4, noted)
+        x, w = torch.ones(5, 3, requires_grad=True), torch.ones(5, 1)
+        ids = torch.tensor([[0], [1], [2], [0], [1]])  # four on the first rank
+        rows, _, state = dispatcher.dispatch(x, w, ids)
+        dispatcher.combine(rows * 2, state).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full((5, 3), 2.0))
+        return sent
+
+    # Rows there, results back, and both ways once more for gradients.
+    assert SimulatedWorld(2).run(rank) == [[1, 4, 1, 4], [4, 1, 4, 1]]

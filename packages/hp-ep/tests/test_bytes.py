@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
-from hp_ep import ExpertConfigError
+from hp_ep import ExpertConfigError, RoutingError
 
 from .dispatching import OVER_RANKS, ROUTINGS, make_dispatcher
 from .reference import assert_close
@@ -147,6 +147,39 @@ def test_a_narrower_payload_rounds_and_keeps_the_dtypes(name: str) -> None:
         assert_close(y16, y, 2e-2)
         assert_close(gx16, gx, 2e-2)
         assert not len(y) or not torch.equal(y16, y)
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_gradients_that_travelled_in_a_narrower_payload_are_summed_in_the_dtype_of_the_tokens(
+    name: str,
+) -> None:
+    # Two of them fit float16, as the ranks of a node may send them; all four do not.
+    each, ids = 30000.0, torch.tensor([[0, 3, 4, 7], [6, 2, 1, 5]])
+
+    def rank(me: int, door: SimulatedCollectives) -> Tensor:
+        dispatcher = make_dispatcher(name, door.mesh, 4, 8, door, payload=torch.float16)
+        x = torch.zeros(2, 3, requires_grad=True)
+        rows, _, _ = dispatcher.dispatch(x, torch.ones(2, 4), ids)
+        (rows * each).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    for grad in SimulatedWorld(4).run(rank):
+        assert torch.equal(grad, torch.full((2, 3), 4 * each))
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_a_payload_that_differs_between_ranks_is_refused_by_all(name: str) -> None:
+    def rank(me: int, door: SimulatedCollectives) -> str:
+        payload = torch.bfloat16 if me else torch.float16
+        dispatcher = make_dispatcher(name, door.mesh, 2, 4, door, payload=payload)
+        with pytest.raises(RoutingError) as error:
+            dispatcher.dispatch(torch.ones(1, 3), torch.ones(1, 2), torch.tensor([[0, 3]]))
+        return str(error.value)
+
+    first, second = SimulatedWorld(2).run(rank)
+    assert first == second
+    assert "give rows one payload, also without tokens; got rank 0: torch.float16; rank 1" in first
 
 
 @pytest.mark.parametrize("name", OVER_RANKS)

@@ -252,3 +252,36 @@ def test_placements_that_differ_between_ranks_are_refused_by_all(ranks: Any) -> 
     for text in results[0]:
         assert text.startswith("2 placements were given, each by the ranks in one of these lists:")
         assert ": [0, 2, 3]; [1]; all ranks must give the same" in text
+
+
+def _unmovable(rank: int) -> list[str]:
+    mesh = _mesh((4,), ("ep",))
+    away = Placement(num_ranks=4, num_experts=8, experts=(7, 6, 5, 4, 3, 2, 1, 0))
+    layer = build_moe(3, hidden=8, experts=8)
+    ExpertParallel(placement=Placement.contiguous(8, 4), token_axes=mesh).apply(layer, mesh)
+    experts = [*layer.experts.parameters()]
+    trained = torch.optim.AdamW(experts)
+    others = torch.optim.AdamW([layer.router.weight])
+    (layer(_batch(0, [5, 3, 1, 2])[rank]) ** 2).sum().backward()
+    trained.step()
+    before = [p.to_local().clone() for p in experts if isinstance(p, DTensor)]
+    if rank == 1:
+        layer.zero_grad()
+    texts = []
+    for optimizer in (others, trained):
+        with pytest.raises(ExpertConfigError) as error:
+            migrate_experts(layer, away, optimizer)
+        texts.append(str(error.value))
+    after = [p.to_local() for p in experts if isinstance(p, DTensor)]
+    assert all(map(torch.equal, before, after))
+    layer.zero_grad()
+    migrate_experts(layer, away, trained)
+    return texts
+
+
+def test_what_would_stay_or_move_on_some_ranks_alone_is_refused_by_all(ranks: Any) -> None:
+    found = ranks(4).run(_unmovable)
+    assert found == [found[0]] * 4
+    assert found[0][0].startswith("the optimizer has no gate_up_proj of these experts")
+    assert found[0][1].startswith("other tensors would move on the ranks in each of these lists: ")
+    assert "[0, 2, 3]; [1]" in found[0][1]

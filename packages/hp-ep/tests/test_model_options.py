@@ -187,6 +187,29 @@ def test_a_layer_can_be_pickled() -> None:
     assert torch.equal(copy(_x(5)), layer(_x(5)))
 
 
+def test_shared_experts_have_the_activation_of_the_experts() -> None:
+    clamped: dict[str, Any] = dict(activation="clamped_swiglu", swiglu_alpha=1.5, swiglu_limit=0.6)
+    experts = GroupedExperts(4, 8, 4, dtype=WIDE, **clamped)
+    layer = _fill(MoE(4, 8, 4, 2, experts=experts, num_shared_experts=2, dtype=WIDE))
+    shared, x = layer.shared_experts, _x(5)
+    expected = _act("clamped_swiglu", x @ shared.gate_up_proj.t()) @ shared.down_proj.t()
+    assert_close(shared(x), expected)
+    with pytest.raises(ExpertConfigError, match="activation='geglu' beside experts of their own"):
+        MoE(4, 8, 4, 2, experts=GroupedExperts(4, 8, 4), activation="geglu")
+
+
+def test_an_activation_with_parameters_is_refused() -> None:
+    with pytest.raises(ExpertConfigError, match=r"activation=PReLU.* has parameters"):
+        GroupedExperts(4, 8, 2, activation=torch.nn.PReLU())
+
+
+def test_a_result_beside_shared_experts_has_the_dtype_of_the_input_under_autocast() -> None:
+    layer = MoE(16, 16, 4, 2, num_shared_experts=1)
+    x, valid = torch.randn(3, 16).half(), torch.tensor([True, False, True])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == layer(x, valid).dtype == torch.float16
+
+
 def test_experts_and_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ExpertConfigError, match=r"hidden_dim=6, num_experts=4 in a layer with"):
         MoE(4, 8, 4, 2, experts=GroupedExperts(4, 6, 4))

@@ -45,7 +45,12 @@ class _Alike:
         self._operators = operators
 
     def all_to_all(
-        self, axis: Axis, input: Tensor, send: Any = None, receive: Any = None
+        self,
+        axis: Axis,
+        input: Tensor,
+        send: Any = None,
+        receive: Any = None,
+        output: Tensor | None = None,
     ) -> "_Came":
         self._operators.number += 1
         self._operators.paused = True
@@ -53,6 +58,8 @@ class _Alike:
         came = torch.cat([parts[axis.index]] * axis.size)
         if receive is not None and len(came) != sum(receive):  # results, on their way back
             came = input.new_zeros(sum(receive), *input.shape[1:])
+        if output is not None:
+            came = output.copy_(came)
         self._operators.paused = False
         return _Came(came)
 

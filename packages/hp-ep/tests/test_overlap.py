@@ -14,11 +14,13 @@ from torch import Tensor
 from hp_dtensor import Axis, Collectives, Work
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 from hp_ep import (
+    DispatchStateError,
     ExpertConfigError,
     GroupedExperts,
     MoE,
 )
 from hp_ep.dispatch import _exchange
+from hp_ep.dispatch._interface import start_dispatch
 
 from .dispatching import OVER_RANKS, make_dispatcher
 from .logged import logged
@@ -242,3 +244,15 @@ def test_dispatchers_that_need_counts_to_pick_rows_read_them_aside(
         assert theirs[0].index("host waits") < theirs[0].index("start rows")
         for a, b in zip(mine[2:], theirs[2:], strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_result_is_waited_for_once() -> None:
+    def rank(me: int, door: SimulatedCollectives) -> None:
+        dispatcher = make_dispatcher("AllToAll", door.mesh, 2, 4, door)
+        ids, x = torch.tensor([[0, 3]]), torch.ones(1, 3)
+        pending = start_dispatch(dispatcher, x, torch.ones(1, 2), ids)
+        pending.wait()
+        with pytest.raises(DispatchStateError, match="was waited for before"):
+            pending.wait()
+
+    SimulatedWorld(2).run(rank)

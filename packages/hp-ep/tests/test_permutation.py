@@ -182,3 +182,11 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         scatter_rows(torch.zeros(5, 1), order, places)
     with pytest.raises(ExpertConfigError, match=r"weights \(2, 1\) and places \(2, 2\)"):
         scatter_rows(torch.zeros(4, 1), order, places, torch.zeros(2, 1))
+
+
+def test_rows_of_the_cpu_are_moved_whatever_the_default_device() -> None:
+    indices, (order, places) = torch.tensor([1, 0]), _orders(2, 2, 0)
+    x = torch.arange(2.0)[:, None]
+    with torch.device("meta"):
+        assert torch.equal(unpermute(permute(x, indices), indices), x)
+        assert gather_rows(x, order, places).shape == (4, 1)

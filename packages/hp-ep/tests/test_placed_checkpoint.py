@@ -1,6 +1,8 @@
 """Experts wherever a placement put them, saved and loaded: as they lie, or in their own order."""
 
 import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import ModuleDict
 
 from hp_ep import (
@@ -393,3 +395,56 @@ def test_an_order_that_was_saved_still_loads_and_a_wrong_one_is_still_refused() 
     with pytest.raises(ExpertConfigError, match=r"those of experts \[1, 0, 2, 3\], this layer's"):
         before.load_state_dict(state)
     assert torch.equal(before.experts.gate_up_proj, build_moe(1).experts.gate_up_proj)
+
+
+def _in_parts(rank: int) -> list[bool]:
+    found = []
+    for placement in EVERY:
+        whole, model = _build(placement, 3)[0].state_dict(), _build(placement, 5)[0]
+        plain = {k: v for k, v in _build(None, 3)[0].state_dict().items() if "_extra" not in k}
+        for name in plain:
+            model.load_state_dict({name: plain[name]}, strict=False)
+        after = model.state_dict()
+        weights = [key for key in whole if "_extra" not in key]
+        same = [torch.equal(_local(after[key]), _local(whole[key])) for key in weights]
+        found.append(all(same))
+    return found
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_each_weight_alone_goes_where_the_placement_wants_it(ranks: Any) -> None:
+    assert ranks(4).run(_in_parts) == [[True] * len(EVERY)] * 4
+
+
+def _over_another_axis(rank: int) -> list[str]:
+    mesh = _mesh((2, 2))
+    layer = build_moe(3, hidden=4, experts=8)
+    before = [p.detach().clone() for p in layer.experts.parameters()]
+    placement = Placement(num_ranks=2, num_experts=8, experts=(7, 6, 5, 4, 3, 2, 1, 0))
+    ExpertParallel(placement=placement).apply(layer, mesh["ep"])
+    fully_shard(layer.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(2))
+    names = [f"experts.{name}" for name, _ in layer.experts.named_parameters()]
+    cuts = [Shard(0), Replicate()]
+    distribute: Any = distribute_tensor
+    state: dict[str, Any] = {
+        n: distribute(w, mesh, cuts) for n, w in zip(names, before, strict=True)
+    }
+    calls: list[Callable[[], object]] = [
+        lambda: layer.load_state_dict(state, strict=False),
+        lambda: order_by_slot(layer, state),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(ExpertConfigError) as error:
+            call()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_rows_that_another_axis_cuts_are_refused(ranks: Any) -> None:
+    for texts in ranks(4).run(_over_another_axis):
+        for text in texts:
+            assert re.search(r"so only ep of \('efsdp', 'ep'\) may cut dimension 0", text), text

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import RecordingCollectives
-from hp_ep import BalanceLoss, ExpertConfigError, MoE, TopKRouter
+from hp_dtensor import Axis, RecordingCollectives
+from hp_ep import (
+    BalanceLoss,
+    ExpertConfigError,
+    ExpertParallel,
+    MoE,
+    TopKRouter,
+    collect_loads,
+)
 
 from .reference import assert_close, grads
 
@@ -245,3 +252,60 @@ def test_a_forward_that_backward_runs_again_is_not_recorded_twice() -> None:
                 weights.square().sum().backward()
         found.append(balance.loss().detach())
     assert torch.equal(found[0], found[1])
+
+
+def test_each_balance_loss_is_of_what_ran_inside_it() -> None:
+    router = TopKRouter(4, 6, 2, dtype=torch.float64)
+    first, second, expected = _tokens(), _tokens() * 3, []
+    for x in (first, second):
+        with BalanceLoss(router) as balance:
+            router(x)
+        expected.append(balance.loss().detach())
+    with BalanceLoss(router) as a:
+        router(first)
+    with BalanceLoss(router) as b:
+        router(second)
+    assert expected[0] != expected[1]
+    assert [a.loss(), b.loss()] == expected
+    assert router.record is not None
+    assert not router.record.entries  # nor the graph of what is over
+    with a:
+        pass
+    with pytest.raises(ExpertConfigError, match="no router ran"):
+        a.loss()
+
+
+def _untold(rank: int) -> list[str]:
+    mesh = cached(("ep", 2), lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    texts = []
+    for options in ({}, {"token_axes": mesh}):
+        layer = MoE(4, 6, EXPERTS, TOP_K)
+        ExpertParallel(**options).apply(layer, mesh)  # type: ignore[arg-type]
+        for call in (lambda m: BalanceLoss(m), collect_loads):
+            try:
+                call(layer)
+                texts.append("")
+            except ExpertConfigError as error:
+                texts.append(str(error))
+        BalanceLoss(layer, mesh)
+    return texts
+
+
+def test_numbers_of_one_rank_are_refused_where_experts_are_split(ranks: Any) -> None:
+    for balance, loads, *told in ranks(2).run(_untold):
+        assert balance == loads
+        assert "['router'] were not told which axes split their tokens" in loads
+        assert told == ["", ""]
+
+
+def _overlapping(rank: int) -> str:
+    mesh = cached(("ep", 2), lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    axis = Axis.of(mesh, 0)
+    with pytest.raises(ExpertConfigError) as error:
+        TopKRouter(4, 4, 2).split_tokens_over([axis, axis])
+    return str(error.value)
+
+
+def test_axes_that_would_count_tokens_twice_are_refused(ranks: Any) -> None:
+    for text in ranks(2).run(_overlapping):
+        assert "ep=[0, 1] and ep=[0, 1] share ranks, whose tokens would count twice" in text

@@ -226,6 +226,8 @@ def test_rates_in_some_layers_only_and_models_without_routers_are_refused() -> N
     [
         (dict(n_group=3), r"n_group=3 does not divide num_experts=8; use one of \[1, 2, 4"),
         (dict(n_group=0), "n_group=0 does not divide"),
+        (dict(n_group=2.0), "n_group=2.0 does not divide"),
+        (dict(n_group=2.0, topk_group=1), "n_group=2.0 does not divide"),
         (dict(n_group=4, topk_group=5), "topk_group=5 of n_group=4 .* from 1 to 4"),
         (dict(n_group=8, topk_group=1), "must hold top_k=2 .* from 2 to 8"),
         (dict(z_loss=-1), "z_loss=-1 must be a finite number of at least 0"),

@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,37 @@ def test_a_loss_is_a_share_where_token_axes_are_told_and_labels_are_not_counted(
     total = sum(labels for *_, labels in count)
     for share, summed, _ in count:
         assert share == pytest.approx(summed / total, rel=BOUND)
+
+
+KEYWORDS: dict[str, dict[str, Any]] = {
+    "labels": {"labels": None},
+    "num_items_in_batch": {"num_items_in_batch": 10},
+    "output_router_logits": {"output_router_logits": True},
+}
+"""What the second rank calls a model with that is called with labels alone."""
+
+
+def _unlike(rank: int, dispatcher: str) -> list[Any]:
+    model = _spread(model_of("Mixtral", output_router_logits=False), 2, dispatcher)
+    part, found = rows_of(_batch(2), SPLITS[2], rank), []
+    for other in KEYWORDS.values():
+        given = {**part, **(other if rank else {})}
+        found.append(_text(partial(model, **given)))
+        with torch.no_grad():  # what follows such a call is compared anew
+            found.append(model.model(part["input_ids"]).last_hidden_state.isfinite().all().item())
+    model(**part).loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "dedup"])
+def test_keywords_on_one_rank_alone_raise_on_all(ranks: Any, dispatcher: str) -> None:
+    first, second = ranks(2).run(_unlike, dispatcher)
+    assert first == second
+    texts = ["none of them", "labels and num_items_in_batch", "labels and output_router_logits"]
+    for found, text in zip(first[::2], texts, strict=True):
+        assert re.match("RoutingError: all ranks must give their model the same of labels, ", found)
+        assert found.endswith(f"got rank 0: labels; rank 1: {text}")
+    assert first[1::2] == [True] * len(KEYWORDS)
 
 
 def _states(rank: int, name: str, folder: Path) -> list[Any]:

@@ -23,8 +23,8 @@ def collect_loads(
     Values are ``[num_experts]`` int64, keys the routers' names in ``model``. The loads are those of
     the backward passes since the last call. One all-reduce of all routers' loads together for each
     of ``axes``, by default those that the routers were told about. `ExpertConfigError` for a model
-    without routers, for routers that were told about different axes, and for ``axes`` over ranks
-    that hold the same tokens.
+    without routers, for routers that were told about different axes, or about none where a style
+    split the experts, and for ``axes`` over ranks that hold the same tokens.
     """
     routers = _routers(model)
     over = _axes(routers) if axes is None else _given(axes, routers)
@@ -76,8 +76,9 @@ class BalanceLoss:
     another one, of its layer alone; leave that at 0 beside this.
 
     As a context it records the forwards of the routers in ``model`` that run inside, those of
-    several micro-batches together; activations may be recomputed, but not by the reentrant kind of
-    checkpoint, which runs them without a graph. Masked tokens are left out.
+    several micro-batches together; entered again it starts anew. Activations may be recomputed, but
+    not by the reentrant kind of checkpoint, which runs them without a graph. Masked tokens are left
+    out.
 
     Args:
         model: The model, or a part of it; routers of other pipeline stages are not counted.
@@ -86,8 +87,8 @@ class BalanceLoss:
 
     Raises:
         ExpertConfigError: The model has no router, its routers differ in experts or ``top_k``, or
-            they were told about different axes, or ``axes`` are over ranks that hold the same
-            tokens.
+            they were told about different axes, or about none where a style split the experts, or
+            ``axes`` are over ranks that hold the same tokens.
 
     Example:
         >>> with BalanceLoss(model) as balance:
@@ -112,14 +113,16 @@ class BalanceLoss:
         self._routers = list(routers.values())
         self._axes = _axes(routers) if axes is None else _given(axes, routers)
         self._collectives = self._routers[0].collectives if collectives is None else collectives
+        self._records: list[RoutingRecord] = []
 
     def __enter__(self) -> "BalanceLoss":
         if any(r.record is not None and r.record.is_open for r in self._routers):
             raise ExpertConfigError(
                 "a router is recorded already; leave that BalanceLoss before entering another"
             )
-        for router in self._routers:
-            router.record = RoutingRecord(is_open=True)
+        self._records = [RoutingRecord(is_open=True) for _ in self._routers]
+        for router, record in zip(self._routers, self._records, strict=True):
+            router.record = record
         return self
 
     def __exit__(
@@ -128,10 +131,11 @@ class BalanceLoss:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Kept, closed: recomputation must compute what forward did.
+        for record in self._records:
+            record.is_open = False
+        # A closed one stays: recomputation must compute what forward did.
         for router in self._routers:
-            if router.record is not None:
-                router.record.is_open = False
+            router.record = RoutingRecord()
 
     def loss(self) -> Tensor:
         """Return the loss of what was recorded, a scalar; all ranks call it.
@@ -142,10 +146,9 @@ class BalanceLoss:
         layers.
 
         Raises:
-            ExpertConfigError: No router ran inside the context.
+            ExpertConfigError: No router ran inside the context, on this rank: others wait for it.
         """
-        records = [r.record for r in self._routers if r.record is not None]
-        entries = [entry for record in records for entry in record.entries]
+        entries = [entry for record in self._records for entry in record.entries]
         if not entries:
             raise ExpertConfigError("no router ran; run the model inside `with BalanceLoss(model)`")
         first = entries[0].probabilities
@@ -188,6 +191,12 @@ def _routers(model: nn.Module) -> dict[str, TopKRouter]:
 
 
 def _axes(routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
+    untold = [name for name, r in routers.items() if r.token_axes is None and r.experts_are_split]
+    if untold:
+        raise ExpertConfigError(
+            f"routers {untold} were not told which axes split their tokens, and one rank's numbers "
+            "are not those of all; pass axes, or give the style token_axes (() for none)"
+        )
     told = {name: router.token_axes or () for name, router in routers.items()}
     if len({tuple(axis.ranks for axis in axes) for axes in told.values()}) > 1:
         names = {name: [axis.name for axis in axes] for name, axes in told.items()}

@@ -308,6 +308,8 @@ class SharedExperts(nn.Module):
         hidden_dim: int,
         *,
         activation: Activation = "swiglu",
+        swiglu_alpha: float = 1.702,
+        swiglu_limit: float = 7.0,
         gated: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -315,6 +317,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         gate_of(activation)  # raises for one that is unknown
         self.activation = activation
+        self.swiglu_alpha, self.swiglu_limit = swiglu_alpha, swiglu_limit
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -338,7 +341,8 @@ class SharedExperts(nn.Module):
             local_weight(w, self.replicated_over) for w in (self.gate_up_proj, self.down_proj)
         )
         hidden, down = F.linear(x, gate_up), as_autocast(down)
-        result = _down_product(_of_halves(gate_of(self.activation)), hidden, None, down[None], None)
+        gate = _of_halves(gate_of(self.activation, self.swiglu_alpha, self.swiglu_limit))
+        result = _down_product(gate, hidden, None, down[None], None)
         if self.gate is None:
             return result
         return F.linear(x, local_weight(self.gate, self.replicated_over)).sigmoid() * result
@@ -355,6 +359,11 @@ def gate_of(activation: Activation, alpha: float = 1.702, limit: float = 7.0) ->
         return clamped
     if isinstance(activation, str) and activation in _GATES:
         return _GATES[activation]
+    if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
+        raise ExpertConfigError(
+            f"activation={activation!r} has parameters, which would get no gradient; give a "
+            "function without"
+        )
     if isinstance(activation, str) or not callable(activation):
         known = sorted([*_GATES, "clamped_swiglu"])
         raise ExpertConfigError(
@@ -524,11 +533,12 @@ def _put_in_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
         module.check_order(state_dict[key])
         if replicas is None:  # saved when all layers had one; torch would not expect it
             del state_dict[key]
-    elif replicas is not None and prefix + "gate_up_proj" in state_dict:
+    elif replicas is not None:
         names = [prefix + name for name, _ in module.named_parameters(recurse=False)]
         given = {name: state_dict[name] for name in names if name in state_dict}
-        state_dict |= place_experts(given, replicas)
-        state_dict[key] = order_entry(module.row_order())
+        if given:
+            state_dict |= place_experts(given, replicas)
+            state_dict[key] = order_entry(module.row_order())
 
 
 def _join_rows(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: object) -> None:

@@ -73,11 +73,11 @@ def comparison(
             (every,) = used.all_gather(axis, [mine[None]]).wait()
             alike = (every[:, None] == every).all(-1).triu(1).any(1)
             found.append((every[:, 0] * alike).max())  # a rank without tokens is like no other
-        verdict = torch.stack(found)
+        found_alike = torch.stack(found)
         for axis in (*parts.values(), *others):
-            (told,) = used.all_gather(axis, [verdict[None]]).wait()
-            verdict = told.amax(0)
-        for axis, tokens in zip(parts.values(), verdict.tolist(), strict=True):
+            (told,) = used.all_gather(axis, [found_alike[None]]).wait()
+            found_alike = told.amax(0)
+        for axis, tokens in zip(parts.values(), found_alike.tolist(), strict=True):
             if tokens:
                 raise ExpertConfigError(
                     f"the same {tokens} tokens on several ranks of {axis.name}={axis.size}, which "

@@ -11,7 +11,7 @@ from hp_dtensor import Axis
 
 from ._errors import ExpertConfigError
 from ._experts import Activation, GroupedExperts, SharedExperts
-from ._permutation import gather_tokens, scatter_tokens
+from ._permutation import gather_tokens, place_rows, scatter_tokens
 from ._router import TopKRouter
 from ._sizes import check_shared, check_sizes
 from ._torch import fenced
@@ -55,7 +55,8 @@ class MoE(nn.Module):
         top_k: Experts of each token.
         num_shared_experts: Experts' worth of the network that sees every token.
         gated_shared_experts: Multiply that network's result by a sigmoid of the token (Qwen).
-        activation: That of all experts, see `GroupedExperts`.
+        activation: That of all experts, see `GroupedExperts`; ``"swiglu"``, or that of
+            ``experts``, if None.
         load_balance_loss: Coefficient for the plain router.
         router: The `TopKRouter` to use; a plain one if None.
         experts: The `GroupedExperts` to use, with the options of a model; plain ones if None.
@@ -79,7 +80,7 @@ class MoE(nn.Module):
         *,
         num_shared_experts: int = 0,
         gated_shared_experts: bool = False,
-        activation: Activation = "swiglu",
+        activation: Activation | None = None,
         load_balance_loss: float = 0.0,
         router: TopKRouter | None = None,
         experts: GroupedExperts | None = None,
@@ -117,7 +118,16 @@ class MoE(nn.Module):
         self.router = router
         if experts is None:
             experts = GroupedExperts(
-                dim, hidden_dim, num_experts, activation=activation, device=device, dtype=dtype
+                dim,
+                hidden_dim,
+                num_experts,
+                activation=activation or "swiglu",
+                device=device,
+                dtype=dtype,
+            )
+        elif activation is not None:
+            raise ExpertConfigError(
+                f"activation={activation!r} beside experts of their own; give it to the experts"
             )
         _check_experts(experts, dim, hidden_dim, num_experts)
         self.experts = experts
@@ -126,7 +136,9 @@ class MoE(nn.Module):
             self.shared_experts = SharedExperts(
                 dim,
                 hidden_dim * num_shared_experts,
-                activation=activation,
+                activation=experts.activation,
+                swiglu_alpha=experts.swiglu_alpha,
+                swiglu_limit=experts.swiglu_limit,
                 gated=gated_shared_experts,
                 device=device,
                 dtype=dtype,
@@ -142,7 +154,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the layer's result for ``x [..., dim]``, in its shape and dtype.
 
-        Communicates what the dispatcher and the router's losses do; no token is dropped. ``x`` are
+        Communicates what the dispatcher and the router's losses do. ``x`` are
         this rank's own tokens: a DTensor must be sharded, not over ``dim``, since the tokens of a
         replicated one would be computed by every rank; where a style cut the experts inside, it
         must be replicated over the ranks that share them.
@@ -205,7 +217,7 @@ class MoE(nn.Module):
         if sequences is not None:
             sequences = sequences[0].index_select(0, places), sequences[1]
         routed = self._routed(tokens.index_select(0, places), sequences)
-        return torch.zeros_like(tokens).index_copy(0, places, routed).view(x.shape)
+        return place_rows(routed, places, tokens.shape[0]).view(x.shape)
 
     def _compare(self, x: Tensor) -> None:
         """Compare inputs over the ranks that are to hold different ones, until they do once."""
@@ -253,7 +265,7 @@ class MoE(nn.Module):
                 chunks,
                 lambda: None if shared is None else shared(tokens),
             )
-        return total if aside is None else total + aside
+        return total if aside is None else total + aside.to(total.dtype)
 
 
 def run_here(dispatcher: Local, experts: Experts, chunk: Chunk) -> Tensor:

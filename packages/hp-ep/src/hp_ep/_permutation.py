@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._errors import ExpertConfigError
-from ._torch import first_order, run_function
+from ._torch import first_order, keeps_graph, run_function
 
 _BLOCK = 1 << 18  # elements of a temporary
 
@@ -118,21 +118,39 @@ class TokenGroups:
     starts: Tensor | None = None
 
 
-def gather_tokens(x: Tensor, groups: TokenGroups) -> Tensor:
-    """Return each row's token ``[rows, dim]`` of ``x [tokens, dim]``.
+def gather_tokens(
+    x: Tensor,
+    groups: TokenGroups,
+    dtype: torch.dtype | None = None,
+    *,
+    sums: torch.dtype | None = None,
+) -> Tensor:
+    """Return each row's token ``[rows, dim]`` of ``x [tokens, dim]``, in ``dtype``.
 
-    Backward is `scatter_tokens` without weights.
+    Backward is `scatter_tokens` without weights, which sums in ``sums``. Both are the dtype of
+    ``x`` by default.
     """
-    return run_function(_Gather, x, groups.tokens, groups.rows, groups.starts)
+    return run_function(
+        _Gather,
+        x,
+        dtype or x.dtype,
+        sums or x.dtype,
+        groups.tokens,
+        groups.rows,
+        groups.starts,
+    )
 
 
-def scatter_tokens(rows: Tensor, groups: TokenGroups, weights: Tensor | None = None) -> Tensor:
+def scatter_tokens(
+    rows: Tensor, groups: TokenGroups, weights: Tensor | None = None, *, consume: bool = False
+) -> Tensor:
     """Return the sum of each token's rows ``[tokens, dim]``, times ``weights`` if given.
 
     These are listed as ``groups.rows``. The sum is deterministic. Gradients: of ``rows``, the
-    token's gradient times the weight; of ``weights``, the inner product of row and gradient.
+    token's gradient times the weight; of ``weights``, the inner product of row and gradient. With
+    ``consume`` nobody else has the memory of ``rows``, and the gradient may take their place.
     """
-    return run_function(_Scatter, rows, weights, groups.tokens, groups.rows, groups.starts)
+    return run_function(_Scatter, rows, weights, groups.tokens, groups.rows, groups.starts, consume)
 
 
 def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -253,14 +271,24 @@ class _Reorder(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, rows: Tensor, starts: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dtype: torch.dtype,
+        sums: torch.dtype,
+        tokens: Tensor,
+        rows: Tensor,
+        starts: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(rows, starts)
-        return x.index_select(0, tokens)
+        ctx.dtype, ctx.sums = x.dtype, sums
+        return x.to(dtype).index_select(0, tokens)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum_groups(grads[0], *ctx.saved_tensors), None, None, None
+        total = _sum_groups(grads[0].to(ctx.sums), *ctx.saved_tensors)
+        return total.to(ctx.dtype), None, None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -272,26 +300,37 @@ class _Scatter(torch.autograd.Function):
         tokens: Tensor,
         rows: Tensor,
         starts: Tensor | None,
+        consume: bool,
     ) -> Tensor:
         # Without a gradient of the weights the rows need not be kept.
         keep = weights is not None and ctx.needs_input_grad[1]
         ctx.save_for_backward(x if keep else None, weights, tokens, rows)
+        ctx.consume = consume
         return _sum_groups(x, rows, starts, None if weights is None else weights.to(x.dtype))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, tokens, rows = ctx.saved_tensors
-        grad = grads[0].index_select(0, tokens)
         if weights is None:
-            return grad, None, None, None, None
-        grad_weights = None
-        if x is not None:
-            products = row_products(x, grad).to(weights.dtype)
-            grad_weights = products.index_select(0, rows.view(-1)).view(rows.shape)
-        each = weights.new_empty(rows.numel()).index_copy_(0, rows.view(-1), weights.reshape(-1))
-        grad *= each.to(grad.dtype)[:, None]
-        return grad, grad_weights, None, None, None
+            return grads[0].index_select(0, tokens), None, None, None, None, None
+        flat = rows.view(-1)
+        each = weights.new_empty(flat.shape).index_copy_(0, flat, weights.reshape(-1))
+        scale = each.to(grads[0].dtype)[:, None]
+        if x is not None and ctx.consume and not keeps_graph():
+            found = x
+        else:
+            found = grads[0].new_empty(tokens.shape[0], grads[0].shape[1])
+        products = []
+        for part in row_parts(found):
+            grad = grads[0].index_select(0, tokens[part])
+            if x is not None:
+                products.append(row_products(x[part], grad))
+            torch.mul(grad, scale[part], out=found[part])
+        if x is None:
+            return found, None, None, None, None, None
+        inner = torch.cat(products).to(weights.dtype).index_select(0, flat)
+        return found, inner.view(rows.shape), None, None, None, None
 
 
 def check_permutation(rows: Tensor, indices: Tensor) -> None:
@@ -306,7 +345,7 @@ def check_permutation(rows: Tensor, indices: Tensor) -> None:
     if not indices.is_cpu:  # looking would synchronise
         return
     number = indices.shape[0]
-    counts = torch.zeros(number, dtype=torch.uint8)
+    counts = torch.zeros(number, dtype=torch.uint8, device="cpu")
     # Where one index is out of range another is missing: count the others.
     known = indices[(indices >= 0) & (indices < number)]
     missing = counts.index_fill_(0, known, 1) == 0
@@ -331,7 +370,7 @@ def _groups_of(order: Tensor, places: Tensor, tokens: int) -> TokenGroups:
     if order.is_cpu and places.is_cpu:  # elsewhere looking would synchronise
         flat = places.reshape(-1)
         check_permutation(flat, flat)
-        wrong = order.index_select(0, flat) != torch.arange(flat.shape[0])
+        wrong = order.index_select(0, flat) != torch.arange(flat.shape[0], device="cpu")
         if wrong.any():
             which = int(wrong.nonzero()[0].item())
             raise ExpertConfigError(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Literal, Self
 
 import torch
@@ -70,7 +71,8 @@ class TopKRouter(KeepsDtype):
     that this rank chose each expert; where neither input nor weight needs a gradient, nothing is
     counted. It starts at zero, also where the router gets its memory after initialisation on the
     meta device. ``token_axes`` are the axes given to `split_tokens_over`, None
-    before; ``replicated_over`` is the axis whose ranks hold the same tokens, as a style sets it.
+    before; ``replicated_over`` is the axis whose ranks hold the same tokens, and
+    ``experts_are_split`` whether ranks have different experts, as a style sets them.
     `ExpertConfigError` for sizes that are no positive integers, ``top_k`` of more than all
     experts or than the kept groups have, groups that do not divide, negative factors, and a rate
     without a bias.
@@ -149,6 +151,7 @@ class TopKRouter(KeepsDtype):
         values = torch.empty(num_experts, dtype=torch.float32, device=device) if has_bias else None
         self.register_buffer("bias", values)
         self.token_axes: tuple[Axis, ...] | None = None
+        self.experts_are_split = False
         self.sequence_axes: tuple[Axis, ...] = ()
         self.replicated_over: Axis | None = None
         self.collectives: Collectives = TorchCollectives()
@@ -373,6 +376,13 @@ def as_axes(axes: AxisMesh | Sequence[Axis]) -> tuple[Axis, ...]:
     if isinstance(axes, Sequence):
         if not all(isinstance(axis, Axis) for axis in axes):
             raise ExpertConfigError(f"token axes {axes!r} are not a mesh or a sequence of Axis")
+        for one, other in combinations(axes, 2):
+            if len(set(one.ranks) & set(other.ranks)) > 1:
+                raise ExpertConfigError(
+                    f"token axes {one.name}={list(one.ranks)} and {other.name}="
+                    f"{list(other.ranks)} share ranks, whose tokens would count twice; leave one "
+                    "of them out"
+                )
         return tuple(axes)
     return tuple(Axis.of(axes, i) for i in range(axes.ndim))
 

@@ -45,7 +45,7 @@ def check_factors(factors: Mapping[str, Any]) -> None:
 def check_groups(n_group: Any, topk_group: object, num_experts: int, top_k: int) -> None:
     """Raise an `ExpertConfigError` for groups that do not divide or are too few for ``top_k``."""
     legal = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-    if n_group not in legal or isinstance(n_group, bool):
+    if not is_count(n_group, 1, num_experts) or n_group not in legal:
         raise ExpertConfigError(
             f"n_group={n_group!r} does not divide num_experts={num_experts}; use one of {legal}"
         )

@@ -227,10 +227,7 @@ class BaseExpertParallel(ParallelStyle):
         check_apart(() if told is None else told, split.summed_over)
         _check_balance(layer.router, token_axes)
         _check_noise(layer.router, split.summed_over)
-        given = None if isinstance(self._dispatcher, str) else self._dispatcher
-        dispatcher = make_dispatcher(
-            layer, split, given, self._placement, self._node_mesh, self._collectives
-        )
+        dispatcher = self._dispatcher_of(layer, split)
 
         def change() -> None:
             split_experts(layer.experts, split.mesh, split.placements, self._placement)
@@ -251,6 +248,7 @@ class BaseExpertParallel(ParallelStyle):
                     token_axes, self._collectives, sequence_axes=sequence_axes
                 )
             layer.dispatcher = dispatcher
+            layer.router.experts_are_split = split.num_ranks > 1
             layer.compare_inputs = comparison(
                 sequence_axes, self._sequence_mesh, layer.router.token_axes, self._collectives
             )
@@ -259,6 +257,26 @@ class BaseExpertParallel(ParallelStyle):
                 each.replicated_over = split.summed_over
 
         return change
+
+    def _dispatcher_of(self, layer: MoE, split: Split) -> TokenDispatcher:
+        """Return the one given or the expected best, with slots and sums where they are due."""
+        placed = self._placement
+        dispatcher = given_or_best(
+            None if isinstance(self._dispatcher, str) else self._dispatcher,
+            split,
+            layer.experts.num_experts if placed is None else len(placed.experts),
+            self._node_mesh,
+            self._collectives,
+            top_k=layer.router.top_k,
+            row_bytes=layer.dim * layer.experts.gate_up_proj.element_size(),
+        )
+        if placed is not None:
+            index = 0 if split.expert_axis is None else split.expert_axis.index
+            device = layer.experts.gate_up_proj.device
+            dispatcher = Placed(dispatcher, placed, index, device=device)
+        if split.summed_over is not None:
+            dispatcher = Summed(dispatcher, split.summed_over, self._collectives)
+        return dispatcher
 
     def _check_sequence_mesh(self, split: Split) -> None:
         if self._sequence_mesh is None:
@@ -409,34 +427,6 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertPar
     return list(changes)
 
 
-def make_dispatcher(
-    layer: MoE,
-    split: Split,
-    given: TokenDispatcher | None,
-    placement: Placement | None,
-    node_mesh: AxisMesh | None,
-    collectives: Collectives | None,
-) -> TokenDispatcher:
-    """Return ``given`` or the expected best one, for slots and sums where the layer has them."""
-    num_slots = layer.experts.num_experts if placement is None else len(placement.experts)
-    dispatcher = given_or_best(
-        given,
-        split,
-        num_slots,
-        node_mesh,
-        collectives,
-        top_k=layer.router.top_k,
-        row_bytes=layer.dim * layer.experts.gate_up_proj.element_size(),
-    )
-    if placement is not None:
-        index = 0 if split.expert_axis is None else split.expert_axis.index
-        device = layer.experts.gate_up_proj.device
-        dispatcher = Placed(dispatcher, placement, index, device=device)
-    if split.summed_over is not None:
-        dispatcher = Summed(dispatcher, split.summed_over, collectives)
-    return dispatcher
-
-
 def given_or_best(
     given: TokenDispatcher | None,
     split: Split,
@@ -451,12 +441,31 @@ def given_or_best(
 
     `ExpertConfigError` where ``given`` is for another split of experts.
     """
-    if given is None:
-        return _best(split, num_slots, node_mesh, collectives, top_k, row_bytes)
-    if node_mesh is not None:
-        raise ExpertConfigError("node_mesh is for dispatcher='auto'; a given one has its own mesh")
-    _check_given(given, split, num_slots)
-    return given
+    if given is not None:
+        if node_mesh is not None:
+            raise ExpertConfigError(
+                "node_mesh is for dispatcher='auto'; a given one has its own mesh"
+            )
+        _check_given(given, split, num_slots)
+        return given
+    axis = split.expert_axis
+    node_size = None if node_mesh is None else _node_size(node_mesh, axis)
+    kind = choose_dispatcher(
+        num_ranks=split.num_ranks,
+        num_experts=num_slots,
+        top_k=top_k,
+        row_bytes=row_bytes,
+        node_size=node_size,
+        device_type=split.mesh.device_type,
+    )
+    if axis is None or kind == "local":
+        return Local(num_slots)
+    if kind == "hierarchical" and node_mesh is not None:
+        return Hierarchical(node_mesh, num_slots, collectives)
+    make = Dedup if kind == "dedup" else AllToAll
+    return make(
+        split.mesh if split.mesh.ndim == 1 else split.mesh[axis.name], num_slots, collectives
+    )
 
 
 def _check_given(given: TokenDispatcher, split: Split, num_slots: int) -> None:
@@ -480,34 +489,6 @@ def _check_given(given: TokenDispatcher, split: Split, num_slots: int) -> None:
             f"{kind} over ranks {list(given.ranks)}, but the blocks of experts lie on "
             f"{list(ranks) or 'each rank'}; make it over the axis that splits experts, in its order"
         )
-
-
-def _best(
-    split: Split,
-    num_slots: int,
-    node_mesh: AxisMesh | None,
-    collectives: Collectives | None,
-    top_k: int,
-    row_bytes: int,
-) -> TokenDispatcher:
-    axis = split.expert_axis
-    node_size = None if node_mesh is None else _node_size(node_mesh, axis)
-    kind = choose_dispatcher(
-        num_ranks=split.num_ranks,
-        num_experts=num_slots,
-        top_k=top_k,
-        row_bytes=row_bytes,
-        node_size=node_size,
-        device_type=split.mesh.device_type,
-    )
-    if axis is None or kind == "local":
-        return Local(num_slots)
-    if kind == "hierarchical" and node_mesh is not None:
-        return Hierarchical(node_mesh, num_slots, collectives)
-    make = Dedup if kind == "dedup" else AllToAll
-    return make(
-        split.mesh if split.mesh.ndim == 1 else split.mesh[axis.name], num_slots, collectives
-    )
 
 
 def _node_size(node_mesh: AxisMesh, axis: Axis | None) -> int:
@@ -542,16 +523,17 @@ def _over_ranks(compute: Forward, exchange: RowExchange) -> Forward:
     def forward(
         self: GroupedExperts, rows: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        if weights is not None and self.score_before_experts:
-            rows, weights = weigh_rows(rows, weights), None
-        found = check_rows(rows, counts, exchange.num_experts, self.gate_up_proj.shape[-1])
+        found = check_rows(rows, counts, weights, exchange.num_experts, self.gate_up_proj.shape[-1])
         report = as_tensor(found, rows.device)
         if found[0] == Fault.NONE:
             report = check_counts(counts.long(), rows.shape[0], report)
         else:  # take part without rows, so that all ranks raise
             rows, counts = rows.new_empty(0, 1), report.new_zeros(exchange.num_experts)
+            weights = None
+        if weights is not None and self.score_before_experts:
+            rows, weights = weigh_rows(rows, weights), None
         plan = exchange.plan(exchange.start_counts(counts, report))
-        here = exchange.wait(exchange.start(exchange.load(rows), plan), plan)
+        here = exchange.start(exchange.load(rows), plan).wait()
         results = exchange.start_back(compute(self, here, plan.counts), plan).wait()
         return results if weights is None else weigh_rows(results, weights)
 
@@ -564,6 +546,8 @@ def _summed(compute: Forward, axis: Axis, collectives: Collectives | None) -> Fo
     def forward(
         self: GroupedExperts, rows: Tensor, counts: Tensor, weights: Tensor | None = None
     ) -> Tensor:
+        if weights is not None and weights.shape != rows.shape[:1]:
+            return compute(self, rows, counts, weights)  # which raises, on all ranks that wait
         if weights is not None and self.score_before_experts:
             rows, weights = weigh_rows(rows, weights), None
         part = compute(self, AutogradCollectives(collectives).replicate(rows, axis), counts)

@@ -29,7 +29,7 @@ from ._products import blocks_of
 from ._router import as_axes
 from ._styles import Split, given_or_best
 from ._torch import as_autocast, fenced
-from .dispatch._checks import or_torch
+from .dispatch._checks import KEYWORDS, Keywords, or_torch
 from .dispatch._interface import TokenDispatcher
 from .dispatch._local import Local
 
@@ -54,6 +54,10 @@ class _Dispatch:
     def __deepcopy__(self, memo: object) -> "_Dispatch":
         """Return this: process groups are not copied with a model."""
         return self
+
+
+class _Summed(int):
+    """As ``num_items_in_batch`` it asks a model for the sum of the labels' losses."""
 
 
 class _Later:
@@ -87,7 +91,8 @@ def parallelize_experts(
     (``output_router_logits``) makes one more. So gradients are to be summed over ranks, not
     averaged (hp-fsdp: ``gradient_reduction="sum"``). Without ``token_axes`` the loss is what
     the library makes of this rank's labels, and an auxiliary loss is refused. All ranks call the
-    model alike: with labels or without, and as often.
+    model as often and, with ``token_axes``, with the same of these three keywords; the first
+    exchange of experts' counts compares them, and its ranks raise a `RoutingError`.
 
     This call communicates nothing.
 
@@ -314,11 +319,20 @@ def _share_losses(
         if formula is not None and routed:
             _check_balance(model, formula, given, axes)
             kwargs = {**kwargs, "output_router_logits": _Later()}
-        given_count = given.get("num_items_in_batch")
-        if axes is not None and given.get("labels") is not None and given_count is None:
+        if axes is None:
+            return args, kwargs
+        keywords = Keywords.NONE
+        for keyword, is_given in (
+            (Keywords.LABELS, given.get("labels") is not None),
+            (Keywords.NUM_ITEMS, given.get("num_items_in_batch") is not None),
+            (Keywords.ROUTER_LOGITS, formula is not None and bool(routed)),
+        ):
+            keywords |= keyword if is_given else Keywords.NONE
+        if Keywords.LABELS in keywords and Keywords.NUM_ITEMS not in keywords:
             _check_loss(model, used)
-            count = _count_labels(given, device, axes, collectives)
-            kwargs = {**kwargs, "num_items_in_batch": count}
+            # Labels are counted once experts have compared keywords: here some ranks might wait.
+            kwargs = {**kwargs, "num_items_in_batch": _Summed(1)}
+        _note(keywords)
         return args, kwargs
 
     def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -326,35 +340,62 @@ def _share_losses(
         return args, {**kwargs, "output_router_logits": True} if later else kwargs
 
     def after(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if axes is None or not isinstance(kwargs.get("output_router_logits"), _Later):
+        if axes is None:
             return None
-        if not output.router_logits:
-            raise ExpertConfigError(
-                f"{type(model).__name__} returned no router logits, of which its auxiliary loss is "
-                "made: transformers knows models by their classes, which FSDP changes; shard "
-                "its layers and the model, not the one without a head between them"
-            )
-        mask = (signature.bind_partial(model, *args).arguments | kwargs).get("attention_mask")
-        tokens = output.router_logits[0].shape[0]
-        if mask is not None and mask.numel() != tokens:
-            if output.loss is None:  # generation: a cache has the tokens before
-                return None
-            raise ExpertConfigError(
-                f"attention_mask {tuple(mask.shape)} for {tokens} tokens, some of which the "
-                "auxiliary loss leaves out; give one of shape [batch, sequence], or none"
-            )
-        share = _balance_share(
-            output.router_logits, model.num_experts_per_tok, mask, axes, collectives
-        )
-        values = {**output, "aux_loss": share}
-        if output.loss is not None:
-            values["loss"] = output.loss + model.router_aux_loss_coef * share.to(output.loss.device)
-        return type(output)(**values)
+        given, found = signature.bind_partial(model, *args).arguments | kwargs, {}
+        if isinstance(given.get("num_items_in_batch"), _Summed):
+            loss = output[0] if isinstance(output, tuple) else output.loss
+            count = _count_labels(given, device, axes, collectives)
+            found["loss"] = loss / count.to(loss.device)
+        if isinstance(output, tuple):
+            return (found["loss"], *output[1:]) if found else None
+        if isinstance(given.get("output_router_logits"), _Later):
+            loss = found.get("loss", output.loss)
+            found |= _balanced(model, given, output, loss, axes, collectives)
+        return type(output)(**{**output, **found}) if found else None
+
+    def end(*_: object) -> None:
+        _note(Keywords.NONE)
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
     if model.base_model is not model:
         model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
+
+
+@fenced
+def _note(keywords: Keywords) -> None:
+    KEYWORDS.set(keywords)
+
+
+def _balanced(
+    model: Any,
+    given: dict[str, Any],
+    output: Any,
+    loss: Tensor | None,
+    axes: Sequence[Axis],
+    collectives: Collectives,
+) -> dict[str, Tensor]:
+    """Return this rank's share of the auxiliary loss, and ``loss`` with it if there is one."""
+    if not output.router_logits:
+        raise ExpertConfigError(
+            f"{type(model).__name__} returned no router logits, of which its auxiliary loss is "
+            "made: transformers knows models by their classes, which FSDP changes; shard "
+            "its layers and the model, not the one without a head between them"
+        )
+    mask, tokens = given.get("attention_mask"), output.router_logits[0].shape[0]
+    if mask is not None and mask.numel() != tokens:
+        if loss is None:  # generation: a cache has the tokens before
+            return {}
+        raise ExpertConfigError(
+            f"attention_mask {tuple(mask.shape)} for {tokens} tokens, some of which the "
+            "auxiliary loss leaves out; give one of shape [batch, sequence], or none"
+        )
+    share = _balance_share(output.router_logits, model.num_experts_per_tok, mask, axes, collectives)
+    if loss is None:
+        return {"aux_loss": share}
+    return {"aux_loss": share, "loss": loss + model.router_aux_loss_coef * share.to(loss.device)}
 
 
 def _check_balance(

@@ -1,8 +1,8 @@
 """One row per token assignment, straight to the rank of its expert."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -10,11 +10,10 @@ from torch import Tensor
 from hp_dtensor import Axis, AxisMesh, Collectives
 
 from .._permutation import TokenGroups, gather_tokens, scatter_tokens
-from .._torch import run_function
 from ._checks import REPORT_SIZE, check_config, expert_axis, or_torch, raise_faults
-from ._exchange import AsyncAllToAll, HostTables
+from ._exchange import AsyncAllToAll, HostTables, RowBlocks
 from ._interface import AsyncDispatcher, Dispatched, DispatchState, Pending, Step, consume
-from ._local import sort_assignments
+from ._local import SortedAssignments, sort_assignments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,33 +22,45 @@ class RowPlan:
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
-    blocks: tuple[tuple[int, ...], ...]
-    """Rows from each rank for each of the experts here, in the order in which they come."""
+    blocks: RowBlocks | None
+    """None where the order in which rows come is that of the experts."""
+    num_rows: int
+    """How many rows this rank's experts get."""
     counts: Tensor
     """Rows per local expert ``[local experts]``."""
     needs_grad: tuple[bool, bool]
     """Whether any rank's rows, and any rank's weights, need a gradient."""
-
-    @property
-    def num_rows(self) -> int:
-        """Return how many rows this rank's experts get."""
-        return sum(self.receive)
 
 
 class RowExchange:
     """Moves rows that lie by global expert to the ranks of those experts; holds no call's state.
 
     Rank ``i`` of the axis holds experts ``i * e .. (i + 1) * e - 1`` of ``num_experts``, which the
-    axis's size must divide.
+    axis's size must divide. With ``own_last`` the rows of the experts here lie behind all others,
+    if there are several experts: they do not take part in the all-to-alls then, which would copy
+    them, and are copied once, by expert.
     """
 
     def __init__(
-        self, axis: Axis, num_experts: int, collectives: Collectives | None = None
+        self,
+        axis: Axis,
+        num_experts: int,
+        collectives: Collectives | None = None,
+        *,
+        own_last: bool = False,
     ) -> None:
         self.axis = axis
         self.num_experts = num_experts
         self.experts_per_rank = num_experts // axis.size
+        self._reorders = axis.size > 1 and self.experts_per_rank > 1
+        self._own = axis.index if own_last and self._reorders else None
         self._collectives = or_torch(collectives)
+
+    def sort(self, expert_ids: Tensor) -> SortedAssignments:
+        """Return the assignments in the order in which their rows are to lie."""
+        first = self.axis.index * self.experts_per_rank
+        own = None if self._own is None else slice(first, first + self.experts_per_rank)
+        return sort_assignments(expert_ids, self.num_experts, last=own)
 
     def start_counts(self, counts: Tensor, report: Tensor) -> HostTables:
         """Start telling every rank how many rows it gets; one all-to-all over the axis.
@@ -68,10 +79,16 @@ class RowExchange:
         received, (sent, got) = tables.wait()
         local = self.experts_per_rank
         needs_grad = raise_faults([row[local:] for row in got], self.axis.ranks)
+        sizes = tuple(tuple(row[:local]) for row in got)
+        send, receive = (
+            tuple(0 if rank == self._own else sum(row[:local]) for rank, row in enumerate(table))
+            for table in (sent, got)
+        )
         return RowPlan(
-            send=tuple(sum(row[:local]) for row in sent),
-            receive=tuple(sum(row[:local]) for row in got),
-            blocks=tuple(tuple(row[:local]) for row in got),
+            send=send,
+            receive=receive,
+            blocks=RowBlocks(sizes=sizes, own=self._own) if self._reorders else None,
+            num_rows=sum(map(sum, sizes)),
             counts=received[:, :local].sum(0),
             needs_grad=needs_grad,
         )
@@ -82,42 +99,17 @@ class RowExchange:
         return AsyncAllToAll(rows, self.axis, self._collectives, side=side)
 
     def start(self, rows: AsyncAllToAll, plan: RowPlan, *, weights: bool = False) -> AsyncAllToAll:
-        """Send rows, or their weights, to their experts; one all-to-all, and one in backward."""
-        return rows.start(plan.send, plan.receive, needs_grad=plan.needs_grad[weights])
+        """Send rows, or their weights, to their experts; one all-to-all, and one in backward.
 
-    def wait(self, rows: AsyncAllToAll, plan: RowPlan) -> Tensor:
-        """Return the rows for the local experts, by expert, once they are here."""
-        return _transposed(rows.wait(), plan.blocks)
+        They arrive by expert.
+        """
+        return rows.start(
+            plan.send, plan.receive, blocks=plan.blocks, needs_grad=plan.needs_grad[weights]
+        )
 
     def start_back(self, rows: Tensor, plan: RowPlan) -> AsyncAllToAll:
-        """Start returning the rows to where they came from."""
-        return self.load(_transposed(rows, _turned(plan.blocks))).start(plan.receive, plan.send)
-
-
-def _transposed(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
-    """Return the blocks of ``rows``, ``blocks[i][j]`` of each, with ``j`` as the outer order."""
-    if len(blocks) == 1 or len(blocks[0]) == 1:
-        return rows
-    return run_function(_Transposed, rows, blocks)
-
-
-def _turned(blocks: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    return tuple(zip(*blocks, strict=True))
-
-
-class _Transposed(torch.autograd.Function):
-    """Two operators however many blocks there are, and no indices: the host knows all sizes."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
-        ctx.blocks = blocks
-        inner = len(blocks[0])
-        parts = rows.split([size for row in blocks for size in row])
-        return torch.cat([part for j in range(inner) for part in parts[j::inner]])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return run_function(_Transposed, grads[0], _turned(ctx.blocks)), None
+        """Start returning the rows, by expert, to where they came from."""
+        return self.load(rows).start(plan.receive, plan.send, blocks=plan.blocks, returns=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,8 +132,8 @@ class AllToAll(AsyncDispatcher):
     ``validate`` says whether to check the values of expert ids: by default on the CPU only; shapes
     and dtypes are always checked. A rank that finds a fault reports it to all others in the
     exchange of counts, and all raise the same `RoutingError`. ``payload`` is a narrower floating
-    dtype for the rows, results and gradients while they travel; sums are made in the dtype of
-    ``x``. Values beyond its range, 65504 in float16, become infinite unseen.
+    dtype for the rows, results and gradients while they travel, the same on all ranks; sums are
+    made in the dtype of ``x``. Values beyond its range, 65504 in float16, become infinite unseen.
     `ExpertConfigError` where the axis does not divide ``num_experts``.
     """
 
@@ -158,7 +150,7 @@ class AllToAll(AsyncDispatcher):
         self._config = check_config(
             num_experts, axis.name, axis.size, collectives, validate, payload
         )
-        self._exchange = RowExchange(axis, num_experts, self._config.collectives)
+        self._exchange = RowExchange(axis, num_experts, self._config.collectives, own_last=True)
         self.num_experts: Final = num_experts
         self.ranks: Final = axis.ranks
 
@@ -179,11 +171,12 @@ class AllToAll(AsyncDispatcher):
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, weigh_rows: bool
     ) -> Generator[Step, None, Dispatched]:
         given, exchange = self._config.check(x, weights, expert_ids), self._exchange
-        by_expert = sort_assignments(given.expert_ids, self.num_experts)
+        by_expert = exchange.sort(given.expert_ids)
         tables = exchange.start_counts(by_expert.counts, given.report)
         # While the counts travel:
         groups = by_expert.groups
-        rows = exchange.load(gather_tokens(self._config.narrow(given.x), groups), tables)
+        sent = gather_tokens(given.x, groups, self._config.travelling(given.x))
+        rows = exchange.load(sent, tables)
         row_weights = (
             exchange.load(by_expert.weights(given.weights), tables) if weigh_rows else None
         )
@@ -198,15 +191,16 @@ class AllToAll(AsyncDispatcher):
             owner=self,
             num_rows=plan.num_rows,
             dim=x.shape[1],
-            row_weights=None if row_weights is None else exchange.wait(row_weights, plan),
+            row_weights=None if row_weights is None else row_weights.wait(),
             groups=groups,
             weights=None if weigh_rows else weights,
             plan=plan,
             dtype=x.dtype,
         )
-        return exchange.wait(rows, plan).to(x.dtype), plan.counts, state
+        return rows.wait().to(x.dtype), plan.counts, state
 
     def _combine(self, rows: Tensor, state: _AllToAllState) -> Generator[Step, None, Tensor]:
         back = self._exchange.start_back(self._config.narrow(rows), state.plan)
         yield "rows"
-        return scatter_tokens(back.wait().to(state.dtype), state.groups, state.weights)
+        came = back.wait().to(state.dtype)
+        return scatter_tokens(came, state.groups, state.weights, consume=len(self.ranks) > 1)

@@ -6,8 +6,9 @@ fault describes its inputs instead, so that ranks compare them. All ranks raise 
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Fault(IntEnum):
     ROW_DTYPE = 17
     WEIGHT_DTYPE = 18
     ROW_DEVICE = 19
+    WEIGHT_ROWS = 20
 
 
 _TEXTS: dict[int, str] = {
@@ -72,42 +74,71 @@ _TEXTS: dict[int, str] = {
     Fault.COUNT_DTYPE: "counts are {dtype}; they must be torch.int64 or torch.int32",
     Fault.ROW_DTYPE: "the tokens or rows are {dtype}; they must be of a floating dtype",
     Fault.ROW_DEVICE: "the tokens or rows are no tensor on the device of the layer",
+    Fault.WEIGHT_ROWS: "weights are not a vector with one number for each of the {expected} rows, "
+    "but {given} numbers",
     Fault.WEIGHT_DTYPE: "weights are {dtype}; they must be of a floating dtype",
 }
 _DTYPE_FAULTS = (Fault.ID_DTYPE, Fault.COUNT_DTYPE, Fault.ROW_DTYPE, Fault.WEIGHT_DTYPE)
+
+
+class Keywords(IntFlag):
+    """What a model of transformers is called with, by which its ranks communicate or do not."""
+
+    NONE = 0
+    LABELS = 1
+    NUM_ITEMS = 2
+    ROUTER_LOGITS = 4
+
+    def __str__(self) -> str:
+        """Return their names."""
+        names = {
+            Keywords.LABELS: "labels",
+            Keywords.NUM_ITEMS: "num_items_in_batch",
+            Keywords.ROUTER_LOGITS: "output_router_logits",
+        }
+        return " and ".join(name for each, name in names.items() if each in self) or "none of them"
+
+
+KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
+"""Those of the call that runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
     """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
 
-    ``computed`` is what experts make of the rows' dtype: another one under autocast.
+    ``computed`` is what experts make of the rows' dtype: another one under autocast. ``payload`` is
+    that in which they travel.
     """
 
     length: int
     dtype: torch.dtype
     computed: torch.dtype
+    payload: torch.dtype
     weights: torch.dtype
     rows_need_grad: bool
     weights_need_grad: bool
+    keywords: Keywords
 
     @classmethod
-    def of(cls, rows: Tensor, weights: Tensor) -> "InputSpec":
-        """Return the description of ``rows`` and their ``weights``."""
+    def of(cls, rows: Tensor, weights: Tensor, payload: torch.dtype | None = None) -> "InputSpec":
+        """Return the description of ``rows``, that travel in ``payload``, and their ``weights``."""
         grad = torch.is_grad_enabled()
         return cls(
             length=rows.shape[1],
             dtype=rows.dtype,
             computed=autocast_dtype(rows),
+            payload=payload or rows.dtype,
             weights=weights.dtype,
             rows_need_grad=grad and rows.requires_grad,
             weights_need_grad=grad and weights.requires_grad,
+            keywords=KEYWORDS.get(),
         )
 
     def report(self) -> Report:
         """Return it as a report, all but the length in one number."""
-        dtypes = 0
-        for dtype in (self.dtype, self.computed, self.weights):
+        dtypes = int(self.keywords)
+        for dtype in (self.dtype, self.computed, self.payload, self.weights):
             dtypes = dtypes * len(_DTYPES) + _DTYPES.index(dtype)
         flags = self.rows_need_grad * 2 + self.weights_need_grad
         return Fault.NONE, self.length, dtypes * 4 + flags
@@ -116,14 +147,18 @@ class InputSpec:
     def read(cls, length: int, packed: int) -> "InputSpec":
         """Return what the last two numbers of such a report say."""
         dtypes, weights = divmod(packed // 4, len(_DTYPES))
-        dtype, computed = divmod(dtypes, len(_DTYPES))
+        dtypes, payload = divmod(dtypes, len(_DTYPES))
+        dtypes, computed = divmod(dtypes, len(_DTYPES))
+        keywords, dtype = divmod(dtypes, len(_DTYPES))
         return cls(
             length=length,
             dtype=_DTYPES[dtype],
             computed=_DTYPES[computed],
+            payload=_DTYPES[payload],
             weights=_DTYPES[weights],
             rows_need_grad=packed & 2 > 0,
             weights_need_grad=packed & 1 > 0,
+            keywords=Keywords(keywords),
         )
 
 
@@ -152,7 +187,7 @@ class DispatchConfig:
         All ranks raise once they have seen each other's reports. Reads nothing on the host but on
         the CPU.
         """
-        found = check_routing(x, weights, expert_ids, self.num_experts)
+        found = check_routing(x, weights, expert_ids, self.num_experts, self)
         if found[0] != Fault.NONE:
             weights = weights.new_empty(0, 1)
             x = weights.new_empty((0, 1), dtype=x.dtype)
@@ -163,13 +198,14 @@ class DispatchConfig:
         return Checked(x=x, weights=weights, expert_ids=expert_ids, report=report)
 
     def narrow(self, rows: Tensor) -> Tensor:
-        """Return ``rows`` in the payload's dtype where that is narrower than theirs.
+        """Return ``rows`` in the dtype in which they travel; their gradient travels so too."""
+        return rows.to(self.travelling(rows))
 
-        The gradient travels in the payload's dtype too.
-        """
+    def travelling(self, rows: Tensor) -> torch.dtype:
+        """Return the payload's dtype where it is narrower than that of ``rows``, else theirs."""
         if self.payload is None or self.payload.itemsize >= rows.element_size():
-            return rows
-        return rows.to(self.payload)
+            return rows.dtype
+        return self.payload
 
 
 def check_config(
@@ -239,7 +275,13 @@ def as_tensor(report: Report, device: torch.device) -> Tensor:
     return torch.stack([_filled(number, device) for number in report])
 
 
-def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: int) -> Report:
+def check_routing(
+    x: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    num_experts: int,
+    config: DispatchConfig | None = None,
+) -> Report:
     """Return whether shapes and dtypes describe one routing; looks into no tensor."""
     if x.dim() != 2:
         return Fault.ROW_DIMS, x.dim(), 2
@@ -263,10 +305,12 @@ def check_routing(x: Tensor, weights: Tensor, expert_ids: Tensor, num_experts: i
         return Fault.ROW_DEVICE, 0, 0
     if not weights.is_floating_point():
         return Fault.WEIGHT_DTYPE, _DTYPES.index(weights.dtype), 0
-    return InputSpec.of(x, weights).report()
+    return InputSpec.of(x, weights, None if config is None else config.travelling(x)).report()
 
 
-def check_rows(rows: Tensor, counts: Tensor, num_experts: int, dim: int) -> Report:
+def check_rows(
+    rows: Tensor, counts: Tensor, weights: Tensor | None, num_experts: int, dim: int
+) -> Report:
     """Return whether shapes and dtypes are those of sorted rows; looks into no tensor."""
     if rows.dim() != 2:
         return Fault.ROW_DIMS, rows.dim(), 2
@@ -278,6 +322,8 @@ def check_rows(rows: Tensor, counts: Tensor, num_experts: int, dim: int) -> Repo
         return Fault.COUNT_DTYPE, _DTYPES.index(counts.dtype), 0
     if not rows.is_floating_point():
         return Fault.ROW_DTYPE, _DTYPES.index(rows.dtype), 0
+    if weights is not None and weights.shape != rows.shape[:1]:
+        return Fault.WEIGHT_ROWS, weights.numel(), rows.shape[0]
     return InputSpec.of(rows, rows).report()
 
 
@@ -341,11 +387,14 @@ def raise_faults(
         raise describe_faults(reports, ranks)
     every = [InputSpec.read(given, packed) for _, given, packed in reports]
     if len(set(every)) > 1:
+        same = "their model the same of labels, num_items_in_batch and output_router_logits"
+        raise_unequal(same, [str(g.keywords) for g in every], ranks)
         rows = [f"{g.length} of {g.dtype}" for g in every]
         raise_unequal("rows of one length and dtype", rows, ranks)
         computed = [str(g.computed) for g in every]
         same = "rows that autocast, on all ranks or on none, has computed in one dtype"
         raise_unequal(same, computed, ranks)
+        raise_unequal("rows one payload", [str(g.payload) for g in every], ranks)
         raise_unequal("weights of one dtype", [str(g.weights) for g in every], ranks)
     return any(g.rows_need_grad for g in every), any(g.weights_need_grad for g in every)
 

@@ -26,7 +26,7 @@ class Started:
 
 WORK: dict[Kind, Started] = {
     "local": Started(operators=23, exchanges=0),
-    "all_to_all": Started(operators=35, exchanges=5),
+    "all_to_all": Started(operators=39, exchanges=5),
     "dedup": Started(operators=61, exchanges=7),
     "hierarchical": Started(operators=109, exchanges=7),
 }
@@ -130,7 +130,7 @@ def expected_bytes(
     second = 2 * expected_groups(num_experts, num_ranks, top_k) * row_bytes + choices
     if kind == "dedup":
         return Bytes(off_node=second * abroad, in_node=second * beside)
-    # Inside a node all that came to it is spread: its own tokens', and others' after the first hop.
+    # Inside a node all that came to it is spread: its own tokens', and those of other nodes.
     first = 2 * expected_groups(num_experts, nodes, top_k) * row_bytes + choices
     return Bytes(off_node=first * abroad, in_node=second * (node_size - 1) / node_size)
 
@@ -151,7 +151,7 @@ def expected_seconds(
 
     The sum of what is started (`WORK`, each operator and each call on a link), of the
     bytes on the links, and of the rows that are copied in memory. A flat all-to-all uses both kinds
-    of links at once and costs what the slower does; the hops of ``hierarchical`` follow each other.
+    of links at once and costs what the slower does; the two of ``hierarchical`` follow each other.
     Numbers are those of `choose_dispatcher`.
     """
     sizes = dict(num_ranks=num_ranks, num_experts=num_experts, top_k=top_k, row_bytes=row_bytes)

@@ -48,7 +48,7 @@ class _Outgoing:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sizes:
-    """Who gets how many rows and assignments in one hop."""
+    """Who gets how many rows and assignments in one exchange."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
@@ -60,11 +60,11 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Incoming:
-    """Rows that came over one hop, and their assignments, row by row."""
+    """Rows that came over one exchange, and their assignments, row by row."""
 
     rows: Tensor
     expert_ids: Tensor
-    """As the hop's own numbers ``[assignments]``."""
+    """As the exchange's own numbers ``[assignments]``."""
     weights: Tensor
     first: Tensor
     """1 where the assignments of the next row begin, else 0 ``[assignments]``."""
@@ -75,7 +75,7 @@ class _Incoming:
         return self.first.cumsum(0) - 1
 
 
-class _Hop:
+class _TokenExchange:
     """Moves tokens over one axis, once to each rank with one of their experts, and back.
 
     Rank ``i`` of the axis is responsible for experts ``i * e .. (i + 1) * e - 1`` of
@@ -134,11 +134,14 @@ class _Hop:
             needs_grad=needs_grad,
         )
 
-    def start(self, x: Tensor, out: _Outgoing, sizes: _Sizes) -> "_Leg":
+    def start(
+        self, x: Tensor, out: _Outgoing, sizes: _Sizes, dtype: torch.dtype, sums: torch.dtype
+    ) -> "_TokensUnderWay":
         """Start bringing tokens ``x [tokens, dim]`` and their assignments to the ranks.
 
-        Two all-to-alls, and two in backward. An assignment is 4 bytes, its expert and whether a row
-        begins with it, and its weight.
+        Tokens travel in ``dtype``, and their gradients are summed in ``sums``. Two all-to-alls, and
+        two in backward. An assignment is 4 bytes, its expert and whether a row begins with it, and
+        its weight.
         """
         wide = out.weights.to(torch.promote_types(out.weights.dtype, torch.float32))
         labels = torch.add(out.first, out.expert_ids, alpha=2)
@@ -150,9 +153,11 @@ class _Hop:
         assignments.start(
             sizes.send_assignments, sizes.receive_assignments, needs_grad=sizes.needs_grad[1]
         )
-        rows = AsyncAllToAll(gather_tokens(x, groups), *more)
+        rows = AsyncAllToAll(gather_tokens(x, groups, dtype, sums=sums), *more)
         rows.start(sizes.send, sizes.receive, needs_grad=sizes.needs_grad[0])
-        return _Leg(hop=self, sizes=sizes, groups=groups, rows=rows, assignments=assignments)
+        return _TokensUnderWay(
+            exchange=self, sizes=sizes, groups=groups, rows=rows, assignments=assignments
+        )
 
     def start_back(self, results: Tensor, sizes: _Sizes) -> AsyncAllToAll:
         """Start returning one result for each row that came; one all-to-all, one in backward."""
@@ -161,10 +166,10 @@ class _Hop:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Leg:
-    """One hop under way, and what its way back needs."""
+class _TokensUnderWay:
+    """One exchange of tokens that was started, and what returning results needs."""
 
-    hop: _Hop
+    exchange: _TokenExchange
     sizes: _Sizes
     groups: TokenGroups
     """Which of the sent rows belong to which token."""
@@ -185,8 +190,8 @@ class _Leg:
         return found
 
     def start_back(self, parts: Tensor) -> AsyncAllToAll:
-        """Start returning one result for each row; see `_Hop.start_back`."""
-        return self.hop.start_back(parts, self.sizes)
+        """Start returning one result for each row; see `_TokenExchange.start_back`."""
+        return self.exchange.start_back(parts, self.sizes)
 
 
 def _hits(keys: Tensor, num_ranks: int, num_tokens: int) -> Tensor:
@@ -205,37 +210,37 @@ def _groups(tokens: Tensor, num_tokens: int) -> TokenGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Planned:
-    """What the exchange of counts has told: the first hop's tokens, and the sizes of all hops."""
+    """What the counts have told: the tokens that leave, and the sizes of all exchanges."""
 
     out: _Outgoing
-    route: tuple[tuple[_Hop, _Sizes], ...]
+    route: tuple[tuple[_TokenExchange, _Sizes], ...]
     counts: Tensor
     """Assignments for each of the experts here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _HopsState(DispatchState):
-    legs: tuple[_Leg, ...]
+class _DedupState(DispatchState):
+    under_way: tuple[_TokensUnderWay, ...]
     groups: TokenGroups
     """Which of the experts' rows belong to which row that came."""
     weights: Tensor | None
     dtype: torch.dtype
 
 
-class _Hops(AsyncDispatcher):
-    """Tokens that go to their experts in one hop or several, and are summed at every stop back."""
+class _Deduplicating(AsyncDispatcher):
+    """Tokens go to their experts in one exchange or several, each of which sums on the way back."""
 
     _config: DispatchConfig
 
     def start_dispatch(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, *, weigh_rows: bool = False
     ) -> Pending[Dispatched]:
-        """Return while tokens are on their first hop; see `AsyncDispatcher.start_dispatch`."""
+        """Return while tokens are on their first exchange; see `AsyncDispatcher.start_dispatch`."""
         return Pending(self._dispatch(x, weights, expert_ids, weigh_rows))
 
     def start_combine(self, rows: Tensor, state: DispatchState) -> Pending[Tensor]:
-        """Return while sums are on their last hop; see `AsyncDispatcher.start_combine`."""
-        return Pending(self._combine(rows, consume(state, self, _HopsState, rows)))
+        """Return while sums are on their last exchange; see `AsyncDispatcher.start_combine`."""
+        return Pending(self._combine(rows, consume(state, self, _DedupState, rows)))
 
     def _plan(self, given: Checked) -> _Planned:
         """Exchange counts and reports; raise on all ranks where one of them reports a fault."""
@@ -245,16 +250,17 @@ class _Hops(AsyncDispatcher):
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, weigh_rows: bool
     ) -> Generator[Step, None, Dispatched]:
         plan = self._plan(self._config.check(x, weights, expert_ids))
-        (hop, sizes), *others = plan.route
-        legs = [hop.start(self._config.narrow(x), plan.out, sizes)]
+        (exchange, sizes), *others = plan.route
+        dtypes = self._config.travelling(x), x.dtype
+        under_way = [exchange.start(x, plan.out, sizes, *dtypes)]
         yield "rows"
-        came = legs[0].wait()
-        for hop, sizes in others:
-            local = came.expert_ids.long().remainder(hop.num_experts)
+        came = under_way[0].wait()
+        for exchange, sizes in others:
+            local = came.expert_ids.long().remainder(exchange.num_experts)
             number = came.rows.shape[0]
-            out = hop.outgoing(local, came.weights, came.row_of_each, number)
-            legs.append(hop.start(came.rows, out, sizes))
-            came = legs[-1].wait()
+            out = exchange.outgoing(local, came.weights, came.row_of_each, number)
+            under_way.append(exchange.start(came.rows, out, sizes, *dtypes))
+            came = under_way[-1].wait()
         order = came.expert_ids.sort(stable=True).indices
         places = invert(order)
         groups = TokenGroups(
@@ -262,32 +268,32 @@ class _Hops(AsyncDispatcher):
             rows=places,
             starts=came.first.nonzero_static(size=came.rows.shape[0])[:, 0],
         )
-        state = _HopsState(
+        state = _DedupState(
             owner=self,
             num_rows=order.shape[0],
             dim=x.shape[1],
             row_weights=(
                 reorder(came.weights, order, places).to(weights.dtype) if weigh_rows else None
             ),
-            legs=tuple(legs),
+            under_way=tuple(under_way),
             groups=groups,
             weights=None if weigh_rows else came.weights,
             dtype=x.dtype,
         )
         return gather_tokens(came.rows.to(x.dtype), groups), plan.counts, state
 
-    def _combine(self, rows: Tensor, state: _HopsState) -> Generator[Step, None, Tensor]:
+    def _combine(self, rows: Tensor, state: _DedupState) -> Generator[Step, None, Tensor]:
         parts = scatter_tokens(rows.to(state.dtype), state.groups, state.weights)
-        first, *others = state.legs
-        for leg in reversed(others):
-            back = leg.start_back(self._config.narrow(parts))
-            parts = scatter_tokens(back.wait().to(state.dtype), leg.groups)
+        first, *others = state.under_way
+        for tokens_sent in reversed(others):
+            back = tokens_sent.start_back(self._config.narrow(parts))
+            parts = scatter_tokens(back.wait().to(state.dtype), tokens_sent.groups)
         back = first.start_back(self._config.narrow(parts))
         yield "rows"
         return scatter_tokens(back.wait().to(state.dtype), first.groups)
 
 
-class Dedup(_Hops):
+class Dedup(_Deduplicating):
     """A `TokenDispatcher` over one mesh axis: a token goes once to each rank with an expert of it.
 
     There it is copied to its experts, and the rank sends back their weighted sum (the idea of the
@@ -315,30 +321,30 @@ class Dedup(_Hops):
         self._config = check_config(
             num_experts, axis.name, axis.size, collectives, validate, payload
         )
-        self._hop = _Hop(axis, num_experts, self._config.collectives)
+        self._exchange = _TokenExchange(axis, num_experts, self._config.collectives)
         self.num_experts: Final = num_experts
         self.ranks: Final = axis.ranks
 
     def _plan(self, given: Checked) -> _Planned:
-        hop, ids = self._hop, given.expert_ids.reshape(-1)
+        exchange, ids = self._exchange, given.expert_ids.reshape(-1)
         choices = given.expert_ids.shape[1]
-        out = hop.outgoing(ids, given.weights.reshape(-1), choices, given.x.shape[0])
-        table = hop.table(out.hit.sum(1), count_ids(ids, self.num_experts), given.report)
-        received, (sent, got) = HostTables(hop.start_table(table), table).wait()
+        out = exchange.outgoing(ids, given.weights.reshape(-1), choices, given.x.shape[0])
+        table = exchange.table(out.hit.sum(1), count_ids(ids, self.num_experts), given.report)
+        received, (sent, got) = HostTables(exchange.start_table(table), table).wait()
         needs_grad = raise_faults([row[-REPORT_SIZE:] for row in got], self.ranks)
         return _Planned(
             out=out,
-            route=((hop, hop.sizes(sent, got, needs_grad)),),
-            counts=received[:, 1 : 1 + hop.experts_here].sum(0),
+            route=((exchange, exchange.sizes(sent, got, needs_grad)),),
+            counts=received[:, 1 : 1 + exchange.experts_here].sum(0),
         )
 
 
-class Hierarchical(_Hops):
+class Hierarchical(_Deduplicating):
     """A `TokenDispatcher` over nodes of ranks: a token crosses to each node once.
 
     ``node_mesh`` has two axes, nodes and the ranks inside one. A token goes to the rank of its own
     position in every node that has one of its experts, from there to each rank that has, and back
-    the same way, summed at both stops (two hops as in DeepSeek-V3, arXiv 2412.19437, section
+    the same way, summed at both stops (two exchanges as in DeepSeek-V3, arXiv 2412.19437, section
     3.2.2). Rank ``(n, i)`` holds block ``n * ranks per node + i`` of ``num_experts``. Forward makes
     four all-to-alls over each axis and one device-to-host synchronisation, backward three over
     each. Tokens overlap between nodes, there and back; inside the node they are waited for.
@@ -362,8 +368,8 @@ class Hierarchical(_Hops):
         nodes, inside = Axis.of(node_mesh, 0), Axis.of(node_mesh, 1)
         names, size = f"{nodes.name} x {inside.name}", nodes.size * inside.size
         self._config = check_config(num_experts, names, size, collectives, validate, payload)
-        self._between = _Hop(nodes, num_experts, self._config.collectives)
-        self._inside = _Hop(inside, num_experts // nodes.size, self._config.collectives)
+        self._between = _TokenExchange(nodes, num_experts, self._config.collectives)
+        self._inside = _TokenExchange(inside, num_experts // nodes.size, self._config.collectives)
         rows: list[list[int]] = node_mesh.mesh.tolist()
         self.num_experts: Final = num_experts
         self.ranks: Final = tuple(rank for row in rows for rank in row)
@@ -381,8 +387,8 @@ class Hierarchical(_Hops):
         counts = count_ids(ids, self.num_experts)
         sent = between.table(out.hit.sum(1), counts, each, given.report)
         (came,) = between.start_table(sent).wait()
-        # What came for this node is what its ranks will get from here: both hops are known to all
-        # before the host looks at either.
+        # What came for this node is what its ranks will get from here: both exchanges are known to
+        # all before the host looks at either.
         lengths = [1, between.experts_here, size, REPORT_SIZE]
         _, here, rows, reports = came.split(lengths, 1)
         passed = inside.table(rows.sum(0), here.sum(0), reports.reshape(-1))

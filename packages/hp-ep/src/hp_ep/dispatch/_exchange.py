@@ -80,6 +80,45 @@ def _split(numbers: list[int], tables: Sequence[Tensor]) -> Tables:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlocks:
+    """Blocks of rows that travel by rank and are computed by expert."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    """Rows from each rank for each of the experts here."""
+    own: int | None = None
+    """The rank whose rows do not travel, being here: they lie behind those that do."""
+
+    @property
+    def staying(self) -> int:
+        """Return how many rows do not travel."""
+        return 0 if self.own is None else sum(self.sizes[self.own])
+
+    def by_expert(self, came: Tensor, stayed: Tensor) -> Tensor:
+        """Return by expert the rows that ``came``, by rank, and those that ``stayed``."""
+        away = [n for rank, sizes in enumerate(self.sizes) if rank != self.own for n in sizes]
+        parts, experts = list(came.split(away)), len(self.sizes[0])
+        if self.own is not None:
+            first = self.own * experts
+            parts[first:first] = stayed.split(self.sizes[self.own])
+        return torch.cat([part for j in range(experts) for part in parts[j::experts]])
+
+    def by_rank(self, rows: Tensor, coming: int) -> tuple[Tensor, Tensor | None]:
+        """Return by rank those of ``rows``, by expert, that travel, and memory for what comes back.
+
+        The first ``coming`` rows of that are to come, the others are those that stay; None if all
+        travel.
+        """
+        ranks = len(self.sizes)
+        parts = rows.split([n for sizes in zip(*self.sizes, strict=True) for n in sizes])
+        away = torch.cat([part for i in range(ranks) if i != self.own for part in parts[i::ranks]])
+        if self.own is None:
+            return away, None
+        memory = rows.new_empty(coming + self.staying, *rows.shape[1:])
+        torch.cat(parts[self.own :: ranks], out=memory.narrow(0, coming, self.staying))
+        return away, memory
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Route:
     """The all-to-all of rows, and in backward that of their gradient; what is under way now."""
@@ -88,6 +127,10 @@ class _Route:
     collectives: Collectives
     send: tuple[int, ...] | None = None
     receive: tuple[int, ...] | None = None
+    blocks: RowBlocks | None = None
+    """How the experts' rows lie; None for as they come."""
+    returns: bool = False
+    """Whether forward brings results back, and backward their gradient to the experts."""
     side: SideStream | None = None
     """Where the rows are sent from, in forward; None for where everything is computed."""
     mark: object = None
@@ -96,6 +139,10 @@ class _Route:
     work: Work | None = None
     held: Tensor | None = field(default=None, repr=False)
     """What is being sent: it must stay as it is until it has arrived."""
+    stay: Tensor | None = field(default=None, repr=False)
+    """On their way to the experts, the rows whose experts are here."""
+    memory: Tensor | None = field(default=None, repr=False)
+    """On their way back, where they come to, and some are already."""
 
     def start(self, x: Tensor, *, back: bool) -> None:
         """Start sending ``x``, or in backward what comes ``back``."""
@@ -105,10 +152,19 @@ class _Route:
             bits = held[:, None].view(torch.int32)
             held = torch.cat([self.labels.to(torch.int32)[:, None], bits], 1)
             self.labels = None
-        self.held = held
+        self.held, output = held, None
+        if self.blocks is not None and send is not None and receive is not None:
+            leaving, coming = sum(send), sum(receive)
+            if back == self.returns:
+                self.held = held.narrow(0, 0, leaving)
+                self.stay = held.narrow(0, leaving, self.blocks.staying)
+            else:
+                self.held, self.memory = self.blocks.by_rank(held, coming)
+                output = None if self.memory is None else self.memory.narrow(0, 0, coming)
+        message = self.held
 
         def call() -> Work:
-            return self.collectives.all_to_all(self.axis, held, send, receive)
+            return self.collectives.all_to_all(self.axis, message, send, receive, output)
 
         self.work = call() if self.side is None else self.side.run(self.mark, call)
 
@@ -119,7 +175,11 @@ class _Route:
         (arrived,) = self.work.wait()
         if self.side is not None:
             self.side.adopt(arrived)
-        self.work = self.held = self.side = self.mark = None
+        if self.blocks is not None and self.stay is not None:
+            arrived = self.blocks.by_expert(arrived, self.stay)
+        elif self.memory is not None:
+            arrived = self.memory
+        self.work = self.held = self.side = self.mark = self.stay = self.memory = None
         return arrived
 
 
@@ -158,10 +218,14 @@ class AsyncAllToAll:
         send: Sequence[int] | None,
         receive: Sequence[int] | None,
         *,
+        blocks: RowBlocks | None = None,
+        returns: bool = False,
         needs_grad: bool = False,
     ) -> "AsyncAllToAll":
         """Send ``send`` rows to each rank, for ``receive`` rows from each; None: equal blocks.
 
+        With ``blocks`` what arrives is put by expert, or with ``returns`` what leaves by rank, and
+        the contrary in backward.
         A rank whose own rows need no gradient, for want of tokens, say, takes part in the
         communication of its peers' backward where some rank ``needs_grad``.
         """
@@ -176,6 +240,7 @@ class AsyncAllToAll:
         if needs_grad:
             self._rows = run_function(_Start, route.held.requires_grad_(), route)
         route.send, route.receive = (None if s is None else tuple(s) for s in (send, receive))
+        route.blocks, route.returns = blocks, returns
         route.start(route.held, back=False)
         return self
 

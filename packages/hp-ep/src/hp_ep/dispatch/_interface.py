@@ -115,10 +115,11 @@ class Pending(Generic[T]):
     way, and returns the result.
     """
 
-    __slots__ = ("_step", "_steps")
+    __slots__ = ("_step", "_steps", "_waited")
 
     def __init__(self, steps: Generator[Step, None, T]) -> None:
         self._steps = steps
+        self._waited = False
         self._step: Step = next(steps)
 
     def send(self) -> None:
@@ -127,7 +128,10 @@ class Pending(Generic[T]):
             self._step = next(self._steps)
 
     def wait(self) -> T:
-        """Return the result, once the rows are here."""
+        """Return the result, once the rows are here; `DispatchStateError` the second time."""
+        if self._waited:
+            raise DispatchStateError("this was waited for before; keep what wait returned")
+        self._waited = True
         while True:
             try:
                 self._step = next(self._steps)

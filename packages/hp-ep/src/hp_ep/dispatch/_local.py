@@ -35,19 +35,33 @@ class SortedAssignments:
         return reorder(weights.reshape(-1), self.order, self.places.view(-1))
 
 
-def sort_assignments(expert_ids: Tensor, num_experts: int) -> SortedAssignments:
-    """Return the assignments by expert, stable in the token; reads nothing on the host."""
-    order = sorting(expert_ids.reshape(-1), num_experts)[1]
+def sort_assignments(
+    expert_ids: Tensor, num_experts: int, last: slice | None = None
+) -> SortedAssignments:
+    """Return the assignments by expert, stable in the token; reads nothing on the host.
+
+    Those of the experts ``last`` come after all others.
+    """
+    keys, end = expert_ids.reshape(-1), num_experts
+    if last is not None:
+        end = 2 * num_experts
+        every = torch.arange(num_experts, dtype=_key_dtype(end), device=keys.device)
+        every[last] += num_experts
+        keys = every.index_select(0, keys)
+    order = sorting(keys, end)[1]
     places = invert(order).view(expert_ids.shape)
     return SortedAssignments(order=order, places=places, counts=count_ids(expert_ids, num_experts))
 
 
 def sorting(keys: Tensor, end: int) -> tuple[Tensor, Tensor]:
     """Return ``keys [n]``, each from 0 to ``end - 1``, sorted, and their stable order."""
-    # Sorting two bytes per key costs a fraction of sorting eight.
-    narrow = keys.to(torch.int16) if end <= torch.iinfo(torch.int16).max else keys
-    ordered, order = narrow.sort(stable=True)
+    ordered, order = keys.to(_key_dtype(end)).sort(stable=True)
     return ordered, order
+
+
+def _key_dtype(end: int) -> torch.dtype:
+    # Sorting two bytes per key costs a fraction of sorting eight.
+    return torch.int16 if end <= torch.iinfo(torch.int16).max else torch.int64
 
 
 def count_ids(ids: Tensor, number: int) -> Tensor:

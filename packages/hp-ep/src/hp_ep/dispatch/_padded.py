@@ -128,9 +128,10 @@ class Padded(AsyncDispatcher):
         if weigh_rows:
             each = given.weights.reshape(-1, 1)
             parts = buffer.assignments, buffer.places.view(-1, 1), buffer.kept.view(-1, 1)
-            travelling.append(self._start(run_function(_FillRows, each, *parts), needs_grad[1]))
+            filled = run_function(_FillRows, each, each.dtype, *parts)
+            travelling.append(self._start(filled, needs_grad[1]))
         parts = buffer.tokens, buffer.places, buffer.kept
-        rows = run_function(_FillRows, self._config.narrow(given.x), *parts)
+        rows = run_function(_FillRows, given.x, self._config.travelling(given.x), *parts)
         travelling.append(self._start(rows, needs_grad[0]))
         yield "rows"
         ranks, experts = self._axis.size, self.num_experts // self._axis.size
@@ -223,15 +224,19 @@ class _FillRows(torch.autograd.Function):
     """Copies tokens to the rows of a buffer, zeros where unused."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, kept: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, tokens: Tensor, places: Tensor, kept: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(places, kept)
-        return F.pad(x, (0, 0, 0, 1)).index_select(0, tokens)
+        ctx.dtype = x.dtype
+        return F.pad(x.to(dtype), (0, 0, 0, 1)).index_select(0, tokens)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         places, kept = ctx.saved_tensors
-        return _sum_kept(grads[0], places, kept, kept.to(grads[0].dtype)), None, None, None
+        grad = grads[0].to(ctx.dtype)  # summed as the tokens are, not as they travel
+        return _sum_kept(grad, places, kept, kept.to(grad.dtype)), None, None, None, None
 
 
 class _SumChoices(torch.autograd.Function):

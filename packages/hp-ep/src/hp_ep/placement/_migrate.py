@@ -38,13 +38,16 @@ def migrate_experts(
     Parameters, their gradients if there are any, and all of the optimizer's state that has a row
     per slot keep their identity and get the values of the slots' new experts; training goes on as
     if nothing had happened. Copies of the layer, as those of averaged weights, do not move with it:
-    migrate each in the same step. Call it between steps, with the same placement on all ranks,
-    which they compare first: one small all-gather over each axis of the experts' mesh. Then one
-    all-to-all over the experts' axis for each of these tensors, of the slots that change rank.
+    migrate each in the same step. Call it between steps, with the same placement on all ranks and
+    the same tensors to move, which they compare first: one small all-gather over each axis of the
+    experts' mesh. Then one all-to-all over the experts' axis for each of these tensors, of the
+    slots that change rank.
 
     `ExpertConfigError`, before anything moves, for a layer that no style gave a placement, for a
-    placement that is not the same on all ranks, for another number of slots, and for tensors that
-    another axis cuts along their experts: shard those along another dimension.
+    placement that is not the same on all ranks, for another number of slots, for an optimizer
+    without the experts that are trained, where some ranks have a gradient or a state that others
+    have not, and for tensors that another axis cuts along their experts: shard those along another
+    dimension.
     """
     if not isinstance(layer, MoE):
         raise ExpertConfigError(f"got a {type(layer).__name__}; experts move with their whole MoE")
@@ -54,26 +57,37 @@ def migrate_experts(
             "the experts have no placement; give the style one, Placement.contiguous(...) if "
             "nothing is known of the load yet"
         )
-    _compare(layer.experts, placement, replicas)
+    tensors: dict[str, Tensor] = {}
+    fault = None
+    try:
+        tensors = _tensors(layer.experts, optimizer, replicas)
+    except ExpertConfigError as error:  # told to all ranks first, which may see no fault
+        fault = error
+    said = str(fault or {what: tuple(tensor.shape) for what, tensor in tensors.items()})
+    _compare(layer.experts, placement, replicas, said)
+    if fault is not None:
+        raise fault
     if not isinstance(placement, Placement):  # on all ranks, or they would have differed
         raise ExpertConfigError(
             f"placement={placement!r} is not a Placement; make one by plan_placement"
         )
     migration = plan_migration(replicas.placement, placement)
     dispatcher = _moved(layer.dispatcher, placement)
-    tensors = _tensors(layer.experts, optimizer, replicas)
-    for tensor in tensors:
+    for tensor in tensors.values():
         tensor.copy_(exchange_rows(tensor, migration, replicas.axis, replicas.collectives))
     layer.dispatcher = dispatcher
     layer.experts.place(replicas.moved_to(placement))
     return migration
 
 
-def _compare(experts: GroupedExperts, placement: object, replicas: ReplicaSum) -> None:
-    """Raise on all ranks that have a part of the experts unless all give one placement."""
+def _compare(
+    experts: GroupedExperts, placement: object, replicas: ReplicaSum, tensors: str
+) -> None:
+    """Raise on all ranks that have a part of the experts unless all give the same."""
     mesh = experts.gate_up_proj.device_mesh if isinstance(experts.gate_up_proj, DTensor) else None
     axes = [replicas.axis] if mesh is None else [Axis.of(mesh, i) for i in range(mesh.ndim)]
-    check_same_placement(placement, axes, experts.gate_up_proj.device, replicas.collectives)
+    device = experts.gate_up_proj.device
+    check_same_placement(placement, axes, device, replicas.collectives, tensors)
 
 
 def _moved(dispatcher: TokenDispatcher, placement: Placement) -> TokenDispatcher:
@@ -89,17 +103,25 @@ def _moved(dispatcher: TokenDispatcher, placement: Placement) -> TokenDispatcher
 
 def _tensors(
     experts: GroupedExperts, optimizer: Optimizer | None, replicas: ReplicaSum
-) -> list[Tensor]:
+) -> dict[str, Tensor]:
     """Return the local part of everything that has a row per slot, checked, in one order."""
-    found: list[Tensor] = []
+    found: dict[str, Tensor] = {}
     num_slots = len(replicas.placement.experts)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else ()
     for name, parameter in experts.named_parameters(recurse=False):
-        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        state = {}
+        if optimizer is not None:
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ExpertConfigError(
+                    f"the optimizer has no {name} of these experts, whose state would stay where "
+                    "it is; give the one that trains them"
+                )
+            state = optimizer.state.get(parameter, {})
         several = {name: parameter, f"gradient of {name}": parameter.grad}
         several |= {f"{key} of {name}": value for key, value in sorted(state.items())}
         for what, tensor in several.items():
             if isinstance(tensor, Tensor) and tensor.dim():
-                found.append(rows_here(what, tensor, num_slots, replicas.axis))
+                found[what] = rows_here(what, tensor, num_slots, replicas.axis)
     return found
 
 
@@ -163,7 +185,7 @@ def _reorder(model: nn.Module, state: Mapping[str, Any], *, to_experts: bool) ->
 
     def change(path: str, value: Tensor) -> Tensor:
         name = find(path)
-        if name is None or not isinstance(value, DTensor):
+        if name is None or not isinstance(value, DTensor) or not value.dim():
             return value
         return move_rows(value, *moves[name])
 

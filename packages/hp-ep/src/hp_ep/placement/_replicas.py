@@ -117,43 +117,72 @@ def rows_here(what: str, tensor: Tensor, num_rows: int, axis: Axis) -> Tensor:
         for p in tensor.placements
         if not isinstance(p, Replicate) and getattr(p, "dim", 0) == 0  # partial ones have none
     ]
-    if tensor.shape[0] != num_rows or cuts != [Shard(0)]:
+    over = [
+        Axis.of(tensor.device_mesh, i).ranks
+        for i, placement in enumerate(tensor.placements)
+        if placement == Shard(0)
+    ]
+    if tensor.shape[0] != num_rows or cuts != [Shard(0)] or over != [axis.ranks]:
         raise ExpertConfigError(
             f"{what} has shape {tuple(tensor.shape)} and placements {tensor.placements}; experts "
-            f"move as whole rows, here {num_rows}, so only {axis.name} may cut dimension 0"
+            f"move as whole rows, here {num_rows}, so only {axis.name} of "
+            f"{tensor.device_mesh.mesh_dim_names} may cut dimension 0"
         )
     return tensor.to_local()
 
 
 def check_same_placement(
-    placement: object, axes: Iterable[Axis], device: torch.device, collectives: Collectives
+    placement: object,
+    axes: Iterable[Axis],
+    device: torch.device,
+    collectives: Collectives,
+    tensors: str = "",
 ) -> None:
     """Raise an `ExpertConfigError` on all ranks of ``axes`` unless all give one ``placement``.
 
-    What is no `Placement` differs from any, and is otherwise the caller's to refuse.
-    All-gathers 16 bytes for each rank over each of the axes, and reads what came on the host.
+    And the same ``tensors``, a description of those that are to move. What is no `Placement`
+    differs from any, and is otherwise the caller's to refuse. All-gathers 24 bytes for each rank
+    over each of the axes, and reads what came on the host.
     """
     text = type(placement).__name__
     if isinstance(placement, Placement):
         text = repr((placement.num_ranks, placement.num_experts, placement.experts))
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+    digests = [
+        int.from_bytes(hashlib.blake2b(each.encode(), digest_size=7).digest())
+        for each in (text, tensors)
+    ]
     over = [axis for axis in axes if axis.size > 1]
     if not over:
         return
-    told = torch.tensor([[over[0].ranks[over[0].index], digest]], dtype=torch.int64, device=device)
+    mine = [over[0].ranks[over[0].index], *digests]
+    told = torch.tensor([mine], dtype=torch.int64, device=device)
     for axis in over:
         (told,) = collectives.all_gather(axis, [told]).wait()
-        told = told.reshape(-1, 2)
-    ranks_of: dict[int, list[int]] = {}
-    for rank, given in sorted(told.tolist()):
-        ranks_of.setdefault(given, []).append(rank)
-    if len(ranks_of) > 1:
-        groups = "; ".join(map(str, ranks_of.values()))
+        told = told.reshape(-1, 3)
+    every = sorted(told.tolist())
+    groups = _groups([(rank, placed) for rank, placed, _ in every])
+    if len(groups) > 1:
         raise ExpertConfigError(
-            f"{len(ranks_of)} placements were given, each by the ranks in one of these lists: "
-            f"{groups}; all ranks must give the same, or experts are taken for others: plan it "
-            "from loads of all ranks, as collect_loads returns them, or broadcast it"
+            f"{len(groups)} placements were given, each by the ranks in one of these lists: "
+            f"{'; '.join(map(str, groups))}; all ranks must give the same, or experts are taken "
+            "for others: plan it from loads of all ranks, as collect_loads returns them, or "
+            "broadcast it"
         )
+    groups = _groups([(rank, moved) for rank, _, moved in every])
+    if len(groups) > 1:
+        raise ExpertConfigError(
+            f"other tensors would move on the ranks in each of these lists: "
+            f"{'; '.join(map(str, groups))}; all ranks must have a gradient of the same parameters "
+            "and give an optimizer with the same state"
+        )
+
+
+def _groups(numbers: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return the ranks with each number."""
+    found: dict[int, list[int]] = {}
+    for rank, number in numbers:
+        found.setdefault(number, []).append(rank)
+    return list(found.values())
 
 
 def exchange_rows(
