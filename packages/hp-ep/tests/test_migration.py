@@ -285,3 +285,40 @@ def test_what_would_stay_or_move_on_some_ranks_alone_is_refused_by_all(ranks: An
     assert found[0][0].startswith("the optimizer has no gate_up_proj of these experts")
     assert found[0][1].startswith("other tensors would move on the ranks in each of these lists: ")
     assert "[0, 2, 3]; [1]" in found[0][1]
+
+
+def _unlike(rank: int) -> list[str]:
+    """Migrate with optimizers that do not know the experts, and tensors that rank 1 alone has."""
+    mesh, record = _mesh((2,), ("ep",)), RecordingCollectives()
+    layer = build_moe(3, experts=4)
+    ExpertParallel(placement=Placement.contiguous(4, 2), collectives=record).apply(layer, mesh)
+    fresh, trained = _optimizer("adamw", layer), _optimizer("adamw", layer)
+    rest = torch.optim.AdamW([layer.router.weight, layer.experts.down_proj])
+    _learn(layer, trained, _batch(0, TOKENS)[rank])
+    before = [p.full_tensor() for p in layer.experts.parameters() if isinstance(p, DTensor)]
+    new = Placement(num_ranks=2, num_experts=4, experts=(3, 2, 1, 0))
+    record.reset()
+
+    def migrate(first: torch.optim.Optimizer | None, second: torch.optim.Optimizer | None) -> str:
+        with pytest.raises(ExpertConfigError) as error:
+            migrate_experts(layer, new, second if rank else first)
+        return str(error.value)
+
+    texts = [migrate(rest, rest), migrate(rest, None), migrate(None, trained)]
+    texts.append(migrate(trained, fresh))
+    if rank:
+        layer.experts.down_proj.grad = torch.zeros_like(layer.experts.down_proj)
+    texts.append(migrate(None, None))
+    assert ("ep", "all_to_all") not in record.by_call
+    after = [p.full_tensor() for p in layer.experts.parameters() if isinstance(p, DTensor)]
+    assert all(map(torch.equal, after, before))
+    return texts
+
+
+def test_tensors_that_differ_between_ranks_or_would_stay_behind_are_refused(ranks: Any) -> None:
+    first, second = ranks(2).run(_unlike)
+    assert first == second
+    assert first[0].startswith("the optimizer has no gate_up_proj of these experts")
+    for text in first[1:]:
+        assert text.startswith("other tensors would move on the ranks in each of these lists")
+        assert ": [0]; [1]; " in text

@@ -448,3 +448,15 @@ def test_rows_that_another_axis_cuts_are_refused(ranks: Any) -> None:
     for texts in ranks(4).run(_over_another_axis):
         for text in texts:
             assert re.search(r"so only ep of \('efsdp', 'ep'\) may cut dimension 0", text), text
+
+
+def _scalar(rank: int) -> list[bool]:
+    model, _ = _build(AWAY, 0)
+    step = distribute_tensor(torch.tensor(3.0), _mesh((1, 4)), [Replicate(), Replicate()])
+    state = {"state": {"first.experts.down_proj": {"step": step}}}
+    found = order_by_expert(model, state), order_by_slot(model, state)
+    return [each == state for each in found]
+
+
+def test_numbers_without_rows_are_left_as_they_are(ranks: Any) -> None:
+    assert ranks(4).run(_scalar) == [[True] * 2] * 4

@@ -1,6 +1,7 @@
 """Routing and balance loss as the models in transformers compute them."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -309,3 +310,15 @@ def _overlapping(rank: int) -> str:
 def test_axes_that_would_count_tokens_twice_are_refused(ranks: Any) -> None:
     for text in ranks(2).run(_overlapping):
         assert "ep=[0, 1] and ep=[0, 1] share ranks, whose tokens would count twice" in text
+
+
+def test_a_router_keeps_nothing_of_what_was_recorded() -> None:
+    router, x = TopKRouter(4, 6, 2, dtype=torch.float64), _tokens()
+    with BalanceLoss(router) as balance:
+        router(x)
+    share = balance.loss()
+    kept = weakref.ref(x)
+    del x
+    assert kept() is not None  # for the gradient of the weight
+    del balance, share
+    assert kept() is None

@@ -121,6 +121,67 @@ def test_token_axes_over_ranks_that_cut_experts_inside_are_refused(ranks: Any) -
         assert "out of them, () where no other axis splits tokens" in text
 
 
+def _counted_twice(rank: int) -> list[str]:
+    """Say in all ways there are that tokens are split twice between the same ranks."""
+    grid, flat = _mesh((2, 2), ("dp", "cp")), _mesh((4,), ("ep",))
+    dp, cp, ep = Axis.of(grid, "dp"), Axis.of(grid, "cp"), Axis.of(flat, 0)
+    layer, record = build_moe(0, balance=0.1), RecordingCollectives()
+    cases: list[Callable[[], object]] = [
+        lambda: ExpertParallel(token_axes=[ep, ep], collectives=record).apply(layer, flat),
+        lambda: ExpertParallel(token_axes=[dp, ep], collectives=record).apply(layer, flat),
+        lambda: layer.router.split_tokens_over([ep, cp], record),
+        lambda: collect_loads(layer, [cp, dp, cp], record),
+        lambda: BalanceLoss(layer, [ep, ep], record),
+    ]
+    texts = []
+    for case in cases:
+        with pytest.raises(ExpertConfigError) as error:
+            case()
+        texts.append(str(error.value))
+    assert not isinstance(layer.experts.gate_up_proj, DTensor)
+    assert not record.by_call
+    layer.router.split_tokens_over([dp, cp], record)  # they share this rank alone
+    return texts
+
+
+def test_axes_that_split_tokens_twice_between_the_same_ranks_are_refused(ranks: Any) -> None:
+    for texts in ranks(4).run(_counted_twice):
+        assert len(texts) == 5
+        for text in texts:
+            assert "share ranks, whose tokens would count twice" in text
+
+
+def _untold(rank: int) -> list[str]:
+    """Spread layers without a word about their tokens, and ask for numbers of all tokens."""
+    mesh = _mesh((2,), ("ep",))
+    layer, told, cut, whole, alone = (build_moe(0) for _ in range(5))
+    ExpertParallel().apply(layer, mesh)
+    ExpertParallel(token_axes=mesh).apply(told, mesh)
+    TensorParallel().apply(cut, mesh)
+    ExpertParallel().apply(whole, _mesh((2, 1), ("dp", "ep"))["ep"])
+    texts = []
+    asked: list[Callable[..., object]] = [collect_loads, BalanceLoss]
+    for ask in asked:
+        for model in (layer, layer.router):
+            with pytest.raises(ExpertConfigError) as error:
+                ask(model)
+            texts.append(str(error.value))
+    for model in (told, cut, whole, alone):
+        collect_loads(model)
+        BalanceLoss(model)
+    collect_loads(layer, mesh)
+    BalanceLoss(layer, mesh)
+    return texts
+
+
+def test_numbers_of_all_tokens_are_refused_where_nobody_said_who_has_them(ranks: Any) -> None:
+    every = ranks(2).run(_untold)
+    assert every == [every[0]] * 2
+    for text, name in zip(every[0], ("router", "") * 2, strict=True):
+        assert text.startswith(f"routers {[name]} were not told which axes split their tokens")
+        assert text.endswith("; pass axes, or give the style token_axes")
+
+
 def _tokens(dp: int) -> Tensor:
     generator = torch.Generator().manual_seed(dp)
     return torch.randn(6, 4, generator=generator, dtype=torch.float64)

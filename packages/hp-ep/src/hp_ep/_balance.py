@@ -195,7 +195,7 @@ def _axes(routers: dict[str, TopKRouter]) -> tuple[Axis, ...]:
     if untold:
         raise ExpertConfigError(
             f"routers {untold} were not told which axes split their tokens, and one rank's numbers "
-            "are not those of all; pass axes, or give the style token_axes (() for none)"
+            "are not those of all; pass axes, or give the style token_axes"
         )
     told = {name: router.token_axes or () for name, router in routers.items()}
     if len({tuple(axis.ranks for axis in axes) for axes in told.values()}) > 1:
