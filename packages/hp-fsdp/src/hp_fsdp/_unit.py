@@ -210,6 +210,14 @@ class Unit:
         return self.options.in_pipeline and waits and self.sharded and not inside_backward()
 
     @property
+    def packs_early(self) -> bool:
+        """Return whether gradients are packed as they come."""
+        for group in self.groups:
+            if group.bucket_hooks is not None:
+                return True
+        return False
+
+    @property
     def gathering(self) -> bool:
         """Return whether a gather is under way."""
         return any(group.state is ParameterState.GATHERING for group in self.groups)
