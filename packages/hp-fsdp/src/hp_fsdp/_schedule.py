@@ -38,8 +38,8 @@ class Schedule:
     an earlier pass goes on with that one's. Where a pass leaves the recorded order,
     it does without prefetch to its end. Where gradients are packed as they come, in memory of their
     own, the first units that backward reaches start the next gather when they are left, so that the
-    peak has no more gathered parameters than it needs. All collectives are thus issued in program order, the same
-    on all ranks that run the same program.
+    peak has no more gathered parameters than it needs. All collectives are thus issued in program
+    order, the same on all ranks that run the same program.
 
     Backward may pass by a unit on one rank, whose loss does not depend on it there, and reach it on
     another. A rank that comes to an earlier unit, or to the end, does first for those in between

@@ -212,10 +212,7 @@ class Unit:
     @property
     def packs_early(self) -> bool:
         """Return whether gradients are packed as they come."""
-        for group in self.groups:
-            if group.bucket_hooks is not None:
-                return True
-        return False
+        return any([group.bucket_hooks is not None for group in self.groups])
 
     @property
     def gathering(self) -> bool:
