@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from operator import getitem, is_, setitem
+from operator import attrgetter, getitem, is_, setitem
 from typing import Any, Protocol, cast
 
 import torch
@@ -743,9 +743,10 @@ class RaggedGroup(ParameterGroup):
 
     def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
         """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
-        ragged = cast("Sequence[RaggedTensor]", tensors)
-        with torch.no_grad():
-            return all(map(is_, parts, map(RaggedTensor.to_local, ragged)))
+        return all(map(is_, parts, map(_ragged_part, tensors)))
+
+
+_ragged_part = attrgetter("local")
 
 
 @cache
