@@ -213,7 +213,7 @@ def local_parts(rank: int) -> list[bool]:
     mesh, sizes = mesh_of((2,)), (5, 3)
     part = torch.ones(sizes[rank])
     whole = RaggedTensor.from_local(part, mesh, [RaggedShard((0,), sizes)], shape=(8,))
-    parameter = nn.Parameter(whole)
+    parameter: Any = nn.Parameter(whole)
     with torch.no_grad():
         found = [parameter.local is parameter.to_local()]
     other = whole.like(torch.zeros(sizes[rank]))
