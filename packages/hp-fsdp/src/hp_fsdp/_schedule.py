@@ -341,7 +341,9 @@ class Schedule:
             at = _last_place(order, unit, len(order))
         if at is not None:
             self._end_order, self._cursor = order, at
-            if at and unit.packs_early and at >= len(order) - 1 - LATE_UNITS:
+            # The last in the order is the root, whose backward lasts to the end.
+            first = len(order) - 1 - LATE_UNITS <= at < len(order) - 1
+            if at and first and unit.adds_to_peak:
                 self._late = order[at - 1]
             elif at:
                 self._prefetch_backward(order[at - 1])
