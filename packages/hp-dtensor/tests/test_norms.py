@@ -1,6 +1,7 @@
 """The norm over mixed meshes is that of one process that holds every gradient whole."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -407,3 +408,37 @@ def test_small_gradients_side_by_side_are_measured_in_one_call() -> None:
     (tensors, *_), _ = measured.call_args
     assert len(tensors) == 2  # as much as is joined, twice
     assert torch.allclose(norm, flat.norm())
+
+
+def calls_of(count: int, size: int, kind: Callable[[Tensor], Tensor]) -> int:
+    """Return the calls of a clip, those of functions in C too; gradients lie side by side."""
+    flat, found = torch.ones(count, size), [0]
+    parameters = [nn.Parameter(kind(torch.zeros(size))) for _ in range(count)]
+    for parameter, gradient in zip(parameters, flat, strict=True):
+        parameter.grad = kind(gradient)
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        found[0] += event in ("call", "c_call")
+
+    clip_grad_norm_(parameters, 1.0)
+    sys.setprofile(note)
+    clip_grad_norm_(parameters, 1.0)
+    sys.setprofile(None)
+    return found[0]
+
+
+def calls_of_each(rank: int) -> list[float]:
+    mesh, sizes = init_device_mesh("cpu", (2,)), (5, 3)
+    runs = RaggedShard((0,), sizes)
+    kinds: list[tuple[int, Callable[[Tensor], Tensor]]] = [
+        (8, lambda local: local),
+        (8, lambda local: DTensor.from_local(local, mesh, [Shard(0)], run_check=False)),
+        (sizes[rank], lambda local: RaggedTensor.from_local(local, mesh, [runs], shape=(8,))),
+    ]
+    return [(calls_of(60, *kind) - calls_of(20, *kind)) / 40 for kind in kinds]
+
+
+def test_a_clip_makes_few_calls_for_each_parameter(ranks: Pools) -> None:
+    for plain, *sharded in ranks(2).run(calls_of_each):
+        assert plain <= 7
+        assert max(sharded) <= 12

@@ -207,3 +207,19 @@ def test_gradients_are_this_ranks_part_of_the_whole_gradient(ranks: Pools) -> No
                     torch.testing.assert_close(result[name], part_of(full, case, rank))
 
     check()
+
+
+def local_parts(rank: int) -> list[bool]:
+    mesh, sizes = mesh_of((2,)), (5, 3)
+    part = torch.ones(sizes[rank])
+    whole = RaggedTensor.from_local(part, mesh, [RaggedShard((0,), sizes)], shape=(8,))
+    parameter: Any = nn.Parameter(whole)
+    with torch.no_grad():
+        found = [parameter.local is parameter.to_local()]
+    other = whole.like(torch.zeros(sizes[rank]))
+    parameter.data = other
+    return [*found, not parameter.local.requires_grad, parameter.local is other.local]
+
+
+def test_the_part_itself_is_that_which_is_there_without_autograd(ranks: Pools) -> None:
+    assert ranks(2).run(local_parts) == [[True] * 3] * 2

@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from hp_dtensor import TorchCollectives
-from hp_fsdp import fully_shard
+from hp_fsdp import Ring, fully_shard
 
 from .models import WIDTH, Gradients, gradients, make, mesh_of, worst
 
@@ -69,15 +69,19 @@ class Chain(nn.Module):
 
 
 def chain(
-    shape: tuple[int, ...], option: bool | None = None, kind: Callable[[], nn.Module] = Chain
+    shape: tuple[int, ...],
+    option: bool | None = None,
+    kind: Callable[[], nn.Module] = Chain,
+    **options: Any,
 ) -> tuple[Any, Logging]:
-    """Return a sharded chain and its log."""
+    """Return a sharded chain, whose blocks have more options, and its log."""
     carrier = Logging()
     mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
     model: Any = make(kind)
     modules = [*model.blocks, model]
     for unit, module in enumerate(modules):
-        fully_shard(module, mesh, reshard_after_forward=option, collectives=carrier)
+        more = {} if module is model else options
+        fully_shard(module, mesh, reshard_after_forward=option, collectives=carrier, **more)
         carrier.units[2 * WIDTH * WIDTH * (unit + 1)] = unit
     return model, carrier
 
@@ -199,6 +203,49 @@ def test_backward_gathers_a_unit_before_the_one_after_it_is_reduced(ranks: Ranks
         for _, log, _ in steps:
             for unit in range(BLOCKS - 1):
                 assert log.index(("gather", unit)) < log.index(("reduce", unit + 1))
+
+
+def log_ends(rank: int, grads: str, ring: bool) -> list[Log]:
+    """Return what backward issued in two steps, and when blocks had come to their inputs."""
+    memory: dict[str, Any] = {"buffers": Ring(2)} if ring else {}
+    model, carrier = chain((2,), True, grads=grads, direct_bytes=0, **memory)
+    for unit, block in enumerate(model.blocks):
+
+        def note(*_: Any, unit: int = unit) -> None:
+            carrier.log.append(("end", unit))
+
+        block[0].register_full_backward_hook(note)
+    seen = []
+    for _ in range(2):
+        loss = model(input_of(rank)).pow(2).mean()
+        carrier.log = []
+        loss.backward()
+        log, carrier.log = carrier.log, []
+        seen.append(log)
+        assert worst(gradients(model), expected_of(2)) < 1e-12
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("grads", "ring", "late"),
+    [
+        ("copy", False, False),
+        ("accumulate", False, True),
+        ("fused", False, True),
+        ("fused", True, False),
+    ],
+)
+def test_what_packs_as_gradients_come_gathers_the_next_unit_only_at_its_end(
+    ranks: Ranks, grads: str, ring: bool, late: bool
+) -> None:
+    for steps in ranks(2).run(log_ends, grads, ring):
+        for log in steps:
+            assert gathers(log) == [3, 2, 1, 0]
+            for unit in (1, 2):
+                gathered = log.index(("gather", unit - 1))
+                assert (gathered > log.index(("end", unit))) == late
+                assert gathered < log.index(("reduce", unit))
 
 
 def test_prefetching_what_is_not_next_changes_no_gradient(ranks: Ranks) -> None:

@@ -1,10 +1,11 @@
 """Clip gradients by their norm where parameters live on different meshes."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import reduce
 from itertools import groupby
 from numbers import Real
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ._errors import LayoutError, MeshError
 from ._groups import axes_over, ranks_along
 from ._prepare import tensor_spec
-from ._torch import foreach_norms, foreach_scale, group_name, local_part
+from ._torch import foreach_norms, foreach_scale, group_name, local_part, spec_of
 from .collectives._c10d import TorchCollectives
 from .collectives._interface import Axis, AxisMesh, Collectives
 from .ragged._tensor import RaggedTensor
@@ -80,22 +81,31 @@ def clip_grad_norm_(
     stages = None if pp is None else _stages(pp)
     limit = _limit(max_norm)
     given = [parameters] if isinstance(parameters, Tensor) else parameters
-    unique = list({id(parameter): parameter for parameter in given}.values())
-    spans: dict[tuple[int, Sequence[object]], _Span] = {}
+    listed = list(given)
+    # Asked of all of them: `map` makes no call in Python for each.
+    unique = list(dict(zip(map(id, listed), listed, strict=True)).values())
+    known: dict[tuple[object, ...], _Span] = {}
     sets: dict[frozenset[int], _RankSet] = {}
+    shared, last = _RankSet([], []), None
     repeated: list[Tensor] = []
-    for parameter in unique:
-        grad = parameter.grad
-        span = _span(parameter if grad is None else grad, spans)
-        shared = sets.get(span.ranks) or sets.setdefault(span.ranks, _RankSet([], []))
-        shared.spans.append(span)
-        if grad is not None:
-            if not (rows := _repeated_rows(parameter)):
-                shared.gradients.append(_part(grad))
-                continue
-            counted, again = _apart(grad, frozenset(rows))
-            shared.gradients.extend(counted)
-            repeated.extend(again)
+    for parameter, grad, marks in zip(
+        unique, map(attrgetter("grad"), unique), map(vars, unique), strict=True
+    ):
+        sharded = parameter if grad is None else grad
+        kind = _kind(sharded)
+        if kind != last:
+            last = kind
+            span = known.get(kind) or known.setdefault(kind, _span(sharded))
+            shared = sets.get(span.ranks) or sets.setdefault(span.ranks, _RankSet([], []))
+            shared.spans.append(span)
+        if grad is None:
+            continue
+        if not (rows := marks.get(_REPEATED_ROWS, ())):
+            shared.gradients.append(_part(grad))
+            continue
+        counted, again = _apart(grad, frozenset(rows))
+        shared.gradients.extend(counted)
+        repeated.extend(again)
     sets = {ranks: _RankSet(s.spans, _joined(s.gradients)) for ranks, s in sets.items()}
     gradients = [grad for shared in sets.values() for grad in shared.gradients]
     scaled = [*gradients, *_joined(repeated)]
@@ -157,12 +167,15 @@ def mark_repeated_rows(parameter: Tensor, rows: Iterable[int]) -> None:
             f"indices along dim 0, from 0 to {number - 1}"
         )
     if found or _repeated_rows(parameter):
-        vars(parameter)["repeated_rows"] = found
+        vars(parameter)[_REPEATED_ROWS] = found
+
+
+_REPEATED_ROWS = "repeated_rows"
 
 
 def _repeated_rows(parameter: Tensor) -> tuple[int, ...]:
     """Return the rows that `mark_repeated_rows` said of ``parameter``, ascending; () without."""
-    rows: tuple[int, ...] = vars(parameter).get("repeated_rows", ())
+    rows: tuple[int, ...] = vars(parameter).get(_REPEATED_ROWS, ())
     return rows
 
 
@@ -197,19 +210,17 @@ class _RankSet(NamedTuple):
     gradients: list[Tensor]
 
 
-def _span(x: Tensor, known: dict[tuple[int, Sequence[object]], _Span]) -> _Span:
-    """Return the span of ``x``, from those that are ``known`` by mesh and placements."""
+def _kind(x: Tensor) -> tuple[object, ...]:
+    """Return what tensors of one span have in common: mesh and kinds of placements."""
     if not isinstance(x, (DTensor, RaggedTensor)):  # a union takes longer to ask
+        return ()
+    spec = spec_of(x)  # of both kinds; the properties would make two calls
+    return id(spec.mesh), *map(type, spec.placements)
+
+
+def _span(x: Tensor) -> _Span:
+    if not isinstance(x, (DTensor, RaggedTensor)):
         return _ALONE
-    mesh, placements = x.device_mesh, x.placements
-    key = id(mesh), placements
-    found = known.get(key)
-    if found is None:
-        found = known[key] = _found_span(x)
-    return found
-
-
-def _found_span(x: DTensor | RaggedTensor) -> _Span:
     mesh, placements = x.device_mesh, x.placements
     axes = tuple(axis for axis, p in enumerate(placements) if not isinstance(p, Replicate))
     if any(isinstance(placements[axis], Partial) and mesh.size(axis) > 1 for axis in axes):
@@ -237,20 +248,24 @@ def _joined(gradients: list[Tensor]) -> list[Tensor]:
     """
     runs: list[tuple[Tensor, int]] = []  # the first gradient of a run, and how many elements it has
     room = end = 0  # elements that may be added, and the address where the next would begin
-    for grad in gradients:
-        numel, start = grad.numel(), grad.data_ptr()
+    for grad, numel, start, dense in zip(
+        gradients,
+        map(Tensor.numel, gradients),
+        map(Tensor.data_ptr, gradients),
+        map(Tensor.is_contiguous, gradients),
+        strict=True,
+    ):
         if not numel:
             continue
-        beside = start == end and numel <= room and grad.is_contiguous()
-        if beside and grad.dtype is runs[-1][0].dtype:
+        size = grad.dtype.itemsize
+        if start == end and numel <= room and dense and grad.dtype is runs[-1][0].dtype:
             first, before = runs[-1]
             runs[-1] = first, before + numel
-            room, end = room - numel, end + numel * grad.element_size()
+            room, end = room - numel, end + numel * size
             continue
         runs.append((grad, numel))
         room = end = 0
-        if numel < _JOINED_NUMEL and grad.is_contiguous() and type(grad) is Tensor:
-            size = grad.element_size()
+        if numel < _JOINED_NUMEL and dense and type(grad) is Tensor:
             held = grad.untyped_storage().nbytes() // size - int(grad.storage_offset())
             room, end = min(held, _JOINED_NUMEL) - numel, start + numel * size
     return [

@@ -38,7 +38,9 @@ def local_part(x: DTensor) -> Tensor:
     ``DTensor.to_local`` is the public way; it goes through autograd at 4 times the host time.
     """
     local = x._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    if type(local) is not Tensor and isinstance(local, AsyncCollectiveTensor):
+        return local.wait()
+    return local
 
 
 def writes_into(*tensors: Tensor | None) -> int:

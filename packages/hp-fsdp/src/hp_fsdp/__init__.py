@@ -28,7 +28,7 @@ from ._module import register_fsdp_forward_method as register_fsdp_forward_metho
 from ._module import share_comm_ctx as share_comm_ctx
 from ._optimizer import sharded_optimizer as sharded_optimizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",

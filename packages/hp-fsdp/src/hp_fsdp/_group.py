@@ -1,9 +1,10 @@
 """One group: parameters of one dtype that are gathered and reduced in one collective each."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import cache
-from operator import getitem, is_
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from operator import attrgetter, getitem, is_, setitem
 from typing import Any, Protocol, cast
 
 import torch
@@ -37,7 +38,7 @@ from ._streams import Streams
 from ._torch import (
     are_parts,
     gradient_of,
-    inside_backward,
+    graph_task,
     local_of,
     named,
     named_range,
@@ -46,6 +47,8 @@ from ._torch import (
     writes_to,
 )
 
+# Runs what an iterator does for each of many, without a call in Python for each.
+_run: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
@@ -241,10 +244,11 @@ class ParameterGroup:
         self._locals = [each.local_view for each in self.parameters]
         self._in_order = [self._sharded[i] for i in self.order]
         owners = [(each, owner) for each in self.parameters for owner in each.owners]
-        at = [(owner.registry, owner.name) for _, owner in owners]
-        self._sharded_at = [(*o, p.sharded) for o, (p, _) in zip(at, owners, strict=True)]
-        self._unsharded_at = [(*o, p.unsharded) for o, (p, _) in zip(at, owners, strict=True)]
-        self._registered = tuple(map(list, zip(*self._sharded_at, strict=True)))
+        self._registries = [owner.registry for _, owner in owners]
+        self._names = [owner.name for _, owner in owners]
+        self._sharded_at = [each.sharded for each, _ in owners]
+        self._unsharded_at = [each.unsharded for each, _ in owners]
+        self._training: list[bool] = []
         self._plain = all(each.is_plain for each in self.parameters)
         self._plan = None
 
@@ -291,8 +295,7 @@ class ParameterGroup:
 
     def install_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
-        for registry, name, sharded in self._sharded_at:
-            registry[name] = sharded
+        _run(map(setitem, self._registries, self._names, self._sharded_at))
 
     def _install_unsharded(self) -> None:
         """Register the unsharded parameters, which train if the sharded ones do.
@@ -300,20 +303,22 @@ class ParameterGroup:
         In backward none stops to train: what was frozen since its forward is not reduced.
         """
         training = list(map(trains, self._sharded))
-        if training != list(map(trains, self._unsharded)):
-            backward = inside_backward()
-            for unsharded, train in zip(self._unsharded, training, strict=True):
-                if train or not backward:
+        if graph_task() < 0:
+            if training != list(map(trains, self._unsharded)):
+                for unsharded, train in zip(self._unsharded, training, strict=True):
                     unsharded.requires_grad_(train)
-        for registry, name, tensor in self._unsharded_at:
-            registry[name] = tensor
+            self._training = training  # as both were in the last forward
+        elif training != self._training:
+            for unsharded, train in zip(self._unsharded, training, strict=True):
+                if train:
+                    unsharded.requires_grad_(train)
+        _run(map(setitem, self._registries, self._names, self._unsharded_at))
 
     @property
     def _sharded_installed(self) -> bool:
         """Return whether the sharded parameters, and nothing else, are registered."""
-        registries, names, sharded = self._registered
         try:
-            return all(map(is_, map(getitem, registries, names), sharded))
+            return all(map(is_, map(getitem, self._registries, self._names), self._sharded_at))
         except KeyError:
             return False  # one was removed
 
@@ -738,9 +743,10 @@ class RaggedGroup(ParameterGroup):
 
     def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
         """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
-        ragged = cast("Sequence[RaggedTensor]", tensors)
-        with torch.no_grad():
-            return all(map(is_, parts, map(RaggedTensor.to_local, ragged)))
+        return all(map(is_, parts, map(_ragged_part, tensors)))
+
+
+_ragged_part = attrgetter("local")
 
 
 @cache

@@ -304,10 +304,7 @@ class RaggedParameter(ShardedParameter):
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor that is laid out as the sharded parameter."""
-        if not torch.is_grad_enabled():
-            return cast(RaggedTensor, tensor).to_local()
-        with torch.no_grad():
-            return cast(RaggedTensor, tensor).to_local()
+        return cast(Tensor, cast(RaggedTensor, tensor).local)
 
     def build_sharded(self, local: Tensor) -> None:
         """Create the sharded parameter over ``local``, this rank's part."""

@@ -180,6 +180,7 @@ class ReductionPlan:
         self.has_empty = any(not extent.spec.numel for extent in rows.extents)
         self.outputs: list[ReducedGradients] = []
         self._all_used: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._zeros: dict[tuple[torch.dtype, int], Tensor] = {}
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
         self.numel = rows.numel
         self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
@@ -221,6 +222,16 @@ class ReductionPlan:
             if not is_used:
                 some[:, first + i].zero_()
         return some
+
+    def zeros(self, position: int, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """Return the zeros of the gap before a parameter; few are made once."""
+        found = self._zeros.get((like.dtype, position))
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            if found.numel() <= COPIED_NUMEL:
+                self._zeros[like.dtype, position] = found
+        return found
 
     @property
     def without_gradients(self) -> bool:
@@ -320,7 +331,7 @@ class Reduction:
             if not rows.flags_apart and start <= rows.flags < end:
                 gap = plan.flags(self._used, shape, rows.flags - start, pieces[0])
             else:
-                gap = pieces[0].new_zeros(shape)
+                gap = plan.zeros(i, shape, pieces[0])
             pieces.insert(i, gap)
         if plan.has_empty:
             pieces = [piece for piece in pieces if piece.numel()]
@@ -350,10 +361,8 @@ class Reduction:
         where, count = self._plan.rows, len(self._used)
         flags = self._plan.flags(self._used, (axis.size, count), 0, rows)
         if self._copies and where.numel <= COPIED_NUMEL:
-            sent = rows.new_empty(axis.size, where.flags + count)
-            sent[:, : where.flags].copy_(rows.view(axis.size, where.flags))
-            sent[:, where.flags :].copy_(flags)
-            return self._collectives.reduce_scatter(axis, [sent.flatten()], [flat], op=self._op)
+            sent = torch.cat((rows.view(axis.size, where.flags), flags), 1).view(-1)
+            return self._collectives.reduce_scatter(axis, [sent], [flat], op=self._op)
         outputs = [flat[: where.flags], flat[where.flags :]]
         inputs = [rows, flags.flatten()]
         return self._collectives.reduce_scatter(axis, inputs, outputs, op=self._op)

@@ -21,6 +21,9 @@ from ._streams import Streams
 from ._torch import call_after_backward
 from ._unit import Act, Run, Unit, unit_of
 
+# In the time of so many units that backward reaches first, most activations are alive.
+LATE_UNITS = 2
+
 Order = list[tuple[Run, bool]]  # where the runs of one pass begin (False) and end (True)
 LearnedOrder = tuple[list[Unit], list[Unit]]  # in which units began, in which they ended
 
@@ -33,8 +36,10 @@ class Schedule:
     unit that begins starts the gather of the one that began after it. Backward goes through the
     ends that the last pass recorded in reverse, one gather ahead, and where it comes to a unit of
     an earlier pass goes on with that one's. Where a pass leaves the recorded order,
-    it does without prefetch to its end. All collectives are thus issued in program order, the same
-    on all ranks that run the same program.
+    it does without prefetch to its end. Where gradients are packed as they come, in memory of their
+    own, the first units that backward reaches start the next gather when they are left, so that the
+    peak has no more gathered parameters than it needs. All collectives are thus issued in program
+    order, the same on all ranks that run the same program.
 
     Backward may pass by a unit on one rank, whose loss does not depend on it there, and reach it on
     another. A rank that comes to an earlier unit, or to the end, does first for those in between
@@ -77,6 +82,7 @@ class Schedule:
         self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
         self._hooked: list[Reduction] = []  # those of them whose parameters have hooks
         self._in_flight = 1
+        self._late: Unit | None = None  # gathered when the unit that backward is in was left
 
     def paths(self) -> list[str]:
         """Return where the units are, under the root."""
@@ -258,7 +264,7 @@ class Schedule:
             self.in_backward = True
             self._backwards += 1
             self._in_flight = max([unit.options.in_flight for unit in self.units])
-            self._walked, self._ahead = None, 0
+            self._walked, self._ahead, self._late = None, 0, None
             call_after_backward(self._finish_backward)
 
     def backward_reached(self, run: Run) -> None:
@@ -316,10 +322,8 @@ class Schedule:
     def _reach(self, run: Run) -> None:
         unit = run.unit
         run.reached, run.backward = True, self._backwards
-        for group in unit.groups:
-            if group.bucket_hooks is not None:
-                self._make_room()  # its gradients are packed from here on
-                break
+        if unit.packs_early:
+            self._make_room()  # its gradients are packed from here on
         if unit.options.unshard_in_backward:
             unit.gather(in_pass=True)
         if unit.backward_prefetch is not None:
@@ -337,7 +341,11 @@ class Schedule:
             at = _last_place(order, unit, len(order))
         if at is not None:
             self._end_order, self._cursor = order, at
-            if at:
+            # The last in the order is the root, whose backward lasts to the end.
+            first = len(order) - 1 - LATE_UNITS <= at < len(order) - 1
+            if at and first and unit.adds_to_peak:
+                self._late = order[at - 1]
+            elif at:
                 self._prefetch_backward(order[at - 1])
 
     def _prefetch_backward(self, unit: Unit) -> None:
@@ -345,7 +353,12 @@ class Schedule:
             self._prefetch(unit)
 
     def _finish_unit(self, unit: Unit) -> None:
-        if unit.finish_backward() and unit.options.gradient_sync:
+        if not unit.finish_backward():
+            return
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._prefetch_backward(late)
+        if unit.options.gradient_sync:
             self._reduce(unit, unit.options)
 
     def _reduce_if_synchronised(self, unit: Unit) -> None:

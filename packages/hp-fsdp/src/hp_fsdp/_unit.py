@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor import Axis, TorchCollectives
 
+from ._buffers import Ring
 from ._errors import DisagreementError, ParameterError, first_error
 from ._extensions import attached, split_attached
 from ._group import RESTING, ParameterGroup
@@ -208,6 +209,16 @@ class Unit:
         """Return whether a pipeline schedule may be about to run a part of a backward."""
         waits = self.unreduced or self.gradients is GradientState.EXPECTED
         return self.options.in_pipeline and waits and self.sharded and not inside_backward()
+
+    @property
+    def packs_early(self) -> bool:
+        """Return whether gradients are packed as they come."""
+        return any([group.bucket_hooks is not None for group in self.groups])
+
+    @property
+    def adds_to_peak(self) -> bool:
+        """Return whether `packs_early` takes memory, and so does the next gather: not of a ring."""
+        return self.packs_early and not isinstance(self.groups[0].config.buffers, Ring)
 
     @property
     def gathering(self) -> bool:

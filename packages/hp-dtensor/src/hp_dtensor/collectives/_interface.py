@@ -1,7 +1,7 @@
 """What the packages ask of communication: an axis, and six collectives over it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -62,6 +62,8 @@ class AxisMesh(Protocol):
 class Axis:
     """One mesh axis as this process sees it: its name, its group, and the group's global ranks.
 
+    ``size`` is the number of ranks.
+
     Example:
         >>> Axis.of(mesh, "tp").size
     """
@@ -69,15 +71,15 @@ class Axis:
     name: str
     group: Group
     ranks: tuple[int, ...]
+    size: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Count the ranks once: every collective asks several times."""
+        object.__setattr__(self, "size", len(self.ranks))
 
     def __deepcopy__(self, memo: object) -> "Axis":
         # A group is running processes: a copied module communicates over the same ones.
         return self
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks on the axis."""
-        return len(self.ranks)
 
     @property
     def index(self) -> int:

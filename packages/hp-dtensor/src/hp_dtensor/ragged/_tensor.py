@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, NoReturn, TypeVar, cast
+from operator import attrgetter
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -321,6 +322,11 @@ class RaggedTensor(Tensor):
         # torch's setter replaces what it knows of, which is all but the part.
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local = value._local
+
+    # No function of Python: what holds many asks all of them in every step.
+    local: ClassVar[Any] = property(
+        attrgetter("_local"), doc="This rank's part itself, without autograd; to read only."
+    )
 
     def to_local(self) -> Tensor:
         """Return this rank's part, not copied.

@@ -1,0 +1,87 @@
+"""The most memory that a step has at once above that between steps, against torch's.
+
+By every allocation and release of torch's CPU allocator, in a fake group, where collectives move
+nothing; ``benchmarks/bench_memory.py`` does the same with blocks of usual width.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hp_fsdp import fully_shard
+
+WIDTH, BLOCKS, RANKS = 128, 8, 8
+
+
+class Block(nn.Module):
+    """A transformer block's linear layers, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix channels twice."""
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        x = x + self.out(torch.sigmoid(q) * torch.tanh(k) * v)
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return y
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def peak(shard: Callable[[nn.Module], object], tokens: int) -> int:
+    """Return the most bytes above those at rest, in the third forward and backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    for block in model:
+        shard(block)
+    shard(model)
+    batch = torch.randn(tokens, WIDTH)
+    for _ in range(2):
+        model(batch).pow(2).mean().backward()
+        model.zero_grad()
+    with profile(use_device=None, profile_memory=True) as report:
+        model(batch).pow(2).mean().backward()
+    events: Any = report.kineto_results
+    level = highest = 0
+    for event in sorted(events.events(), key=lambda event: event.start_ns()):
+        level += event.nbytes() if event.name() == "[memory]" else 0
+        highest = max(highest, level)
+    return highest
+
+
+@pytest.mark.parametrize(
+    ("options", "few", "many"),
+    [
+        ({}, 1.0, 1.0),
+        ({"layout": "ragged"}, 1.0, 1.0),
+        ({"grads": "fused"}, 0.8, 0.95),
+        ({"grads": "fused", "layout": "ragged"}, 0.8, 0.95),
+    ],
+    ids=["copy", "ragged", "fused", "ragged, fused"],
+)
+def test_a_step_has_no_more_memory_at_once_than_under_torchs(
+    mesh: DeviceMesh, options: dict[str, Any], few: float, many: float
+) -> None:
+    for tokens, most in ((WIDTH // 32, few), (WIDTH // 2, many)):
+        theirs = peak(lambda module: fsdp.fully_shard(module, mesh=mesh), tokens)
+        own = peak(lambda module: fully_shard(module, mesh, direct_bytes=0, **options), tokens)
+        assert own <= most * theirs
