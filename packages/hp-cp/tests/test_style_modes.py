@@ -46,7 +46,7 @@ def parallelized(
     options = {"seq_len": seq_len, **options}
     style = ContextParallel(seq_dim=1, head_dim=2, collectives=record, **options)
     parallelize_module(model, mesh_of(shape), {"core": style})
-    layout, mask = style.settings.layout, style.settings.mask
+    layout, mask = style.options.layout, style.mask
     mine = list(layout.indices(n, seq_len, mask)[rank])
     q, k, v, grad = (x[:, mine] for x in tensors)
     local = leaves(q, k, v)
