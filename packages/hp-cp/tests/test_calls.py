@@ -6,6 +6,7 @@ import socket
 import stat
 import struct
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from hp_cp._schedules import MOVEMENTS, PendingWork
 from hp_dtensor import RecordingCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
+from .operations import Called
 from .strategies import UnrealMesh, cp_mesh, inputs, leaves, single, with_gradients
 from .test_first_calls import Listed, Shapes
 
@@ -294,20 +296,9 @@ def note(calls: list[str], frame: Any, event: str, _: Any) -> None:
         calls.append(frame.f_code.co_filename)
 
 
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [
-        ({"schedule": "direct", "layout": Zigzag()}, 220),
-        ({"schedule": "ring", "layout": Zigzag()}, 280),
-        ({"schedule": "gather", "layout": Zigzag()}, 90),
-        ({"ulysses_degree": 8, "layout": Contiguous()}, 150),
-    ],
-    ids=["direct", "ring", "gather", "ulysses"],
-)
-def test_a_known_call_is_one_look_up_and_a_loop_over_launches_and_sends(
-    options: dict[str, Any], most: int
-) -> None:
-    mesh, backend, collectives = UnrealMesh((8,), 0), Shapes(), Listed()
+def known_call(n: int, options: dict[str, Any]) -> Callable[[], None]:
+    """Return a call of an attention on ``n`` ranks that was made before."""
+    mesh, backend, collectives = UnrealMesh((n,), 0), Shapes(), Listed()
     q = torch.empty(1, 8, 16, 8, device="meta")
 
     def call() -> None:
@@ -317,17 +308,63 @@ def test_a_known_call_is_one_look_up_and_a_loop_over_launches_and_sends(
             q,
             mesh,
             mask=MaskSpec(causal=True),
-            seq_len=128,
+            seq_len=16 * n,
             backend=backend,
             collectives=collectives,
             **options,
         )
 
     call()
-    files: list[str] = []
+    return call
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"schedule": "direct", "layout": Zigzag()}, 185),
+        ({"schedule": "ring", "layout": Zigzag()}, 245),
+        ({"schedule": "gather", "layout": Zigzag()}, 90),
+        ({"ulysses_degree": 8, "layout": Contiguous()}, 120),
+    ],
+    ids=["direct", "ring", "gather", "ulysses"],
+)
+def test_a_known_call_is_one_look_up_and_a_loop_over_launches_and_sends(
+    options: dict[str, Any], most: int
+) -> None:
+    call, files = known_call(8, options), list[str]()
     sys.setprofile(partial(note, files))
     try:
         call()
     finally:
         sys.setprofile(None)
     assert sum("hp_cp" in file for file in files) <= most
+
+
+def operators(n: int, options: dict[str, Any]) -> int:
+    """Return how many operators a known call on ``n`` ranks has, without communication."""
+    call = known_call(n, options)
+    with Called() as called:
+        call()
+    return sum(called.times.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        # Two to receive into, two views of keys, three of the backend here, four of a merge.
+        ({"schedule": "direct", "layout": Zigzag(), "ulysses_degree": None}, 11),
+        ({"schedule": "ring", "layout": Zigzag(), "ulysses_degree": None}, 11),
+        ({"schedule": "gather", "layout": Zigzag(), "ulysses_degree": None}, 0),
+        # Heads of all ranks are packed at once.
+        ({"layout": Contiguous(), "ulysses_degree": 8}, 0),
+    ],
+    ids=["direct", "ring", "gather", "ulysses"],
+)
+def test_a_further_rank_adds_the_operators_of_one_block_and_its_merge(
+    options: dict[str, Any], most: int
+) -> None:
+    few, many = (
+        operators(n, {**options, "ulysses_degree": n if options["ulysses_degree"] else 1})
+        for n in (4, 8)
+    )
+    assert many - few <= 4 * most
