@@ -153,10 +153,9 @@ def arms_of(mesh: DeviceMesh, mask: MaskSpec) -> dict[str, tuple[Layout, Arm]]:
 def alone(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
     """Return the attention of one process: document by document."""
     lengths = [b - a for a, b in pairwise(mask.ends[0] if mask.ends else (0, q.shape[2]))]
-    documents = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
     parts = [
-        F.scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True)
-        for document in documents
+        F.scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True)  # type: ignore[misc]
+        for document in zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
     ]
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
