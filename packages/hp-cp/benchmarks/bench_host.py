@@ -2,8 +2,8 @@
 
 Communication takes no time there, and the kernel is a stand-in that makes its results and computes
 nothing, so that what is left is this package's Python, the operators that cut and merge blocks, and
-autograd. Each row is the processor time of one call, the median over rounds of many calls; arms
-take turns.
+autograd. Each row is the processor time of one call, the median over rounds of some calls, with the
+least and the most of them; arms take turns. Operators are those of torch in one call.
 
 The floor of a schedule is what rank 0 calls of torch in it, one line after the other in one
 autograd function: the group's own sends, receives and collectives, the stand-in for each block, the
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_cp import Contiguous, Layout, MaskSpec, Zigzag, context_parallel_attention
 
@@ -353,6 +354,29 @@ def timed(arms: dict[str, Arm], rounds: int, calls: int) -> dict[str, dict[str, 
     return found
 
 
+class Operators(TorchDispatchMode):
+    """Counts the operators of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, and call."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(call: Arm) -> str:
+    """Return how many operators a call has in the forward and in the backward."""
+    with Operators() as forward:
+        out = call()
+    grad = torch.ones_like(out)
+    with Operators() as backward:
+        out.backward(grad)
+    return f"{forward.count} + {backward.count}"
+
+
 def main() -> None:
     """Print a row per mode."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -363,7 +387,8 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     inputs = [torch.randn(1, ROWS, HEADS, SIZE, requires_grad=True) for _ in range(3)]
-    found = timed(arms_of(mesh, inputs), *((2, 3) if args.quick else (60, 10)))
+    arms = arms_of(mesh, inputs)
+    found = timed(arms, *((2, 3) if args.quick else (60, 10)))
     rows = []
     for name, parts in found.items():
         for part, times in parts.items():
@@ -381,6 +406,10 @@ def main() -> None:
                 shown += f"{max(bare[part]):.3f}]   over it {over:5.2f}"
             rows.append(row)
             print(shown)
+        counts = [operators_of(arms[x]) for x in (name, name + FLOOR) if x in arms]
+        if not name.endswith(FLOOR):
+            rows.append({"arm": name, "operators": counts})
+            print(f"{name:18s} operators {'   floor '.join(counts)}")
     if args.json:
         args.json.write_text(json.dumps({"name": "cp_host", "rows": rows}, indent=1))
     dist.destroy_process_group()
