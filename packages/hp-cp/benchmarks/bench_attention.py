@@ -3,22 +3,34 @@
 Every round runs each arm once, in turn, on the same inputs: this package's ring, direct and gather
 schedules (zigzag) and Ulysses (contiguous); torch's ring algorithm (zigzag, both ways to rotate;
 ``_templated_ring_attention``) with the CPU kernel passed in, since its public entry raises on CPU;
-and one process alone with one thread, whose time over two cores is the limit. In the case
-``packed`` the sequence is 64 documents of 128 to 2,048 tokens, cut by ``Greedy(8)``; one process
-computes each document by itself, and torch's ring, which has no documents, is left out.
+and one process alone with one thread, whose time over two cores is the limit: what no split of the
+same kernels over these cores can be below. In the case ``packed`` the sequence is 64 documents of
+128 to 2,048 tokens, cut by ``Greedy(8)`` (contiguous for Ulysses); torch's ring, which has no
+documents, is left out. There one process computes each document by itself, with one launch forward
+and one backward, on the parts of one split, whose backward is one copy of each gradient: of slices
+it would be a tensor of zeros as long as all documents, and a sum, for each of them.
+
+Processor time is that of all ranks over that of one process in the same round, without what ranks
+wait: it says how much more is computed and copied, also where the machine has other work to do.
+Launches are the forward and backward kernels of the rank that has most of them, counted as they are
+called.
 
 While times are taken the allocator of all processes keeps what is freed, as allocators for training
 do: no arm waits for the system to clear pages. Peak memory is what the arm adds to the resident set
 of the fullest rank, in a run of its own, whose allocator returns what is freed, so that no arm
-starts with another's. Bytes are what the loopback device carried per rank, so nothing else should
-use it. Needs Linux.
+starts with another's. Bytes are what a rank's connections received, as the system counts them: the
+mean of all ranks. Needs Linux.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import socket
+import stat
 import statistics
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +46,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_cp import Contiguous, Greedy, Layout, MaskSpec, Zigzag, context_parallel_attention
 
@@ -139,26 +152,43 @@ def arms_of(mesh: DeviceMesh, mask: MaskSpec) -> dict[str, tuple[Layout, Arm]]:
 
 def alone(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> Tensor:
     """Return the attention of one process: document by document."""
-    ends = mask.ends[0] if mask.ends else (0, q.shape[2])
+    lengths = [b - a for a, b in pairwise(mask.ends[0] if mask.ends else (0, q.shape[2]))]
     parts = [
-        F.scaled_dot_product_attention(
-            *(x[:, :, start:stop] for x in (q, k, v)), is_causal=True, enable_gqa=True
-        )
-        for start, stop in pairwise(ends)
+        F.scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True)  # type: ignore[misc]
+        for document in zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
     ]
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def loopback_bytes() -> int:
-    """Return the bytes received by the loopback device so far."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    return int(next(x for x in lines if x.strip().startswith("lo:")).partition(":")[2].split()[0])
+def received_bytes() -> int:
+    """Return the bytes that the TCP connections of this process have received so far."""
+    total = 0
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # what was closed since, and sockets that are not TCP's
+            if stat.S_ISSOCK(file.stat().st_mode):
+                with socket.socket(fileno=os.dup(int(file.name))) as connection:
+                    state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                total += struct.unpack_from("Q", state, 128)[0]  # tcpi_bytes_received
+    return total
 
 
 def peak_kib() -> int:
     """Return the peak resident set since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(x for x in lines if x.startswith("VmHWM")).split()[1])
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels of attention that are called, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, and call."""
+        self.count += "attention" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def measure(
@@ -176,48 +206,62 @@ def measure(
         torch.randn(1, heads, seq_len, args.head_size, generator=generator)
         for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
     )
+    layouts = {layout for layout, _ in arms.values()}
+    places = {layout: list(layout.indices(n, seq_len, mask)[rank]) for layout in layouts}
+    cuts = {
+        layout: [x[:, :, rows].clone() for x in (q, k, v, grad)] for layout, rows in places.items()
+    }
+    if rank:
+        del q, k, v, grad
     seconds: dict[str, list[float]] = {name: [] for name in [SINGLE, *arms]}
-    memory: dict[str, int] = {}
-    received: dict[str, float] = {}
+    worked: dict[str, list[float]] = {name: [] for name in [SINGLE, *arms]}
+    counted: dict[str, dict[str, int]] = {name: {} for name in arms}
     for round_ in range(rounds + 1):
         for name, (layout, attend) in arms.items():
-            mine = list(layout.indices(n, seq_len, mask)[rank])
-            local = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
-            share = grad[:, :, mine].clone()
+            *mine, share = cuts[layout]
+            local = [x.detach().requires_grad_() for x in mine]
             Path("/proc/self/clear_refs").write_text("5")
-            before, carried = peak_kib(), loopback_bytes()
-            dist.barrier()
-            start = time.perf_counter()
-            attend(*local).backward(share)
-            dist.barrier()
-            elapsed = time.perf_counter() - start
+            before, carried, counts = peak_kib(), received_bytes(), counted[name]
             if round_ == 0:  # warms up allocators, connections and kernels
+                with Launches() as launches:
+                    attend(*local).backward(share)
+                counts["launches"] = launches.count
                 continue
-            memory[name] = max(memory.get(name, 0), peak_kib() - before)
-            received[name] = (loopback_bytes() - carried) / n
-            seconds[name].append(elapsed)
+            dist.barrier()
+            start, begun = time.perf_counter(), time.process_time()
+            attend(*local).backward(share)
+            worked[name].append(time.process_time() - begun)
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+            counts["memory"] = max(counts.get("memory", 0), peak_kib() - before)
+            counts["received"] = received_bytes() - carried
         dist.barrier()
         if rank == 0:
             a, b, c = (x.clone().requires_grad_() for x in (q, k, v))
-            start = time.perf_counter()
+            start, begun = time.perf_counter(), time.process_time()
             alone(a, b, c, mask).backward(grad)
             if round_:
+                worked[SINGLE].append(time.process_time() - begun)
                 seconds[SINGLE].append(time.perf_counter() - start)
         dist.barrier()
     everyone: list[Any] = [None] * n
-    dist.all_gather_object(everyone, memory)
+    dist.all_gather_object(everyone, (worked, counted))
     if rank == 0:
-        peaks = {name: max(each[name] for each in everyone) for name in arms}
-        Path(report).write_text(json.dumps([seconds, peaks, received]))
+        Path(report).write_text(json.dumps([seconds, everyone]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def summarize(n: int, seconds: dict[str, list[float]], peaks: Any, received: Any) -> list[Any]:
-    """Print and return a row per arm: median seconds, and ratios paired round by round."""
+def summarize(n: int, seconds: dict[str, list[float]], ranks: Any, ranks_in_memory: Any) -> Any:
+    """Print and return a row per arm: median seconds, and ratios paired round by round.
+
+    ``ranks`` are processor seconds and counts of all ranks, ``ranks_in_memory`` the same of the run
+    in which memory was taken.
+    """
     rows = []
     print(f"{n} ranks, median of {len(seconds[SINGLE])} rounds; limit = {SINGLE} / {min(n, CORES)}")
-    for name in peaks:
+    single = ranks[0][0][SINGLE]
+    for name in list(seconds)[1:]:
         limits = [t / min(n, CORES) for t in seconds[SINGLE]]
         row: dict[str, Any] = {"ranks": n, "arm": name}
         row["seconds"] = statistics.median(seconds[name])
@@ -228,8 +272,13 @@ def summarize(n: int, seconds: dict[str, list[float]], peaks: Any, received: Any
             ratios = sorted(a / b for a, b in zip(seconds[name], times, strict=True))
             row[f"vs_{other}"] = statistics.median(ratios)
             row[f"vs_{other}_spread"] = [ratios[0], ratios[-1]]
-        row["added_peak_mib"] = peaks[name] / 1024
-        row["received_mib"] = received[name] / 2**20
+        of_all = map(sum, zip(*(worked[name] for worked, _ in ranks), strict=True))
+        row["processor"] = statistics.median(a / b for a, b in zip(of_all, single, strict=True))
+        counts = [counted[name] for _, counted in ranks]
+        row["launches"] = max(mine["launches"] for mine in counts)
+        row["received_mib"] = sum(mine["received"] for mine in counts) / n / 2**20
+        peaks = [counted[name]["memory"] for _, counted in ranks_in_memory]
+        row["added_peak_mib"] = max(peaks) / 1024
         rows.append(row)
         ratios_shown = "".join(
             f"   vs {other} {row[f'vs_{other}']:.3f} "
@@ -238,6 +287,7 @@ def summarize(n: int, seconds: dict[str, list[float]], peaks: Any, received: Any
         )
         print(
             f"  {name:24s} {row['seconds']:8.4f} s{ratios_shown}   "
+            f"processor {row['processor']:.3f}   launches {row['launches']}   "
             f"peak +{row['added_peak_mib']:.1f} MiB   received {row['received_mib']:.1f} MiB"
         )
     return rows
@@ -279,10 +329,10 @@ def main() -> None:
     for n in args.ranks:
         for case in args.cases:
             chosen = argparse.Namespace(**vars(args), case=case)
-            seconds, _, received = run(n, chosen, args.rounds, KEEP_FREED)
-            _, peaks, _ = run(n, chosen, 1, RETURN_FREED)
+            seconds, ranks = run(n, chosen, args.rounds, KEEP_FREED)
+            _, in_memory = run(n, chosen, 1, RETURN_FREED)
             print(f"{case}, ", end="")
-            rows += [{"case": case, **row} for row in summarize(n, seconds, peaks, received)]
+            rows += [{"case": case, **row} for row in summarize(n, seconds, ranks, in_memory)]
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key != "json"}
         answer = {"name": "attention", "settings": settings, "rows": rows}

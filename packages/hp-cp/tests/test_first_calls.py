@@ -29,7 +29,7 @@ Call = tuple[tuple[int, ...], str, bool]
 @pytest.fixture(autouse=True)
 def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the sums of what was not computed, which are slow without numbers."""
-    monkeypatch.setattr(_blockwise, "merge", lambda *parts: None)
+    monkeypatch.setattr(_blockwise, "merge", lambda *parts, **options: None)
 
 
 class Done:

@@ -602,6 +602,15 @@ def test_padding_with_labels_is_refused() -> None:
         shard_batch({"input_ids": tokens(), "labels": tokens(), "attention_mask": seen}, mesh)
 
 
+def test_what_is_none_in_a_batch_is_made_as_what_is_not_there() -> None:
+    mesh, _ = one_rank()
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    names = ("num_items_in_batch", "shift_labels", "position_ids", "attention_mask")
+    part, plain = shard_batch({**batch, **dict.fromkeys(names)}, mesh), shard_batch(batch, mesh)
+    assert part.keys() == plain.keys()
+    assert all(torch.equal(part[key], plain[key]) for key in part if key != "sequence_shard")
+
+
 def test_a_batch_keeps_what_is_no_sequence() -> None:
     mesh, _ = one_rank()
     count = torch.tensor(7)

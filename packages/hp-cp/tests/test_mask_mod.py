@@ -345,6 +345,16 @@ def test_a_mask_that_no_backend_takes_is_refused() -> None:
         choose_backends(PlainBackend(), plan, where, torch.float32, ScoreOptions())
 
 
+def test_a_backend_of_squares_alone_is_refused_where_a_function_leaves_rectangles() -> None:
+    plan = plan_attention(
+        MaskSpec(causal=True, mask_mod=lambda b, h, q_idx, kv_idx: q_idx != 3), None, 1, 256
+    )
+    assert {block.kind for block in plan.blocks(0)} == {"causal", "full", "masked"}
+    backend, cpu = PlainBackend(("causal",)), torch.device("cpu")
+    with pytest.raises(BackendError, match="'plain' cannot compute full attention"):
+        choose_backends(backend, plan, cpu, torch.float32, ScoreOptions())
+
+
 @pytest.mark.parametrize("function", [rows_without_keys, prefix])
 def test_documents_of_each_row_and_a_function_are_that_of_both(function: Any) -> None:
     def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hp_cp import (
     ContextParallel,
+    Contiguous,
     DoubleRing,
     Greedy,
     InputError,
@@ -46,7 +47,7 @@ def parallelized(
     options = {"seq_len": seq_len, **options}
     style = ContextParallel(seq_dim=1, head_dim=2, collectives=record, **options)
     parallelize_module(model, mesh_of(shape), {"core": style})
-    layout, mask = style.settings.layout, style.settings.mask
+    layout, mask = style.options.layout or Contiguous(), style.mask
     mine = list(layout.indices(n, seq_len, mask)[rank])
     q, k, v, grad = (x[:, mine] for x in tensors)
     local = leaves(q, k, v)

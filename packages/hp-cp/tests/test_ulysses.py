@@ -89,7 +89,8 @@ def test_some_ranks_of_an_axis_exchange_among_themselves(
     def rank(rank: int, door: SimulatedCollectives) -> Tensor:
         first = rank - rank % degree
         members = tuple(range(first, first + degree))
-        peers = Peers(axis=door.axis(), members=members, collectives=door)
+        place = members.index(door.axis().index)
+        peers = Peers(door.axis(), members, place, door)
         chunks = tuple((range(i * seq_len, (i + 1) * seq_len),) for i in range(degree))
         exchange = Exchange(peers=peers, chunks=chunks, shares=shares)
         return rows_to_heads(q + rank, q + rank, q + rank, exchange)[0]

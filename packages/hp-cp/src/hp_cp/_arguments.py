@@ -11,33 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hp_dtensor import Axis, AxisMesh, Collectives
+from hp_dtensor import Axis, AxisMesh
 
 from ._errors import InputError, described
 from ._layouts import Contiguous, Layout, lengths_of
 from ._masks import MaskSpec
 from ._mesh import list_ranks
-from ._routes import Schedule
-from .kernels._interface import AttentionBackend
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The arguments of `ContextParallel`; see there."""
-
-    seq_dim: int
-    head_dim: int
-    qkv_indices: tuple[int, int, int]
-    qkv_kwarg_names: tuple[str, ...]
-    load_balance: bool
-    schedule: Schedule
-    layout: Layout
-    mask: MaskSpec | None
-    backend: str | AttentionBackend
-    softcap: float | None
-    seq_len: int | None
-    collectives: Collectives
-
 
 Key = int | str
 
@@ -147,17 +126,26 @@ _SDPA: dict[str, Any] = {
 }
 
 
-def check_replaceable(parameters: Sequence[inspect.Parameter], settings: Settings) -> None:
+def check_replaceable(
+    parameters: Sequence[inspect.Parameter],
+    qkv_indices: Sequence[int],
+    qkv_names: Sequence[str],
+    mask: MaskSpec | None,
+) -> None:
     """Raise `InputError` for a forward that does something which no call has to ask for."""
     ways_out = "use ulysses_degree=None with Contiguous and no mask, which run the forward itself"
     kinds = {parameter.kind for parameter in parameters}
     told = any(parameter.name == "is_causal" for parameter in parameters)
-    if settings.mask is None and not told and inspect.Parameter.VAR_KEYWORD not in kinds:
+    if mask is None and not told and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise InputError(
             f"this module's forward has no is_causal, so that nothing tells whether what replaces "
             f"it is to be causal; give the style a mask, MaskSpec(causal=...), or {ways_out}"
         )
-    known = (*_HONOURED, *_names_of_qkv(parameters, settings))
+    names = [parameter.name for parameter in parameters]
+    qkv = [names[i] for i in qkv_indices if i < len(names)]
+    if qkv_names and set(qkv_names) <= set(names):
+        qkv = list(qkv_names)
+    known = (*_HONOURED, *qkv)
     meant = [
         f"{parameter.name}={parameter.default!r}"
         for parameter in parameters
@@ -181,14 +169,6 @@ def check_bare(module: nn.Module) -> None:
         )
 
 
-def _names_of_qkv(parameters: Sequence[inspect.Parameter], settings: Settings) -> list[str]:
-    """Return the parameters that take q, k and v: those named, else those at the positions."""
-    names = [parameter.name for parameter in parameters]
-    if settings.qkv_kwarg_names and set(settings.qkv_kwarg_names) <= set(names):
-        return list(settings.qkv_kwarg_names)
-    return [names[i] for i in settings.qkv_indices if i < len(names)]
-
-
 def _has_meaning(default: object) -> bool:
     """Return whether a default asks for something; no tensor is compared, which may hold many."""
     if default is None or default is inspect.Parameter.empty:
@@ -197,7 +177,7 @@ def _has_meaning(default: object) -> bool:
 
 
 def as_sdpa(
-    parameters: Sequence[inspect.Parameter], settings: Settings
+    parameters: Sequence[inspect.Parameter], qkv_indices: Sequence[int]
 ) -> tuple[inspect.Parameter, ...]:
     """Return ``parameters`` with those of SDPA, from q on, in place of ``*args``.
 
@@ -205,8 +185,8 @@ def as_sdpa(
     arguments by position are read; up to the first that the module has a parameter for.
     """
     rest = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL), None)
-    first = settings.qkv_indices[0]
-    if rest is None or tuple(settings.qkv_indices) != (first, first + 1, first + 2):
+    first = qkv_indices[0]
+    if rest is None or tuple(qkv_indices) != (first, first + 1, first + 2):
         return tuple(parameters)
     named = {parameter.name for parameter in parameters}
     unnamed = [(f"argument_{i}", inspect.Parameter.empty) for i in range(first)]
@@ -219,13 +199,13 @@ def as_sdpa(
     return (*parameters[:rest], *handed_on, *parameters[rest + 1 :])
 
 
-def check_causal(call: Call, settings: Settings) -> None:
+def check_causal(call: Call, mask: MaskSpec | None) -> None:
     """Raise `InputError` where style and call do not say, or not alike, if attention is causal.
 
     A default of False says nothing where the style has a mask.
     """
-    if settings.mask is not None:
-        _check_agrees(call, settings.mask)
+    if mask is not None:
+        _check_agrees(call, mask)
         return
     if not call.says("is_causal"):
         raise InputError(
@@ -297,34 +277,37 @@ def check_grouped(call: Call, q_heads: int, kv_heads: int) -> None:
 
 
 def take_local_rows(
-    tensors: Sequence[Tensor], mesh: AxisMesh, settings: Settings
+    tensors: Sequence[Tensor],
+    mesh: AxisMesh,
+    seq_dim: int,
+    layout: Layout | None,
+    seq_len: int | None,
 ) -> tuple[list[Tensor], int | None]:
     """Return q, k and v as local tensors, and the length of the whole sequence where it is known.
 
-    A DTensor whose mesh holds the ranks of ``mesh`` knows it. Communicates nothing. Raises
-    `InputError`, from what all ranks share, for DTensors whose local shards are not whole rows of
-    this rank's stretch of the sequence, and for lengths that contradict each other.
+    It is ``seq_len``, or what a DTensor whose mesh holds the ranks of ``mesh`` has. Communicates
+    nothing. Raises `InputError`, from what all ranks share, for DTensors whose local shards are not
+    whole rows of this rank's stretch of the sequence, and for lengths that contradict each other.
     """
     lengths = [
-        x.shape[settings.seq_dim]
+        x.shape[seq_dim]
         for x in tensors
-        if isinstance(x, DTensor) and _is_cut(x, mesh, settings)
+        if isinstance(x, DTensor) and _is_cut(x, mesh, seq_dim, layout)
     ]
     if len(set(lengths)) > 1:
         raise InputError(
             f"q, k and v are DTensors of {lengths} tokens; cross attention is not supported"
         )
-    given = settings.seq_len
-    length = lengths[0] if lengths else given
-    if given not in (None, length):
+    length = lengths[0] if lengths else seq_len
+    if seq_len not in (None, length):
         raise InputError(
-            f"seq_len={given} was given to the style, but the DTensors have {length} "
+            f"seq_len={seq_len} was given to the style, but the DTensors have {length} "
             f"tokens; use seq_len={length} or None"
         )
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors], length
 
 
-def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
+def _is_cut(x: DTensor, mesh: AxisMesh, seq_dim: int, layout: Layout | None) -> bool:
     """Return whether the sequence of ``x`` is sharded over the ranks of ``mesh``.
 
     Axes with none of its other ranks, as those of the batch or of heads, must leave rows whole.
@@ -332,7 +315,7 @@ def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
     ranks = list_ranks(mesh)
     axes = [Axis.of(x.device_mesh, position) for position in range(x.device_mesh.ndim)]
     along = [len(set(axis.ranks) & set(ranks)) > 1 for axis in axes]
-    whole = [Replicate(), *(Shard(dim) for dim in range(3) if dim != settings.seq_dim)]
+    whole = [Replicate(), *(Shard(dim) for dim in range(3) if dim != seq_dim)]
     for axis, cuts, placement in zip(axes, along, x.placements, strict=True):
         if not cuts and axis.size > 1 and placement not in whole:
             raise InputError(
@@ -344,16 +327,16 @@ def _is_cut(x: DTensor, mesh: AxisMesh, settings: Settings) -> bool:
     over = [placement for cuts, placement in zip(along, x.placements, strict=True) if cuts]
     if (
         _find_ranks(x, along) != ranks
-        or any(placement != Shard(settings.seq_dim) for placement in over)
-        or not isinstance(settings.layout, Contiguous)
+        or any(placement != Shard(seq_dim) for placement in over)
+        or not isinstance(layout, Contiguous)
     ):
         raise InputError(
-            f"a DTensor over the context parallel mesh is sharded on dim {settings.seq_dim} over "
+            f"a DTensor over the context parallel mesh is sharded on dim {seq_dim} over "
             f"all of its ranks and is Contiguous, got {x.placements} on {x.device_mesh} with "
-            f"{settings.layout!r}; redistribute it, or pass local rows"
+            f"{layout!r}; redistribute it, or pass local rows"
         )
     sizes = [axis.size for axis, cuts in zip(axes, along, strict=True) if cuts]
-    _check_lengths(x.shape[settings.seq_dim], sizes, len(ranks))
+    _check_lengths(x.shape[seq_dim], sizes, len(ranks))
     return True
 
 

@@ -3,9 +3,10 @@
 Outputs merge by online softmax; gradients of queries, keys and values add up in the accumulator's
 dtype. Kernels know full rectangles and causal squares, and heads in equal groups.
 
-Tensors are ``[batch, rows, heads, size]`` and log-sum-exps ``[batch, rows, heads]``: of a batch of
+Tensors are ``[batch, rows, heads, size]`` and log-sum-exps ``[batch, heads, rows]``: of a batch of
 one, a range of rows is one piece of memory, which travels without a copy and is what flash kernels
-take. Backends get transposed views, with the dims of `AttentionBackend`.
+take. Backends get transposed views, with the dims of `AttentionBackend`; those of queries and of
+their sums are made once for all launches over the same rows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,26 +88,29 @@ class Positions:
     heads: range
     row_length: int
 
-    def of(self, block: Block, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the `Places` of a block of the batch of ``like``, with rows in dim 1."""
+    def of(self, block: Block, like: Tensor) -> Places:
+        """Return where the weights of a block are, of the batch of ``like``."""
         batch = torch.arange(like.shape[0], device=like.device).view(-1, 1, 1)
         held = members(self.queries, block.queries), members(self.keys[block.source], block.keys)
-        rows, keys = (positions(x, like.device).view(-1, 1).expand(len(batch), -1, 1) for x in held)
+        rows, keys = (positions(x, like.device).expand(len(batch), 1, -1) for x in held)
         heads = torch.arange(self.heads.start, self.heads.stop, device=like.device)
         length = max(1, self.row_length)
-        return batch + rows // length, rows % length, keys % length, heads
+        return Places(batch + rows // length, rows % length, keys % length, heads)
+
+
+Span = tuple[int, int]  # the first of some rows, and how many they are
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One block through its backend: which rows it takes of the queries, and of the keys held.
 
-    Slices are None for all rows. ``plain`` blocks go to the backend as they are.
+    Spans are None for all rows. ``plain`` blocks go to the backend as they are.
     """
 
     block: Block
-    rows: slice | None
-    keys: slice | None
+    rows: Span | None
+    keys: Span | None
     backend: AttentionBackend
     options: ScoreOptions
     causal: bool
@@ -121,7 +125,7 @@ class Layer:
     """
 
     runs: Ranges
-    slices: tuple[slice, ...]
+    spans: tuple[Span, ...]
     lengths: list[int]
     size: int
     whole: bool
@@ -181,8 +185,8 @@ def _launch_of(block: Block, keys: range, rows: int, held: int, kernel: BlockKer
     backend, options = kernel.of(block)
     return Launch(
         block=block,
-        rows=None if len(block.queries) == rows else as_slice(block.queries),
-        keys=None if len(keys) == held else as_slice(keys),
+        rows=None if len(block.queries) == rows else _span(block.queries),
+        keys=None if len(keys) == held else _span(keys),
         backend=backend,
         options=options,
         causal=_is_square(block),
@@ -193,7 +197,7 @@ def _launch_of(block: Block, keys: range, rows: int, held: int, kernel: BlockKer
 def _layer_of(runs: Ranges, begun: Ranges, rows: int) -> Layer:
     return Layer(
         runs=runs,
-        slices=tuple(map(as_slice, runs)),
+        spans=tuple(map(_span, runs)),
         lengths=[*map(len, runs)],
         size=size(runs),
         whole=size(runs) == rows and not begun,
@@ -204,64 +208,79 @@ def _layer_of(runs: Ranges, begun: Ranges, rows: int) -> Layer:
 Group = list[list[Block]]  # computed together: layers of blocks that share no row
 
 
+class RowViews:
+    """Rows of the same tensors as backends take them, in dim 2: views, made once for each span."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        """Take tensors ``[batch, rows, heads, size]`` and sums ``[batch, heads, rows]``."""
+        turned = tuple([x.transpose(1, 2) if x.ndim == 4 else x for x in tensors])
+        self._found: dict[Span | None, tuple[Tensor, ...]] = {None: turned}
+
+    def of(self, span: Span | None) -> tuple[Tensor, ...]:
+        """Return the rows of a span, or all, of each tensor."""
+        found = self._found.get(span)
+        if found is None and span is not None:
+            found = tuple([x.narrow(2, *span) for x in self._found[None]])
+            self._found[span] = found
+        return found or ()
+
+
 def forward_batch(
-    batch: Batch, q: Tensor, k: Tensor, v: Tensor, kernel: BlockKernel, rows: "OnlineSoftmax"
+    batch: Batch,
+    queries: RowViews,
+    k: Tensor,
+    v: Tensor,
+    kernel: BlockKernel,
+    rows: "OnlineSoftmax",
 ) -> None:
-    """Merge the attention of some blocks over the keys that are held into ``rows``."""
+    """Merge the attention of some blocks over the keys that are held into ``rows``.
+
+    ``queries`` are of q.
+    """
+    launches = batch.launches
+    inputs = [(*queries.of(x.rows), *_keys_of(x, k, v, kernel)) for x in launches]
     if batch.packed and (packer := kernel.packer) is not None:
-        inputs = [_inputs(launch, q, k, v, kernel) for launch in batch.launches]
         out, lse = forward_packed(batch, inputs, packer)
+    elif len(launches) == 1:
+        out, lse = _launched("forward", launches[0], inputs[0], kernel)
     else:
-        done = [
-            _launched("forward", launch, _inputs(launch, q, k, v, kernel), kernel)
-            for launch in batch.launches
-        ]
-        out, lse = done[0] if len(done) == 1 else _one_behind_the_other(done)
+        done = [_launched("forward", *x, kernel) for x in zip(launches, inputs, strict=True)]
+        out, lse = map(_behind, zip(*done, strict=True))
     if len(batch.layers) == 1:
         rows.merge(batch.layers[0], out, lse)
         return
     sizes = [layer.size for layer in batch.layers]
-    for layer, *part in zip(batch.layers, out.split(sizes, 1), lse.split(sizes, 1), strict=True):
+    for layer, *part in zip(batch.layers, out.split(sizes, 2), lse.split(sizes, 2), strict=True):
         rows.merge(layer, *part)
 
 
 def backward_batch(
-    batch: Batch,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kernel: BlockKernel,
+    batch: Batch, finished: RowViews, k: Tensor, v: Tensor, kernel: BlockKernel
 ) -> tuple[Tensor, ...]:
     """Return the shares of dq, dk and dv of some blocks, one behind the other.
 
-    ``out`` and ``lse`` are over all keys.
+    ``finished`` are of grad, q, out and the log-sum-exp, both over all keys.
     """
     inputs = []
     for launch in batch.launches:
-        rows, given = launch.rows, _inputs(launch, q, k, v, kernel)
-        if rows is None:
-            inputs.append((grad, *given, out, lse))
-        else:
-            inputs.append((grad[:, rows], *given, out[:, rows], lse[:, rows]))
+        grad, q, out, lse = finished.of(launch.rows)
+        inputs.append((grad, q, *_keys_of(launch, k, v, kernel), out, lse))
     if batch.packed and (packer := kernel.packer) is not None:
-        grads = backward_packed(batch, inputs, packer)
+        done = [backward_packed(batch, inputs, packer)]
     else:
-        done = [
-            _launched("backward", launch, given, kernel)
-            for launch, given in zip(batch.launches, inputs, strict=True)
-        ]
-        grads = done[0] if len(done) == 1 else _one_behind_the_other(done)
+        pairs = zip(batch.launches, inputs, strict=True)
+        done = [_launched("backward", *x, kernel) for x in pairs]
+    grads = tuple([_joined(parts) for parts in zip(*done, strict=True)])
     if kernel.repeats is None:
         return grads
     dq, dk, dv = grads
     return dq, sum_heads(dk, kernel.repeats), sum_heads(dv, kernel.repeats)
 
 
-def _one_behind_the_other(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return tuple(torch.cat(column, 1) for column in zip(*parts, strict=True))
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return what launches returned one behind the other, ``[batch, rows, heads, size]``."""
+    turned = [x.transpose(1, 2) for x in parts]
+    return turned[0] if len(turned) == 1 else torch.cat(turned, 1)
 
 
 def _launched(
@@ -280,10 +299,9 @@ def _launched(
         backend.forward if way == "forward" else backend.backward
     )
     if launch.plain and inputs[0].shape[0] <= GRID:
-        done = call(*[x.transpose(1, 2) for x in inputs], causal=causal, options=options)
-        return tuple([x.transpose(1, 2) for x in done])
+        return call(*inputs, causal=causal, options=options)
     run: Callable[..., tuple[Tensor, ...]] = partial(call, causal=causal, options=options)
-    tiled = [_tiled(x, block).transpose(1, 2) for x in inputs]
+    tiled = [_tiled(x, block) for x in inputs]
     if options.placed and kernel.positions is not None:
         run, places = _placed(call, launch, kernel.positions, inputs[0])
         tiled += places
@@ -292,7 +310,7 @@ def _launched(
     else:
         parts = [run(*part) for part in zip(*(x.split(GRID) for x in tiled), strict=True)]
         made = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-    return tuple(_untiled(x.transpose(1, 2), block) for x in made)
+    return tuple(_untiled(x, block) for x in made)
 
 
 def _placed(
@@ -306,7 +324,7 @@ def _placed(
         options = launch.options.at(Places(batch, rows, keys, heads))
         return call(*tensors, causal=launch.causal, options=options)
 
-    return placed, [_tiled(x, launch.block).transpose(1, 2) for x in places]
+    return placed, [_tiled(x, launch.block) for x in places]
 
 
 def _groups(blocks: Sequence[Block], kernel: BlockKernel) -> list[Group]:
@@ -345,14 +363,13 @@ def _is_square(block: Block) -> bool:
     return block.kind in ("causal", "anticausal")
 
 
-def _inputs(
-    launch: Launch, q: Tensor, k: Tensor, v: Tensor, kernel: BlockKernel
-) -> tuple[Tensor, Tensor, Tensor]:
+def _keys_of(launch: Launch, k: Tensor, v: Tensor, kernel: BlockKernel) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a launch as backends take them."""
     if (keys := launch.keys) is not None:
-        k, v = k[:, keys], v[:, keys]
+        k, v = k.narrow(1, *keys), v.narrow(1, *keys)
     if kernel.repeats is not None:
         k, v = repeat_heads(k, kernel.repeats), repeat_heads(v, kernel.repeats)
-    return q if launch.rows is None else q[:, launch.rows], k, v
+    return k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _tiled(x: Tensor, block: Block) -> Tensor:
@@ -361,15 +378,15 @@ def _tiled(x: Tensor, block: Block) -> Tensor:
     With rows and keys reversed, row ``i`` of an anticausal square sees the keys up to the ``i``-th.
     """
     if block.tiles > 1:
-        x = x.unflatten(1, (block.tiles, -1)).flatten(0, 1)
-    return x.flip(1) if block.kind == "anticausal" else x
+        x = x.unflatten(2, (block.tiles, -1)).transpose(1, 2).flatten(0, 1)
+    return x.flip(2) if block.kind == "anticausal" else x
 
 
 def _untiled(x: Tensor, block: Block) -> Tensor:
     if block.kind == "anticausal":
-        x = x.flip(1)
+        x = x.flip(2)
     if block.tiles > 1:
-        x = x.unflatten(0, (-1, block.tiles)).flatten(1, 2)
+        x = x.unflatten(0, (-1, block.tiles)).transpose(1, 2).flatten(2, 3)
     return x
 
 
@@ -404,20 +421,24 @@ def _stretches(blocks: Sequence[Block]) -> tuple[list[int], list[int]]:
 
 def _packed(blocks: Sequence[Block], inputs: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     turned = [[_turned(x, b) for x in mine] for b, mine in zip(blocks, inputs, strict=True)]
-    return [torch.cat(column, 1).transpose(1, 2) for column in zip(*turned, strict=True)]
+    return [_behind(column) for column in zip(*turned, strict=True)]
+
+
+def _behind(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts of what backends take or return one behind the other."""
+    return torch.cat([*parts], 2) if parts[0].ndim == 3 else _joined(parts).transpose(1, 2)
 
 
 def _unpacked(
     done: Sequence[Tensor], blocks: Sequence[Block], sides: Sequence[Literal["queries", "keys"]]
 ) -> tuple[Tensor, ...]:
     """Return what a backend returned, with the rows of anticausal squares in their order."""
-    whole = [x.transpose(1, 2) for x in done]
     if all(block.kind != "anticausal" for block in blocks):
-        return tuple(whole)
+        return tuple(done)
     turned = []
-    for x, side in zip(whole, sides, strict=True):
-        parts = x.split([len(getattr(block, side)) for block in blocks], 1)
-        turned.append(torch.cat([_turned(*each) for each in zip(parts, blocks, strict=True)], 1))
+    for x, side in zip(done, sides, strict=True):
+        parts = x.split([len(getattr(block, side)) for block in blocks], 2)
+        turned.append(_behind([_turned(*each) for each in zip(parts, blocks, strict=True)]))
     return tuple(turned)
 
 
@@ -425,56 +446,69 @@ def _turned(x: Tensor, block: Block) -> Tensor:
     """Return anticausal squares from their end, as causal ones, and back."""
     if block.kind != "anticausal":
         return x
-    turned: Tensor = x.unflatten(1, (block.tiles, -1)).flip(2).flatten(1, 2)
+    turned: Tensor = x.unflatten(2, (block.tiles, -1)).flip(3).flatten(2, 3)
     return turned
 
 
 class OnlineSoftmax:
-    """The output and log-sum-exp of all rows, over the keys so far."""
+    """The output and log-sum-exp of all rows, over the keys so far.
 
-    def __init__(self, q: Tensor, value_size: int, *, fused: bool = False) -> None:
+    ``hides``: rows of a part may have no keys, which then have a log-sum-exp of minus infinity.
+    """
+
+    def __init__(
+        self, q: Tensor, value_size: int, *, fused: bool = False, hides: bool = True
+    ) -> None:
         self._q = q
-        self._merge = fused_merge() if fused and has_values(q) else merge
+        self._fused = fused and has_values(q)
+        self._merge = fused_merge() if self._fused else partial(merge, hides=hides)
         self._value_size = value_size
         self._wide = accumulator(q.dtype)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._views: dict[Span, tuple[Tensor, Tensor, Weights | None]] = {}
 
     def merge(self, rows: Layer, out: Tensor, lse: Tensor) -> None:
-        """Take the attention of some rows over further keys: new tensors."""
+        """Take what a backend returned for some rows over further keys: new tensors."""
         if rows.whole:  # kept as it is while no other part comes
-            self._out, self._lse = out, lse
+            self._out, self._lse = out.transpose(1, 2), lse
             return
         if self._out is None or self._lse is None:
             self._out, self._lse = self._start()
         elif self._out.dtype != self._wide or self._lse.dtype != self._wide:
             self._out, self._lse = self._out.to(self._wide), self._lse.to(self._wide)
         if len(rows.runs) > _RUNS:
-            self._merge_scattered(rows, out, lse.to(self._wide))
+            self._merge_scattered(rows, self._out, self._lse, out, lse)
         elif len(rows.runs) == 1:
-            mine, mine_lse = self._at(rows.slices[0])
-            turned = out.transpose(1, 2), lse.transpose(1, 2)
-            self._merge(mine.transpose(1, 2), mine_lse.transpose(1, 2), *turned)
+            self._merge_into(rows.spans[0], self._out, self._lse, out, lse)
         else:
-            theirs_of = (x.split(rows.lengths, 1) for x in (out, lse))
-            for run, *theirs in zip(rows.slices, *theirs_of, strict=True):
-                self._merge(*(x.transpose(1, 2) for x in (*self._at(run), *theirs)))
+            theirs_of = (x.split(rows.lengths, 2) for x in (out, lse))
+            for span, *theirs in zip(rows.spans, *theirs_of, strict=True):
+                self._merge_into(span, self._out, self._lse, *theirs)
 
-    def _at(self, run: slice) -> tuple[Tensor, Tensor]:
-        if self._out is None or self._lse is None:
-            raise RuntimeError("rows are merged into a sum that was not begun")
-        return self._out[:, run], self._lse[:, run]
+    def _merge_into(
+        self, span: Span, total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        found = self._views.get(span)
+        if found is None:
+            mine_lse = total_lse.narrow(2, *span)
+            room = None if self._fused else weights_of(mine_lse)
+            found = total.narrow(1, *span).transpose(1, 2), mine_lse, room
+            self._views[span] = found
+        mine, mine_lse, room = found
+        self._merge(mine, mine_lse, out, lse, room)
 
-    def _merge_scattered(self, rows: Layer, out: Tensor, lse: Tensor) -> None:
+    def _merge_scattered(
+        self, rows: Layer, total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
         places = ints_on(rows.runs, torch.int64, out)
-        total, total_lse = self._at(slice(None))
-        theirs = out.to(self._wide), lse
+        theirs = out.transpose(1, 2).to(self._wide), lse.to(self._wide)
         if not rows.fresh:
-            mine = total.index_select(1, places), total_lse.index_select(1, places)
-            self._merge(*(x.transpose(1, 2) for x in (*mine, *theirs)))
+            mine = total.index_select(1, places), total_lse.index_select(2, places)
+            self._merge(mine[0].transpose(1, 2), mine[1], out, theirs[1])
             theirs = mine
         total.index_copy_(1, places, theirs[0])
-        total_lse.index_copy_(1, places, theirs[1])
+        total_lse.index_copy_(2, places, theirs[1])
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return both; rows without keys give 0 and minus infinity.
@@ -487,23 +521,23 @@ class OnlineSoftmax:
         if sinks is None:
             # No view of what was made here, without autograd, so that a caller may change it.
             return out.to(self._q.dtype).data, lse
-        total = torch.logaddexp(lse, sinks.to(lse.dtype))
+        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         share = (lse - total).exp().masked_fill_(lse == -torch.inf, 0.0)
-        return (out * share.unsqueeze(-1)).to(self._q.dtype), total
+        return (out * share.transpose(1, 2).unsqueeze(-1)).to(self._q.dtype), total
 
     def _start(self) -> tuple[Tensor, Tensor]:
-        """Return what rows without keys give, rows of a head of the log-sum-exp side by side."""
+        """Return what rows without keys give."""
         batch, rows, heads, _ = self._q.shape
         out = self._q.new_zeros((batch, rows, heads, self._value_size), dtype=self._wide)
         lse = self._q.new_full((batch, heads, rows), -torch.inf, dtype=self._wide)
-        return out, lse.transpose(1, 2)
+        return out, lse
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the share of these rows in the gradient of ``sinks``; ``lse`` is with them."""
-    weights = (sinks.to(lse.dtype) - lse).exp().masked_fill_(lse == -torch.inf, 0.0)
-    total = weights * (grad.to(lse.dtype) * out).sum(-1)
-    return -total.sum((0, 1)).to(sinks.dtype)
+    weights = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp().masked_fill_(lse == -torch.inf, 0.0)
+    total = weights * (grad.to(lse.dtype) * out).sum(-1).transpose(1, 2)
+    return -total.sum((0, 2)).to(sinks.dtype)
 
 
 class RowSum:
@@ -596,30 +630,56 @@ def _runs(rows: Ranges) -> Ranges:
     return tuple(runs)
 
 
+def _span(rows: range) -> Span:
+    return rows.start, len(rows)
+
+
 def as_slice(rows: range) -> slice:
     """Return a range of rows as an index."""
     return slice(rows.start, rows.stop)
 
 
-def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+Weights = tuple[Tensor, Tensor]  # room for them, ``[..., rows]`` and ``[..., rows, 1]``
+
+
+def weights_of(lse: Tensor) -> Weights:
+    """Return room for the weights of a merge.
+
+    With a gap after the rows of each head: kernels round the last few elements of a stretch in
+    another way than the others, so that a row's bits would depend on how many heads lie beside it.
+    """
+    room = lse.new_empty((*lse.shape[:-1], lse.shape[-1] + 1))[..., :-1]
+    return room, room.unsqueeze(-1)
+
+
+def merge(
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor,
+    other_lse: Tensor,
+    room: Weights | None = None,
+    *,
+    hides: bool = True,
+) -> None:
     """Fold attention over further keys into ``out`` and ``lse``, in place.
 
     ``out`` is ``[..., rows, head_size]``, ``lse`` the log-sum-exp of the scores ``[..., rows]``.
-    Rows without keys have ``lse = -inf`` and leave the other side as it is. The weight
-    is that of online softmax (Milakov and Gimelshein, arXiv 1805.02867, section 3).
+    Rows without keys have ``lse = -inf`` and leave the other side as it is; the other side has some
+    only where it ``hides`` keys. The weight is that of online softmax (Milakov and Gimelshein,
+    arXiv 1805.02867, section 3).
     """
-    other_lse = other_lse.to(lse.dtype)
-    # A gap after the rows of each head: kernels round the last few elements of a stretch in another
-    # way than the others, so that a row's bits would depend on how many heads lie beside it.
-    apart = lse.new_empty((*lse.shape[:-1], lse.shape[-1] + 1))[..., :-1]
-    weight = torch.sub(other_lse, lse, out=apart).sigmoid_()
-    weight.masked_fill_(other_lse == -torch.inf, 0.0)
-    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, other_lse, out=apart))
+    weight, of_rows = weights_of(lse) if room is None else room
+    if other_lse.dtype != lse.dtype:
+        other_lse = other_lse.to(lse.dtype)
+    torch.sub(other_lse, lse, out=weight).sigmoid_()
+    if hides:
+        weight.masked_fill_(other_lse == -torch.inf, 0.0)
+    out.lerp_(other_out if other_out.dtype == out.dtype else other_out.to(out.dtype), of_rows)
+    lse.copy_(torch.logaddexp(lse, other_lse, out=weight))
 
 
 @cache
-def fused_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+def fused_merge() -> Callable[..., None]:
     """Return `merge` as one kernel that reads and writes each element once, made by the compiler.
 
     For sizes and strides of all kinds; where those of one program are more than the compiler keeps,
@@ -628,7 +688,9 @@ def fused_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     return torch.compile(_merge_at_once, dynamic=True)
 
 
-def _merge_at_once(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+def _merge_at_once(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, room: None = None
+) -> None:
     other_lse = other_lse.to(lse.dtype)
     weight = torch.sigmoid(other_lse - lse).masked_fill(other_lse == -torch.inf, 0.0)
     out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))

@@ -1,15 +1,15 @@
 """Whom a rank communicates with: its Ulysses neighbours, and the ranks of its schedule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hp_dtensor import AutogradCollectives, Axis, AxisMesh, Collectives, Work
+from hp_dtensor import Axis, AxisMesh, Collectives, Work
 
 from ._errors import InputError, described
 from ._plan import check_degree
@@ -30,7 +30,7 @@ _AXES = WeakKeyDictionary()
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients, which travel together
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Peers:
     """Coordinates on an axis in ascending order, counted from 0 as the ranks of a schedule.
 
@@ -40,23 +40,23 @@ class Peers:
 
     axis: Axis
     members: tuple[int, ...]
+    index: int  # this rank's place among them
     collectives: Collectives
-    index: int = field(init=False)  # this rank's place among them
-    whole: bool = field(init=False)  # whether they are all ranks of the axis
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "index", self.members.index(self.axis.index))
-        object.__setattr__(self, "whole", len(self.members) == self.axis.size)
 
     @staticmethod
     def on(axis: Axis, collectives: Collectives) -> "Peers":
         """Return all ranks of an axis."""
-        return Peers(axis=axis, members=tuple(range(axis.size)), collectives=collectives)
+        return Peers(axis, tuple(range(axis.size)), axis.index, collectives)
 
     @property
     def size(self) -> int:
         """Return how many there are, this rank among them."""
         return len(self.members)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether they are all ranks of the axis."""
+        return len(self.members) == self.axis.size
 
     def connect(self, device: torch.device) -> None:
         """Let all ranks of the axis join its first batch of sends, once for each group.
@@ -88,9 +88,10 @@ class Peers:
         return self.collectives.send_recv(self.axis, sends, receives)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send row block ``i`` of ``x`` to peer ``i``; differentiable, one all-to-all each way."""
+        """Send row block ``i`` of ``x`` to peer ``i``; return what came, in their order."""
         splits = self._widened(send), self._widened(receive)
-        return AutogradCollectives(self.collectives).all_to_all(x, self.axis, *splits)
+        (out,) = self.collectives.all_to_all(self.axis, x, *splits).wait()
+        return out
 
     def _placed(self, tensors: Mapping[int, Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:
         return {self.members[peer]: tensor for peer, tensor in tensors.items()}
@@ -104,8 +105,7 @@ class Peers:
         return wide
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroups:
+class RankGroups(NamedTuple):
     """Rank ``rank`` of ``n``: the Ulysses group exchanges heads, the ring group runs the schedule.
 
     Fang and Zhao, arXiv 2405.07719, section 3.
@@ -221,8 +221,8 @@ def rank_groups_of(mesh: AxisMesh, ulysses_degree: int, collectives: Collectives
     return RankGroups(
         n=n,
         rank=rank,
-        ulysses=Peers(axis=axis, members=ulysses, collectives=collectives),
-        ring=Peers(axis=axis, members=ring, collectives=collectives),
+        ulysses=Peers(axis, ulysses, place, collectives),
+        ring=Peers(axis, ring, group, collectives),
     )
 
 

@@ -34,10 +34,9 @@ from ._layouts import (
     lengths_of,
 )
 from ._masks import MaskMod, MaskSpec, check_mask, pairs_of
-from ._ranges import Kernel, Piece, Ranges, members, size, union, within
+from ._ranges import Piece, Ranges, members, size, union, within
 from ._routes import SCHEDULES, Ring, Schedule, check_schedule, name_of, ring_of
 
-_LONG = 128  # rows that fill a kernel's tile
 _BATCHES = 16  # plans that are kept: packed data brings another mask with every batch
 _SHOWN = 8  # blocks of a rank that an explanation lists
 
@@ -156,25 +155,6 @@ class AttentionPlan:
     def heads(self) -> tuple[HeadShare, ...]:
         """Return the heads of each of ``ulysses_degree`` neighbouring ranks."""
         return split_heads(self.q_heads, self.kv_heads, self.ulysses_degree)
-
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """Return every kind of kernel that some rank may need."""
-        if self.mask.band == (None, None):
-            return ("full",)
-        alone = self.n == self.ulysses_degree and self.mask.window is None
-        return ("causal",) if alone else ("causal", "full")
-
-    @property
-    def regular(self) -> bool:
-        """Return whether blocks are long and have the same shapes in every batch of this length.
-
-        Documents are others in every batch, and the edges of windows and functions make many small
-        blocks.
-        """
-        if self.mask != MaskSpec(causal=self.mask.causal):
-            return False
-        return _shortest(self) >= _LONG
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` computes: its own keys first, then others as they come to it.
@@ -470,13 +450,6 @@ def _executed(plan: AttentionPlan) -> AttentionPlan:
 
 
 @lru_cache(maxsize=_BATCHES)
-def _shortest(plan: AttentionPlan) -> int:
-    """Return the least number of positions that a rank of the schedule holds in one stretch."""
-    shortest = min((len(chunk) for held in plan.groups for chunk in held), default=0)
-    return shortest // 2 if plan.load_balance else shortest
-
-
-@lru_cache(maxsize=_BATCHES)
 def _documents(plan: AttentionPlan) -> tuple[Document, ...]:
     documents = plan.mask.documents(plan.seq_len)
     return cut_documents(plan.chunks, documents, plan.ulysses_degree, plan.load_balance)
@@ -660,7 +633,7 @@ def check_rank(rank: int, n: int) -> None:
 
 
 def check_balance(
-    layout: Layout, n: int, seq_len: int, ulysses_degree: int, schedule: object
+    layout: Layout | None, n: int, seq_len: int, ulysses_degree: int, schedule: object
 ) -> None:
     """Raise unless every rank can swap half of its queries under ``load_balance``."""
     if ulysses_degree != 1 or schedule != "gather":

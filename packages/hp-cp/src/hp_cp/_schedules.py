@@ -24,6 +24,7 @@ from ._blockwise import (
     OnlineSoftmax,
     Positions,
     RowSum,
+    RowViews,
     accumulator,
     backward_batch,
     batches_of,
@@ -372,12 +373,11 @@ class _Scattered:
         for peer in filter(places.__getitem__, peers):
             parts = zip(*map(share.of, places[peer]), strict=True)
             sends[peer] = [x.to(dtype).transpose(0, 1).contiguous() for both in parts for x in both]
-        rooms = [x.transpose(0, 1) for x in self._like]
+        rooms, gathered = ([x.transpose(0, 1) for x in both or ()] for both in (self._like, spent))
+        increment_version(gathered)
         receives = {}
         for peer in peers if own else ():
-            if spent is not None and tuple(map(len, places[peer])) == tuple(map(len, own)):
-                gathered = [x.transpose(0, 1) for x in spent]
-                increment_version(gathered)
+            if gathered and tuple(map(len, places[peer])) == tuple(map(len, own)):
                 receives[peer] = _ranges_of(gathered, places[peer])
             else:
                 receives[peer] = [
@@ -508,7 +508,8 @@ class _Attend(torch.autograd.Function):
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         kernel = schedule.kernel
-        rows = OnlineSoftmax(q, v.shape[3], fused=kernel.fused)
+        rows = OnlineSoftmax(q, v.shape[3], fused=kernel.fused, hides=kernel.masked is not None)
+        queries = RowViews(q)
         kept: list[Tensor] = []
         keep = schedule.plan.keep_kv and any(ctx.needs_input_grad)
         with without_autocast(q.device), PendingWork(peers) as calls:
@@ -516,13 +517,14 @@ class _Attend(torch.autograd.Function):
                 if keep and source != schedule.rank:
                     kept += held_k, held_v
                 for batch in schedule.batches[source]:
-                    forward_batch(batch, q, held_k, held_v, kernel, rows)
+                    forward_batch(batch, queries, held_k, held_v, kernel, rows)
         out, lse = rows.result(sinks)
         own = (None, None) if kept and schedule.own_place is not None else (k, v)
         ctx.save_for_backward(q, *own, sinks, out, lse, *kept)
         ctx.schedule, ctx.peers, ctx.origin = schedule, peers, schedule.origin
         if not return_lse:
             return out
+        lse = lse.transpose(1, 2)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -534,6 +536,7 @@ class _Attend(torch.autograd.Function):
         if k is None and (place := schedule.own_place) is not None:
             k, v = (x[:, place.start : place.stop] for x in kept)
         grad = grad.contiguous()
+        finished = RowViews(grad, q, out, lse)
         dq = RowSum(q)
         own = KVGradient((k, v), k.shape[1])
 
@@ -543,8 +546,7 @@ class _Attend(torch.autograd.Function):
                 share = own if source == schedule.rank else KVGradient((k, v), held_k.shape[1])
                 batches = schedule.batches[source]
                 for batch in batches:
-                    given = grad, q, held_k, held_v, out, lse
-                    part, dk, dv = backward_batch(batch, *given, schedule.kernel)
+                    part, dk, dv = backward_batch(batch, finished, held_k, held_v, schedule.kernel)
                     dq.add(batch.queries, part)
                     share.add(batch.keys, dk, dv)
                     del part, dk, dv

@@ -7,7 +7,6 @@ module's own forward between two exchanges.
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from hp_dtensor import AxisMesh, Collectives
 
 from ._arguments import (
     Call,
-    Settings,
     as_sdpa,
     check_bare,
     check_causal,
@@ -132,15 +130,15 @@ class ContextParallel(ParallelStyle):
                 f"context parallel size, or None for all of it"
             )
         check_backend_name(backend)
-        if len(positions := list(qkv_indices)) != 3 or len(set(positions)) != 3:
+        if not _are_different(qkv_indices, int) or min(qkv_indices) < 0:
             raise InputError(
-                f"qkv_indices are the positions of q, k and v, got {qkv_indices}; give three "
-                f"different ones"
+                f"qkv_indices are the positions of q, k and v, got {qkv_indices!r}; give three "
+                f"different ints from 0 on"
             )
-        if len(qkv_kwarg_names) not in (0, 3):
+        if qkv_kwarg_names != () and not _are_different(qkv_kwarg_names, str):
             raise InputError(
-                f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names}; give three, "
-                f"or none to use those of the module's forward"
+                f"qkv_kwarg_names are the names of q, k and v, got {qkv_kwarg_names!r}; give three "
+                f"different ones, or none to use those of the module's forward"
             )
         layout = checked_layout(layout)
         check_schedule(schedule)
@@ -149,18 +147,20 @@ class ContextParallel(ParallelStyle):
         if seq_len is not None:
             check_size(1, seq_len)
         self.ulysses_degree = ulysses_degree
-        self.settings = Settings(
+        self.qkv_indices = qkv_indices
+        self.qkv_kwarg_names = qkv_kwarg_names
+        self.mask = mask
+        self.options = AttentionOptions(  # of each call, but for what a mesh and the call tell
+            mask=MaskSpec(causal=False) if mask is None else mask,
+            layout=layout,
+            ulysses_degree=1,
+            schedule=schedule,
+            backend=backend,
+            scores=ScoreOptions(softcap=softcap),
             seq_dim=seq_dim,
             head_dim=head_dim,
-            qkv_indices=qkv_indices,
-            qkv_kwarg_names=qkv_kwarg_names,
-            load_balance=load_balance,
-            schedule=schedule,
-            layout=layout,
-            mask=mask,
-            backend=backend,
-            softcap=ScoreOptions(softcap=softcap).softcap,
             seq_len=seq_len,
+            load_balance=load_balance,
             collectives=TORCH if collectives is None else collectives,
         )
 
@@ -179,17 +179,18 @@ class ContextParallel(ParallelStyle):
         mask, or defaults or parameters of the module that would be lost.
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
-        settings, (n, _) = self.settings, place_of(mesh)
+        options, (n, _) = self.options, place_of(mesh)
         if n == 1:  # nothing to exchange or to bring, in whatever way
-            degree, settings = 1, replace(settings, schedule="gather", load_balance=False)
-        groups = rank_groups_of(mesh, degree, settings.collectives)
-        ring_of(settings.schedule, n // degree)
-        if settings.load_balance:
-            check_balance(settings.layout, n, 0, degree, settings.schedule)
+            degree, options = 1, options._replace(schedule="gather", load_balance=False)
+        options = options._replace(ulysses_degree=degree)
+        groups = rank_groups_of(mesh, degree, options.collectives)
+        ring_of(options.schedule, n // degree)
+        if options.load_balance:
+            check_balance(options.layout, n, 0, degree, options.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
-        if n > 1 or settings.mask is not None:
-            forward = ContextParallelForward(module, mesh, n, degree, settings)
+        if n > 1 or self.mask is not None:
+            forward = ContextParallelForward(module, mesh, n, self, options)
             if not forward.runs_inner:
                 groups.ring.connect(device_of(mesh))
             module.forward = forward
@@ -203,7 +204,12 @@ class ContextParallelForward:
     """A module's forward over the ranks of a mesh; keeps nothing between calls."""
 
     def __init__(
-        self, module: nn.Module, mesh: AxisMesh, n: int, degree: int, settings: Settings
+        self,
+        module: nn.Module,
+        mesh: AxisMesh,
+        n: int,
+        style: ContextParallel,
+        options: AttentionOptions,
     ) -> None:
         """Stand for the forward of ``module`` on ``n`` ranks.
 
@@ -216,24 +222,25 @@ class ContextParallelForward:
         self._inner = inner
         self._parameters = tuple(inspect.signature(inner).parameters.values())
         self._mesh = mesh
-        self._ulysses_degree = degree
-        self._settings = settings
-        in_order = degree == n and isinstance(settings.layout, Contiguous)
-        self._runs_inner = in_order and settings.mask is None
-        if self._runs_inner and settings.softcap is not None:
+        self._style = style
+        self._options = options
+        in_order = options.ulysses_degree == n and isinstance(options.layout, Contiguous)
+        self.runs_inner = in_order and style.mask is None  # the module's own forward attends
+        if self.runs_inner and options.scores.softcap is not None:
             raise InputError(
-                f"softcap={settings.softcap} would not be used where the module's own forward "
-                f"runs; leave it out, or give the style a mask, a layout or a ulysses_degree under "
-                f"which the forward is replaced"
+                f"softcap={options.scores.softcap} would not be used where the module's own "
+                f"forward runs; leave it out, or give the style a mask, a layout or a "
+                f"ulysses_degree under which the forward is replaced"
             )
-        if not self._runs_inner:
+        if not self.runs_inner:
             check_bare(module)
-            self._parameters = as_sdpa(self._parameters, settings)
-            check_replaceable(self._parameters, settings)
-            check_device(settings.backend, mesh)
-        elif settings.backend != "auto":
+            self._parameters = as_sdpa(self._parameters, style.qkv_indices)
+            names = style.qkv_kwarg_names
+            check_replaceable(self._parameters, style.qkv_indices, names, style.mask)
+            check_device(options.backend, mesh)
+        elif options.backend != "auto":
             raise BackendError(
-                f"backend={described(settings.backend)} would not be used where the module's own "
+                f"backend={described(options.backend)} would not be used where the module's own "
                 f"forward runs; leave it 'auto', or give the style a mask, a layout or a "
                 f"ulysses_degree under which the forward is replaced"
             )
@@ -241,55 +248,34 @@ class ContextParallelForward:
     @keep_eager  # a plan is no tensor program
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns, with this rank's rows of the attention."""
-        settings = self._settings
+        style, options = self._style, self._options
         call = Call.of(self._parameters, args, kwargs)
-        names = settings.qkv_kwarg_names or (None, None, None)
-        keys = [call.key(i, name) for i, name in zip(settings.qkv_indices, names, strict=True)]
+        names = style.qkv_kwarg_names or (None, None, None)
+        keys = [call.key(i, name) for i, name in zip(style.qkv_indices, names, strict=True)]
         q, k, v = (call.values[key] for key in keys)
         check_tensors(q, k, v)
-        (q, k, v), seq_len = take_local_rows((q, k, v), self._mesh, settings)
-        check_options(call, self._runs_inner)
-        options = self._options(call, seq_len)
-        if self._runs_inner:
+        (q, k, v), seq_len = take_local_rows(
+            (q, k, v), self._mesh, options.seq_dim, options.layout, options.seq_len
+        )
+        check_options(call, self.runs_inner)
+        mask = style.mask or MaskSpec(causal=call.option("is_causal") is True)
+        options = options._replace(mask=mask, seq_len=seq_len)
+        if self.runs_inner:
 
             def inner(*whole: Tensor) -> Any:
                 args, kwargs = call.rebuild(dict(zip(keys, whole, strict=True)))
                 return self._inner(*args, **kwargs)
 
             return exchange_around(inner, q, k, v, self._mesh, options)
+        dropout = dropout_of(call.option("dropout_p") or 0.0, call.given("dropout_seed"))
+        softcap = options.scores.softcap
+        scores = ScoreOptions(scale=call.option("scale"), softcap=softcap, dropout=dropout)
         check_others(call, keys)
-        check_causal(call, settings)
-        check_grouped(call, q.shape[settings.head_dim], k.shape[settings.head_dim])
+        check_causal(call, style.mask)
+        check_grouped(call, q.shape[options.head_dim], k.shape[options.head_dim])
+        options = options._replace(scores=scores)
         out, _ = sharded_attention(q, k, v, self._mesh, options, call.given("sinks"))
         return out
-
-    @property
-    def runs_inner(self) -> bool:
-        """Return whether the module's own forward computes the attention."""
-        return self._runs_inner
-
-    def _scores(self, call: Call) -> ScoreOptions:
-        if self._runs_inner:
-            return ScoreOptions()
-        dropout = dropout_of(call.option("dropout_p") or 0.0, call.given("dropout_seed"))
-        softcap = self._settings.softcap
-        return ScoreOptions(scale=call.option("scale"), softcap=softcap, dropout=dropout)
-
-    def _options(self, call: Call, seq_len: int | None) -> AttentionOptions:
-        settings = self._settings
-        return AttentionOptions(
-            mask=settings.mask or MaskSpec(causal=call.option("is_causal") is True),
-            layout=settings.layout,
-            ulysses_degree=self._ulysses_degree,
-            schedule=settings.schedule,
-            backend=settings.backend,
-            scores=self._scores(call),
-            seq_dim=settings.seq_dim,
-            head_dim=settings.head_dim,
-            seq_len=seq_len,
-            load_balance=settings.load_balance,
-            collectives=settings.collectives,
-        )
 
 
 def exchange_around(
@@ -346,6 +332,13 @@ def exchange_around(
     if isinstance(result, (tuple, list)):
         return type(result)(map(back, result))
     return back(result)
+
+
+def _are_different(given: object, kind: type) -> bool:
+    """Return whether these are three different values of a type, for q, k and v."""
+    if not isinstance(given, (list, tuple)) or not all(type(x) is kind for x in given):
+        return False
+    return len(given) == len(set(given)) == 3
 
 
 def _describe(result: Any) -> str:

@@ -3,12 +3,14 @@
 Ulysses goes from a part of the sequence with all heads to all of it with some heads: Jacobs et al.,
 DeepSpeed Ulysses, arXiv 2309.14509, section 3. Rows travel sequence-major, so that received rows
 are already in rank order and only layouts that interleave ranks need another copy. Tensors of
-several head sizes travel in one buffer, in units of a size that all of them are multiples of.
+several head sizes travel in one buffer, in units of a size that all of them are multiples of. Where
+all ranks have equally many heads of each tensor, those of all ranks are packed at once.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import mul
 from typing import Any
 
@@ -85,16 +87,14 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
     step, units = _units(tensors)
     counts = _counts(heads, units)
     send = tensors[0].new_empty(rows * batch * sum(counts) * step)
-    blocks = _blocks(send, counts, rows, batch, step)
-    for block, of_rank in zip(blocks, zip(*heads, strict=True), strict=True):
+    blocks = _blocks(send, counts, heads, rows, batch, step)
+    for block, of_block in zip(blocks, zip(*_by_block(heads), strict=True), strict=True):
         at = 0
-        for x, held, unit in zip(tensors, of_rank, units, strict=True):
-            stop = at + len(held) * unit
-            part = x[:, :, held.start : held.stop].transpose(0, 1)
-            if unit == 1:
-                block[:, :, at:stop] = part
-            else:
-                _heads(block[:, :, at:stop], unit).copy_(part)
+        for x, held, unit in zip(tensors, of_block, units, strict=True):
+            ranks = block.shape[0]
+            stop = at + len(held) // ranks * unit
+            part = x[:, :, held.start : held.stop].unflatten(2, (ranks, -1))
+            _heads(block[:, :, :, at:stop], unit).copy_(part.permute(2, 1, 0, 3, 4))
             at = stop
     mine, lengths = counts[exchange.peers.index], lengths_of(exchange.chunks)
     per_row = batch * step
@@ -126,7 +126,7 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
         [length * per_row * counts[index] for length in lengths],
         [rows * per_row * count for count in counts],
     )
-    blocks = list(_blocks(received, counts, rows, batch, step))
+    blocks = _blocks(received, counts, heads, rows, batch, step)
     return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
 
 
@@ -138,18 +138,14 @@ def _by_rank(tensors: Sequence[Tensor], units: Sequence[int], chunks: Chunks) ->
     batch, length, _, size = tensors[0].shape
     count = sum(x.shape[2] * unit for x, unit in zip(tensors, units, strict=True))
     send = tensors[0].new_empty((length, batch, count, size // units[0]))
-    places = send.split([len(chunk) for held in chunks for chunk in held])
+    places = send.split([len(chunk) for held in chunks for chunk in held]) if order else [send]
     start = 0
-    for i in order or range(len(places)):
+    for i in order or [0]:
         stop = start + len(places[i])
         at = 0
         for x, unit in zip(tensors, units, strict=True):
             end = at + x.shape[2] * unit
-            part = x[:, start:stop].transpose(0, 1)
-            if unit == 1:
-                places[i][:, :, at:end] = part
-            else:
-                _heads(places[i][:, :, at:end], unit).copy_(part)
+            _heads(places[i][:, :, at:end], unit).copy_(x[:, start:stop].transpose(0, 1))
             at = end
         start = stop
     return send
@@ -169,39 +165,48 @@ def _counts(heads: HeadRanges, units: Sequence[int]) -> list[int]:
 
 def _heads(x: Tensor, unit: int) -> Tensor:
     """Return a view of ``[..., heads * unit, step]`` as heads of ``unit`` steps."""
-    heads: Tensor = x.unflatten(2, (-1, unit))
-    return heads.flatten(3)
+    return x if unit == 1 else x.unflatten(-2, (-1, unit)).flatten(-2)
 
 
 def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int], i: int) -> Tensor:
     """Return all heads of tensor ``i`` out of what each rank sent."""
     starts = _counts(heads[:i], units) if i else [0] * len(blocks)
-    unit = units[i]
-    rows, batch, _, width = blocks[0].shape
+    held_by, unit = _by_block(heads)[i], units[i]
+    _, rows, batch, _, width = blocks[0].shape
     width *= unit
-    disjoint = all(a.stop <= b.start for a, b in zip(heads[i], heads[i][1:], strict=False))
-    shape = (batch, rows, max(held.stop for held in heads[i]), width)
+    disjoint = all(a.stop <= b.start for a, b in pairwise(held_by))
+    shape = (batch, rows, max(held.stop for held in held_by), width)
     dtype = blocks[0].dtype
     out = blocks[0].new_empty(shape)
     if not disjoint:
         out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
-    for block, start, held in zip(blocks, starts, heads[i], strict=True):
-        part = block[:, :, start : start + len(held) * unit]
-        part = (part if unit == 1 else _heads(part, unit)).transpose(0, 1)
+    for block, start, held in zip(blocks, starts, held_by, strict=False):
+        ranks = block.shape[0]
+        part = block[:, :, :, start : start + len(held) // ranks * unit]
+        part = _heads(part, unit).permute(2, 1, 0, 3, 4)
+        place = out[:, :, held.start : held.stop].unflatten(2, (ranks, -1))
         if disjoint:
-            out[:, :, held.start : held.stop] = part
+            place.copy_(part)
         else:
-            out[:, :, held.start : held.stop].add_(part)
+            place.add_(part)
     return out.to(dtype)
 
 
+def _by_block(heads: HeadRanges) -> HeadRanges:
+    """Return the heads of each tensor in each block: of all ranks at once if all have as many."""
+    if all(len(held[0]) * len(held) == held[-1].stop for held in heads):
+        return [[range(held[-1].stop)] for held in heads]
+    return heads
+
+
 def _blocks(
-    flat: Tensor, counts: Sequence[int], rows: int, batch: int, step: int
-) -> Iterator[Tensor]:
-    """Yield each rank's ``[rows, batch, count, step]`` of a flat buffer."""
+    flat: Tensor, counts: Sequence[int], heads: HeadRanges, rows: int, batch: int, step: int
+) -> list[Tensor]:
+    """Return views of a flat buffer, ``[ranks, rows, batch, count, step]`` of each block."""
+    if len(_by_block(heads)[0]) == 1:
+        return [flat.view(len(counts), rows, batch, counts[0], step)]
     parts = flat.split([rows * batch * count * step for count in counts])
-    for part, count in zip(parts, counts, strict=True):
-        yield part.view(rows, batch, count, step)
+    return [part.view(1, rows, batch, n, step) for part, n in zip(parts, counts, strict=True)]
 
 
 def sort_rows(rows: Tensor, chunks: Chunks, dim: int) -> Tensor:

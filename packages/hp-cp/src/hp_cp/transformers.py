@@ -6,8 +6,9 @@ it. The library is imported when a function is called.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -85,14 +86,13 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Settings:
-    """The arguments of `context_parallel`, and the shard that the forward under way was given."""
+    """What `context_parallel` was given, and the shard that the forward under way was given.
 
-    mesh: AxisMesh
+    ``attend`` is `context_parallel_attention` with those of its arguments that all layers share.
+    """
+
+    attend: Callable[..., Any]
     layout: Layout
-    ulysses_degree: int
-    schedule: Schedule
-    backend: str | AttentionBackend
-    collectives: Collectives
     seq_len: int | None
     expected: SequenceShard | None = None  # only compared: a recomputation runs after the forward
 
@@ -164,7 +164,9 @@ def context_parallel(
         )
     config = model.config.get_text_config()
     _check_mixing(model, config)
-    modules = [x for x in model.modules() if _reads_registry(x) and _config_of(x, config) is config]
+    # By their config modules of the library look up their attention.
+    readers = filter(_reads_registry, model.modules())
+    modules = [x for x in readers if getattr(x, "config", config) is config]
     if not modules:
         raise InputError(
             f"no module of {type(model).__name__} takes its attention from the registry of "
@@ -175,15 +177,15 @@ def context_parallel(
             f"this {type(model).__name__} was given to context_parallel before; make a new model "
             f"for other options"
         )
-    settings = _Settings(
+    attend = partial(
+        context_parallel_attention,
         mesh=mesh,
-        layout=layout,
         ulysses_degree=ulysses_degree,
         schedule=schedule,
         backend=backend,
         collectives=collectives,
-        seq_len=seq_len,
     )
+    settings = _Settings(attend=attend, layout=layout, seq_len=seq_len)
     library.AttentionInterface.register(_NAME, _attention)
     library.AttentionMaskInterface.register(_NAME, _mask)
     config._attn_implementation = _NAME
@@ -252,7 +254,7 @@ def shard_batch(
     """
     n, _ = place_of(mesh)
     layout = checked_layout(layout)
-    rest = dict(_checked_mapping(batch))
+    rest = {key: x for key, x in _checked_mapping(batch).items() if x is not None}
     if "sequence_shard" in rest:
         raise InputError(
             "the batch has a sequence_shard: shard_batch cut it before; give the whole sequences"
@@ -288,7 +290,7 @@ def shard_batch(
     dims = {key: _dim_of(key, value, rows, seq_len) for key, value in rest.items()}
     cut = {key: rest[key] for key, dim in dims.items() if dim is not None}
     found = shard_sequence(cut, mesh, pinned, {key: dims[key] for key in cut}, mask)
-    if rest.get("position_ids") is None:
+    if "position_ids" not in rest:
         device = next(iter(cut.values())).device
         positions = position_ids(mesh, pinned, seq_len, mask, device=device)
         found["position_ids"] = positions if mask.per_row else positions[None]
@@ -330,7 +332,7 @@ def _attention(
             f"{type(module).__name__} was called without the sequence_shard that its model was "
             f"called with: the model does not hand keyword arguments on to its attention"
         )
-    if given := [name for name in _REFUSED if _is_given(others.get(name))]:
+    if given := [x for x in _REFUSED if others.get(x) is not None and others[x] is not False]:
         raise InputError(
             f"{type(module).__name__} gives its attention {', '.join(given)}, which is not "
             f"supported over ranks; packed documents are the mask of shard_batch"
@@ -349,23 +351,18 @@ def _attention(
             f"pack the sequences as documents of one row"
         )
     cut = MaskSpec(causal=True) if shard is None else shard.mask
-    out = context_parallel_attention(
+    out = settings.attend(
         query,
         key,
         value,
-        settings.mesh,
         mask=MaskSpec(causal=layer.causal, window=layer.window, cu_seqlens=cut.cu_seqlens),
         layout=Pinned(settings.layout, cut),
-        ulysses_degree=settings.ulysses_degree,
-        schedule=settings.schedule,
-        backend=settings.backend,
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,
         dropout_p=dropout,
         dropout_seed=_seed_of(place, shard, dropout),
         seq_len=settings.seq_len if shard is None else shard.seq_len,
-        collectives=settings.collectives,
     )
     return out.transpose(1, 2), None
 
@@ -521,15 +518,6 @@ def _reads_registry(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _config_of(module: nn.Module, default: Any) -> Any:
-    """Return the config by which a module of the library looks up its attention."""
-    return getattr(module, "config", default)
-
-
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False
-
-
 def _checked_mapping(batch: object) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
         raise InputError(
@@ -541,7 +529,7 @@ def _checked_mapping(batch: object) -> Mapping[str, Any]:
 
 def _size_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the numbers of rows and of tokens."""
-    given = [key for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None]
+    given = [key for key in ("input_ids", "inputs_embeds") if key in batch]
     if len(given) != 1:
         raise InputError(f"a batch has input_ids or inputs_embeds, got {given or sorted(batch)}")
     x, dims = batch[given[0]], 2 if given == ["input_ids"] else 3

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from inspect import Parameter, signature
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_dtensor import AxisMesh
 
 from .._errors import BackendError, described
+from .._masks import MaskSpec
 from .._plan import AttentionPlan
 from .._ranges import Kernel
 from ._eager import EAGER
@@ -27,6 +29,7 @@ _BY_NAME: dict[str, AttentionBackend] = {b.name: b for b in (*_AUTOMATIC, CUDNN,
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _USUAL_HEAD = 64
+_LONG = 128  # rows that fill a kernel's tile
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
@@ -84,11 +87,6 @@ class Backends:
     masked: AttentionBackend | None = None
     windows: bool = False
 
-    @property
-    def name(self) -> str:
-        """Return the name of that for most blocks."""
-        return self.blocks.name
-
 
 def choose_backends(
     backend: str | AttentionBackend,
@@ -104,7 +102,7 @@ def choose_backends(
     """
     sizes = plan.head_size, plan.value_size
     given = device, dtype, *sizes
-    chosen = choose_backend(backend, plan.kernels, *given, options, regular=plan.regular)
+    chosen = choose_backend(backend, _kinds_of(plan), *given, options, regular=_is_regular(plan))
     masked = None
     if plan.mask.mask_mod is not None:
         with_function = replace(options, mask_mod=plan.mask.mask_mod)
@@ -115,6 +113,34 @@ def choose_backends(
         chosen.supports("full", *given, replace(options, window=(1, 1))) is None
     )
     return Backends(chosen, masked, windows)
+
+
+def _kinds_of(plan: AttentionPlan) -> tuple[Kernel, ...]:
+    """Return the kinds of blocks that some rank may have, beside those of a mask function.
+
+    Such a function cuts causal squares into smaller ones and rectangles.
+    """
+    mask = plan.mask
+    if mask.band == (None, None):
+        return ("full",)
+    squares = plan.n == plan.ulysses_degree and mask.window is None and mask.mask_mod is None
+    return ("causal",) if squares else ("causal", "full")
+
+
+def _is_regular(plan: AttentionPlan) -> bool:
+    """Return whether blocks are long and have the same shapes in every batch of this length.
+
+    Documents are others in every batch, and the edges of windows and functions make many small
+    blocks.
+    """
+    return plan.mask == MaskSpec(causal=plan.mask.causal) and _shortest(plan) >= _LONG
+
+
+@lru_cache(maxsize=16)
+def _shortest(plan: AttentionPlan) -> int:
+    """Return the least number of positions that a rank of the schedule holds in one stretch."""
+    shortest = min((len(chunk) for held in plan.groups for chunk in held), default=0)
+    return shortest // 2 if plan.load_balance else shortest
 
 
 def choose_backend(
@@ -132,9 +158,9 @@ def choose_backend(
 
     ``auto`` is ``sdpa`` where that can, else ``efficient``, else ``flex``, else ``eager``, which
     goes before ``flex`` for scores that are more than scaled. Before them it is
-    ``cudnn`` on devices where that is the fastest, if blocks are ``regular`` (see
-    `AttentionPlan`) and results need not be the same bits every time. Others are taken by name
-    only. The answer depends on the kind of device; nothing is communicated.
+    ``cudnn`` on devices where that is the fastest, if blocks are ``regular``, long and of the same
+    shapes in every batch, and results need not be the same bits every time. Others are taken by
+    name only. The answer depends on the kind of device; nothing is communicated.
     """
     check_backend_name(backend)
     asked = _Asked(

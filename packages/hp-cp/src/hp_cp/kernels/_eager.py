@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._mask_mod import shown, within
-from .._ranges import Kernel, Window, band_of
+from .._ranges import Band, Kernel
 from ._interface import Dropout, Places, ScoreOptions
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -47,9 +47,9 @@ class EagerBackend:
         """Return the output and the log-sum-exp."""
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3], dtype=_wide(q).dtype)
-        window = (None, 0) if causal else options.window or (None, None)
-        for tile in _tiles(q, k, window):
-            scores = _scores(q[tile.rows], k[tile.keys], tile, window, options).capped
+        band = options.band(causal, q.shape[2], k.shape[2])
+        for tile in _tiles(q, k, band):
+            scores = _scores(q[tile.rows], k[tile.keys], tile, band, options).capped
             total = scores.logsumexp(-1, keepdim=True)
             weights = (scores - _finite(total, options)).exp()
             if options.dropout is not None:
@@ -73,11 +73,11 @@ class EagerBackend:
         """Return this block's share of dq, dk, dv."""
         dq = torch.empty_like(q)
         dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in (k, v))
-        window = (None, 0) if causal else options.window or (None, None)
-        for tile in _tiles(q, k, window):
+        band = options.band(causal, q.shape[2], k.shape[2])
+        for tile in _tiles(q, k, band):
             rows, keys = tile.rows, tile.keys
             wide_q, wide_k, wide_grad = _wide(q[rows]), _wide(k[keys]), _wide(grad[rows])
-            scores, slope = _scores(q[rows], k[keys], tile, window, options)
+            scores, slope = _scores(q[rows], k[keys], tile, band, options)
             weights = (scores - _finite(lse[rows], options).unsqueeze(-1)).exp()
             to_weights = _times(wide_grad, _wide(v[keys]).transpose(2, 3))
             left = weights
@@ -95,28 +95,24 @@ class EagerBackend:
 
 
 class _Tile(NamedTuple):
-    """Rows of some elements of the batch, and the keys that any of them sees.
-
-    ``shift`` is the key on the diagonal of row 0.
-    """
+    """Rows of some elements of the batch, and the keys that any of them sees."""
 
     rows: tuple[slice, slice, slice]
     keys: tuple[slice, slice, slice]
-    shift: int
 
 
-def _tiles(q: Tensor, k: Tensor, window: Window) -> Iterator[_Tile]:
-    (batch, heads, rows, _), length, (left, right) = q.shape, k.shape[2], window
+def _tiles(q: Tensor, k: Tensor, band: Band) -> Iterator[_Tile]:
+    (batch, heads, rows, _), length, (lowest, highest) = q.shape, k.shape[2], band
     height = min(rows, max(1, _ELEMENTS // max(1, heads * length)))
     depth = min(batch, max(1, _ELEMENTS // max(1, heads * length * height)))
-    every, shift = slice(None), length - rows
+    every = slice(None)
     for first in range(0, batch, max(1, depth)):
         part = slice(first, min(first + depth, batch))
         for start in range(0, rows, max(1, height)):
             stop = min(start + height, rows)
-            begin = 0 if left is None else max(0, start + shift - left)
-            end = length if right is None else min(length, stop + shift + right)
-            yield _Tile((part, every, slice(start, stop)), (part, every, slice(begin, end)), shift)
+            begin = 0 if lowest is None else max(0, start + lowest)
+            end = length if highest is None else min(length, stop + highest)
+            yield _Tile((part, every, slice(start, stop)), (part, every, slice(begin, end)))
 
 
 class _Scores(NamedTuple):
@@ -126,17 +122,17 @@ class _Scores(NamedTuple):
     slope: Tensor | None
 
 
-def _scores(q: Tensor, k: Tensor, tile: _Tile, window: Window, options: ScoreOptions) -> _Scores:
+def _scores(q: Tensor, k: Tensor, tile: _Tile, band: Band, options: ScoreOptions) -> _Scores:
     scores = _times(_wide(q), _wide(k).transpose(2, 3)) * options.scale_of(q.shape[3])
     slope = None
     if options.softcap is not None:
         share = torch.tanh(scores / options.softcap)
         slope = 1 - share * share
         scores = share * options.softcap
-    if window != (None, None):
+    if band != (None, None):
         row = torch.arange(tile.rows[2].start, tile.rows[2].stop, device=q.device)
         key = torch.arange(tile.keys[2].start, tile.keys[2].stop, device=q.device)
-        seen = within(band_of(window, tile.shift), row.unsqueeze(1), key)
+        seen = within(band, row.unsqueeze(1), key)
         scores = scores.masked_fill(~seen, -torch.inf)
     if options.mask_mod is not None:
         (part, _, rows), (_, _, keys) = tile.rows, tile.keys

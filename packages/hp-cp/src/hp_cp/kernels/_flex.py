@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._mask_mod import within
 from .._masks import MaskMod
-from .._ranges import Kernel, Window, band_of
+from .._ranges import Band, Kernel
 from ._interface import ScoreOptions
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool, ScoreOptions], tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ def _flex(
 
     grouped, aux, cap = q.shape[1] != k.shape[1], AuxRequest(lse=True), options.softcap
     rows, keys = q.shape[2], k.shape[2]
-    seen = _mask_of((None, 0) if causal else options.window, keys - rows, options)
+    seen = _mask_of(options.band(causal, rows, keys), options)
     batch, heads = q.shape[:2] if options.mask_mod is not None else (None, None)
     out, extra = flex_attention(
         q,
@@ -109,7 +109,7 @@ def _flex(
     return out, extra.lse
 
 
-def _mask_of(window: Window | None, shift: int, options: ScoreOptions) -> MaskMod | None:
+def _mask_of(band: Band, options: ScoreOptions) -> MaskMod | None:
     """Return the mask function of a call's rows and keys, counted from its first ones."""
     function, places = options.mask_mod, options.places
     if function is not None and places is not None:
@@ -119,7 +119,6 @@ def _mask_of(window: Window | None, shift: int, options: ScoreOptions) -> MaskMo
             return function(batch[b, 0, 0], heads[h], rows[0, 0, i], keys[0, 0, j])
 
         return mask_mod
-    if window is None:
+    if band == (None, None):
         return None
-    band = band_of(window, shift)
     return lambda b, h, i, j: within(band, i, j)

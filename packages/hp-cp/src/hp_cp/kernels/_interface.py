@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import InputError, described
 from .._masks import MaskMod
-from .._ranges import Kernel, Ranges, Window
+from .._ranges import Band, Kernel, Ranges, Window, band_of
 from .._torch import has_values
 
 GRID = 65_535  # places of a CUDA grid's later dims, over one of which kernels lay the batch
@@ -111,6 +111,11 @@ class ScoreOptions:
         """Return the factor for queries and keys of this head size."""
         return 1 / math.sqrt(max(head_size, 1)) if self.scale is None else self.scale
 
+    def band(self, causal: bool, rows: int, keys: int) -> Band:
+        """Return the least and the greatest ``j - i`` that row ``i`` of a call sees, where any."""
+        window = (None, 0) if causal else self.window
+        return (None, None) if window is None else band_of(window, keys - rows)
+
     @property
     def placed(self) -> bool:
         """Return whether it matters where the weights are in the whole attention."""
@@ -190,7 +195,7 @@ class AttentionBackend(Protocol):
         causal: bool,
         options: ScoreOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's share of dq, dk, dv.
+        """Return this block's share of dq, dk, dv; all new tensors, to which others are added.
 
         ``out`` and ``lse`` are those of the rows over *all* their keys, not of this block alone.
         """

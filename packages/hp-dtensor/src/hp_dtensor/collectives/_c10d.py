@@ -267,19 +267,19 @@ class TorchCollectives:
         self, axis: Axis, sends: Mapping[int, Parts], receives: Mapping[int, Parts]
     ) -> Work:
         """Send and receive point to point; see `Collectives.send_recv`."""
-        group = _group(axis) if axis.size > 1 else None  # alone, a rank only copies
+        group, me = _group(axis) if axis.size > 1 else None, axis.index  # alone, a rank only copies
         if fault := own_fault(axis, sends, receives):
             raise ValueError(fault)
         outs = [(peer, x) for peer, parts in receives.items() for x in as_tensors(parts)]
         sent = [(peer, x.contiguous()) for peer, parts in sends.items() for x in as_tensors(parts)]
-        if axis.index in sends:
-            own = zip(as_tensors(receives[axis.index]), as_tensors(sends[axis.index]), strict=True)
+        if me in sends:
+            own = zip(as_tensors(receives[me]), as_tensors(sends[me]), strict=True)
             for output, tensor in own:
                 output.copy_(tensor)
-        arriving = [(peer, x) for peer, x in outs if peer != axis.index]
+        arriving = [(peer, x) for peer, x in outs if peer != me]
         dense, copy_out = _dense([x for _, x in arriving])
         places = [(peer, x) for (peer, _), x in zip(arriving, dense, strict=True)]
-        leaving = [(peer, x) for peer, x in sent if peer != axis.index]
+        leaving = [(peer, x) for peer, x in sent if peer != me]
         works = [] if group is None else _sent_and_received(group, axis, leaving, places)
         return _Pending(works, [x for _, x in outs], [*dense, *(x for _, x in sent)], copy_out)
 
