@@ -119,7 +119,7 @@ def model_of(name: str, **options: Any) -> Any:
     config_type = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     settings = {
         **SIZES,
-        **MODELS[name],
+        **MODELS.get(name, {}),
         "attn_implementation": "eager",
         "experts_implementation": "eager",
         **options,

@@ -28,6 +28,7 @@ from ._layouts import (
 )
 from ._masks import MaskSpec, check_mask
 from ._mesh import place_of, rank_groups_of
+from ._nested import map_tensors
 from ._routes import Schedule, check_schedule
 from ._sequence import IGNORED, check_local, position_ids, shard_sequence, shift_labels
 from .kernels._choose import check_backend_name
@@ -56,6 +57,8 @@ _REFUSED = (
 class SequenceShard:
     """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
 
+    ``last_position``: the largest position id of the whole batch. ``counted``: position ids are
+    those of `shard_batch`, not of the batch.
     ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
     ``dropout_seed``: which of the attention weights become zero where a model has dropout.
     """
@@ -63,6 +66,8 @@ class SequenceShard:
     layout: Layout
     mask: MaskSpec
     seq_len: int
+    last_position: int
+    counted: bool
     padded: bool = False
     dropout_seed: int | None = None
 
@@ -73,6 +78,14 @@ class _LayerMask:
 
     causal: bool
     window: int | None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which others ask for, as copies
+            raise AttributeError(name)
+        raise InputError(
+            f"this model computes with its mask, of which it reads {name}, instead of handing it "
+            f"to the attention as it is; that is not supported over ranks"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +183,18 @@ def context_parallel(
             f"no module of {type(model).__name__} takes its attention from the registry of "
             f"transformers; call context_parallel_attention in the model's own attention"
         )
+    parts = [x for x in model.modules() if isinstance(x, library.PreTrainedModel)]
+    if not any("position_ids" in inspect.signature(_forward_of(x)).parameters for x in parts):
+        raise InputError(
+            f"{type(model).__name__} takes no position_ids, so that each rank would count its own "
+            f"rows from 0; call context_parallel_attention in the model's own attention"
+        )
     if any(hasattr(module, _ATTRIBUTE) for module in modules):
         raise InputError(
             f"this {type(model).__name__} was given to context_parallel before; make a new model "
             f"for other options"
         )
+    own_positions = any(hasattr(x, "create_position_ids_from_input_ids") for x in model.modules())
     settings = _Settings(
         mesh=mesh,
         layout=layout,
@@ -192,7 +212,12 @@ def context_parallel(
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = _checked_call(module, kwargs)
-        settings.expected = kwargs.get("sequence_shard")
+        settings.expected = shard = kwargs.get("sequence_shard")
+        if isinstance(shard, SequenceShard) and shard.counted and own_positions:
+            raise InputError(
+                f"{type(module).__name__} counts positions from the pad_token_id on, and "
+                f"shard_batch counts from 0; give shard_batch position_ids, those of this model"
+            )
         if settings.expected is None and place_of(mesh)[0] > 1:
             raise InputError(
                 f"{type(module).__name__} was called without a sequence_shard, and ranks hold "
@@ -206,6 +231,8 @@ def context_parallel(
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
+    for module in filter(_is_scaled_rotary, model.modules()):
+        _give_last_position(module, settings)
     return model
 
 
@@ -288,14 +315,20 @@ def shard_batch(
     dims = {key: _dim_of(key, value, rows, seq_len) for key, value in rest.items()}
     cut = {key: rest[key] for key, dim in dims.items() if dim is not None}
     found = shard_sequence(cut, mesh, pinned, {key: dims[key] for key in cut}, mask)
-    if rest.get("position_ids") is None:
+    counted = rest.get("position_ids") is None
+    if counted:
         device = next(iter(cut.values())).device
         positions = position_ids(mesh, pinned, seq_len, mask, device=device)
         found["position_ids"] = positions if mask.per_row else positions[None]
+        last_position = max(len(x) for row in mask.rows for x in row.documents(seq_len)) - 1
+    else:
+        last_position = int(rest["position_ids"].max())
     shard = SequenceShard(
         layout=layout,
         mask=mask,
         seq_len=seq_len,
+        last_position=last_position,
+        counted=counted,
         padded=padding is not None,
         dropout_seed=dropout_seed,
     )
@@ -469,7 +502,7 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
             raise InputError(
                 f"{name} is not supported over ranks, which hold parts of a sequence; leave it out"
             )
-    forward = inspect.unwrap(type(model).forward)
+    forward = _forward_of(model)
     if kwargs.get("labels") is not None:
         _check_loss(model, forward, kwargs)
         routed = kwargs.get("output_router_logits")
@@ -516,9 +549,49 @@ def _check_mixing(model: nn.Module, config: Any) -> None:
         )
 
 
+def _forward_of(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
 def _reads_registry(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(_forward_of(module), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _is_scaled_rotary(module: nn.Module) -> bool:
+    """Return whether a rotary embedding may choose its frequencies by the largest position id."""
+    kinds = getattr(module, "rope_type", "default")
+    return any(x != "default" for x in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+
+
+def _give_last_position(rotary: nn.Module, settings: _Settings) -> None:
+    """Let a rotary embedding see the whole sequence's last position behind this rank's."""
+    parameters = inspect.signature(rotary.forward)
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        shard = settings.expected
+        if shard is None:
+            if place_of(settings.mesh)[0] == 1:
+                return None
+            raise InputError(
+                f"{type(module).__name__} scales rotary embeddings by the length of the sequence, "
+                f"which it cannot know outside of the forward of the model that was given to "
+                f"context_parallel; call that model, and do not recompute this module"
+            )
+        call = parameters.bind(*args, **kwargs)
+        positions = call.arguments["position_ids"]
+        call.arguments["position_ids"] = nn.functional.pad(
+            positions, (0, 1), value=shard.last_position
+        )
+        return call.args, call.kwargs
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if settings.expected is None:
+            return None
+        return map_tensors(lambda x: x[..., :-1, :], output)
+
+    rotary.register_forward_pre_hook(before, with_kwargs=True)
+    rotary.register_forward_hook(after, with_kwargs=True)
 
 
 def _config_of(module: nn.Module, default: Any) -> Any:
