@@ -39,6 +39,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _NAME = __name__  # in the library's registries of attention functions and of masks
 _ATTRIBUTE = "_context_parallel"  # of attention modules
 _ATTENDED = ("full_attention", "sliding_attention")  # layer types whose attention is known here
+_FIXED = {"default", "linear", "llama3", "proportional", "yarn"}  # rotary, of any length
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments of attention functions that say more about who sees whom, or what is returned.
 _REFUSED = (
@@ -79,13 +80,23 @@ class _LayerMask:
     causal: bool
     window: int | None
 
+    def __getitem__(self, index: Any) -> "_LayerMask":
+        """Return the mask of a model that takes all of its rows, as Gemma 4 does; refuse others."""
+        if all(x in (slice(None), slice(0, None)) for x in index):
+            return self
+        raise _computed("rows or columns")
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # which others ask for, as copies
             raise AttributeError(name)
-        raise InputError(
-            f"this model computes with its mask, of which it reads {name}, instead of handing it "
-            f"to the attention as it is; that is not supported over ranks"
-        )
+        raise _computed(name)
+
+
+def _computed(part: str) -> InputError:
+    return InputError(
+        f"this model computes with its mask, of which it takes {part}, instead of handing it to "
+        f"the attention as it is; that is not supported over ranks"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +161,15 @@ def context_parallel(
 
     Raises:
         InputError: ``model`` is none of the library, was given before, reads no attention registry,
-            or mixes rows in other ways than by attention (convolutions, recurrences, encoders with
-            cross attention). When called: caches, returned attention weights, padding that is seen,
-            dropout of attention weights without a seed, masks that are neither full, causal,
-            windowed nor of packed documents, labels without `shard_batch`, and auxiliary losses of
-            routers, which are means over one rank's tokens. Before any communication, on every rank
-            together where all are called alike. And as from `context_parallel_attention`.
+            mixes rows in other ways than by attention (convolutions, recurrences, encoders with
+            cross attention), or numbers rows itself (no ``position_ids``, scores scaled by
+            position). When called: caches, returned attention weights, ``logits_to_keep``, padding
+            that is seen, dropout of attention weights without a seed, masks that are neither full,
+            causal, windowed nor of packed documents, labels without `shard_batch`, auxiliary losses
+            of routers, which are means over one rank's tokens, and models that count positions from
+            the ``pad_token_id`` on, where `shard_batch` was given no ``position_ids``. Before any
+            communication, on every rank together where all are called alike. And as from
+            `context_parallel_attention`.
         BackendError: As from `context_parallel_attention`.
 
     Example:
@@ -175,8 +189,8 @@ def context_parallel(
             f"model must be a PreTrainedModel of transformers, got {described(model)}; give the "
             f"model inside a wrapper, and for others use ContextParallel"
         )
+    _check_mixing(model)
     config = model.config.get_text_config()
-    _check_mixing(model, config)
     modules = [x for x in model.modules() if _reads_registry(x) and _config_of(x, config) is config]
     if not modules:
         raise InputError(
@@ -184,11 +198,7 @@ def context_parallel(
             f"transformers; call context_parallel_attention in the model's own attention"
         )
     parts = [x for x in model.modules() if isinstance(x, library.PreTrainedModel)]
-    if not any("position_ids" in inspect.signature(_forward_of(x)).parameters for x in parts):
-        raise InputError(
-            f"{type(model).__name__} takes no position_ids, so that each rank would count its own "
-            f"rows from 0; call context_parallel_attention in the model's own attention"
-        )
+    _check_positions(model, parts, modules)
     if any(hasattr(module, _ATTRIBUTE) for module in modules):
         raise InputError(
             f"this {type(model).__name__} was given to context_parallel before; make a new model "
@@ -231,8 +241,9 @@ def context_parallel(
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
-    for module in filter(_is_scaled_rotary, model.modules()):
-        _give_last_position(module, settings)
+    for module in model.modules():
+        if _is_scaled_rotary(module, config):
+            _give_last_position(module, settings)
     return model
 
 
@@ -502,6 +513,11 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
             raise InputError(
                 f"{name} is not supported over ranks, which hold parts of a sequence; leave it out"
             )
+    if not isinstance(kept := kwargs.get("logits_to_keep", 0), int) or kept != 0:
+        raise InputError(
+            "logits_to_keep counts rows of the whole sequence, of which ranks hold parts; leave it "
+            "out, and take rows of what unshard_sequence returns"
+        )
     forward = _forward_of(model)
     if kwargs.get("labels") is not None:
         _check_loss(model, forward, kwargs)
@@ -533,13 +549,15 @@ def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_mixing(model: nn.Module, config: Any) -> None:
+def _check_mixing(model: nn.Module) -> None:
     """Raise `InputError` for models in which rows meet elsewhere than in self-attention."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    found = sorted(kinds.difference(_ATTENDED))
+    config: Any = model.config
+    encoder = config.is_encoder_decoder  # which may have two text configs
+    kinds = () if encoder else getattr(config.get_text_config(), "layer_types", None) or ()
+    found = sorted(set(kinds).difference(_ATTENDED))
     stateful = any(getattr(x, "_is_stateful", False) for x in model.modules())
     found += ["recurrent layers"] if stateful else []
-    found += ["an encoder"] if model.config.is_encoder_decoder else []  # type: ignore[union-attr]
+    found += ["an encoder"] if encoder else []
     convolutions = (nn.Conv1d, nn.ConvTranspose1d)
     found += ["convolutions"] if any(isinstance(x, convolutions) for x in model.modules()) else []
     if found:
@@ -549,19 +567,39 @@ def _check_mixing(model: nn.Module, config: Any) -> None:
         )
 
 
+def _check_positions(model: nn.Module, parts: list[nn.Module], attention: list[nn.Module]) -> None:
+    """Raise `InputError` for models that number the rows they are given themselves."""
+    remedy = "each rank would count its rows from 0; call context_parallel_attention in the model"
+    if not any("position_ids" in inspect.signature(_forward_of(x)).parameters for x in parts):
+        raise InputError(f"{type(model).__name__} takes no position_ids: {remedy}")
+    if any("arange" in _names_in(x) for x in attention):
+        raise InputError(
+            f"{type(attention[0]).__name__} counts rows itself, as to scale scores by position: "
+            f"{remedy}"
+        )
+
+
 def _forward_of(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
-def _reads_registry(module: nn.Module) -> bool:
+def _names_in(module: nn.Module) -> tuple[str, ...]:
+    """Return the names that a module's own forward reads."""
     code = getattr(_forward_of(module), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return () if code is None else code.co_names
 
 
-def _is_scaled_rotary(module: nn.Module) -> bool:
-    """Return whether a rotary embedding may choose its frequencies by the largest position id."""
-    kinds = getattr(module, "rope_type", "default")
-    return any(x != "default" for x in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+def _reads_registry(module: nn.Module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _names_in(module)
+
+
+def _is_scaled_rotary(module: nn.Module, config: Any) -> bool:
+    """Return whether frequencies of a rotary embedding may follow the largest position id."""
+    kinds = getattr(module, "rope_type", None)
+    if kinds is None or type(_config_of(module, config)) is not type(config):  # as of images
+        return False
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return "max" in _names_in(module) or not _FIXED.issuperset(kinds)
 
 
 def _give_last_position(rotary: nn.Module, settings: _Settings) -> None:
