@@ -104,7 +104,7 @@ def small(config: Any) -> dict[str, Any]:
     """Return options that make a config small, with a layer of each kind."""
     given: dict[str, Any] = config.to_dict()
     aliases: dict[str, str] = getattr(config, "attribute_map", None) or {}
-    options = {name: SIZES[name] for name in (*given, *aliases) if name in SIZES}
+    options: dict[str, Any] = {k: SIZES[k] for k in (*given, *aliases) if k in SIZES}
     options = {k: x for k, x in options.items() if aliases.get(k) not in options}
     for name, x in given.items():
         if ("drop" in name or "jitter" in name) and type(x) in (int, float):
@@ -130,7 +130,8 @@ def small(config: Any) -> dict[str, Any]:
 
 def causal_model(model_type: str, **given: Any) -> Any:
     """Return a small model of a type in float64, the same in every process."""
-    config_class, model_class = CONFIG_MAPPING[model_type], getattr(transformers, TYPES[model_type])
+    config_class: Any = CONFIG_MAPPING[model_type]
+    model_class = getattr(transformers, TYPES[model_type])
     config = config_class(
         **{**small(config_class()), **given},
         attn_implementation="eager",
