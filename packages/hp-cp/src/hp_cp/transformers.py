@@ -513,7 +513,8 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
             raise InputError(
                 f"{name} is not supported over ranks, which hold parts of a sequence; leave it out"
             )
-    if not isinstance(kept := kwargs.get("logits_to_keep", 0), int) or kept != 0:
+    kept = kwargs.get("logits_to_keep", 0)
+    if kwargs.get("sequence_shard") is not None and not (isinstance(kept, int) and kept == 0):
         raise InputError(
             "logits_to_keep counts rows of the whole sequence, of which ranks hold parts; leave it "
             "out, and take rows of what unshard_sequence returns"
