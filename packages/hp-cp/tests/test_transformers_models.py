@@ -105,7 +105,8 @@ def share_of_loss(model: Any, given: Mapping[str, Any]) -> Tensor:
     targets = rest.pop("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
     count = rest.pop("num_items_in_batch", (targets != -100).sum())
     logits: Tensor = model(**rest).logits.flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
+    total: Tensor = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    return total / count
 
 
 def gradients(model: Any, loss: Tensor) -> Run:
