@@ -103,10 +103,9 @@ def share_of_loss(model: Any, given: Mapping[str, Any]) -> Tensor:
     rest = dict(given)
     labels = rest.pop("labels")
     targets = rest.pop("shift_labels", F.pad(labels, (0, 1), value=-100)[:, 1:])
-    count = rest.pop("num_items_in_batch", (targets != -100).sum())
+    count: Tensor = rest.pop("num_items_in_batch", (targets != -100).sum())
     logits: Tensor = model(**rest).logits.flatten(0, 1)
-    total: Tensor = F.cross_entropy(logits, targets.flatten(), reduction="sum")
-    return total / count
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
 
 
 def gradients(model: Any, loss: Tensor) -> Run:
