@@ -89,9 +89,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @contextmanager
 def exact() -> Iterator[None]:
     """Let the library's models compute in float64 what they cast to float32."""
-    softmax, float32, cast = F.softmax, Tensor.float, Tensor.type
+    softmax, float32, cast, to = F.softmax, Tensor.float, Tensor.type, Tensor.to
 
-    def kept_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    def kept_softmax(
+        x: Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Tensor:
         return softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
 
     def kept(x: Tensor) -> Tensor:
@@ -100,8 +102,13 @@ def exact() -> Iterator[None]:
     def kept_type(x: Tensor, *dtype: Any) -> Any:
         return x if (x.dtype, *dtype) == (torch.float64, torch.float32) else cast(x, *dtype)
 
+    def kept_to(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = {*args, *kwargs.values()}
+        return x if (x.dtype, given) == (torch.float64, {torch.float32}) else to(x, *args, **kwargs)
+
     with (
         patch.object(F, "softmax", kept_softmax),
+        patch.object(Tensor, "to", kept_to),
         patch.object(Tensor, "float", kept),
         patch.object(Tensor, "type", kept_type),
     ):
@@ -119,7 +126,7 @@ def model_of(name: str, **options: Any) -> Any:
     config_type = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     settings = {
         **SIZES,
-        **MODELS[name],
+        **MODELS.get(name, {}),
         "attn_implementation": "eager",
         "experts_implementation": "eager",
         **options,

@@ -29,6 +29,7 @@ from ._layouts import (
 )
 from ._masks import MaskSpec, check_mask
 from ._mesh import place_of, rank_groups_of
+from ._nested import map_tensors
 from ._routes import Schedule, check_schedule
 from ._sequence import IGNORED, check_local, position_ids, shard_sequence, shift_labels
 from .kernels._choose import check_backend_name
@@ -39,6 +40,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _NAME = __name__  # in the library's registries of attention functions and of masks
 _ATTRIBUTE = "_context_parallel"  # of attention modules
 _ATTENDED = ("full_attention", "sliding_attention")  # layer types whose attention is known here
+_FIXED = {"default", "linear", "llama3", "proportional", "yarn"}  # rotary, of any length
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments of attention functions that say more about who sees whom, or what is returned.
 _REFUSED = (
@@ -57,6 +59,8 @@ _REFUSED = (
 class SequenceShard:
     """How `shard_batch` cut a sequence; travels to the attention as an argument of the model.
 
+    ``last_position``: the largest position id of the whole batch. ``counted``: position ids are
+    those of `shard_batch`, not of the batch.
     ``padded``: rows at the end of the sequence are padding, which only causal layers do not see.
     ``dropout_seed``: which of the attention weights become zero where a model has dropout.
     """
@@ -64,6 +68,8 @@ class SequenceShard:
     layout: Layout
     mask: MaskSpec
     seq_len: int
+    last_position: int
+    counted: bool
     padded: bool = False
     dropout_seed: int | None = None
 
@@ -74,6 +80,24 @@ class _LayerMask:
 
     causal: bool
     window: int | None
+
+    def __getitem__(self, index: Any) -> "_LayerMask":
+        """Return the mask of a model that takes all of its rows, as Gemma 4 does; refuse others."""
+        if all(x in (slice(None), slice(0, None)) for x in index):
+            return self
+        raise _computed("rows or columns")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which others ask for, as copies
+            raise AttributeError(name)
+        raise _computed(name)
+
+
+def _computed(part: str) -> InputError:
+    return InputError(
+        f"this model computes with its mask, of which it takes {part}, instead of handing it to "
+        f"the attention as it is; that is not supported over ranks"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +161,15 @@ def context_parallel(
 
     Raises:
         InputError: ``model`` is none of the library, was given before, reads no attention registry,
-            or mixes rows in other ways than by attention (convolutions, recurrences, encoders with
-            cross attention). When called: caches, returned attention weights, padding that is seen,
-            dropout of attention weights without a seed, masks that are neither full, causal,
-            windowed nor of packed documents, labels without `shard_batch`, and auxiliary losses of
-            routers, which are means over one rank's tokens. Before any communication, on every rank
-            together where all are called alike. And as from `context_parallel_attention`.
+            mixes rows in other ways than by attention (convolutions, recurrences, encoders with
+            cross attention), or numbers rows itself (no ``position_ids``, scores scaled by
+            position). When called: caches, returned attention weights, ``logits_to_keep``, padding
+            that is seen, dropout of attention weights without a seed, masks that are neither full,
+            causal, windowed nor of packed documents, labels without `shard_batch`, auxiliary losses
+            of routers, which are means over one rank's tokens, and models that count positions from
+            the ``pad_token_id`` on, where `shard_batch` was given no ``position_ids``. Before any
+            communication, on every rank together where all are called alike. And as from
+            `context_parallel_attention`.
         BackendError: As from `context_parallel_attention`.
 
     Example:
@@ -162,8 +189,8 @@ def context_parallel(
             f"model must be a PreTrainedModel of transformers, got {described(model)}; give the "
             f"model inside a wrapper, and for others use ContextParallel"
         )
+    _check_mixing(model)
     config = model.config.get_text_config()
-    _check_mixing(model, config)
     # By their config modules of the library look up their attention.
     readers = filter(_reads_registry, model.modules())
     modules = [x for x in readers if getattr(x, "config", config) is config]
@@ -172,11 +199,14 @@ def context_parallel(
             f"no module of {type(model).__name__} takes its attention from the registry of "
             f"transformers; call context_parallel_attention in the model's own attention"
         )
+    parts = [x for x in model.modules() if isinstance(x, library.PreTrainedModel)]
+    _check_positions(model, parts, modules)
     if any(hasattr(module, _ATTRIBUTE) for module in modules):
         raise InputError(
             f"this {type(model).__name__} was given to context_parallel before; make a new model "
             f"for other options"
         )
+    own_positions = any(hasattr(x, "create_position_ids_from_input_ids") for x in model.modules())
     attend = partial(
         context_parallel_attention,
         mesh=mesh,
@@ -194,7 +224,12 @@ def context_parallel(
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = _checked_call(module, kwargs)
-        settings.expected = kwargs.get("sequence_shard")
+        settings.expected = shard = kwargs.get("sequence_shard")
+        if isinstance(shard, SequenceShard) and shard.counted and own_positions:
+            raise InputError(
+                f"{type(module).__name__} counts positions from the pad_token_id on, and "
+                f"shard_batch counts from 0; give shard_batch position_ids, those of this model"
+            )
         if settings.expected is None and place_of(mesh)[0] > 1:
             raise InputError(
                 f"{type(module).__name__} was called without a sequence_shard, and ranks hold "
@@ -208,6 +243,9 @@ def context_parallel(
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
+    for module in model.modules():
+        if _is_scaled_rotary(module, config):
+            _give_last_position(module, settings, place_of(mesh)[0])
     return model
 
 
@@ -280,24 +318,30 @@ def shard_batch(
         _check_rows("labels", labels, rows, seq_len)
         targets = rest.setdefault("shift_labels", shift_labels(labels, mask))
         _check_rows("shift_labels", targets, rows, seq_len)
-        counted = targets != IGNORED
-        if padding is not None and bool((counted & padding.to(counted.device)).any()):
+        labelled = targets != IGNORED
+        if padding is not None and bool((labelled & padding.to(labelled.device)).any()):
             raise InputError(
                 f"padding has labels, whose loss would be another than without; make labels "
                 f"{IGNORED} where the attention_mask is 0"
             )
-        rest.setdefault("num_items_in_batch", counted.sum().clamp_(min=1))
+        rest.setdefault("num_items_in_batch", labelled.sum().clamp_(min=1))
     dims = {key: _dim_of(key, value, rows, seq_len) for key, value in rest.items()}
     cut = {key: rest[key] for key, dim in dims.items() if dim is not None}
     found = shard_sequence(cut, mesh, pinned, {key: dims[key] for key in cut}, mask)
-    if "position_ids" not in rest:
+    counted = "position_ids" not in rest
+    if counted:
         device = next(iter(cut.values())).device
         positions = position_ids(mesh, pinned, seq_len, mask, device=device)
         found["position_ids"] = positions if mask.per_row else positions[None]
+        last_position = max(len(x) for row in mask.rows for x in row.documents(seq_len)) - 1
+    else:
+        last_position = int(rest["position_ids"].max())
     shard = SequenceShard(
         layout=layout,
         mask=mask,
         seq_len=seq_len,
+        last_position=last_position,
+        counted=counted,
         padded=padding is not None,
         dropout_seed=dropout_seed,
     )
@@ -466,7 +510,13 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
             raise InputError(
                 f"{name} is not supported over ranks, which hold parts of a sequence; leave it out"
             )
-    forward = inspect.unwrap(type(model).forward)
+    kept = kwargs.get("logits_to_keep", 0)
+    if kwargs.get("sequence_shard") is not None and not (isinstance(kept, int) and kept == 0):
+        raise InputError(
+            "logits_to_keep counts rows of the whole sequence, of which ranks hold parts; leave it "
+            "out, and take rows of what unshard_sequence returns"
+        )
+    forward = _forward_of(model)
     if kwargs.get("labels") is not None:
         _check_loss(model, forward, kwargs)
         routed = kwargs.get("output_router_logits")
@@ -497,13 +547,15 @@ def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_mixing(model: nn.Module, config: Any) -> None:
+def _check_mixing(model: nn.Module) -> None:
     """Raise `InputError` for models in which rows meet elsewhere than in self-attention."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    found = sorted(kinds.difference(_ATTENDED))
+    config: Any = model.config
+    encoder = config.is_encoder_decoder  # which may have two text configs
+    kinds = () if encoder else getattr(config.get_text_config(), "layer_types", None) or ()
+    found = sorted(set(kinds).difference(_ATTENDED))
     stateful = any(getattr(x, "_is_stateful", False) for x in model.modules())
     found += ["recurrent layers"] if stateful else []
-    found += ["an encoder"] if model.config.is_encoder_decoder else []  # type: ignore[union-attr]
+    found += ["an encoder"] if encoder else []
     convolutions = (nn.Conv1d, nn.ConvTranspose1d)
     found += ["convolutions"] if any(isinstance(x, convolutions) for x in model.modules()) else []
     if found:
@@ -513,9 +565,69 @@ def _check_mixing(model: nn.Module, config: Any) -> None:
         )
 
 
+def _check_positions(model: nn.Module, parts: list[nn.Module], attention: list[nn.Module]) -> None:
+    """Raise `InputError` for models that number the rows they are given themselves."""
+    remedy = "each rank would count its rows from 0; call context_parallel_attention in the model"
+    if not any("position_ids" in inspect.signature(_forward_of(x)).parameters for x in parts):
+        raise InputError(f"{type(model).__name__} takes no position_ids: {remedy}")
+    if any("arange" in _names_in(x) for x in attention):
+        raise InputError(
+            f"{type(attention[0]).__name__} counts rows itself, as to scale scores by position: "
+            f"{remedy}"
+        )
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+def _names_in(module: nn.Module) -> tuple[str, ...]:
+    """Return the names that a module's own forward reads."""
+    code = getattr(_forward_of(module), "__code__", None)
+    return () if code is None else code.co_names
+
+
 def _reads_registry(module: nn.Module) -> bool:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return "ALL_ATTENTION_FUNCTIONS" in _names_in(module)
+
+
+def _is_scaled_rotary(module: nn.Module, config: Any) -> bool:
+    """Return whether frequencies of a rotary embedding may follow the largest position id."""
+    kinds = getattr(module, "rope_type", None)
+    if kinds is None or type(getattr(module, "config", config)) is not type(config):  # as of images
+        return False
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return "max" in _names_in(module) or not _FIXED.issuperset(kinds)
+
+
+def _give_last_position(rotary: nn.Module, settings: _Settings, degree: int) -> None:
+    """Let a rotary embedding see the whole sequence's last position behind this rank's."""
+    parameters = inspect.signature(rotary.forward)
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        shard = settings.expected
+        if shard is None:
+            if degree == 1:
+                return None
+            raise InputError(
+                f"{type(module).__name__} scales rotary embeddings by the length of the sequence, "
+                f"which it cannot know outside of the forward of the model that was given to "
+                f"context_parallel; call that model, and do not recompute this module"
+            )
+        call = parameters.bind(*args, **kwargs)
+        positions = call.arguments["position_ids"]
+        call.arguments["position_ids"] = nn.functional.pad(
+            positions, (0, 1), value=shard.last_position
+        )
+        return call.args, call.kwargs
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if settings.expected is None:
+            return None
+        return map_tensors(lambda x: x[..., :-1, :], output)
+
+    rotary.register_forward_pre_hook(before, with_kwargs=True)
+    rotary.register_forward_hook(after, with_kwargs=True)
 
 
 def _checked_mapping(batch: object) -> Mapping[str, Any]:
