@@ -192,6 +192,7 @@ STAGES = [
     ({"pp": 2, "dp_shard": 2, "ep": 2}, "1f1b", 3),  # three layers: stages of one and of two
     ({"pp": 2, "cp": 2, "ep": 2}, "interleaved", 5),
     ({"pp": 2, "tp": 2, "ep": 2}, "1f1b", 3),
+    ({"pp": 2, "cp": 2, "ep": 2, "fsdp_folds_cp": False}, "1f1b", 3),
     ({"pp": 4}, "1f1b", 5),
     ({"pp": 2, "dp_shard": 2, "cp": 2, "ep": 4}, "interleaved", 5),
     pytest.param({"pp": 2, "dp_replicate": 2, "tp": 2, "ep": 2}, "1f1b", 3, marks=pytest.mark.long),
@@ -205,11 +206,36 @@ def test_a_pipeline_trains_as_one_process(
     config = replace(TRAIN, accumulate=degrees["pp"])
     coefficient = MODEL.router_aux_loss_coef / config.accumulate
     model = replace(MODEL, num_hidden_layers=layers, router_aux_loss_coef=coefficient)
-    size = prod(degrees[axis] for axis in degrees if axis != "ep")
+    size = prod(degrees[axis] for axis in degrees if axis not in ("ep", "fsdp_folds_cp"))
     results = ranks(size).run(on_stages, degrees, schedule, model, config)
     expected, losses = single_process(torch.float64, model, config), evaluations(model, config)
     gradients = {key: g for outcome, _ in results for key, g in outcome.gradients.items()}
     outcomes = [replace(outcome, gradients=gradients) for outcome, _ in results]
+    assert_same(outcomes, expected, 1e-12)
+    for _, found in results:
+        assert found == pytest.approx(losses, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "schedule"),
+    [({"pp": 2, "dp_shard": 2}, "1f1b"), ({"pp": 2, "tp": 2, "ep": 2}, "interleaved")],
+)
+def test_tied_weights_on_the_ends_of_a_pipeline_train_as_one(
+    ranks: Ranks, degrees: dict[str, int], schedule: str
+) -> None:
+    model = replace(HALVED, num_hidden_layers=4, tie_word_embeddings=True)
+    results = ranks(4).run(on_stages, degrees, schedule, model, IN_PARTS)
+    expected, losses = (
+        single_process(torch.float64, model, IN_PARTS),
+        evaluations(model, IN_PARTS),
+    )
+    gradients = {key: g for outcome, _ in results for key, g in outcome.gradients.items()}
+    # Each end has its own part of the gradient: what they sum to is seen in the steps after.
+    ends = gradients.pop("head.weight") + gradients["embedding.weight"]
+    outcomes = [
+        replace(outcome, gradients={**gradients, "embedding.weight": ends})
+        for outcome, _ in results
+    ]
     assert_same(outcomes, expected, 1e-12)
     for _, found in results:
         assert found == pytest.approx(losses, rel=1e-12, abs=0)

@@ -31,14 +31,16 @@ class Checkpoints:
     """The latest checkpoint of a run, in ``folder``, written while the run goes on.
 
     The folder takes its name when it is complete, so that what bears the name can be read whole:
-    a write that is cut off leaves the one before. Every rank makes the same calls. Making one makes
-    a process group, for what is exchanged while a step exchanges something else.
+    a write that is cut off leaves the one before. The ``keep - 1`` before the latest stay, as
+    ``checkpoint-<step>``. Every rank makes the same calls. Making one makes a process group, for
+    what is exchanged while a step exchanges something else.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], keep: int = 1) -> None:
         self._folder = folder
         self._partial = folder.with_name(folder.name + ".partial")
         self._identity = identity
+        self._keep = keep
         self._fields: dict[str, Any] = {}
         self._writing: Future[Any] | None = None
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -81,13 +83,30 @@ class Checkpoints:
         if writing is not None:
             writing.result()  # the first rank's comes when all have written
         if _first():
-            (self._partial / RUN_FILE).write_text(json.dumps(self._fields, indent=1))
+            with (self._partial / RUN_FILE).open("w") as file:
+                file.write(json.dumps(self._fields, indent=1))
+                file.flush()
+                os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
+            _sync_folder(self._partial)
             previous = self._folder.with_name(PREVIOUS)
             if self._folder.exists():
                 shutil.rmtree(previous, ignore_errors=True)
                 os.replace(self._folder, previous)
             os.replace(self._partial, self._folder)
+            _sync_folder(self._folder.parent)  # before the one before is removed
+            if self._keep > 1 and previous.exists():
+                self._retire(previous)
             shutil.rmtree(previous, ignore_errors=True)
+
+    def _retire(self, previous: Path) -> None:
+        """Name the one before the latest after its step, and remove the oldest that is too many."""
+        kept = self._folder.with_name(f"{self._folder.name}-{_step_of(previous)}")
+        shutil.rmtree(kept, ignore_errors=True)
+        os.replace(previous, kept)
+        names = self._folder.parent.glob(f"{self._folder.name}-*")
+        steps = {int(n): path for path in names if (n := path.name.rpartition("-")[2]).isdecimal()}
+        for step in sorted(steps, reverse=True)[self._keep - 1 :]:
+            shutil.rmtree(steps[step], ignore_errors=True)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -107,6 +126,19 @@ def load(trainer: Trainer, folder: Path) -> None:
         group.update({**own, "params": group["params"]})  # this run's, not the saved one's
     fields = json.loads((folder / RUN_FILE).read_text())
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(folder: Path) -> int:
+    return int(json.loads((folder / RUN_FILE).read_text())["step"])
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

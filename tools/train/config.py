@@ -14,6 +14,8 @@ from hp_mesh import ModelShape
 # number for torch: these seeds leave room for SEED_STRIDE passes.
 SEED_STRIDE = 1_000_003
 SEEDS = range(-(2**63 // SEED_STRIDE), 2**63 // SEED_STRIDE)
+# The words of transformers' plans of tensor parallelism that are known here.
+TP_WORDS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 HELD_OUT_SHARE, MOST_HELD_OUT = 20, 512  # one sample of so many, and no more than so many
 CATALOGUE = Path(__file__).parent / "catalogue"
 BUILT_IN = "built-in"  # the model type of configurations of this trainer's own model
@@ -112,9 +114,13 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """A model of Hugging Face transformers: what is in its configuration file."""
+    """A model of Hugging Face transformers: what is in its configuration file.
+
+    ``tp_plan`` is how the library cuts its layers: words by the names of modules.
+    """
 
     fields: Mapping[str, Any]
+    tp_plan: Mapping[str, str]
 
     @property
     def shape(self) -> ModelShape:
@@ -123,7 +129,10 @@ class TransformersConfig:
 
     def with_vocabulary(self, size: int) -> "TransformersConfig":
         """Return the same model for another number of tokens."""
-        return TransformersConfig(fields={**self.fields, "vocab_size": size})
+        fields = {**self.fields, "vocab_size": size}
+        if "text_config" in fields:
+            fields["text_config"] = {**fields["text_config"], "vocab_size": size}
+        return TransformersConfig(fields=fields, tp_plan=self.tp_plan)
 
 
 AnyModelConfig = ModelConfig | TransformersConfig
@@ -179,9 +188,10 @@ def _of_transformers(name: str, kind: str, found: Mapping[str, Any]) -> Transfor
     from transformers import AutoConfig
 
     try:
-        AutoConfig.for_model(kind, **found)
+        made = AutoConfig.for_model(kind, **found)
     except Exception as error:
         raise ModelError(
             f"model={name} is no model of transformers: {' '.join(str(error).split())[:300]}"
         ) from error
-    return TransformersConfig(fields={"model_type": kind, **found})
+    plan = getattr(made, "base_model_tp_plan", None) or {}
+    return TransformersConfig(fields={"model_type": kind, **found}, tp_plan=plan)

@@ -15,6 +15,7 @@ from hp_mesh import ParallelDims, ParallelDimsError
 
 from .config import (
     SEEDS,
+    TP_WORDS,
     AnyModelConfig,
     ModelConfig,
     TrainConfig,
@@ -35,10 +36,12 @@ EQUAL_SHARES = ("sequence", "sequence-balance", "heads-ulysses", "kv-heads-ulyss
 DEMONSTRATED = {"out", "seed", "steps"}  # what may be given in the demonstration
 # What a run that goes on takes from its checkpoint unless it is given anew; some of it may differ.
 INHERITED = (
-    *("model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len", "batch_size"),
-    *("accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
-    *("checkpoint_every", "checkpoint_activations", "compile", "pp_schedule", "stages_per_rank"),
+    *("device", "model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len"),
+    *("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay"),
+    *("eval_every", "checkpoint_every", "keep", "checkpoint_activations", "compile"),
+    *("pp_schedule", "stages_per_rank"),
 )
+UPDATE_WORDS = ("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay")
 PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
 PREVIOUS = CHECKPOINT + ".previous"  # while a newer one takes the name
@@ -61,6 +64,7 @@ class Options:
     out: Path
     out_given: bool
     resume: Path | None
+    done: int  # steps of the run that it goes on from
     reference: bool
     compare: int  # how many steps one process makes too, from the first
     checkpoint_activations: bool
@@ -69,6 +73,7 @@ class Options:
     stages_per_rank: int
     eval_every: int  # steps, 0 for none
     checkpoint_every: int  # steps, 0 for at the end alone
+    keep: int  # checkpoints
     profile: range  # of steps
     source: Source
     unit: str  # what a token is called
@@ -93,6 +98,16 @@ class Options:
         }
 
     @property
+    def common(self) -> dict[str, Any]:
+        """Return what all ranks must agree on, which read it each for itself."""
+        own = {name: value for name, value in self.identity.items() if name != "options"}
+        names = (
+            *("steps", "done", "device", "reference", "checkpoint_activations", "compile"),
+            *("schedule", "stages_per_rank", "eval_every", "checkpoint_every", "profile"),
+        )
+        return {**own, **asdict(self.train), **{name: getattr(self, name) for name in names}}
+
+    @property
     def goes_on_in_place(self) -> bool:
         """Return whether the run goes on in the folder that it was saved in."""
         here = (self.out / CHECKPOINT, self.out / PREVIOUS)
@@ -115,11 +130,13 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         kept = {name: word for name, word in asked.items() if name not in INHERITED}
         _check_same({"world_size": processes, **kept}, saved)
     compare = _compared(given, saved)
+    _check_pipeline_words(given)
     for name in ("compile", "checkpoint_activations") if given.reference else ():
         if getattr(given, name):
             word = name.replace("_", "-")
             raise OptionsError(f"{word} with --reference, which trains plainly; leave one out")
     if saved is not None:
+        _check_comparable(given, saved, compare)
         for name, word in saved.fields["options"].items():
             if name in INHERITED and getattr(given, name) is None:
                 setattr(given, name, word)
@@ -129,15 +146,17 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     source = Source(
         paths=tuple(map(Path, given.data or ())),
         tokenizer=given.tokenizer,
-        token_dtype=given.token_dtype or TOKEN_DTYPES[0],
+        token_dtype=given.token_dtype,
     )
     corpus = read_corpus(source)
     _check_samples(corpus, train, bool(given.eval_every))
-    model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size)
+    model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size, dims.tp)
     _check_degrees(dims, model, train)
     schedule, stages = _stages(given, dims, model, train.accumulate)
+    done = 0 if saved is None else int(saved.fields["step"])
+    steps = _steps(given.steps, done)
     options = Options(
-        steps=_steps(given.steps, saved),
+        steps=steps,
         world_size=processes,
         dims=dims,
         device=given.device or "cpu",
@@ -145,6 +164,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         out=given.out or default_out(int(time.time())),
         out_given=given.out is not None,
         resume=None if saved is None else saved.folder,
+        done=done,
         reference=given.reference,
         compare=compare,
         checkpoint_activations=bool(given.checkpoint_activations),
@@ -153,13 +173,15 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         stages_per_rank=stages,
         eval_every=given.eval_every or 0,
         checkpoint_every=given.checkpoint_every or 0,
-        profile=_profiled(given.profile),
+        keep=given.keep or 1,
+        profile=_profiled(given.profile, done, steps),
         source=source,
         unit=corpus.unit,
         digest=corpus.digest,
         model=model,
         train=train,
-        inherited=_inherited(given),
+        # The vocabulary of this run: its size may follow from the degrees.
+        inherited={**_inherited(given), "vocab_size": _vocabulary_of(model)},
     )
     if saved is not None:
         _check_same(options.identity, saved)
@@ -199,7 +221,11 @@ def _parser() -> argparse.ArgumentParser:
         "processes on the CPU, dp_shard=2 cp=2 ep=4, compared with one process.",
     )
     run = parser.add_argument_group("run").add_argument
-    run("--steps", type=int, help=f"train up to this step (default {DEFAULT_STEPS})")
+    run(
+        "--steps",
+        type=int,
+        help=f"train up to this step (default {DEFAULT_STEPS}, of a run that goes on so many more)",
+    )
     run("--seed", type=int, help="seed of the initial values and of the data's order (default 0)")
     run("--procs", type=int, help=f"local processes (default {DEFAULT_PROCESSES})")
     run("--device", choices=("cpu", "cuda"), help="default cpu")
@@ -211,6 +237,12 @@ def _parser() -> argparse.ArgumentParser:
         help="go on from a run's folder or checkpoint; auto: from that in --out, if there is one",
     )
     run("--checkpoint-every", type=int, metavar="N", help="save every N steps, beside training")
+    run(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="how many checkpoints stay: the latest (default 1), and those before it",
+    )
     run("--profile", metavar="A:B", help="write a trace of the steps from A to B, of each rank")
     run("--reference", action="store_true", help="train on one process, without the packages")
     run(
@@ -307,9 +339,20 @@ _LEAST = {
     "weight_decay": 0,
     "eval_every": 1,
     "checkpoint_every": 1,
+    "keep": 1,
     "vocab_size": 2,
     "stages_per_rank": 1,
 }
+
+
+def _check_pipeline_words(given: argparse.Namespace) -> None:
+    """Raise for words of a pipeline where this command line has none."""
+    for name in ("pp_schedule", "stages_per_rank"):
+        if getattr(given, name) is not None and given.pp in (None, "1") and given.resume is None:
+            word = f"{name.replace('_', '-')}={getattr(given, name)}"
+            raise OptionsError(
+                f"{word} with pp=1, which is no pipeline; give --pp, or leave it out"
+            )
 
 
 def _stages(
@@ -338,11 +381,6 @@ def _stages(
         raise OptionsError(
             f"pp={dims.pp} with stages-per-rank={stages} has more stages than "
             f"num_hidden_layers={layers}; use fewer"
-        )
-    if model.shape.tied:
-        raise OptionsError(
-            f"pp={dims.pp} with tie_word_embeddings=True: a pipeline's first and last stage would "
-            "share one weight, which this trainer has not; use pp=1, or a model that is not tied"
         )
     return schedule, stages
 
@@ -384,13 +422,19 @@ def _check_samples(corpus: Corpus, train: TrainConfig, held_out: bool) -> None:
         )
 
 
-def _with_vocabulary(model: AnyModelConfig, corpus: Corpus, asked: int | None) -> AnyModelConfig:
-    """Return the model for as many tokens as asked for, else as the tokenizer has, rounded up."""
+def _with_vocabulary(
+    model: AnyModelConfig, corpus: Corpus, asked: int | None, tp: int
+) -> AnyModelConfig:
+    """Return the model for as many tokens as asked for, else as the tokenizer has, rounded up.
+
+    So that ``tp`` cuts it; of token arrays the size is the model's own.
+    """
     size = asked
     if size is None and corpus.vocab_size is not None:
-        size = -(-corpus.vocab_size // PADDED_VOCABULARY) * PADDED_VOCABULARY
+        multiple = math.lcm(PADDED_VOCABULARY, tp)
+        size = -(-corpus.vocab_size // multiple) * multiple
     if size is None:
-        size = model.vocab_size if isinstance(model, ModelConfig) else model.shape.vocab
+        size = _vocabulary_of(model)
     needed = max(corpus.largest + 1, corpus.vocab_size or 0)
     if size < needed:
         raise OptionsError(
@@ -402,15 +446,26 @@ def _with_vocabulary(model: AnyModelConfig, corpus: Corpus, asked: int | None) -
     return replace(model, vocab_size=size)
 
 
+def _vocabulary_of(model: AnyModelConfig) -> int:
+    return model.vocab_size if isinstance(model, ModelConfig) else model.shape.vocab
+
+
 def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig) -> None:
     if isinstance(model, TransformersConfig):
-        for name in ("tp", "pp", "etp"):
+        for name in ("pp", "etp"):
             if (degree := getattr(dims, name)) > 1:
                 raise OptionsError(
                     f"{name}={degree} with a model of transformers "
-                    f"({model.fields['model_type']}); only dp_replicate, dp_shard, cp and ep "
+                    f"({model.fields['model_type']}); only dp_replicate, dp_shard, cp, tp and ep "
                     f"spread those: use {name}=1, or the built-in model"
                 )
+        unknown = sorted(set(model.tp_plan.values()) - set(TP_WORDS))
+        if dims.tp > 1 and (unknown or not model.tp_plan):
+            raise OptionsError(
+                f"tp={dims.tp} with a model of transformers ({model.fields['model_type']}) whose "
+                f"plan of tensor parallelism has {', '.join(unknown) or 'nothing'}; only "
+                f"{', '.join(TP_WORDS)} are known here: use tp=1, or another model"
+            )
         if dims.ep > 1 and not model.shape.experts:
             raise OptionsError(
                 f"ep={dims.ep} with a model of transformers ({model.fields['model_type']}) that "
@@ -489,13 +544,12 @@ def _dims(given: argparse.Namespace, processes: int, saved: _SavedRun | None) ->
     return ParallelDims.from_args(argparse.Namespace(**{**defaults, **words}), processes)
 
 
-def _steps(given: int | None, saved: _SavedRun | None) -> int:
-    done = 0 if saved is None else int(saved.fields["step"])
+def _steps(given: int | None, done: int) -> int:
     steps = done + DEFAULT_STEPS if given is None else given
     if steps <= done:
         raise OptionsError(
             f"steps={steps} is not beyond the checkpoint's step {done}; use {done + 1} or more"
-            if saved
+            if done
             else f"steps={steps} is no number of steps; use 1 or more"
         )
     return steps
@@ -518,6 +572,20 @@ def _compared(given: argparse.Namespace, saved: _SavedRun | None) -> int:
     return steps
 
 
+def _check_comparable(given: argparse.Namespace, saved: _SavedRun, compare: int) -> None:
+    """Raise where one process would make the first steps with words that are new in this run."""
+    changed = [
+        f"{name.replace('_', '-')}={getattr(given, name)}"
+        for name in UPDATE_WORDS
+        if getattr(given, name) not in (None, saved.fields["options"].get(name))
+    ]
+    if compare and changed:
+        raise OptionsError(
+            f"--compare makes the first steps again, which were made without {', '.join(changed)}; "
+            "leave one of them out"
+        )
+
+
 def _seed(given: int | None, saved: _SavedRun | None) -> int:
     seed: int = _either(given, saved, "seed", 0)
     if seed not in SEEDS:
@@ -537,13 +605,17 @@ def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
     return _saved_run(given.out) if saved else None
 
 
-def _profiled(word: str | None) -> range:
-    """Return the steps from A to B of ``A:B``, both included."""
+def _profiled(word: str | None, done: int, steps: int) -> range:
+    """Return the steps from A to B of ``A:B``, both included; some are among those of the run."""
     if word is None:
         return range(0)
     first, _, last = word.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise OptionsError(f"profile={word} is no range of steps; use A:B, as 10:12")
+    if int(first) > steps or int(last) <= done:
+        raise OptionsError(
+            f"profile={word} is none of the steps of this run; use some of {done + 1}:{steps}"
+        )
     return range(int(first), int(last) + 1)
 
 

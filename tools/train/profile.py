@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools.mod_tracker import ModTracker
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.module_tracker import ModuleTracker
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
@@ -55,7 +55,7 @@ class Profiler:
         if step in self._steps and self._running is None:
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            tracker: Any = ModTracker()
+            tracker: Any = ModuleTracker()
             self._running = profile(activities=activities), tracker
             for each in self._running:
                 each.__enter__()

@@ -1,5 +1,6 @@
 """The program: what ends it before a rank starts."""
 
+import fcntl
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from train.options import counted
-from train.program import main
+from train.program import HELD, main
 
 
 def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -59,3 +60,12 @@ def test_too_few_gpus_are_one_line(
 
 def test_one_thing_is_not_in_the_plural() -> None:
     assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+
+
+def test_a_folder_in_use_takes_no_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / HELD).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        words = ["--resume", "auto", "--out", str(tmp_path)]
+        assert f"out={tmp_path} is in use by a run that has not ended" in _refusal(capsys, *words)
