@@ -181,7 +181,7 @@ def _train(
     termination = _Termination()
     before: Mapping[str, Counts] = {}
     while trainer.step < options.steps and not stopped:
-        profiler.before(trainer.step + 1)
+        profiler.before(trainer.step + 1, trainer.model)
         with _refusals() if trainer.step == first else contextlib.nullcontext():
             result = trainer.train_step(data)
         profiler.after(trainer.step)
