@@ -10,8 +10,9 @@ import torch
 from rank_pool import cached
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from train.config import ModelConfig, TrainConfig
+from train.config import ModelConfig, TrainConfig, TransformersConfig, read_model
 from train.data import Samples
+from train.hugging_face import build_transformers, forward_alone
 from train.loop import Trainer
 from train.model import build_model
 from train.parallelize import parallelize
@@ -105,6 +106,21 @@ def of_options(
     """Return one rank's outcome in float64 of another model, or of a batch in parts."""
     mesh = mesh_of(degrees)
     model = build_model(model_config, config.seed)
+    forward = parallelize(model, mesh, mesh.dims)
+    return train(Trainer(model, config, mesh=mesh, forward=forward))
+
+
+def of_transformers(
+    rank: int, degrees: dict[str, int], name: str, fields: dict[str, Any], config: TrainConfig
+) -> Outcome:
+    """Return one rank's outcome of a model of transformers; one process' where nothing is cut."""
+    found = read_model(name)
+    assert isinstance(found, TransformersConfig)
+    known = TransformersConfig(fields={**found.fields, **fields}, tp_plan=found.tp_plan)
+    model = build_transformers(known, config.seed, parts=config.accumulate)
+    if not degrees:
+        return train(Trainer(model, config, forward=forward_alone))
+    mesh = mesh_of(degrees)
     forward = parallelize(model, mesh, mesh.dims)
     return train(Trainer(model, config, mesh=mesh, forward=forward))
 

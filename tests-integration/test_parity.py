@@ -16,6 +16,7 @@ from parity import (
     evaluations,
     name,
     of_options,
+    of_transformers,
     on_rank,
     on_stages,
     single_process,
@@ -239,3 +240,26 @@ def test_tied_weights_on_the_ends_of_a_pipeline_train_as_one(
     assert_same(outcomes, expected, 1e-12)
     for _, found in results:
         assert found == pytest.approx(losses, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "fields"),
+    [
+        (
+            "gpt-oss-tiny",
+            {"cp": 2, "ep": 2, "fsdp_folds_cp": False},
+            {"output_router_logits": True},
+        ),
+        ("qwen3-tiny", {"tp": 2}, {"attention_bias": True}),
+    ],
+    ids=["gpt-oss", "qwen3"],
+)
+def test_models_of_transformers_train_as_on_one_process(
+    ranks: Ranks, name: str, degrees: dict[str, int], fields: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    small = {**fields, "num_hidden_layers": 2, "vocab_size": 256}
+    expected, *found = (
+        ranks(2).run(of_transformers, each, name, small, IN_PARTS)[0] for each in ({}, degrees)
+    )
+    assert_same(found, expected, 1e-6)  # the library computes norms and positions in float32
