@@ -1,7 +1,7 @@
 """One small training run, whatever the degrees: what a rank returns, and what one process gives."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -116,7 +116,7 @@ def of_transformers(
     """Return one rank's outcome of a model of transformers; one process' where nothing is cut."""
     found = read_model(name)
     assert isinstance(found, TransformersConfig)
-    known = TransformersConfig(fields={**found.fields, **fields}, tp_plan=found.tp_plan)
+    known = replace(found, fields={**found.fields, **fields})
     model = build_transformers(known, config.seed, parts=config.accumulate)
     if not degrees:
         return train(Trainer(model, config, forward=forward_alone))

@@ -116,23 +116,26 @@ class ModelError(ValueError):
 class TransformersConfig:
     """A model of Hugging Face transformers: what is in its configuration file.
 
-    ``tp_plan`` is how the library cuts its layers: words by the names of modules.
+    ``numbers`` are all of the library's, those that the file leaves out among them; ``tp_plan`` is
+    how it cuts its layers: words by the names of modules.
     """
 
     fields: Mapping[str, Any]
+    numbers: Mapping[str, Any]
     tp_plan: Mapping[str, str]
 
     @property
     def shape(self) -> ModelShape:
         """Return the sizes from which the work of a step follows."""
-        return ModelShape.from_config(self.fields)
+        return ModelShape.from_config(self.numbers)
 
     def with_vocabulary(self, size: int) -> "TransformersConfig":
         """Return the same model for another number of tokens."""
-        fields = {**self.fields, "vocab_size": size}
-        if "text_config" in fields:
-            fields["text_config"] = {**fields["text_config"], "vocab_size": size}
-        return TransformersConfig(fields=fields, tp_plan=self.tp_plan)
+        fields, numbers = ({**known, "vocab_size": size} for known in (self.fields, self.numbers))
+        for known in (fields, numbers):
+            if "text_config" in known:
+                known["text_config"] = {**known["text_config"], "vocab_size": size}
+        return TransformersConfig(fields=fields, numbers=numbers, tp_plan=self.tp_plan)
 
 
 AnyModelConfig = ModelConfig | TransformersConfig
@@ -174,6 +177,11 @@ def _built_in(name: str, found: Mapping[str, Any]) -> ModelConfig:
         if type(value) is not kinds[key] and not (kinds[key] is float and type(value) is int):
             raise ModelError(f"model={name} has {key}={value!r}, which is no {kinds[key].__name__}")
     config = ModelConfig(**found)
+    for key in ("rms_norm_eps", "rope_theta", "router_aux_loss_coef"):
+        value, zero = getattr(config, key), key == "router_aux_loss_coef"
+        if not (0 < value < math.inf or (zero and value == 0)):
+            legal = "of 0 or more" if zero else "above 0"
+            raise ModelError(f"model={name} has {key}={value}; use a number {legal}")
     if config.num_attention_heads < 1 or config.hidden_size % (2 * config.num_attention_heads):
         raise ModelError(
             f"model={name}: num_attention_heads={config.num_attention_heads} must leave heads of "
@@ -193,5 +201,11 @@ def _of_transformers(name: str, kind: str, found: Mapping[str, Any]) -> Transfor
         raise ModelError(
             f"model={name} is no model of transformers: {' '.join(str(error).split())[:300]}"
         ) from error
+    if not getattr(made, "is_decoder", True):
+        raise ModelError(
+            f"model={name} is a {kind} with is_decoder=False, which sees the tokens that it is to "
+            "foretell; use is_decoder=true where the library has it, or another model"
+        )
+    fields = {"model_type": kind, **found}
     plan = getattr(made, "base_model_tp_plan", None) or {}
-    return TransformersConfig(fields={"model_type": kind, **found}, tp_plan=plan)
+    return TransformersConfig(fields=fields, numbers={**made.to_dict(), **fields}, tp_plan=plan)

@@ -29,6 +29,7 @@ MOST_SKIPPED = 10  # steps in a row whose gradients are not finite
 class StepResult:
     """One step, counted from 1: the loss of the whole batch in nats per token, before the update.
 
+    ``samples`` have been consumed by then, ``tokens`` by this step: fewer at the end of the text.
     ``eval_loss`` is that of the held-out text after the update, None where none was asked for.
     """
 
@@ -37,6 +38,7 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     samples: int
+    tokens: int
     seconds: float
     eval_loss: float | None = None
 
@@ -154,6 +156,7 @@ class Trainer:
         loss = self.gradients(batch)
         norm = self.update()
         self.step += 1
+        tokens = (batch.consumed - self.samples) * self.config.seq_len
         self.samples = batch.consumed
         return StepResult(
             step=self.step,
@@ -161,6 +164,7 @@ class Trainer:
             grad_norm=norm,
             learning_rate=learning_rate,
             samples=self.samples,
+            tokens=tokens,
             seconds=time.perf_counter() - start,
         )
 

@@ -42,6 +42,7 @@ INHERITED = (
     *("pp_schedule", "stages_per_rank"),
 )
 UPDATE_WORDS = ("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay")
+NO_COMPILER = "none"  # in the place of a compiler's name
 PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
 PREVIOUS = CHECKPOINT + ".previous"  # while a newer one takes the name
@@ -132,7 +133,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     compare = _compared(given, saved)
     _check_pipeline_words(given)
     for name in ("compile", "checkpoint_activations") if given.reference else ():
-        if getattr(given, name):
+        if getattr(given, name) not in (None, False, NO_COMPILER):
             word = name.replace("_", "-")
             raise OptionsError(f"{word} with --reference, which trains plainly; leave one out")
     if saved is not None:
@@ -168,7 +169,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         reference=given.reference,
         compare=compare,
         checkpoint_activations=bool(given.checkpoint_activations),
-        compile=None if given.compile in (None, "none") else given.compile,
+        compile=None if given.compile in (None, NO_COMPILER) else given.compile,
         schedule=schedule,
         stages_per_rank=stages,
         eval_every=given.eval_every or 0,
@@ -314,7 +315,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="inductor",
         metavar="BACKEND",
-        help="compile each block with torch.compile (inductor without a name, none for not)",
+        help="compile each block with torch.compile (inductor without a name, "
+        f"{NO_COMPILER} for not)",
     )
     ParallelDims.add_arguments(parser)
     return parser
@@ -476,7 +478,7 @@ def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig
             f"etp={dims.etp} with tp={dims.tp}: ranks that share an expert must hold the same "
             f"tokens here, as those of tp do; use etp=1" + (f" or {dims.tp}" if dims.tp > 1 else "")
         )
-    numbers = model.fields if isinstance(model, TransformersConfig) else model
+    numbers = model.numbers if isinstance(model, TransformersConfig) else model
     report = dims.check(numbers, train.seq_len, train.batch_size, causal_balance=True)
     # Unequal shares of a sequence or of heads are advice, but this trainer takes equal ones alone.
     refused = [found for found in report if found.level == "error" or found.rule in EQUAL_SHARES]
@@ -557,8 +559,8 @@ def _steps(given: int | None, done: int) -> int:
 
 def _compared(given: argparse.Namespace, saved: _SavedRun | None) -> int:
     """Return how many steps are compared: those of the demonstration, or as many as asked for."""
-    others = vars(given).keys() - DEMONSTRATED
-    default = 0 if any(getattr(given, name) for name in others) else COMPARED_STEPS
+    others = [word for name, word in vars(given).items() if name not in DEMONSTRATED]
+    default = COMPARED_STEPS if all(word is None or word is False for word in others) else 0
     steps: int = default if given.compare is None else given.compare
     done = 0 if saved is None else int(saved.fields["step"])
     if given.compare and given.reference:
@@ -620,9 +622,15 @@ def _profiled(word: str | None, done: int, steps: int) -> range:
 
 
 def _saved_run(folder: Path) -> _SavedRun:
+    damaged: OptionsError | None = None
     for candidate in (folder / CHECKPOINT, folder / PREVIOUS, folder):
         if os.path.isfile(candidate / RUN_FILE):
-            return _SavedRun(candidate, _read_fields(candidate / RUN_FILE))
+            try:
+                return _SavedRun(candidate, _read_fields(candidate / RUN_FILE))
+            except OptionsError as error:
+                damaged = damaged or error
+    if damaged is not None:
+        raise damaged
     raise OptionsError(f"no checkpoint in {folder}; give a run's folder or its checkpoint folder")
 
 
@@ -658,8 +666,8 @@ _FIELDS = {
 
 
 def _check_holds_no_run(out: Path) -> None:
-    saved = os.path.exists(out / CHECKPOINT)
-    if saved or os.path.exists(out / LOG_FILE):
+    saved, log = os.path.exists(out / CHECKPOINT), out / LOG_FILE
+    if saved or (os.path.exists(log) and os.path.getsize(log)):  # no step, no run
         raise OptionsError(
             f"out={out} holds a run already; give another folder"
             + (f", or go on with --resume {out}" if saved else "")

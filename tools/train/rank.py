@@ -37,12 +37,12 @@ from .parallelize import parallelize
 from .pipeline import build_pipeline
 from .profile import Profiler
 from .report import Counts, Report
-from .text import read_corpus
+from .text import TextError, read_corpus
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # What is refused of a model or of options on every rank alike, before anything is communicated.
-REFUSALS = (ModelError, ContextParallelError, ExpertConfigError)
+REFUSALS = (ModelError, TextError, ContextParallelError, ExpertConfigError)
 
 
 class Refused(ValueError):
@@ -185,14 +185,15 @@ def _train(
         with _refusals() if trainer.step == first else contextlib.nullcontext():
             result = trainer.train_step(data)
         profiler.after(trainer.step)
+        moved = _difference({} if collectives is None else collectives.by_axis, before)
         if options.eval_every and trainer.step % options.eval_every == 0:
             result = replace(result, eval_loss=trainer.evaluate(data))
-        after = {} if collectives is None else collectives.by_axis
+        before = {} if collectives is None else collectives.by_axis
         if report is not None:
-            report.step(result, peak_memory(trainer.device), _difference(after, before))
-        before = after
+            report.step(result, peak_memory(trainer.device), moved)
         checkpoints.poll()
-        if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
+        due = options.checkpoint_every and trainer.step % options.checkpoint_every == 0
+        if due and not trainer.skipped:  # what gives no finite gradients replaces no checkpoint
             checkpoints.start(trainer)
         stopped = termination.agreed() and trainer.step < options.steps
     profiler.close()
@@ -213,8 +214,11 @@ def _follow_reference(options: Options, report: Report) -> None:
 
 def _samples(options: Options) -> Samples:
     corpus = read_corpus(options.source)
-    train = options.train
-    return Samples(corpus.parts, train.seq_len, train.seed, held_out=options.eval_every > 0)
+    train, shape = options.train, options.model.shape
+    held_out = options.eval_every > 0
+    return Samples(
+        corpus.parts, train.seq_len, train.seed, held_out=held_out, vocab_size=shape.vocab
+    )
 
 
 def _build(options: Options, device: torch.device) -> nn.Module:

@@ -63,7 +63,7 @@ class Report:
 
     def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
         """Show and log one step, with this rank's traffic of the step by axis."""
-        speed = self._tokens / result.seconds
+        speed = result.tokens / result.seconds
         self._speeds.append(speed)
         self._note(result.step, result.loss, result.eval_loss)
         self._ends.append(time.monotonic())
@@ -90,12 +90,11 @@ class Report:
         left = (self._options.steps - result.step) * pace
         self._progress(
             f"{self._count(result.step)}  [bold]loss {result.loss:.4f}[/]  "
-            f"{speed:7,.0f} tokens/s  {_size(speed * self._flops, 'FLOP')}/s  "
-            f"peak {_size(peak_memory)}"
-            + (f"  [dim]moved {moved}[/]" if moved else "")
-            + ("" if result.eval_loss is None else f"  held-out loss {result.eval_loss:.4f}")
-            + ("" if math.isfinite(result.grad_norm) else "  [bold]no update: not finite[/]")
-            + f"  {datetime.timedelta(seconds=round(left))} left",
+            + ("" if result.eval_loss is None else f"held-out loss {result.eval_loss:.4f}  ")
+            + ("" if math.isfinite(result.grad_norm) else "[bold]no update: not finite[/]  ")
+            + f"{datetime.timedelta(seconds=round(left))} left  "
+            f"{speed:,.0f} tokens/s  {_size(speed * self._flops, 'FLOP')}/s  "
+            f"peak {_size(peak_memory)}" + (f"  [dim]moved {moved}[/]" if moved else ""),
             keep=result.eval_loss is not None
             or result.step == self._options.steps
             or not math.isfinite(result.grad_norm),

@@ -26,6 +26,7 @@ TOKEN_DTYPES = ("uint16", "uint32")
 ARRAYS, LINES = (".bin", ".npy"), (".jsonl", ".ndjson")
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _LOOKED_AT = 2**16  # bytes of a file that decide whether it is text
+_END_TOKENS = 2**22  # at each end of a token array, which are looked at before the run
 _END_BYTES = 2**20  # of each end of a token array, which with its size stand for the whole
 
 
@@ -47,8 +48,8 @@ class Corpus:
     """Tokens in the order of the text, in one part or one per array file.
 
     ``vocab_size`` is that of the tokenizer, None where the files are tokens and no tokenizer was
-    named; ``largest`` is the largest token of such files, else 0. ``digest`` is a short name for
-    the tokens: a run goes on from a checkpoint of the same ones only.
+    named; ``largest`` is the largest token at both ends of such files, else 0. ``digest`` is a
+    short name for the tokens: a run goes on from a checkpoint of the same ones only.
     """
 
     parts: "tuple[Part, ...]"
@@ -86,7 +87,7 @@ def read_corpus(source: Source) -> Corpus:
             parts=parts,
             digest=_digest_of_arrays(parts),
             vocab_size=None if source.tokenizer is None else _vocabulary(tokenizer),
-            largest=max(int(part.max()) for part in parts),
+            largest=max(map(_largest, parts)),
             unit="token",
         )
     if tokenizer is None:
@@ -186,6 +187,10 @@ def _texts_of(path: Path) -> Iterator[str]:
                 f"{path}, line {number} has no text; each line is an object whose field 'text' is "
                 "a string"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TextError(f"{path}, line {number} is no Unicode text: {error}") from error
         yield text
 
 
@@ -225,6 +230,11 @@ def _tokens_of(path: Path, dtype: str) -> "Part":
             f"dimension of {' or '.join(TOKEN_DTYPES)}, and at least one token"
         )
     return found
+
+
+def _largest(part: "Part") -> int:
+    """Return the largest token at the ends of an array; a step looks at those that it takes."""
+    return int(max(part[:_END_TOKENS].max(), part[-_END_TOKENS:].max()))
 
 
 def _digest_of_arrays(parts: "Sequence[Part]") -> str:

@@ -164,6 +164,11 @@ def test_a_folder_that_holds_a_run_takes_no_other(tmp_path: Path, held: str) -> 
             parse(["--out", str(other), *words])
 
 
+def test_a_folder_of_a_run_that_made_no_step_takes_another(tmp_path: Path) -> None:
+    (tmp_path / LOG_FILE).touch()
+    assert parse(["--out", str(tmp_path)]).out == tmp_path
+
+
 def test_a_run_goes_on_in_its_own_folder_however_it_is_named(tmp_path: Path) -> None:
     _checkpoint(tmp_path, parse([]))
     (tmp_path / LOG_FILE).touch()
@@ -335,6 +340,8 @@ def test_a_model_is_found_by_its_file_and_says_what_is_wrong_with_it(tmp_path: P
         ('{"model_type": "built-in", "layers": 3}', "has layers, which the built-in model has not"),
         ('{"model_type": "built-in", "num_experts": "8"}', "num_experts='8', which is no int"),
         ('{"model_type": "built-in", "num_attention_heads": 5}', "heads of an even width"),
+        ('{"model_type": "built-in", "rms_norm_eps": NaN}', "rms_norm_eps=nan; use a number above"),
+        ('{"model_type": "built-in", "router_aux_loss_coef": -1}', "-1; use a number of 0 or more"),
         ('{"hidden_size": 3}', "has no model_type"),
         ("{", "cannot be read"),
     ):
@@ -460,3 +467,28 @@ def test_what_ranks_must_agree_on_tells_other_texts_steps_and_rates_apart(text: 
     for words in (["--data", text], ["--steps", "9"], ["--lr", "1"], ["--eval-every", "2"]):
         assert parse(words).common != plain
     assert parse(["--out", "somewhere"]).common == plain
+
+
+def test_a_run_goes_on_from_the_one_before_where_the_latest_is_damaged(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    (tmp_path / CHECKPOINT).rename(tmp_path / PREVIOUS)
+    (tmp_path / CHECKPOINT).mkdir()
+    (tmp_path / CHECKPOINT / RUN_FILE).touch()  # as after a loss of power
+    assert parse(["--resume", str(tmp_path)]).resume == tmp_path / PREVIOUS
+
+
+def test_zero_is_given_and_no_compiler_is_none() -> None:
+    assert parse(["--weight-decay", "0"]).compare == 0
+    assert parse(["--reference", "--compile", "none"]).compile is None
+
+
+def test_numbers_that_a_configuration_leaves_out_are_those_of_the_library(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    fields = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16}
+    path.write_text(json.dumps({"model_type": "mistral", "num_hidden_layers": 2, **fields}))
+    words = ["--model", str(path), "--procs", "1"]
+    assert parse(words).model.shape.kv_heads == 8  # the library's, and not one for each head
+    path.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2, **fields}))
+    with pytest.raises(ModelError, match="bert with is_decoder=False, which sees the tokens"):
+        parse(words)

@@ -45,14 +45,17 @@ def test_numbers_of_a_step_go_to_tensorboard_where_it_is_installed(
     monkeypatch.setattr(_Writer, "made", [])
     report = Report(parse(["--out", str(tmp_path), "--steps", "2", "--seq-len", "32"]))
     numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1}
+    tokens = 8 * 32
     for step, held_out in ((1, None), (2, 4.0)):
-        result = StepResult(step=step, samples=8, seconds=0.5, eval_loss=held_out, **numbers)
+        result = StepResult(
+            step=step, samples=8, tokens=tokens, seconds=0.5, eval_loss=held_out, **numbers
+        )
         report.step(result, 0, {})
     report.finish()
     (writer,) = _Writer.made
     assert writer.purge_step == 1
     assert (writer.folder, writer.closed) == (str(tmp_path), True)
-    speed = {"tokens_per_second": 8 * 32 / 0.5}
+    speed = {"tokens_per_second": tokens / 0.5}
     for step, extra in ((1, {}), (2, {"eval_loss": 4.0})):
         found = {name: value for name, value, at in writer.scalars if at == step}
         assert found == {**numbers, **speed, **extra}
@@ -65,6 +68,7 @@ def _result(step: int, loss: float, norm: float = 1.0, held_out: float | None = 
         grad_norm=norm,
         learning_rate=0.1,
         samples=8 * step,
+        tokens=256,
         seconds=0.5,
         eval_loss=held_out,
     )
@@ -117,7 +121,7 @@ def test_the_time_to_the_end_counts_what_is_between_steps(
         report.step(_result(step, 5.0), 0, {})
         now += 60.0  # a step takes half a second, and its evaluation and checkpoint the rest
     assert "step  3/12" in (line := capsys.readouterr().out.splitlines()[-1])
-    assert line.endswith("0:09:00 left")
+    assert "  0:09:00 left  " in line
     report.finish()
 
 
