@@ -151,11 +151,12 @@ def test_a_bias_of_experts_does_not_decay_either() -> None:
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_end_a_run_where_they_stay() -> None:
-    trainer, data = Trainer(build_model(TINY, 0), SHORT), Samples(DATA, SHORT.seq_len, 0)
+    model, data = build_model(TINY, 0), Samples(DATA, SHORT.seq_len, 0)
+    trainer = Trainer(model, SHORT)
     trainer.train_step(data)
     before = [p.clone() for p in trainer.model.parameters()]
     state = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
-    hook = trainer.model.blocks["0"].register_forward_hook(lambda *args: args[2] * math.inf)
+    hook = model.blocks["0"].register_forward_hook(lambda *args: args[2] * math.inf)
     for step in range(2, MOST_SKIPPED + 1):
         result = trainer.train_step(data)
         assert (result.step, trainer.skipped) == (step, step - 1)
@@ -171,9 +172,10 @@ def test_gradients_that_are_not_finite_change_nothing_and_end_a_run_where_they_s
 
 def test_dropout_depends_on_seed_and_step_alone() -> None:
     def losses(config: TrainConfig, first: int) -> list[float]:
-        trainer = Trainer(build_model(TINY, 0), replace(config, learning_rate=0.0))
+        model = build_model(TINY, 0)
+        trainer = Trainer(model, replace(config, learning_rate=0.0))
         for name in ("0", "1"):
-            trainer.model.blocks[name].register_forward_hook(
+            model.blocks[name].register_forward_hook(
                 lambda *args: torch.nn.functional.dropout(args[2], 0.5)
             )
         trainer.step = first
