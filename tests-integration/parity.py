@@ -15,8 +15,10 @@ from train.data import Samples
 from train.hugging_face import build_transformers, forward_alone
 from train.loop import Trainer
 from train.model import build_model
+from train.options import parse
 from train.parallelize import parallelize
 from train.pipeline import build_pipeline
+from train.rank import Refused, check_agreement
 
 from hp_dtensor import RecordingCollectives
 from hp_mesh import ParallelDims, ParallelMesh
@@ -123,6 +125,15 @@ def of_transformers(
     mesh = mesh_of(degrees)
     forward = parallelize(model, mesh, mesh.dims)
     return train(Trainer(model, config, mesh=mesh, forward=forward))
+
+
+def agreed(rank: int, words: list[list[str]]) -> str:
+    """Return what two ranks with command lines of their own are told."""
+    try:
+        check_agreement(parse(words[rank], 2))
+    except Refused as refused:
+        return str(refused)
+    return ""
 
 
 def on_stages(

@@ -12,6 +12,7 @@ from parity import (
     MODEL,
     TRAIN,
     Outcome,
+    agreed,
     combinations,
     evaluations,
     name,
@@ -263,3 +264,13 @@ def test_models_of_transformers_train_as_on_one_process(
         ranks(2).run(of_transformers, each, name, small, IN_PARTS)[0] for each in ({}, degrees)
     )
     assert_same(found, expected, 1e-6)  # the library computes norms and positions in float32
+
+
+def test_ranks_that_would_train_otherwise_are_all_told_so(ranks: Ranks) -> None:
+    words = ["--tp", "2", "--lr", "1e-3"]
+    assert ranks(2).run(agreed, [words, [*words, "--out", "elsewhere"]]) == ["", ""]
+    first, second = ranks(2).run(agreed, [words, [*words[:2], "--steps", "9"]])
+    assert first == second
+    assert (
+        "rank 0 has learning_rate=0.001 steps=60, rank 1 has learning_rate=0.003 steps=9" in first
+    )

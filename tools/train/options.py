@@ -53,6 +53,10 @@ class OptionsError(ValueError):
     """Options that do not fit together, or a checkpoint that does not fit the options."""
 
 
+class FinishedError(OptionsError):
+    """A run that goes on by itself has made its last step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """One run, whole: every default filled in and every degree known."""
@@ -118,9 +122,9 @@ class Options:
 def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     """Return the options of ``argv``; ``world_size`` is that of a cluster this process is in.
 
-    Reads the text. Raises `OptionsError`, hp-mesh's `ParallelDimsError`, `ModelError` or
-    `TextError`, each of which says what is legal; exits with status 2 where a word is no option or
-    no number.
+    Reads the text. Raises `OptionsError` (`FinishedError` where nothing is left to do), hp-mesh's
+    `ParallelDimsError`, `ModelError` or `TextError`, each of which says what is legal; exits with
+    status 2 where a word is no option or no number.
     """
     given = _parser().parse_args(argv)
     saved = _asked_run(given)
@@ -155,6 +159,8 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     _check_degrees(dims, model, train)
     schedule, stages = _stages(given, dims, model, train.accumulate)
     done = 0 if saved is None else int(saved.fields["step"])
+    if given.resume == AUTO and given.steps is not None and 0 < given.steps == done:
+        raise FinishedError(f"the run in {given.out} has made its {counted(done, 'step')}")
     steps = _steps(given.steps, done)
     options = Options(
         steps=steps,

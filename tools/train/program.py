@@ -13,7 +13,7 @@ from hp_mesh import ParallelDimsError
 
 from .config import ModelError, TransformersConfig
 from .launch import RENDEZVOUS, USAGE_STATUS, launch, watch_parent
-from .options import Options, OptionsError, counted, parse
+from .options import FinishedError, Options, OptionsError, counted, parse
 from .text import TextError
 
 HELD = ".lock"  # in the folder of a run, while it goes on
@@ -43,6 +43,10 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         # The launcher has made it for the ranks that it started, and holds it.
         if leads and RENDEZVOUS not in os.environ and (options.out_given or not joins):
             held.enter_context(_make_folder(options.out))
+    except FinishedError as finished:
+        if leads:
+            print(finished)
+        return 0
     except (OptionsError, ParallelDimsError, ModelError, TextError) as error:
         # Once on each node of a cluster: one may lack what others have.
         if not joins or RENDEZVOUS in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":

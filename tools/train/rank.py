@@ -138,7 +138,7 @@ def _train_alone(options: Options, device: torch.device) -> tuple[bool, Report |
 def _train_together(options: Options, device: torch.device) -> tuple[bool, Report | None]:
     """Train with the other ranks and leave them; the rank that leads returns the report so far."""
     _join(options)
-    _check_agreement(options)
+    check_agreement(options)
     mesh = options.dims.build_mesh(device.type, timeout=GROUP_TIMEOUT)
     if not options.out_given:  # every rank of a cluster must write to the same folder
         started = largest_of_ranks(int(time.time()), mesh, device)
@@ -318,7 +318,7 @@ def _join(options: Options) -> None:
     )
 
 
-def _check_agreement(options: Options) -> None:
+def check_agreement(options: Options) -> None:
     """Raise `Refused` on all ranks unless they run the same, from the same step on the same text.
 
     Each read its own command line, checkpoint and data, which differ where nodes do.
