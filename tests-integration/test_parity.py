@@ -180,10 +180,11 @@ HALVED = replace(MODEL, router_aux_loss_coef=MODEL.router_aux_loss_coef / 2)
     [
         ({"dp_shard": 2, "ep": 2}, HALVED, IN_PARTS),
         ({"tp": 2, "ep": 2}, replace(HALVED, tie_word_embeddings=True), IN_PARTS),
+        ({"dp_shard": 2}, replace(HALVED, vocab_size=259), IN_PARTS),
     ],
-    ids=["parts", "tied"],
+    ids=["parts", "tied", "odd vocabulary"],
 )
-def test_batches_in_parts_and_tied_weights_train_as_on_one_process(
+def test_batches_in_parts_tied_weights_and_odd_vocabularies_train_as_on_one_process(
     ranks: Ranks, degrees: dict[str, int], model: Any, config: Any
 ) -> None:
     outcomes = ranks(2).run(of_options, degrees, model, config)
