@@ -94,19 +94,19 @@ class Checkpoints:
                 os.replace(self._folder, previous)
             os.replace(self._partial, self._folder)
             _sync_folder(self._folder.parent)  # before the one before is removed
-            if self._keep > 1 and previous.exists():
-                self._retire(previous)
+            if self._keep > 1 and (step := _step_of(previous)) is not None:
+                self._retire(previous, step)
             shutil.rmtree(previous, ignore_errors=True)
 
-    def _retire(self, previous: Path) -> None:
+    def _retire(self, previous: Path, step: int) -> None:
         """Name the one before the latest after its step, and remove the oldest that is too many."""
-        kept = self._folder.with_name(f"{self._folder.name}-{_step_of(previous)}")
+        kept = self._folder.with_name(f"{self._folder.name}-{step}")
         shutil.rmtree(kept, ignore_errors=True)
         os.replace(previous, kept)
         names = self._folder.parent.glob(f"{self._folder.name}-*")
         steps = {int(n): path for path in names if (n := path.name.rpartition("-")[2]).isdecimal()}
-        for step in sorted(steps, reverse=True)[self._keep - 1 :]:
-            shutil.rmtree(steps[step], ignore_errors=True)
+        for older in sorted(steps, reverse=True)[self._keep - 1 :]:
+            shutil.rmtree(steps[older], ignore_errors=True)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -137,8 +137,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _step_of(folder: Path) -> int:
-    return int(json.loads((folder / RUN_FILE).read_text())["step"])
+def _step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint, None of one that is not there or damaged."""
+    try:
+        return int(json.loads((folder / RUN_FILE).read_text())["step"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

@@ -78,3 +78,9 @@ def test_the_last_checkpoints_stay_with_their_steps(tmp_path: Path) -> None:
     again = _trainer()
     load(again, found["checkpoint-3"])
     assert (again.step, again.samples) == (3, 6)
+    (found["checkpoint"] / RUN_FILE).write_text("")  # as after a loss of power
+    trainer.train_step(DATA)
+    checkpoints.start(trainer)
+    checkpoints.finish()
+    assert {path.name for path in tmp_path.iterdir()} == found.keys()
+    assert _step(tmp_path / "checkpoint") == 6
