@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -58,7 +59,7 @@ class Checkpoints:
         self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
         state = _state(trainer)
         if self._group is None:
-            with _alone_in_silence():
+            with _alone_in_silence(), self._said():
                 dcp_save(state, checkpoint_id=self._partial, no_dist=True)
             self._writing = Future()
             self._writing.set_result(None)
@@ -81,7 +82,8 @@ class Checkpoints:
     def _complete(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()  # the first rank's comes when all have written
+            with self._said():
+                writing.result()  # the first rank's comes when all have written
         if _first():
             with (self._partial / RUN_FILE).open("w") as file:
                 file.write(json.dumps(self._fields, indent=1))
@@ -97,6 +99,19 @@ class Checkpoints:
             if self._keep > 1 and (step := _step_of(previous)) is not None:
                 self._retire(previous, step)
             shutil.rmtree(previous, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        """Say in one line what torch says in a traceback of each rank."""
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
+            free = shutil.disk_usage(self._partial).free // 2**20  # a full disk has other names
+            raise OSError(
+                f"the checkpoint of step {self._fields['step']} was not written to {self._partial} "
+                f"({reasons}), where {free:,} MiB are free; the one before it stays"
+            ) from None
 
     def _retire(self, previous: Path, step: int) -> None:
         """Name the one before the latest after its step, and remove the oldest that is too many."""
