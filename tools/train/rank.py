@@ -176,7 +176,8 @@ def _train(
 
     ``report`` is told about each step.
     """
-    data, first, stopped = _samples(options), trainer.step, False
+    data, stopped = _samples(options), False
+    first = saved = trainer.step
     checkpoints = Checkpoints(options.out / CHECKPOINT, options.identity, options.keep)
     termination = _Termination()
     before: Mapping[str, Counts] = {}
@@ -195,9 +196,10 @@ def _train(
         due = options.checkpoint_every and trainer.step % options.checkpoint_every == 0
         if due and not trainer.skipped:  # what gives no finite gradients replaces no checkpoint
             checkpoints.start(trainer)
+            saved = trainer.step
         stopped = termination.agreed() and trainer.step < options.steps
     profiler.close()
-    if not options.checkpoint_every or trainer.step % options.checkpoint_every:
+    if saved != trainer.step:
         checkpoints.start(trainer)
     checkpoints.finish()
     termination.close()
