@@ -1,7 +1,7 @@
 """One small training run, whatever the degrees: what a rank returns, and what one process gives."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -10,12 +10,15 @@ import torch
 from rank_pool import cached
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from train.config import ModelConfig, TrainConfig
+from train.config import ModelConfig, TrainConfig, TransformersConfig, read_model
 from train.data import Samples
+from train.hugging_face import build_transformers, forward_alone
 from train.loop import Trainer
 from train.model import build_model
+from train.options import parse
 from train.parallelize import parallelize
 from train.pipeline import build_pipeline
+from train.rank import Refused, check_agreement
 
 from hp_dtensor import RecordingCollectives
 from hp_mesh import ParallelDims, ParallelMesh
@@ -107,6 +110,30 @@ def of_options(
     model = build_model(model_config, config.seed)
     forward = parallelize(model, mesh, mesh.dims)
     return train(Trainer(model, config, mesh=mesh, forward=forward))
+
+
+def of_transformers(
+    rank: int, degrees: dict[str, int], name: str, fields: dict[str, Any], config: TrainConfig
+) -> Outcome:
+    """Return one rank's outcome of a model of transformers; one process' where nothing is cut."""
+    found = read_model(name)
+    assert isinstance(found, TransformersConfig)
+    known = replace(found, fields={**found.fields, **fields})
+    model = build_transformers(known, config.seed, parts=config.accumulate)
+    if not degrees:
+        return train(Trainer(model, config, forward=forward_alone))
+    mesh = mesh_of(degrees)
+    forward = parallelize(model, mesh, mesh.dims)
+    return train(Trainer(model, config, mesh=mesh, forward=forward))
+
+
+def agreed(rank: int, words: list[list[str]]) -> str:
+    """Return what two ranks with command lines of their own are told."""
+    try:
+        check_agreement(parse(words[rank], 2))
+    except Refused as refused:
+        return str(refused)
+    return ""
 
 
 def on_stages(

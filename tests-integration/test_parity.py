@@ -12,10 +12,12 @@ from parity import (
     MODEL,
     TRAIN,
     Outcome,
+    agreed,
     combinations,
     evaluations,
     name,
     of_options,
+    of_transformers,
     on_rank,
     on_stages,
     single_process,
@@ -178,10 +180,11 @@ HALVED = replace(MODEL, router_aux_loss_coef=MODEL.router_aux_loss_coef / 2)
     [
         ({"dp_shard": 2, "ep": 2}, HALVED, IN_PARTS),
         ({"tp": 2, "ep": 2}, replace(HALVED, tie_word_embeddings=True), IN_PARTS),
+        ({"dp_shard": 2}, replace(HALVED, vocab_size=259), IN_PARTS),
     ],
-    ids=["parts", "tied"],
+    ids=["parts", "tied", "odd vocabulary"],
 )
-def test_batches_in_parts_and_tied_weights_train_as_on_one_process(
+def test_batches_in_parts_tied_weights_and_odd_vocabularies_train_as_on_one_process(
     ranks: Ranks, degrees: dict[str, int], model: Any, config: Any
 ) -> None:
     outcomes = ranks(2).run(of_options, degrees, model, config)
@@ -192,6 +195,7 @@ STAGES = [
     ({"pp": 2, "dp_shard": 2, "ep": 2}, "1f1b", 3),  # three layers: stages of one and of two
     ({"pp": 2, "cp": 2, "ep": 2}, "interleaved", 5),
     ({"pp": 2, "tp": 2, "ep": 2}, "1f1b", 3),
+    ({"pp": 2, "cp": 2, "ep": 2, "fsdp_folds_cp": False}, "1f1b", 3),
     ({"pp": 4}, "1f1b", 5),
     ({"pp": 2, "dp_shard": 2, "cp": 2, "ep": 4}, "interleaved", 5),
     pytest.param({"pp": 2, "dp_replicate": 2, "tp": 2, "ep": 2}, "1f1b", 3, marks=pytest.mark.long),
@@ -205,7 +209,7 @@ def test_a_pipeline_trains_as_one_process(
     config = replace(TRAIN, accumulate=degrees["pp"])
     coefficient = MODEL.router_aux_loss_coef / config.accumulate
     model = replace(MODEL, num_hidden_layers=layers, router_aux_loss_coef=coefficient)
-    size = prod(degrees[axis] for axis in degrees if axis != "ep")
+    size = prod(degrees[axis] for axis in degrees if axis not in ("ep", "fsdp_folds_cp"))
     results = ranks(size).run(on_stages, degrees, schedule, model, config)
     expected, losses = single_process(torch.float64, model, config), evaluations(model, config)
     gradients = {key: g for outcome, _ in results for key, g in outcome.gradients.items()}
@@ -213,3 +217,61 @@ def test_a_pipeline_trains_as_one_process(
     assert_same(outcomes, expected, 1e-12)
     for _, found in results:
         assert found == pytest.approx(losses, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "schedule"),
+    [({"pp": 2, "dp_shard": 2}, "1f1b"), ({"pp": 2, "tp": 2, "ep": 2}, "interleaved")],
+)
+def test_tied_weights_on_the_ends_of_a_pipeline_train_as_one(
+    ranks: Ranks, degrees: dict[str, int], schedule: str
+) -> None:
+    model = replace(HALVED, num_hidden_layers=4, tie_word_embeddings=True)
+    results = ranks(4).run(on_stages, degrees, schedule, model, IN_PARTS)
+    expected, losses = (
+        single_process(torch.float64, model, IN_PARTS),
+        evaluations(model, IN_PARTS),
+    )
+    gradients = {key: g for outcome, _ in results for key, g in outcome.gradients.items()}
+    # Each end has its own part of the gradient: what they sum to is seen in the steps after.
+    ends = gradients.pop("head.weight") + gradients["embedding.weight"]
+    outcomes = [
+        replace(outcome, gradients={**gradients, "embedding.weight": ends})
+        for outcome, _ in results
+    ]
+    assert_same(outcomes, expected, 1e-12)
+    for _, found in results:
+        assert found == pytest.approx(losses, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "fields"),
+    [
+        (
+            "gpt-oss-tiny",
+            {"cp": 2, "ep": 2, "fsdp_folds_cp": False},
+            {"output_router_logits": True},
+        ),
+        ("qwen3-tiny", {"tp": 2}, {"attention_bias": True}),
+    ],
+    ids=["gpt-oss", "qwen3"],
+)
+def test_models_of_transformers_train_as_on_one_process(
+    ranks: Ranks, name: str, degrees: dict[str, int], fields: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    small = {**fields, "num_hidden_layers": 2, "vocab_size": 256}
+    expected, *found = (
+        ranks(2).run(of_transformers, each, name, small, IN_PARTS)[0] for each in ({}, degrees)
+    )
+    assert_same(found, expected, 1e-6)  # the library computes norms and positions in float32
+
+
+def test_ranks_that_would_train_otherwise_are_all_told_so(ranks: Ranks) -> None:
+    words = ["--tp", "2", "--lr", "1e-3"]
+    assert ranks(2).run(agreed, [words, [*words, "--out", "elsewhere"]]) == ["", ""]
+    first, second = ranks(2).run(agreed, [words, [*words[:2], "--steps", "9"]])
+    assert first == second
+    assert (
+        "rank 0 has learning_rate=0.001 steps=60, rank 1 has learning_rate=0.003 steps=9" in first
+    )

@@ -223,3 +223,4 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, number: signal.Si
         process.kill()
     assert process.returncode == 128 + number
     assert_gone(ranks)
+    assert (tmp_path / "checkpoint").exists() == (number == signal.SIGTERM)

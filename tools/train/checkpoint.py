@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -31,14 +32,16 @@ class Checkpoints:
     """The latest checkpoint of a run, in ``folder``, written while the run goes on.
 
     The folder takes its name when it is complete, so that what bears the name can be read whole:
-    a write that is cut off leaves the one before. Every rank makes the same calls. Making one makes
-    a process group, for what is exchanged while a step exchanges something else.
+    a write that is cut off leaves the one before. The ``keep - 1`` before the latest stay, as
+    ``checkpoint-<step>``. Every rank makes the same calls. Making one makes a process group, for
+    what is exchanged while a step exchanges something else.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], keep: int = 1) -> None:
         self._folder = folder
         self._partial = folder.with_name(folder.name + ".partial")
         self._identity = identity
+        self._keep = keep
         self._fields: dict[str, Any] = {}
         self._writing: Future[Any] | None = None
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -56,7 +59,7 @@ class Checkpoints:
         self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
         state = _state(trainer)
         if self._group is None:
-            with _alone_in_silence():
+            with _alone_in_silence(), self._said():
                 dcp_save(state, checkpoint_id=self._partial, no_dist=True)
             self._writing = Future()
             self._writing.set_result(None)
@@ -79,15 +82,46 @@ class Checkpoints:
     def _complete(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()  # the first rank's comes when all have written
+            with self._said():
+                writing.result()  # the first rank's comes when all have written
         if _first():
-            (self._partial / RUN_FILE).write_text(json.dumps(self._fields, indent=1))
+            with (self._partial / RUN_FILE).open("w") as file:
+                file.write(json.dumps(self._fields, indent=1))
+                file.flush()
+                os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
+            _sync_folder(self._partial)
             previous = self._folder.with_name(PREVIOUS)
             if self._folder.exists():
                 shutil.rmtree(previous, ignore_errors=True)
                 os.replace(self._folder, previous)
             os.replace(self._partial, self._folder)
+            _sync_folder(self._folder.parent)  # before the one before is removed
+            if self._keep > 1 and (step := _step_of(previous)) is not None:
+                self._retire(previous, step)
             shutil.rmtree(previous, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        """Say in one line what torch says in a traceback of each rank."""
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
+            free = shutil.disk_usage(self._partial).free // 2**20  # a full disk has other names
+            raise OSError(
+                f"the checkpoint of step {self._fields['step']} was not written to {self._partial} "
+                f"({reasons}), where {free:,} MiB are free; the one before it stays"
+            ) from None
+
+    def _retire(self, previous: Path, step: int) -> None:
+        """Name the one before the latest after its step, and remove the oldest that is too many."""
+        kept = self._folder.with_name(f"{self._folder.name}-{step}")
+        shutil.rmtree(kept, ignore_errors=True)
+        os.replace(previous, kept)
+        names = self._folder.parent.glob(f"{self._folder.name}-*")
+        steps = {int(n): path for path in names if (n := path.name.rpartition("-")[2]).isdecimal()}
+        for older in sorted(steps, reverse=True)[self._keep - 1 :]:
+            shutil.rmtree(steps[older], ignore_errors=True)
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -107,6 +141,23 @@ def load(trainer: Trainer, folder: Path) -> None:
         group.update({**own, "params": group["params"]})  # this run's, not the saved one's
     fields = json.loads((folder / RUN_FILE).read_text())
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint, None of one that is not there or damaged."""
+    try:
+        return int(json.loads((folder / RUN_FILE).read_text())["step"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from hp_mesh import ModelShape
 # number for torch: these seeds leave room for SEED_STRIDE passes.
 SEED_STRIDE = 1_000_003
 SEEDS = range(-(2**63 // SEED_STRIDE), 2**63 // SEED_STRIDE)
+# The words of transformers' plans of tensor parallelism that are known here.
+TP_WORDS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 HELD_OUT_SHARE, MOST_HELD_OUT = 20, 512  # one sample of so many, and no more than so many
 CATALOGUE = Path(__file__).parent / "catalogue"
 BUILT_IN = "built-in"  # the model type of configurations of this trainer's own model
@@ -112,18 +114,28 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """A model of Hugging Face transformers: what is in its configuration file."""
+    """A model of Hugging Face transformers: what is in its configuration file.
+
+    ``numbers`` are all of the library's, those that the file leaves out among them; ``tp_plan`` is
+    how it cuts its layers: words by the names of modules.
+    """
 
     fields: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    tp_plan: Mapping[str, str]
 
     @property
     def shape(self) -> ModelShape:
         """Return the sizes from which the work of a step follows."""
-        return ModelShape.from_config(self.fields)
+        return ModelShape.from_config(self.numbers)
 
     def with_vocabulary(self, size: int) -> "TransformersConfig":
         """Return the same model for another number of tokens."""
-        return TransformersConfig(fields={**self.fields, "vocab_size": size})
+        fields, numbers = ({**known, "vocab_size": size} for known in (self.fields, self.numbers))
+        for known in (fields, numbers):
+            if "text_config" in known:
+                known["text_config"] = {**known["text_config"], "vocab_size": size}
+        return TransformersConfig(fields=fields, numbers=numbers, tp_plan=self.tp_plan)
 
 
 AnyModelConfig = ModelConfig | TransformersConfig
@@ -165,6 +177,11 @@ def _built_in(name: str, found: Mapping[str, Any]) -> ModelConfig:
         if type(value) is not kinds[key] and not (kinds[key] is float and type(value) is int):
             raise ModelError(f"model={name} has {key}={value!r}, which is no {kinds[key].__name__}")
     config = ModelConfig(**found)
+    for key in ("rms_norm_eps", "rope_theta", "router_aux_loss_coef"):
+        value, zero = getattr(config, key), key == "router_aux_loss_coef"
+        if not (0 < value < math.inf or (zero and value == 0)):
+            legal = "of 0 or more" if zero else "above 0"
+            raise ModelError(f"model={name} has {key}={value}; use a number {legal}")
     if config.num_attention_heads < 1 or config.hidden_size % (2 * config.num_attention_heads):
         raise ModelError(
             f"model={name}: num_attention_heads={config.num_attention_heads} must leave heads of "
@@ -179,9 +196,16 @@ def _of_transformers(name: str, kind: str, found: Mapping[str, Any]) -> Transfor
     from transformers import AutoConfig
 
     try:
-        AutoConfig.for_model(kind, **found)
+        made = AutoConfig.for_model(kind, **found)
     except Exception as error:
         raise ModelError(
             f"model={name} is no model of transformers: {' '.join(str(error).split())[:300]}"
         ) from error
-    return TransformersConfig(fields={"model_type": kind, **found})
+    if not getattr(made, "is_decoder", True):
+        raise ModelError(
+            f"model={name} is a {kind} with is_decoder=False, which sees the tokens that it is to "
+            "foretell; use is_decoder=true where the library has it, or another model"
+        )
+    fields = {"model_type": kind, **found}
+    plan = getattr(made, "base_model_tp_plan", None) or {}
+    return TransformersConfig(fields=fields, numbers={**made.to_dict(), **fields}, tp_plan=plan)

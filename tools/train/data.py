@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import SEED_STRIDE, held_out_samples
+from .text import TextError
 
 if TYPE_CHECKING:
     from .text import Part
@@ -29,11 +30,18 @@ class Samples:
     """Tokens cut into samples of ``seq_len``, in a new seeded order every pass.
 
     ``text`` is bytes, each a token, or arrays of tokens, whose ends that fill no sample are left
-    out. With ``held_out`` the last samples (see `held_out_samples`) are never trained on.
+    out. With ``held_out`` the last samples (see `held_out_samples`) are never trained on. A batch
+    with a token of ``vocab_size`` or more raises `TextError`, on all ranks: each reads all of it.
     """
 
     def __init__(
-        self, text: "bytes | Sequence[Part]", seq_len: int, seed: int, *, held_out: bool = False
+        self,
+        text: "bytes | Sequence[Part]",
+        seq_len: int,
+        seed: int,
+        *,
+        held_out: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         parts = [np.frombuffer(text, np.uint8)] if isinstance(text, bytes) else text
         rows = [len(part) // seq_len for part in parts]
@@ -44,6 +52,7 @@ class Samples:
         self._ends = np.cumsum(rows)
         self._held_out = held_out_samples(int(self._ends[-1])) if held_out else 0
         self._seq_len = seq_len
+        self._vocab_size = vocab_size
         self._seed = seed
         self._order: tuple[int, Tensor] | None = None
         if not len(self):
@@ -71,6 +80,11 @@ class Samples:
 
     def _padded(self, samples: Sequence[int], size: int, consumed: int) -> Batch:
         rows = torch.stack([self._row(sample) for sample in samples])
+        if self._vocab_size is not None and int(rows.max()) >= self._vocab_size:
+            raise TextError(
+                f"data has the token {int(rows.max())}, and the model vocab-size="
+                f"{self._vocab_size}; give a larger one, or the tokenizer of the data"
+            )
         padding = (size - len(rows), self._seq_len)
         return Batch(
             tokens=torch.cat([rows, rows.new_zeros(padding)]),

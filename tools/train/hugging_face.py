@@ -1,19 +1,28 @@
 """Models of Hugging Face transformers, built, called and spread as the built-in one is."""
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from hp_cp import Layout
 from hp_cp.transformers import context_parallel, shard_batch
 from hp_dtensor import AxisMesh, Collectives
 from hp_ep.transformers import parallelize_experts
 
-from .config import TransformersConfig
+from .config import TP_WORDS, ModelError, TransformersConfig
 from .model import Forward, normal
+
+OF_LENGTH = ("dynamic", "longrope")  # kinds of rotary positions
 
 
 def build_transformers(
@@ -35,7 +44,13 @@ def build_transformers(
     factory: Any = AutoModelForCausalLM
     # The library's other ways to compute experts need torch's grouped product, without float64.
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    made: Any = factory.from_config(library, dtype=torch.float32, **eager)
+    try:
+        made: Any = factory.from_config(library, dtype=torch.float32, **eager)
+    except Exception as error:
+        raise ModelError(
+            f"transformers makes no causal language model of this {config.fields['model_type']}: "
+            f"{' '.join(str(error).split())[:300]}; correct its configuration, or use another model"
+        ) from error
     if hasattr(made, "router_aux_loss_coef"):
         made.router_aux_loss_coef /= parts
     model: nn.Module = made.to(device, dtype).train()
@@ -50,6 +65,18 @@ def build_transformers(
 def forward_alone(model: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
     """Return logits ``[batch, seq, vocab]`` of whole sequences ``[batch, seq]``."""
     return _logits_of(model, model(input_ids=tokens, use_cache=False))
+
+
+def spread_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Cut the matrices of layers over ``mesh`` with torch's styles, as the library's plan says.
+
+    Between them, and in the embedding and the head, every rank has the whole. Norms of single heads
+    see the heads of their rank: their gradients are sums over ranks.
+    """
+    heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+    styles = dict(zip(TP_WORDS, (ColwiseParallel(), RowwiseParallel(), heads), strict=True))
+    known = {name: styles[word] for name, word in plan.items()}
+    parallelize_module(cast(Any, model).base_model, mesh, known, src_data_rank=None)
 
 
 def spread_experts(
@@ -75,6 +102,15 @@ def spread_attention(
     collectives: Collectives,
 ) -> Forward:
     """Let the attention span the ranks of ``mesh``; return how to call the model on their parts."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # one, or one for each type of layer
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in OF_LENGTH:
+                raise ModelError(
+                    f"cp={mesh.size()} with rope_type={kind}, which takes its frequencies from the "
+                    "length of the sequence, of which each rank has a part; use cp=1, or another "
+                    "rope_type"
+                )
     context_parallel(
         model, mesh, layout=layout, ulysses_degree=ulysses_degree, collectives=collectives
     )

@@ -17,9 +17,12 @@ from types import FrameType
 from typing import NoReturn
 
 RENDEZVOUS = "TRAIN_RENDEZVOUS"  # the folder that the ranks of one local run share
+USAGE_STATUS = 2  # of a run that was refused, by this process or by all ranks alike
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # what the other ranks get to end after the first that failed
-TERMINATE_SECONDS = 3.0  # from asking a process to end to forcing it
+SAVE_SECONDS = 120.0  # what the ranks get to save and end after SIGTERM
+SHOW_CURSOR = "\x1b[?25h"
+STOPPED_STATUS = 128 + signal.SIGTERM  # of a rank that has saved and ended
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,8 +59,10 @@ def launch(program: Program, world_size: int) -> int:
     ranks all that this process has imported; it must hold no thread and no GPU by then.
     The ranks find each other through a file store and get ``RANK``, ``LOCAL_RANK`` and
     ``WORLD_SIZE``. What they write to standard error is kept and shown when one fails, that of the
-    rank that failed first before the others'. SIGINT, SIGTERM and SIGHUP end all of them; the
-    ranks also end by themselves when this process is gone (see `watch_parent`).
+    rank that failed first before the others', and alone where the ranks refuse to run, which they
+    do together. SIGTERM
+    is sent on and they get time to save and end, until a second signal; SIGINT and SIGHUP end all
+    of them at once. The ranks also end by themselves when this process is gone (`watch_parent`).
     """
     with tempfile.TemporaryDirectory(prefix="train-") as name, _signals_raise():
         folder = Path(name)
@@ -76,12 +81,19 @@ def launch(program: Program, world_size: int) -> int:
                     processes.append(_Process(start))
             failures = _wait(processes, folder)
         except Interrupted as interruption:
-            print(f"{interruption}: ending {world_size} ranks", file=sys.stderr)
+            print(f"{interruption}: ending {world_size} ranks", file=sys.stderr, flush=True)
+            if interruption.number == signal.SIGTERM:
+                _explain(_terminate(processes, folder), folder)
             return 128 + interruption.number
         finally:
             _end(processes)
+            if sys.stdout.isatty():
+                print(SHOW_CURSOR, end="", flush=True)  # a live line that was cut off has hidden it
             for end in watched:
                 os.close(end)
+        if failures and all(failure.status == USAGE_STATUS for failure in failures):
+            sys.stderr.write(_standard_error(folder, failures[0].rank))
+            return USAGE_STATUS
         if failures:
             _explain(failures, folder)
             return 1
@@ -214,6 +226,22 @@ def _wait(processes: list[_Process], folder: Path) -> list[Failure]:
     deadline = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < deadline and None in [process.poll() for process in processes]:
         time.sleep(POLL_SECONDS)
+    return _failures(processes, folder)
+
+
+def _terminate(processes: list[_Process], folder: Path) -> list[Failure]:
+    """Let the ranks save and end, unless a second signal comes; return which could not."""
+    with contextlib.suppress(Interrupted):
+        for process in processes:
+            process.send(signal.SIGTERM)
+        deadline = time.monotonic() + SAVE_SECONDS
+        for process in processes:
+            process.wait(deadline)
+    well = (-signal.SIGTERM, STOPPED_STATUS)
+    return [each for each in _failures(processes, folder) if each.status not in well]
+
+
+def _failures(processes: list[_Process], folder: Path) -> list[Failure]:
     failures = [
         Failure(rank, process.returncode, _noted_at(folder, rank))
         for rank, process in enumerate(processes)
@@ -224,9 +252,9 @@ def _wait(processes: list[_Process], folder: Path) -> list[Failure]:
 
 
 def _explain(failures: list[Failure], folder: Path) -> None:
-    first, *others = failures
-    sys.stderr.write(f"{first}\n{_standard_error(folder, first.rank)}")
-    for failure in others:
+    for failure in failures[:1]:
+        sys.stderr.write(f"{failure}\n{_standard_error(folder, failure.rank)}")
+    for failure in failures[1:]:
         lines = _standard_error(folder, failure.rank).strip().splitlines()
         sys.stderr.write(f"then {failure}" + (f": {lines[-1]}\n" if lines else "\n"))
     sys.stderr.flush()
@@ -236,11 +264,8 @@ def _end(processes: list[_Process]) -> None:
     """Leave no process behind, whatever signals arrive meanwhile."""
     previous = [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS]
     for process in processes:
-        process.send(signal.SIGTERM)
-    deadline = time.monotonic() + TERMINATE_SECONDS
-    for process in processes:
-        process.wait(deadline)
         process.send(signal.SIGKILL)
+    for process in processes:
         process.wait(math.inf)
     for number, handler in zip(_SIGNALS, previous, strict=True):
         signal.signal(number, handler)

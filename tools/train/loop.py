@@ -1,5 +1,6 @@
 """What one step is, and the loop over steps; the same code with and without a mesh."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,15 +18,18 @@ from hp_mesh import ParallelMesh
 
 from .config import TrainConfig
 from .data import IGNORED, Batch, Samples
-from .model import Forward, call_built_in
+from .model import Forward, call_built_in, seed_of
 from .parallelize import sequence_layout
 from .pipeline import Pipeline
+
+MOST_SKIPPED = 10  # steps in a row whose gradients are not finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One step, counted from 1: the loss of the whole batch in nats per token, before the update.
 
+    ``samples`` have been consumed by then, ``tokens`` by this step: fewer at the end of the text.
     ``eval_loss`` is that of the held-out text after the update, None where none was asked for.
     """
 
@@ -34,8 +38,13 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     samples: int
+    tokens: int
     seconds: float
     eval_loss: float | None = None
+
+
+class Diverged(ArithmeticError):
+    """So many steps in a row had gradients that are not finite that no other can be expected."""
 
 
 class Trainer:
@@ -65,6 +74,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, config)
         self.step = 0
         self.samples = 0
+        self.skipped = 0  # steps in a row whose gradients were not finite, up to the last
         self._mesh = mesh
         self.device = torch.device(device)
         self._collectives = TorchCollectives() if collectives is None else collectives
@@ -84,6 +94,7 @@ class Trainer:
         Takes the batch in ``config.accumulate`` parts, of the same rows whatever the degrees are.
         Communicates what the packages do, the number of labels and the loss over ``loss``.
         """
+        self._seed_noise()
         parts = [self._part(part) for part in _split(batch, self.config.accumulate)]
         count = torch.stack([_count(labels) for _, labels in parts]).sum()
         count = self._sum_over("loss", count)
@@ -106,18 +117,36 @@ class Trainer:
         return self._sum_over("loss", whole).item()
 
     def update(self) -> float:
-        """Clip the gradients, step the optimizer, drop the gradients; return the norm before."""
+        """Clip the gradients, step the optimizer, drop the gradients; return the norm before.
+
+        Gradients whose norm is not finite change nothing: all ranks have that norm. Raises
+        `Diverged` for the last of `MOST_SKIPPED` such calls in a row.
+        """
         parameters, max_norm = self.model.parameters(), self.config.max_norm
         if self._mesh is None:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
             stages = self._mesh["pp"] if self._mesh["pp"].size() > 1 else None
+            tied = None if self._pipeline is None else self._pipeline.tied
+            if tied is not None:
+                tied.collect(self._collectives)
             norm = clip_grad_norm_(parameters, max_norm, pp=stages, collectives=self._collectives)
+            if tied is not None:
+                tied.share(self._collectives)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_of(self.step)
-        self.optimizer.step()
+        found = norm.item()
+        if math.isfinite(found):
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm.item()
+        self.skipped = 0 if math.isfinite(found) else self.skipped + 1
+        if self.skipped == MOST_SKIPPED:
+            raise Diverged(
+                f"the gradients' norm was {found} in {MOST_SKIPPED} steps in a row, the last of "
+                f"them step {self.step + 1}, and none of them changed the model; look at the "
+                "losses before them, and lower the learning rate or go on from an older checkpoint"
+            )
+        return found
 
     def train_step(self, data: Samples) -> StepResult:
         """Take the next batch of ``data`` and make one update."""
@@ -127,6 +156,7 @@ class Trainer:
         loss = self.gradients(batch)
         norm = self.update()
         self.step += 1
+        tokens = (batch.consumed - self.samples) * self.config.seq_len
         self.samples = batch.consumed
         return StepResult(
             step=self.step,
@@ -134,6 +164,7 @@ class Trainer:
             grad_norm=norm,
             learning_rate=learning_rate,
             samples=self.samples,
+            tokens=tokens,
             seconds=time.perf_counter() - start,
         )
 
@@ -159,6 +190,16 @@ class Trainer:
         # Each stage counts the labels, but the last one alone has losses.
         mean: float = (self._sum_over("pp", loss.clone()) / count).item()
         return mean
+
+    def _seed_noise(self) -> None:
+        """Seed torch for one step: dropout is another on ranks with other tokens or layers.
+
+        It is the same on ranks of ``tp``, and in a run that goes on from a checkpoint.
+        """
+        key = [self.config.seed, self.step]
+        if self._mesh is not None:
+            key += [self._mesh[name].get_local_rank() for name in ("batch", "cp", "pp")]
+        torch.manual_seed(seed_of("/".join(map(str, key))))
 
     def _logits(self, tokens: Tensor) -> Tensor:
         if self._mesh is not None or self._compute_dtype is None:
@@ -245,7 +286,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
         for parameter in _vectors(model):
             parameter.requires_grad_(True)
     else:
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        others = set(_vectors(model))
+        matrices = [parameter for parameter in model.parameters() if parameter not in others]
         optimizer = torch.optim.AdamW(matrices, **decayed)
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for parameter in _vectors(model):
@@ -257,4 +299,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def _vectors(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    """Return norms and biases; those of experts are a matrix, a row for each."""
+    named = model.named_parameters()
+    return [p for name, p in named if p.ndim < 2 or name.rpartition(".")[2].endswith("bias")]

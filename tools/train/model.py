@@ -207,8 +207,12 @@ def build_model(
     return model
 
 
+def seed_of(key: str) -> int:
+    """Return a seed for torch that depends on ``key`` only."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
+
+
 def normal(key: str, shape: torch.Size) -> Tensor:
     """Return numbers of the standard normal distribution that depend on ``key`` only."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(key))
     return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -15,6 +15,7 @@ from hp_mesh import ParallelDims, ParallelDimsError
 
 from .config import (
     SEEDS,
+    TP_WORDS,
     AnyModelConfig,
     ModelConfig,
     TrainConfig,
@@ -35,10 +36,13 @@ EQUAL_SHARES = ("sequence", "sequence-balance", "heads-ulysses", "kv-heads-ulyss
 DEMONSTRATED = {"out", "seed", "steps"}  # what may be given in the demonstration
 # What a run that goes on takes from its checkpoint unless it is given anew; some of it may differ.
 INHERITED = (
-    *("model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len", "batch_size"),
-    *("accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay", "eval_every"),
-    *("checkpoint_every", "checkpoint_activations", "compile", "pp_schedule", "stages_per_rank"),
+    *("device", "model", "vocab_size", "data", "tokenizer", "token_dtype", "seq_len"),
+    *("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay"),
+    *("eval_every", "checkpoint_every", "keep", "checkpoint_activations", "compile"),
+    *("pp_schedule", "stages_per_rank"),
 )
+UPDATE_WORDS = ("batch_size", "accumulate", "lr", "warmup_steps", "decay_steps", "weight_decay")
+NO_COMPILER = "none"  # in the place of a compiler's name
 PADDED_VOCABULARY = 64  # a tokenizer's number of tokens is rounded up to a multiple, to be cut
 RUN_FILE, LOG_FILE, CHECKPOINT = "run.json", "log.jsonl", "checkpoint"
 PREVIOUS = CHECKPOINT + ".previous"  # while a newer one takes the name
@@ -47,6 +51,10 @@ AUTO = Path("auto")  # in the place of a folder to go on from: the run's own, if
 
 class OptionsError(ValueError):
     """Options that do not fit together, or a checkpoint that does not fit the options."""
+
+
+class FinishedError(OptionsError):
+    """A run that goes on by itself has made its last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,7 @@ class Options:
     out: Path
     out_given: bool
     resume: Path | None
+    done: int  # steps of the run that it goes on from
     reference: bool
     compare: int  # how many steps one process makes too, from the first
     checkpoint_activations: bool
@@ -69,6 +78,7 @@ class Options:
     stages_per_rank: int
     eval_every: int  # steps, 0 for none
     checkpoint_every: int  # steps, 0 for at the end alone
+    keep: int  # checkpoints
     profile: range  # of steps
     source: Source
     unit: str  # what a token is called
@@ -93,6 +103,16 @@ class Options:
         }
 
     @property
+    def common(self) -> dict[str, Any]:
+        """Return what all ranks must agree on, which read it each for itself."""
+        own = {name: value for name, value in self.identity.items() if name != "options"}
+        names = (
+            *("steps", "done", "device", "reference", "checkpoint_activations", "compile"),
+            *("schedule", "stages_per_rank", "eval_every", "checkpoint_every", "profile"),
+        )
+        return {**own, **asdict(self.train), **{name: getattr(self, name) for name in names}}
+
+    @property
     def goes_on_in_place(self) -> bool:
         """Return whether the run goes on in the folder that it was saved in."""
         here = (self.out / CHECKPOINT, self.out / PREVIOUS)
@@ -102,9 +122,9 @@ class Options:
 def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     """Return the options of ``argv``; ``world_size`` is that of a cluster this process is in.
 
-    Reads the text. Raises `OptionsError`, hp-mesh's `ParallelDimsError`, `ModelError` or
-    `TextError`, each of which says what is legal; exits with status 2 where a word is no option or
-    no number.
+    Reads the text. Raises `OptionsError` (`FinishedError` where nothing is left to do), hp-mesh's
+    `ParallelDimsError`, `ModelError` or `TextError`, each of which says what is legal; exits with
+    status 2 where a word is no option or no number.
     """
     given = _parser().parse_args(argv)
     saved = _asked_run(given)
@@ -115,11 +135,13 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         kept = {name: word for name, word in asked.items() if name not in INHERITED}
         _check_same({"world_size": processes, **kept}, saved)
     compare = _compared(given, saved)
+    _check_pipeline_words(given)
     for name in ("compile", "checkpoint_activations") if given.reference else ():
-        if getattr(given, name):
+        if getattr(given, name) not in (None, False, NO_COMPILER):
             word = name.replace("_", "-")
             raise OptionsError(f"{word} with --reference, which trains plainly; leave one out")
     if saved is not None:
+        _check_comparable(given, saved, compare)
         for name, word in saved.fields["options"].items():
             if name in INHERITED and getattr(given, name) is None:
                 setattr(given, name, word)
@@ -129,15 +151,19 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     source = Source(
         paths=tuple(map(Path, given.data or ())),
         tokenizer=given.tokenizer,
-        token_dtype=given.token_dtype or TOKEN_DTYPES[0],
+        token_dtype=given.token_dtype,
     )
     corpus = read_corpus(source)
     _check_samples(corpus, train, bool(given.eval_every))
-    model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size)
+    model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size, dims.tp)
     _check_degrees(dims, model, train)
     schedule, stages = _stages(given, dims, model, train.accumulate)
+    done = 0 if saved is None else int(saved.fields["step"])
+    if given.resume == AUTO and given.steps is not None and 0 < given.steps == done:
+        raise FinishedError(f"the run in {given.out} has made its {counted(done, 'step')}")
+    steps = _steps(given.steps, done)
     options = Options(
-        steps=_steps(given.steps, saved),
+        steps=steps,
         world_size=processes,
         dims=dims,
         device=given.device or "cpu",
@@ -145,21 +171,24 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
         out=given.out or default_out(int(time.time())),
         out_given=given.out is not None,
         resume=None if saved is None else saved.folder,
+        done=done,
         reference=given.reference,
         compare=compare,
         checkpoint_activations=bool(given.checkpoint_activations),
-        compile=None if given.compile in (None, "none") else given.compile,
+        compile=None if given.compile in (None, NO_COMPILER) else given.compile,
         schedule=schedule,
         stages_per_rank=stages,
         eval_every=given.eval_every or 0,
         checkpoint_every=given.checkpoint_every or 0,
-        profile=_profiled(given.profile),
+        keep=given.keep or 1,
+        profile=_profiled(given.profile, done, steps),
         source=source,
         unit=corpus.unit,
         digest=corpus.digest,
         model=model,
         train=train,
-        inherited=_inherited(given),
+        # The vocabulary of this run: its size may follow from the degrees.
+        inherited={**_inherited(given), "vocab_size": _vocabulary_of(model)},
     )
     if saved is not None:
         _check_same(options.identity, saved)
@@ -199,7 +228,11 @@ def _parser() -> argparse.ArgumentParser:
         "processes on the CPU, dp_shard=2 cp=2 ep=4, compared with one process.",
     )
     run = parser.add_argument_group("run").add_argument
-    run("--steps", type=int, help=f"train up to this step (default {DEFAULT_STEPS})")
+    run(
+        "--steps",
+        type=int,
+        help=f"train up to this step (default {DEFAULT_STEPS}, of a run that goes on so many more)",
+    )
     run("--seed", type=int, help="seed of the initial values and of the data's order (default 0)")
     run("--procs", type=int, help=f"local processes (default {DEFAULT_PROCESSES})")
     run("--device", choices=("cpu", "cuda"), help="default cpu")
@@ -211,6 +244,12 @@ def _parser() -> argparse.ArgumentParser:
         help="go on from a run's folder or checkpoint; auto: from that in --out, if there is one",
     )
     run("--checkpoint-every", type=int, metavar="N", help="save every N steps, beside training")
+    run(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="how many checkpoints stay: the latest (default 1), and those before it",
+    )
     run("--profile", metavar="A:B", help="write a trace of the steps from A to B, of each rank")
     run("--reference", action="store_true", help="train on one process, without the packages")
     run(
@@ -282,7 +321,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="inductor",
         metavar="BACKEND",
-        help="compile each block with torch.compile (inductor without a name, none for not)",
+        help="compile each block with torch.compile (inductor without a name, "
+        f"{NO_COMPILER} for not)",
     )
     ParallelDims.add_arguments(parser)
     return parser
@@ -307,9 +347,20 @@ _LEAST = {
     "weight_decay": 0,
     "eval_every": 1,
     "checkpoint_every": 1,
+    "keep": 1,
     "vocab_size": 2,
     "stages_per_rank": 1,
 }
+
+
+def _check_pipeline_words(given: argparse.Namespace) -> None:
+    """Raise for words of a pipeline where this command line has none."""
+    for name in ("pp_schedule", "stages_per_rank"):
+        if getattr(given, name) is not None and given.pp in (None, "1") and given.resume is None:
+            word = f"{name.replace('_', '-')}={getattr(given, name)}"
+            raise OptionsError(
+                f"{word} with pp=1, which is no pipeline; give --pp, or leave it out"
+            )
 
 
 def _stages(
@@ -338,11 +389,6 @@ def _stages(
         raise OptionsError(
             f"pp={dims.pp} with stages-per-rank={stages} has more stages than "
             f"num_hidden_layers={layers}; use fewer"
-        )
-    if model.shape.tied:
-        raise OptionsError(
-            f"pp={dims.pp} with tie_word_embeddings=True: a pipeline's first and last stage would "
-            "share one weight, which this trainer has not; use pp=1, or a model that is not tied"
         )
     return schedule, stages
 
@@ -384,13 +430,19 @@ def _check_samples(corpus: Corpus, train: TrainConfig, held_out: bool) -> None:
         )
 
 
-def _with_vocabulary(model: AnyModelConfig, corpus: Corpus, asked: int | None) -> AnyModelConfig:
-    """Return the model for as many tokens as asked for, else as the tokenizer has, rounded up."""
+def _with_vocabulary(
+    model: AnyModelConfig, corpus: Corpus, asked: int | None, tp: int
+) -> AnyModelConfig:
+    """Return the model for as many tokens as asked for, else as the tokenizer has, rounded up.
+
+    So that ``tp`` cuts it; of token arrays the size is the model's own.
+    """
     size = asked
     if size is None and corpus.vocab_size is not None:
-        size = -(-corpus.vocab_size // PADDED_VOCABULARY) * PADDED_VOCABULARY
+        multiple = math.lcm(PADDED_VOCABULARY, tp)
+        size = -(-corpus.vocab_size // multiple) * multiple
     if size is None:
-        size = model.vocab_size if isinstance(model, ModelConfig) else model.shape.vocab
+        size = _vocabulary_of(model)
     needed = max(corpus.largest + 1, corpus.vocab_size or 0)
     if size < needed:
         raise OptionsError(
@@ -402,15 +454,26 @@ def _with_vocabulary(model: AnyModelConfig, corpus: Corpus, asked: int | None) -
     return replace(model, vocab_size=size)
 
 
+def _vocabulary_of(model: AnyModelConfig) -> int:
+    return model.vocab_size if isinstance(model, ModelConfig) else model.shape.vocab
+
+
 def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig) -> None:
     if isinstance(model, TransformersConfig):
-        for name in ("tp", "pp", "etp"):
+        for name in ("pp", "etp"):
             if (degree := getattr(dims, name)) > 1:
                 raise OptionsError(
                     f"{name}={degree} with a model of transformers "
-                    f"({model.fields['model_type']}); only dp_replicate, dp_shard, cp and ep "
+                    f"({model.fields['model_type']}); only dp_replicate, dp_shard, cp, tp and ep "
                     f"spread those: use {name}=1, or the built-in model"
                 )
+        unknown = sorted(set(model.tp_plan.values()) - set(TP_WORDS))
+        if dims.tp > 1 and (unknown or not model.tp_plan):
+            raise OptionsError(
+                f"tp={dims.tp} with a model of transformers ({model.fields['model_type']}) whose "
+                f"plan of tensor parallelism has {', '.join(unknown) or 'nothing'}; only "
+                f"{', '.join(TP_WORDS)} are known here: use tp=1, or another model"
+            )
         if dims.ep > 1 and not model.shape.experts:
             raise OptionsError(
                 f"ep={dims.ep} with a model of transformers ({model.fields['model_type']}) that "
@@ -421,7 +484,7 @@ def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig
             f"etp={dims.etp} with tp={dims.tp}: ranks that share an expert must hold the same "
             f"tokens here, as those of tp do; use etp=1" + (f" or {dims.tp}" if dims.tp > 1 else "")
         )
-    numbers = model.fields if isinstance(model, TransformersConfig) else model
+    numbers = model.numbers if isinstance(model, TransformersConfig) else model
     report = dims.check(numbers, train.seq_len, train.batch_size, causal_balance=True)
     # Unequal shares of a sequence or of heads are advice, but this trainer takes equal ones alone.
     refused = [found for found in report if found.level == "error" or found.rule in EQUAL_SHARES]
@@ -489,13 +552,12 @@ def _dims(given: argparse.Namespace, processes: int, saved: _SavedRun | None) ->
     return ParallelDims.from_args(argparse.Namespace(**{**defaults, **words}), processes)
 
 
-def _steps(given: int | None, saved: _SavedRun | None) -> int:
-    done = 0 if saved is None else int(saved.fields["step"])
+def _steps(given: int | None, done: int) -> int:
     steps = done + DEFAULT_STEPS if given is None else given
     if steps <= done:
         raise OptionsError(
             f"steps={steps} is not beyond the checkpoint's step {done}; use {done + 1} or more"
-            if saved
+            if done
             else f"steps={steps} is no number of steps; use 1 or more"
         )
     return steps
@@ -503,8 +565,8 @@ def _steps(given: int | None, saved: _SavedRun | None) -> int:
 
 def _compared(given: argparse.Namespace, saved: _SavedRun | None) -> int:
     """Return how many steps are compared: those of the demonstration, or as many as asked for."""
-    others = vars(given).keys() - DEMONSTRATED
-    default = 0 if any(getattr(given, name) for name in others) else COMPARED_STEPS
+    others = [word for name, word in vars(given).items() if name not in DEMONSTRATED]
+    default = COMPARED_STEPS if all(word is None or word is False for word in others) else 0
     steps: int = default if given.compare is None else given.compare
     done = 0 if saved is None else int(saved.fields["step"])
     if given.compare and given.reference:
@@ -516,6 +578,20 @@ def _compared(given: argparse.Namespace, saved: _SavedRun | None) -> int:
             + f"use 0, or {done + 1} or more"
         )
     return steps
+
+
+def _check_comparable(given: argparse.Namespace, saved: _SavedRun, compare: int) -> None:
+    """Raise where one process would make the first steps with words that are new in this run."""
+    changed = [
+        f"{name.replace('_', '-')}={getattr(given, name)}"
+        for name in UPDATE_WORDS
+        if getattr(given, name) not in (None, saved.fields["options"].get(name))
+    ]
+    if compare and changed:
+        raise OptionsError(
+            f"--compare makes the first steps again, which were made without {', '.join(changed)}; "
+            "leave one of them out"
+        )
 
 
 def _seed(given: int | None, saved: _SavedRun | None) -> int:
@@ -537,20 +613,30 @@ def _asked_run(given: argparse.Namespace) -> _SavedRun | None:
     return _saved_run(given.out) if saved else None
 
 
-def _profiled(word: str | None) -> range:
-    """Return the steps from A to B of ``A:B``, both included."""
+def _profiled(word: str | None, done: int, steps: int) -> range:
+    """Return the steps from A to B of ``A:B``, both included; some are among those of the run."""
     if word is None:
         return range(0)
     first, _, last = word.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise OptionsError(f"profile={word} is no range of steps; use A:B, as 10:12")
+    if int(first) > steps or int(last) <= done:
+        raise OptionsError(
+            f"profile={word} is none of the steps of this run; use some of {done + 1}:{steps}"
+        )
     return range(int(first), int(last) + 1)
 
 
 def _saved_run(folder: Path) -> _SavedRun:
+    damaged: OptionsError | None = None
     for candidate in (folder / CHECKPOINT, folder / PREVIOUS, folder):
         if os.path.isfile(candidate / RUN_FILE):
-            return _SavedRun(candidate, _read_fields(candidate / RUN_FILE))
+            try:
+                return _SavedRun(candidate, _read_fields(candidate / RUN_FILE))
+            except OptionsError as error:
+                damaged = damaged or error
+    if damaged is not None:
+        raise damaged
     raise OptionsError(f"no checkpoint in {folder}; give a run's folder or its checkpoint folder")
 
 
@@ -586,8 +672,8 @@ _FIELDS = {
 
 
 def _check_holds_no_run(out: Path) -> None:
-    saved = os.path.exists(out / CHECKPOINT)
-    if saved or os.path.exists(out / LOG_FILE):
+    saved, log = os.path.exists(out / CHECKPOINT), out / LOG_FILE
+    if saved or (os.path.exists(log) and os.path.getsize(log)):  # no step, no run
         raise OptionsError(
             f"out={out} holds a run already; give another folder"
             + (f", or go on with --resume {out}" if saved else "")

@@ -25,7 +25,8 @@ from hp_ep import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, MoE
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_mesh import ParallelDims, ParallelMesh
 
-from .hugging_face import spread_attention, spread_experts
+from .config import ModelError
+from .hugging_face import forward_alone, spread_attention, spread_experts, spread_layers
 from .model import Attention, Forward, LanguageModel, call_built_in
 
 
@@ -58,14 +59,19 @@ def parallelize(
             apply_context_parallel(model, mesh, dims, carrier)
         experts = [layer.experts for layer in model.modules() if isinstance(layer, MoE)]
     else:
+        if dims.tp > 1:
+            plan = cast(Any, model).config.base_model_tp_plan
+            spread_layers(model, mesh["tp"], plan)
         experts = spread_experts(model, mesh["ep"], mesh["loss"], collectives=carrier)
-        forward = spread_attention(
-            model,
-            sequence_mesh(mesh, dims),
-            sequence_layout(mesh),
-            ulysses_degree=dims.ulysses_degree or 1,
-            collectives=carrier,
-        )
+        forward = forward_alone
+        if dims.cp > 1:
+            forward = spread_attention(
+                model,
+                sequence_mesh(mesh, dims),
+                sequence_layout(mesh),
+                ulysses_degree=dims.ulysses_degree or 1,
+                collectives=carrier,
+            )
     change_blocks(model, recompute=checkpoint_activations, compiler=compiler)
     apply_fully_shard(model, experts, mesh, carrier, compute_dtype)
     return forward
@@ -172,7 +178,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the built-in model or of one of transformers, in their order."""
     if isinstance(model, LanguageModel):
         return list(model.blocks.values())
-    return list(cast(Any, model).base_model.layers)
+    number = cast(Any, model).config.get_text_config().num_hidden_layers
+    for module in cast(Any, model).base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return list(module)
+    raise ModelError(
+        f"a {type(model).__name__} has no list of its num_hidden_layers={number} layers, which are "
+        "sharded one by one; use a model that has"
+    )
 
 
 def change_blocks(model: nn.Module, *, recompute: bool, compiler: str | None) -> None:

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 
 from hp_cp import position_ids
+from hp_dtensor import Axis, Collectives
 from hp_mesh import ParallelMesh
 
 from .config import TrainConfig
@@ -53,6 +55,8 @@ def build_pipeline(
     the numbers between layers. Communicates nothing.
     """
     layout, config = sequence_layout(mesh), model.config
+    if config.tie_word_embeddings and model.head is not None:  # no rank has both ends
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     stages = stages_of(model, mesh, stages_per_rank)
     positions = position_ids(mesh["cp"], layout, train.seq_len, device=torch.device(device))
     for stage in stages.values():
@@ -76,7 +80,55 @@ def build_pipeline(
         device=torch.device(device),
     )
     held = [int(layer) for stage in stages.values() for layer in stage.blocks]
-    return model.stage(held), pipeline
+    parts = model.stage(held)
+    if config.tie_word_embeddings:
+        pipeline.tied = TiedEnds(parts, Axis.of(mesh["pp"]))
+    return parts, pipeline
+
+
+class TiedEnds:
+    """One weight on two ranks: the embedding of the first stage, and the head of the last.
+
+    Both start with the same values and are updated alike. What their gradients are summed and
+    clipped on is the first stage; between `collect` and `share` the last has none, so that the norm
+    of all gradients counts it once.
+    """
+
+    def __init__(self, parts: LanguageModel, axis: Axis) -> None:
+        self._axis = axis
+        last, end = axis.size - 1, axis.index
+        module = parts.embedding if end == 0 else parts.head if end == last else None
+        self._weight = None if module is None else module.weight
+        self._gradient: Tensor | None = None
+
+    def collect(self, collectives: Collectives) -> None:
+        """Add the head's gradient to the embedding's: one message from the last stage."""
+        if self._weight is None or self._weight.grad is None:
+            return
+        gradient, last = _local(self._weight.grad), self._axis.size - 1
+        if self._axis.index == 0:
+            other = torch.empty_like(gradient)
+            collectives.send_recv(self._axis, {}, {last: other}).wait()
+            gradient += other
+        else:
+            collectives.send_recv(self._axis, {0: gradient}, {}).wait()
+            self._gradient, self._weight.grad = self._weight.grad, None
+
+    def share(self, collectives: Collectives) -> None:
+        """Give the head the embedding's gradient: one message to the last stage."""
+        if self._weight is None:
+            return
+        if self._gradient is not None:
+            self._weight.grad, self._gradient = self._gradient, None
+            collectives.send_recv(self._axis, {}, {0: _local(self._weight.grad)}).wait()
+        elif self._weight.grad is not None:
+            last = self._axis.size - 1
+            collectives.send_recv(self._axis, {last: _local(self._weight.grad)}, {}).wait()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """Return this rank's part, which shares the memory."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 class Pipeline:
@@ -101,6 +153,7 @@ class Pipeline:
         last = mesh["pp"].size() * len(stages) - 1
         self._first, self._last = 0 in stages, last in stages
         self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.tied: TiedEnds | None = None
         parts = [
             PipelineStage(
                 module,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-RUN, REFERENCE, INK = "#1f4e9c", "#f0a84b", "#404040"
+RUN, REFERENCE, HELD_OUT, INK = "#1f4e9c", "#f0a84b", "#b0303a", "#404040"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ def plot_losses(
     title: str,
     folder: Path,
     unit: str = "byte",
+    held_out: Mapping[int, float] | None = None,
 ) -> None:
     """Write ``loss.png`` and ``loss.svg`` to ``folder``; losses are nats per ``unit`` by step.
 
@@ -66,6 +67,16 @@ def plot_losses(
             label="one process, no parallelism",
         )
     axes.plot(list(losses), list(losses.values()), color=RUN, linewidth=1.6, label="this run")
+    if held_out:
+        axes.plot(
+            list(held_out),
+            list(held_out.values()),
+            color=HELD_OUT,
+            linewidth=1.2,
+            marker="o",
+            markersize=4,
+            label="held-out text",
+        )
     axes.set_title(f"Training loss, {title}", fontsize=11, color=INK, loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss, nats per {unit}")

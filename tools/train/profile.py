@@ -6,8 +6,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools.mod_tracker import ModTracker
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.module_tracker import ModuleTracker
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
@@ -41,24 +46,89 @@ for _name in NAMES:
     setattr(NamedCollectives, _name, _named(_name))
 
 
+class RunningModule:
+    """Which module of a model runs, forward or backward, while its hooks are there.
+
+    Compiled code calls no hooks: its collectives are named after what runs outside it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._forward: list[str] = []  # from the outermost to the innermost
+        self._backward: list[str] = []  # from the first to the last that got a gradient
+        self._engine: Any = ModuleTracker()  # asked whether a backward runs, and nothing else
+        self._hooks = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def __str__(self) -> str:
+        """Return the path of the innermost module, or what runs outside all of them."""
+        backward = bool(self._engine.is_bw)
+        found = self._forward[-1:]  # in a backward one that is computed again
+        if backward and not found:
+            found = self._backward[-1:]
+        path = "the model" if found == [""] or (backward and not found) else "".join(found)
+        return f"{path or 'the step'}{' (backward)' if backward else ''}"
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module not in self._names:
+            return
+        name = self._names[module]
+        if not self._engine.is_bw:
+            self._backward.clear()
+        self._forward.append(name)
+        self._hook(args, lambda gradient: self._leave(name))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or module not in self._names:
+            return
+        name = self._names[module]
+        if self._forward:
+            self._forward.pop()
+        self._hook(output, lambda gradient: self._enter(name))
+
+    def _hook(self, found: Any, call: Callable[[Tensor], None]) -> None:
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(call)
+
+    def _enter(self, name: str) -> None:
+        """Note that a module got a gradient: before those in it, which may return what it does."""
+        if name not in self._backward:
+            inner = [name in self._parents(other) for other in self._backward]
+            self._backward.insert(inner.index(True) if any(inner) else len(inner), name)
+
+    def _leave(self, name: str) -> None:
+        if name in self._backward:
+            self._backward.remove(name)
+
+    def _parents(self, name: str) -> list[str]:
+        words = name.split(".")
+        return ["", *(".".join(words[:count]) for count in range(1, len(words)))]
+
+
 class Profiler:
     """Writes ``trace-<rank>.json`` of the steps of a range to a folder, by torch.profiler."""
 
     def __init__(self, steps: range, folder: Path) -> None:
         self._steps = steps
         self._folder = folder
-        self._running: tuple[profile, Any] | None = None
+        self._running: tuple[profile, RunningModule] | None = None
         self.collectives = cast(Collectives, NamedCollectives(TorchCollectives(), self._module))
 
-    def before(self, step: int) -> None:
+    def before(self, step: int, model: nn.Module) -> None:
         """Start with the first step of the range."""
         if step in self._steps and self._running is None:
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            tracker: Any = ModTracker()
-            self._running = profile(activities=activities), tracker
-            for each in self._running:
-                each.__enter__()
+            self._running = profile(activities=activities), RunningModule(model)
+            self._running[0].start()
 
     def after(self, step: int) -> None:
         """End with the last step of the range."""
@@ -69,18 +139,13 @@ class Profiler:
         """Write what has been traced."""
         if self._running is None:
             return
-        trace, tracker = self._running
+        trace, module = self._running
         self._running = None
-        tracker.__exit__(None, None, None)
-        trace.__exit__(None, None, None)
+        trace.stop()
+        module.remove()
         rank = dist.get_rank() if dist.is_initialized() else 0
         trace.export_chrome_trace(str(self._folder / f"trace-{rank}.json"))
 
     def _module(self) -> str | None:
-        """Return the innermost module that runs, forward or backward, in a traced step."""
-        if self._running is None:
-            return None
-        _, tracker = self._running
-        innermost = max(tracker.parents, key=lambda name: (name != "Global", name.count("."), name))
-        path = "the step" if innermost == "Global" else innermost.partition(".")[2] or "the model"
-        return f"{path} (backward)" if tracker.is_bw and innermost != "Global" else path
+        """Return the innermost module that runs, in a traced step."""
+        return None if self._running is None else str(self._running[1])

@@ -1,20 +1,22 @@
 """The program: one rank of a run where there is one to join, else the launcher of all."""
 
+import contextlib
+import fcntl
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from hp_mesh import ParallelDimsError
 
 from .config import ModelError, TransformersConfig
-from .launch import RENDEZVOUS, launch, watch_parent
-from .options import Options, OptionsError, counted, parse
+from .launch import RENDEZVOUS, USAGE_STATUS, launch, watch_parent
+from .options import FinishedError, Options, OptionsError, counted, parse
 from .text import TextError
 
-USAGE_STATUS = 2
+HELD = ".lock"  # in the folder of a run, while it goes on
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +26,11 @@ def main(argv: Sequence[str]) -> int:
     torch counts, before a rank starts. With ``RANK`` and ``WORLD_SIZE`` in the environment
     (torchrun, or the launcher) this process is that rank.
     """
+    with contextlib.ExitStack() as held:
+        return _main(argv, held)
+
+
+def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
     if RENDEZVOUS in os.environ:
         watch_parent()
     joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -33,11 +40,18 @@ def main(argv: Sequence[str]) -> int:
         if options.device == "cuda" and not joins:
             _check_gpus(options.world_size)
         # A cluster's ranks agree on a folder that was not given once they have joined.
-        if leads and (options.out_given or not joins):
-            _make_folder(options.out)
-    except (OptionsError, ParallelDimsError, ModelError, TextError) as error:
+        # The launcher has made it for the ranks that it started, and holds it.
+        if leads and RENDEZVOUS not in os.environ and (options.out_given or not joins):
+            held.enter_context(_make_folder(options.out))
+    except FinishedError as finished:
         if leads:
-            print(f"train: error: {error}", file=sys.stderr)
+            print(finished)
+        return 0
+    except (OptionsError, ParallelDimsError, ModelError, TextError) as error:
+        # Once on each node of a cluster: one may lack what others have.
+        if not joins or RENDEZVOUS in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
+            who = "" if leads else f"rank {os.environ['RANK']}: "
+            print(f"train: error: {who}{error}", file=sys.stderr)
         return USAGE_STATUS
     if joins or options.reference:
         from .rank import run_rank  # loads torch
@@ -76,13 +90,25 @@ def _check_gpus(processes: int) -> None:
         )
 
 
-def _make_folder(out: Path) -> None:
-    """Make the folder of the results and see that files can be written to it."""
+def _make_folder(out: Path) -> TextIO:
+    """Make the folder of the results; return a file in it that this process and its forks hold.
+
+    The system lets go of it with the last of them, however they end.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        held = (out / HELD).open("a")
     except OSError as error:
         raise OptionsError(
             f"out={out} is no folder that can be written: {error.strerror}; give another"
         ) from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held.close()
+        raise OptionsError(
+            f"out={out} is in use by a run that has not ended; wait for it, or give another folder"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    return held

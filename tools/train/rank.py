@@ -1,29 +1,34 @@
 """What one rank does: join the others, train, save, and leave in good order."""
 
+import contextlib
 import datetime
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from hp_cp import ContextParallelError
 from hp_dtensor import Collectives, RecordingCollectives
+from hp_ep import ExpertConfigError
 from hp_mesh import ParallelMesh
 
 from .checkpoint import Checkpoints, load
-from .config import TransformersConfig
+from .config import ModelError, TransformersConfig
 from .data import Samples
 from .hugging_face import build_transformers, forward_alone
-from .launch import RENDEZVOUS, note_failure
+from .launch import RENDEZVOUS, STOPPED_STATUS, USAGE_STATUS, note_failure
 from .loop import Trainer, largest_of_ranks
 from .memory import peak_memory
 from .model import Forward, LanguageModel, build_model, call_built_in
@@ -32,20 +37,32 @@ from .parallelize import parallelize
 from .pipeline import build_pipeline
 from .profile import Profiler
 from .report import Counts, Report
-from .text import read_corpus
+from .text import TextError, read_corpus
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# What is refused of a model or of options on every rank alike, before anything is communicated.
+REFUSALS = (ModelError, TextError, ContextParallelError, ExpertConfigError)
+
+
+class Refused(ValueError):
+    """The run cannot begin: there is a model or an option that the packages do not take."""
 
 
 def run_rank(options: Options) -> int:
     """Run this process's part of the run and return its exit status.
 
     A rank that fails prints its own traceback, tells the launcher when, and is gone at once:
-    closing its groups in order would wait for peers that wait for it.
+    closing its groups in order would wait for peers that wait for it. What all ranks refuse is one
+    message and status 2. After SIGTERM the step under way is the last, it is saved, and the status
+    is that of the signal.
     """
     try:
-        record(_run)(options)
+        stopped = record(_run)(options)
+    except Refused as refused:
+        if RENDEZVOUS in os.environ or os.environ.get("RANK", "0") == "0":
+            print(f"train: error: {refused}", file=sys.stderr, flush=True)
+        os._exit(USAGE_STATUS)
     except BaseException:  # noqa: BLE001 - whatever it is, it ends this rank and is shown
         if RENDEZVOUS in os.environ:
             note_failure(int(os.environ["RANK"]))
@@ -53,46 +70,87 @@ def run_rank(options: Options) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    return 0
+    return STOPPED_STATUS if stopped else 0
 
 
-def _run(options: Options) -> None:
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except REFUSALS as error:
+        raise Refused(str(error)) from error
+
+
+class _Termination:
+    """SIGTERM, which ranks hear at different times, agreed on after each step.
+
+    Making one makes a process group, over which each `agreed` communicates one number: no group of
+    the mesh has all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._heard = False
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._previous = signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard = True
+
+    def agreed(self) -> bool:
+        """Return whether any rank has heard it."""
+        if self._group is None:
+            return self._heard
+        heard = torch.tensor(int(self._heard))
+        dist.all_reduce(heard, dist.ReduceOp.MAX, group=self._group)
+        return bool(heard)
+
+    def close(self) -> None:
+        """Let the signal end this process again."""
+        signal.signal(signal.SIGTERM, self._previous)
+
+
+def _run(options: Options) -> bool:
+    """Return whether the run has been stopped before its last step."""
     torch.set_num_threads(1)
     device = _device(options)
     if options.reference:
-        report: Report | None = _train_alone(options, device)
+        stopped, report = _train_alone(options, device)
     else:
-        report = _train_together(options, device)
-        if report is not None and options.compare:
+        stopped, report = _train_together(options, device)
+        if report is not None and options.compare and not stopped:
             _follow_reference(options, report)
     if report is not None:
         report.finish()
+    return stopped
 
 
-def _train_alone(options: Options, device: torch.device) -> Report:
-    trainer = _reference(options, device)
+def _train_alone(options: Options, device: torch.device) -> tuple[bool, Report | None]:
+    with _refusals():
+        trainer = _reference(options, device)
     if options.resume is not None:
         load(trainer, options.resume)
     report = Report(options, trainer.step)
-    _train(trainer, options, report, None, Profiler(options.profile, options.out))
+    stopped = _train(trainer, options, report, None, Profiler(options.profile, options.out))
     report.totals(peak_memory(device), {})
-    return report
+    return stopped, report
 
 
-def _train_together(options: Options, device: torch.device) -> Report | None:
+def _train_together(options: Options, device: torch.device) -> tuple[bool, Report | None]:
     """Train with the other ranks and leave them; the rank that leads returns the report so far."""
     _join(options)
+    check_agreement(options)
     mesh = options.dims.build_mesh(device.type, timeout=GROUP_TIMEOUT)
     if not options.out_given:  # every rank of a cluster must write to the same folder
         started = largest_of_ranks(int(time.time()), mesh, device)
         options = replace(options, out=default_out(started))
     profiler = Profiler(options.profile, options.out)
     collectives = RecordingCollectives(profiler.collectives)
-    trainer = _spread(options, mesh, device, collectives)
+    with _refusals():
+        trainer = _spread(options, mesh, device, collectives)
     if options.resume is not None:
         load(trainer, options.resume)
     report = Report(options, trainer.step) if dist.get_rank() == 0 else None
-    _train(trainer, options, report, collectives, profiler)
+    stopped = _train(trainer, options, report, collectives, profiler)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
         report.totals(peak, collectives.by_axis)
@@ -104,7 +162,7 @@ def _train_together(options: Options, device: torch.device) -> Report | None:
     del mesh
     gc.collect()
     dist.destroy_process_group()
-    return report
+    return stopped, report
 
 
 def _train(
@@ -113,27 +171,39 @@ def _train(
     report: Report | None,
     collectives: RecordingCollectives | None,
     profiler: Profiler,
-) -> None:
-    """Train up to the last step and save; ``report`` is told about each step."""
-    data, checkpoints = _samples(options), Checkpoints(options.out / CHECKPOINT, options.identity)
+) -> bool:
+    """Train up to the last step, or to SIGTERM, and save; return whether it was the signal.
+
+    ``report`` is told about each step.
+    """
+    data, stopped = _samples(options), False
+    first = saved = trainer.step
+    checkpoints = Checkpoints(options.out / CHECKPOINT, options.identity, options.keep)
+    termination = _Termination()
     before: Mapping[str, Counts] = {}
-    while trainer.step < options.steps:
-        profiler.before(trainer.step + 1)
-        result = trainer.train_step(data)
+    while trainer.step < options.steps and not stopped:
+        profiler.before(trainer.step + 1, trainer.model)
+        with _refusals() if trainer.step == first else contextlib.nullcontext():
+            result = trainer.train_step(data)
         profiler.after(trainer.step)
+        moved = _difference({} if collectives is None else collectives.by_axis, before)
         if options.eval_every and trainer.step % options.eval_every == 0:
             result = replace(result, eval_loss=trainer.evaluate(data))
-        after = {} if collectives is None else collectives.by_axis
+        before = {} if collectives is None else collectives.by_axis
         if report is not None:
-            report.step(result, peak_memory(trainer.device), _difference(after, before))
-        before = after
+            report.step(result, peak_memory(trainer.device), moved)
         checkpoints.poll()
-        if options.checkpoint_every and trainer.step % options.checkpoint_every == 0:
+        due = options.checkpoint_every and trainer.step % options.checkpoint_every == 0
+        if due and not trainer.skipped:  # what gives no finite gradients replaces no checkpoint
             checkpoints.start(trainer)
+            saved = trainer.step
+        stopped = termination.agreed() and trainer.step < options.steps
     profiler.close()
-    if not options.checkpoint_every or trainer.step % options.checkpoint_every:
+    if saved != trainer.step:
         checkpoints.start(trainer)
     checkpoints.finish()
+    termination.close()
+    return stopped
 
 
 def _follow_reference(options: Options, report: Report) -> None:
@@ -146,8 +216,11 @@ def _follow_reference(options: Options, report: Report) -> None:
 
 def _samples(options: Options) -> Samples:
     corpus = read_corpus(options.source)
-    train = options.train
-    return Samples(corpus.parts, train.seq_len, train.seed, held_out=options.eval_every > 0)
+    train, shape = options.train, options.model.shape
+    held_out = options.eval_every > 0
+    return Samples(
+        corpus.parts, train.seq_len, train.seed, held_out=held_out, vocab_size=shape.vocab
+    )
 
 
 def _build(options: Options, device: torch.device) -> nn.Module:
@@ -245,6 +318,26 @@ def _join(options: Options) -> None:
         world_size=options.world_size,
         timeout=GROUP_TIMEOUT,
     )
+
+
+def check_agreement(options: Options) -> None:
+    """Raise `Refused` on all ranks unless they run the same, from the same step on the same text.
+
+    Each read its own command line, checkpoint and data, which differ where nodes do.
+    """
+    own = {name: str(value) for name, value in options.common.items()}
+    found: list[dict[str, str]] = [{}] * options.world_size
+    dist.all_gather_object(found, own)
+    for rank, other in enumerate(found):
+        differing = [name for name in own if other[name] != found[0][name]]
+        if differing:
+            first, its = (
+                " ".join(f"{name}={each[name]}" for name in differing) for each in (found[0], other)
+            )
+            raise Refused(
+                f"rank 0 has {first}, rank {rank} has {its}; give all ranks the same options, "
+                "text, Python's library and checkpoint"
+            )
 
 
 def _difference(after: Mapping[str, Counts], before: Mapping[str, Counts]) -> dict[str, Counts]:

@@ -3,13 +3,15 @@
 import datetime
 import json
 import math
+import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -22,6 +24,7 @@ from .plot import largest_difference, plot_losses
 
 Counts = tuple[int, int]  # calls, bytes received
 SECONDS_BETWEEN_LINES = 10.0  # that stay on a terminal
+STEPS_OF_PACE = 100  # the last ones, from which the time to the end is told
 
 
 class Report:
@@ -35,16 +38,18 @@ class Report:
     def __init__(self, options: Options, done: int = 0) -> None:
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
-        self._records: list[dict[str, Any]] = []
+        self._losses: dict[int, float] = {}  # of the whole run where it goes on in its folder
+        self._held_out: dict[int, float] = {}
+        self._speeds: list[float] = []
+        self._step = done
+        self._ends: deque[float] = deque(maxlen=STEPS_OF_PACE)  # when the last steps were done
         self._reference: dict[int, float] = {}
         self._peak_memory = 0
         self._traffic: Mapping[str, Counts] = {}
         self._flops = options.model.shape.flops_per_token(options.train.seq_len)
         options.out.mkdir(parents=True, exist_ok=True)
-        kept = _records_until(done, options.out / LOG_FILE) if options.goes_on_in_place else ""
-        (options.out / LOG_FILE).write_text(kept)
-        self._log = (options.out / LOG_FILE).open("a")
-        self._board = _board(options.out)
+        self._log = self._open_log(options.out / LOG_FILE, done)
+        self._board = _board(options.out, done)
         self._live = self._console.status("") if self._console.is_terminal else None
         self._shown_at = -math.inf
         self._print(
@@ -58,7 +63,10 @@ class Report:
 
     def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
         """Show and log one step, with this rank's traffic of the step by axis."""
-        speed = self._tokens / result.seconds
+        speed = result.tokens / result.seconds
+        self._speeds.append(speed)
+        self._note(result.step, result.loss, result.eval_loss)
+        self._ends.append(time.monotonic())
         record = {
             **asdict(result),
             "tokens_per_second": speed,
@@ -66,8 +74,8 @@ class Report:
             "peak_memory_bytes": peak_memory,
             "bytes_by_axis": _plain(traffic),
         }
-        self._records.append(record)
-        self._log.write(json.dumps(record) + "\n")
+        self._log.write(json.dumps({name: _or_none(value) for name, value in record.items()}))
+        self._log.write("\n")
         self._log.flush()
         moved = "  ".join(
             f"{axis} {_size(received)}" for axis, (_, received) in sorted(traffic.items())
@@ -76,17 +84,20 @@ class Report:
             for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second"):
                 if record[name] is not None:
                     self._board.add_scalar(name, record[name], result.step)
-        left = (self._options.steps - result.step) * statistics.median(
-            each["seconds"] for each in self._records[-20:]
-        )
+        # Evaluation and what waits for a checkpoint take time too, which is no step's.
+        paces = len(self._ends) - 1
+        pace = (self._ends[-1] - self._ends[0]) / paces if paces else result.seconds
+        left = (self._options.steps - result.step) * pace
         self._progress(
             f"{self._count(result.step)}  [bold]loss {result.loss:.4f}[/]  "
-            f"{speed:7,.0f} tokens/s  {_size(speed * self._flops, 'FLOP')}/s  "
-            f"peak {_size(peak_memory)}"
-            + (f"  [dim]moved {moved}[/]" if moved else "")
-            + ("" if result.eval_loss is None else f"  held-out loss {result.eval_loss:.4f}")
-            + f"  {datetime.timedelta(seconds=round(left))} left",
-            keep=result.eval_loss is not None or result.step == self._options.steps,
+            + ("" if result.eval_loss is None else f"held-out loss {result.eval_loss:.4f}  ")
+            + ("" if math.isfinite(result.grad_norm) else "[bold]no update: not finite[/]  ")
+            + f"{datetime.timedelta(seconds=round(left))} left  "
+            f"{speed:,.0f} tokens/s  {_size(speed * self._flops, 'FLOP')}/s  "
+            f"peak {_size(peak_memory)}" + (f"  [dim]moved {moved}[/]" if moved else ""),
+            keep=result.eval_loss is not None
+            or result.step == self._options.steps
+            or not math.isfinite(result.grad_norm),
         )
 
     def reference_step(self, result: StepResult) -> None:
@@ -106,17 +117,19 @@ class Report:
     def finish(self) -> None:
         """Write the summary, then the curves where they can be drawn, and show the summary."""
         self._log.close()
+        if self._live is not None:
+            self._live.stop()
         if self._board is not None:
             self._board.close()
         options, out = self._options, self._options.out
-        losses = {int(record["step"]): float(record["loss"]) for record in self._records}
-        difference = largest_difference(losses, self._reference)
+        losses = list(self._losses.values())
+        difference = largest_difference(self._losses, self._reference)
         summary = {
-            "steps": options.steps,
-            "first_loss": self._records[0]["loss"],
-            "final_loss": self._records[-1]["loss"],
+            "steps": self._step,
+            "first_loss": _or_none(losses[0]),
+            "final_loss": _or_none(losses[-1]),
             "reference_max_rel_diff": None if difference is None else difference.relative,
-            "tokens_per_second": statistics.median(r["tokens_per_second"] for r in self._records),
+            "tokens_per_second": statistics.median(self._speeds),
             "peak_memory_bytes": self._peak_memory,
             "dims": options.dims.to_dict(),
             "world_size": options.world_size,
@@ -125,14 +138,16 @@ class Report:
             "checkpoint": str(out / CHECKPOINT),
         }
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-        self._show(summary, self._draw(losses))
+        self._show(summary, self._draw())
 
-    def _draw(self, losses: Mapping[int, float]) -> str:
+    def _draw(self) -> str:
         """Draw the curves and return where they are, or why there are none, in one line."""
         out = self._options.out
         title = name_degrees(self._options.dims.to_dict())
         try:
-            plot_losses(losses, self._reference, title, out, self._options.unit)
+            plot_losses(
+                self._losses, self._reference, title, out, self._options.unit, self._held_out
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, the run is done and saved
             reason = escape(" ".join(f"{type(error).__name__}: {error}".split()))
             missing = isinstance(error, ImportError)
@@ -140,8 +155,13 @@ class Report:
         return f"{out}/loss.png, loss.svg"
 
     def _show(self, summary: Mapping[str, Any], curves: str) -> None:
-        first, final = summary["first_loss"], summary["final_loss"]
+        losses = list(self._losses.values())
+        first, final = losses[0], losses[-1]
         rows = [("loss", f"{first:.4f} -> {final:.4f} ({final / first - 1:+.1%})")]
+        if self._held_out:
+            rows.append(("held-out loss", f"{list(self._held_out.values())[-1]:.4f}"))
+        if self._step < self._options.steps:
+            rows.append(("stopped", f"by SIGTERM after step {self._step}, and saved"))
         if summary["reference_max_rel_diff"] is not None:
             difference = summary["reference_max_rel_diff"]
             rows.append(("largest difference", f"{difference:.1e} relative to one process"))
@@ -172,6 +192,26 @@ class Report:
             table.add_row(f"[bold]{name}[/]", value)
         self._console.print(table)
 
+    def _open_log(self, path: Path, done: int) -> TextIO:
+        """Return the log, with what it has of steps up to ``done`` where the run goes on in place.
+
+        What came later was not saved, and comes again. A write that is cut off leaves the old log.
+        """
+        kept = _records_until(done, path) if self._options.goes_on_in_place else iter(())
+        new = path.with_name(path.name + ".partial")
+        with new.open("w") as file:
+            for line, record in kept:
+                file.write(line)
+                self._note(record["step"], record.get("loss"), record.get("eval_loss"))
+        os.replace(new, path)
+        return path.open("a")
+
+    def _note(self, step: int, loss: float | None, held_out: float | None) -> None:
+        self._step = step
+        self._losses[step] = math.nan if loss is None else loss
+        if held_out is not None:
+            self._held_out[step] = held_out
+
     def _progress(self, text: str, *, keep: bool) -> None:
         """Show a line: on a terminal in the place of the last one, and some of them for good."""
         if self._live is None:
@@ -182,7 +222,7 @@ class Report:
         if keep or time.monotonic() - self._shown_at > SECONDS_BETWEEN_LINES:
             self._shown_at = time.monotonic()
             self._print(text)
-        if self._records[-1]["step"] == self._options.steps:
+        if self._step == self._options.steps:
             self._live.stop()
 
     def _print(self, text: str) -> None:
@@ -215,17 +255,29 @@ def _size(count: float, unit: str = "B") -> str:
     return f"{size:.2f} T{unit}"
 
 
-def _records_until(step: int, log: Path) -> str:
-    """Return the lines of a log up to a step: what came later was not saved, and comes again."""
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    whole = (line for line in lines if line.endswith("\n"))
-    return "".join(line for line in whole if json.loads(line)["step"] <= step)
+def _records_until(step: int, log: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the whole lines of a log up to a step, and what they say."""
+    if not log.exists():
+        return
+    with log.open(errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a write that was cut off
+                continue
+            if isinstance(record, dict) and record.get("step", math.inf) <= step:
+                yield line.rstrip("\n") + "\n", record
 
 
-def _board(folder: Path) -> Any:
-    """Return a writer for TensorBoard where that is installed."""
+def _or_none(value: Any) -> Any:
+    """Return None for a number that JSON has not, and all else as it is."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _board(folder: Path, done: int) -> Any:
+    """Return a writer for TensorBoard where that is installed; steps after ``done`` come again."""
     if find_spec("tensorboard") is None:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=done + 1)

@@ -25,6 +25,8 @@ BYTES = "bytes"  # the tokenizer that takes each byte for a token
 TOKEN_DTYPES = ("uint16", "uint32")
 ARRAYS, LINES = (".bin", ".npy"), (".jsonl", ".ndjson")
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_LOOKED_AT = 2**16  # bytes of a file that decide whether it is text
+_END_TOKENS = 2**22  # at each end of a token array, which are looked at before the run
 _END_BYTES = 2**20  # of each end of a token array, which with its size stand for the whole
 
 
@@ -38,7 +40,7 @@ class Source:
 
     paths: tuple[Path, ...] = ()
     tokenizer: str | None = None
-    token_dtype: str = TOKEN_DTYPES[0]
+    token_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,8 @@ class Corpus:
     """Tokens in the order of the text, in one part or one per array file.
 
     ``vocab_size`` is that of the tokenizer, None where the files are tokens and no tokenizer was
-    named; ``largest`` is the largest token of such files, else 0. ``digest`` is a short name for
-    the tokens: a run goes on from a checkpoint of the same ones only.
+    named; ``largest`` is the largest token at both ends of such files, else 0. ``digest`` is a
+    short name for the tokens: a run goes on from a checkpoint of the same ones only.
     """
 
     parts: "tuple[Part, ...]"
@@ -61,7 +63,8 @@ class Corpus:
 def read_corpus(source: Source) -> Corpus:
     """Return the tokens of ``source``; arrays are mapped into memory, text is read and encoded.
 
-    Kept, so that ranks that are forked from a launcher share what it has read. Raises `TextError`
+    Files with zero bytes are text only if the tokenizer `BYTES` is named. Kept, so that ranks that
+    are forked from a launcher share what it has read. Raises `TextError`
     for files that are not there or not what their names say, and for an unknown tokenizer.
     """
     import numpy as np
@@ -69,21 +72,27 @@ def read_corpus(source: Source) -> Corpus:
     files = list(_files(source.paths)) if source.paths else []
     arrays = [path for path in files if path.suffix in ARRAYS]
     tokenizer = _tokenizer(source.tokenizer)
+    if source.token_dtype is not None and not any(path.suffix == ".bin" for path in files):
+        raise TextError(
+            f"token-dtype={source.token_dtype} without .bin files, the only ones that do not say "
+            "it themselves; leave it out"
+        )
     if arrays:
         if others := [path for path in files if path.suffix not in ARRAYS]:
             raise TextError(
                 f"data has token arrays ({arrays[0]}) and text ({others[0]}); give one kind"
             )
-        parts = tuple(_tokens_of(path, source.token_dtype) for path in arrays)
+        parts = tuple(_tokens_of(path, source.token_dtype or TOKEN_DTYPES[0]) for path in arrays)
         return Corpus(
             parts=parts,
             digest=_digest_of_arrays(parts),
             vocab_size=None if source.tokenizer is None else _vocabulary(tokenizer),
-            largest=max(int(part.max()) for part in parts),
+            largest=max(map(_largest, parts)),
             unit="token",
         )
     if tokenizer is None:
-        text = b"".join(map(_bytes_of, files)) if files else read_text()
+        look = source.tokenizer is None
+        text = b"".join(_bytes_of(path, look) for path in files) if files else read_text()
         found = np.frombuffer(text, dtype=np.uint8)
         return Corpus(parts=(found,), digest=digest(text), vocab_size=256)
     texts = (text for path in files for text in _texts_of(path))
@@ -143,11 +152,14 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         yield from (path / file for file in seen)
 
 
-def _bytes_of(path: Path) -> bytes:
-    """Return a file's bytes; of JSON lines their texts, each with a line's end after it."""
+def _bytes_of(path: Path, look: bool) -> bytes:
+    """Return a file's bytes; of JSON lines their texts, each with a line's end after it.
+
+    With ``look`` bytes of what is no text are refused.
+    """
     if path.suffix in LINES:
         return b"".join(text.encode() + b"\n" for text in _texts_of(path))
-    return _read(path)
+    return _check_text(path, _read(path)) if look else _read(path)
 
 
 def _texts_of(path: Path) -> Iterator[str]:
@@ -175,7 +187,21 @@ def _texts_of(path: Path) -> Iterator[str]:
                 f"{path}, line {number} has no text; each line is an object whose field 'text' is "
                 "a string"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TextError(f"{path}, line {number} is no Unicode text: {error}") from error
         yield text
+
+
+def _check_text(path: Path, content: bytes) -> bytes:
+    """Return a file's content unless it looks like no text, as archives and tables do."""
+    if b"\0" in content[:_LOOKED_AT]:
+        raise TextError(
+            f"{path} is no text (it has zero bytes); token arrays are named {' or '.join(ARRAYS)}, "
+            f"and --tokenizer {BYTES} takes any bytes"
+        )
+    return content
 
 
 def _read(path: Path) -> bytes:
@@ -204,6 +230,11 @@ def _tokens_of(path: Path, dtype: str) -> "Part":
             f"dimension of {' or '.join(TOKEN_DTYPES)}, and at least one token"
         )
     return found
+
+
+def _largest(part: "Part") -> int:
+    """Return the largest token at the ends of an array; a step looks at those that it takes."""
+    return int(max(part[:_END_TOKENS].max(), part[-_END_TOKENS:].max()))
 
 
 def _digest_of_arrays(parts: "Sequence[Part]") -> str:

@@ -56,10 +56,34 @@ def test_a_write_that_is_cut_off_never_becomes_the_latest(
             raise OSError("no space left")
 
         broken.setattr(torch, "save", fail)
-        with pytest.raises(BaseException, match="no space left"):
+        said = (
+            r"of step 2 was not written to .*partial \(rank 0: no space left\), where .* free; the"
+        )
+        with pytest.raises(OSError, match=said):
             checkpoints.start(trainer)
     assert _step(folder) == 1
     checkpoints.start(trainer)
     checkpoints.finish()
     assert _step(folder) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_the_last_checkpoints_stay_with_their_steps(tmp_path: Path) -> None:
+    trainer, checkpoints = _trainer(), Checkpoints(tmp_path / "checkpoint", {}, keep=3)
+    (tmp_path / "checkpoint-of-mine").mkdir()
+    for _ in range(5):
+        trainer.train_step(DATA)
+        checkpoints.start(trainer)
+        checkpoints.finish()
+    found = {path.name: path for path in tmp_path.iterdir()}
+    assert found.keys() == {"checkpoint", "checkpoint-3", "checkpoint-4", "checkpoint-of-mine"}
+    assert [_step(found[n]) for n in ("checkpoint-3", "checkpoint-4", "checkpoint")] == [3, 4, 5]
+    again = _trainer()
+    load(again, found["checkpoint-3"])
+    assert (again.step, again.samples) == (3, 6)
+    (found["checkpoint"] / RUN_FILE).write_text("")  # as after a loss of power
+    trainer.train_step(DATA)
+    checkpoints.start(trainer)
+    checkpoints.finish()
+    assert {path.name for path in tmp_path.iterdir()} == found.keys()
+    assert _step(tmp_path / "checkpoint") == 6

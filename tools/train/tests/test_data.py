@@ -1,12 +1,14 @@
 """Batches: every sample once per pass, in an order that only the seed decides."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.config import held_out_samples
 from train.data import IGNORED, Samples
+from train.text import TextError
 
 numbers = st.integers(1, 9)
 
@@ -75,6 +77,12 @@ def test_held_out_samples_are_the_last_and_are_never_trained_on(
     assert kept.tolist() == rows[len(rows) - held :]
     assert all((b.labels[b.consumed - i * size :] == IGNORED).all() for i, b in enumerate(batches))
     assert list(Samples(parts, 3, 0).held_out(size)) == []
+
+
+def test_a_token_that_the_model_has_not_is_named() -> None:
+    data = Samples([np.array([1, 2, 300, 4], dtype=np.uint16)], 2, 0, vocab_size=256)
+    with pytest.raises(TextError, match="the token 300, and the model vocab-size=256"):
+        data.batch(0, 2)
 
 
 def test_a_twentieth_is_held_out_but_some_and_not_too_many() -> None:

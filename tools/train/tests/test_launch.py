@@ -99,6 +99,47 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
 
 
+def test_what_ranks_refuse_is_one_message_and_its_status(capfd: pytest.CaptureFixture[str]) -> None:
+    program = RANK + "time.sleep(0.2 * rank); print('refused', file=sys.stderr); sys.exit(2)"
+    assert launch(_python(program), 3) == 2
+    assert capfd.readouterr().err == "refused\n"
+
+
+# A rank that takes its time to save; the second fails at it.
+SAVE = """
+import os, signal, sys, time
+rank, folder = os.environ["RANK"], sys.argv[1]
+def save(number, frame):
+    time.sleep(0.3)
+    if rank == sys.argv[2]:
+        sys.exit("no space left")
+    open(os.path.join(folder, "saved" + rank), "w").close()
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, save)
+open(os.path.join(folder, rank), "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("failing", ["none", "1"])
+def test_ranks_may_save_when_they_are_asked_to_end(tmp_path: Path, failing: str) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {TOOLS!r}); from train.launch import launch; "
+        "sys.exit(launch([sys.executable, '-c', *sys.argv[1:]], 2))"
+    )
+    launcher = subprocess.Popen(
+        [*_python(program), SAVE, str(tmp_path), failing], stderr=subprocess.PIPE, text=True
+    )
+    _wait_for("ranks", lambda: len(list(tmp_path.iterdir())) == 2)
+    launcher.terminate()
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    failed = "rank 1 failed with exit status 1\nno space left\n"
+    assert errors == "SIGTERM: ending 2 ranks\n" + (failed if failing == "1" else "")
+    saved = {path.name for path in tmp_path.glob("saved*")}
+    assert saved == {"saved0", "saved1"} - {f"saved{failing}"}
+
+
 # Rank 1 cannot write what it printed; rank 0 goes on until it is told to end.
 PRINT_TO_NOBODY = """
 import os, sys, time

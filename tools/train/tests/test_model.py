@@ -1,15 +1,17 @@
 """The model and its training step on one process."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.config import ModelConfig, TrainConfig
 from train.data import IGNORED, Batch, Samples
-from train.loop import Trainer
+from train.loop import MOST_SKIPPED, Diverged, Trainer, make_optimizer
 from train.model import LanguageModel, build_model, rotate
 
 TINY = ModelConfig(
@@ -132,6 +134,60 @@ def test_norms_and_biases_do_not_decay() -> None:
     optimizer = Trainer(build_model(TINY, 0), SHORT).optimizer
     decay = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decay == {True: 0.1, False: 0.0}
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = torch.nn.Parameter(torch.ones(4, 3, 2))
+        self.down_proj_bias = torch.nn.Parameter(torch.ones(4, 3))
+
+
+def test_a_bias_of_experts_does_not_decay_either() -> None:
+    experts = _Experts()
+    optimizer = make_optimizer(experts, SHORT)
+    decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert (decay[experts.down_proj], decay[experts.down_proj_bias]) == (0.1, 0.0)
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_end_a_run_where_they_stay() -> None:
+    model, data = build_model(TINY, 0), Samples(DATA, SHORT.seq_len, 0)
+    trainer = Trainer(model, SHORT)
+    trainer.train_step(data)
+    before = [p.clone() for p in trainer.model.parameters()]
+    state = [s["exp_avg"].clone() for s in trainer.optimizer.state.values()]
+    hook = model.blocks["0"].register_forward_hook(lambda *args: args[2] * math.inf)
+    for step in range(2, MOST_SKIPPED + 1):
+        result = trainer.train_step(data)
+        assert (result.step, trainer.skipped) == (step, step - 1)
+        assert not math.isfinite(result.grad_norm)
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert all(map(torch.equal, state, (s["exp_avg"] for s in trainer.optimizer.state.values())))
+    with pytest.raises(Diverged, match=f"in 10 steps in a row, the last of them step {step + 1}"):
+        trainer.train_step(data)
+    hook.remove()
+    assert math.isfinite(trainer.train_step(data).loss)
+    assert trainer.skipped == 0
+
+
+def test_dropout_depends_on_seed_and_step_alone() -> None:
+    def losses(config: TrainConfig, first: int) -> list[float]:
+        model = build_model(TINY, 0)
+        trainer = Trainer(model, replace(config, learning_rate=0.0))
+        for name in ("0", "1"):
+            model.blocks[name].register_forward_hook(
+                lambda *args: torch.nn.functional.dropout(args[2], 0.5)
+            )
+        trainer.step = first
+        return [trainer.train_step(DATA_SAMPLES).loss for _ in range(3)]
+
+    whole = losses(SHORT, 0)
+    torch.rand(3)
+    assert losses(SHORT, 0) == whole
+    assert losses(replace(SHORT, seed=1), 0) != whole
+
+
+DATA_SAMPLES = Samples(b"the cat sat on the mat. " * 40, SHORT.seq_len, 0)
 
 
 def test_tied_weights_are_one_and_get_both_gradients() -> None:

@@ -164,6 +164,11 @@ def test_a_folder_that_holds_a_run_takes_no_other(tmp_path: Path, held: str) -> 
             parse(["--out", str(other), *words])
 
 
+def test_a_folder_of_a_run_that_made_no_step_takes_another(tmp_path: Path) -> None:
+    (tmp_path / LOG_FILE).touch()
+    assert parse(["--out", str(tmp_path)]).out == tmp_path
+
+
 def test_a_run_goes_on_in_its_own_folder_however_it_is_named(tmp_path: Path) -> None:
     _checkpoint(tmp_path, parse([]))
     (tmp_path / LOG_FILE).touch()
@@ -335,6 +340,8 @@ def test_a_model_is_found_by_its_file_and_says_what_is_wrong_with_it(tmp_path: P
         ('{"model_type": "built-in", "layers": 3}', "has layers, which the built-in model has not"),
         ('{"model_type": "built-in", "num_experts": "8"}', "num_experts='8', which is no int"),
         ('{"model_type": "built-in", "num_attention_heads": 5}', "heads of an even width"),
+        ('{"model_type": "built-in", "rms_norm_eps": NaN}', "rms_norm_eps=nan; use a number above"),
+        ('{"model_type": "built-in", "router_aux_loss_coef": -1}', "-1; use a number of 0 or more"),
         ('{"hidden_size": 3}', "has no model_type"),
         ("{", "cannot be read"),
     ):
@@ -348,7 +355,8 @@ def test_a_model_is_found_by_its_file_and_says_what_is_wrong_with_it(tmp_path: P
 def test_models_of_transformers_are_refused_where_they_cannot_be_spread(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     for words, message in (
-        ("qwen3-moe-tiny --tp 2", r"tp=2 with .* \(qwen3_moe\); only .* use tp=1"),
+        ("qwen3-moe-tiny --tp 2", r"tp=2 with .* \(qwen3_moe\) .* has moe_tp_experts.* use tp=1"),
+        ("qwen3-tiny --pp 2", r"pp=2 with .* \(qwen3\); only .* use pp=1"),
         ("qwen3-tiny --ep 2", r"ep=2 with .* \(qwen3\) that has no experts; use ep=1"),
     ):
         with pytest.raises(OptionsError, match=message):
@@ -380,7 +388,6 @@ def test_a_pipeline_takes_its_batch_in_as_many_parts_as_it_has_ranks() -> None:
             "--pp 2 --pp-schedule interleaved --stages-per-rank 3",
             "pp=2 with stages-per-rank=3 has more stages than num_hidden_layers=4",
         ),
-        ("--pp 2 --model built-in-tied", "pp=2 with tie_word_embeddings=True"),
         ("--pp 4 --accumulate 2", "accumulate=2 is no multiple of pp=4, .* use 4 or another"),
         ("--pp 2 --accumulate 8", "accumulate=8 parts for 2 .*; use a multiple of 16"),
     ],
@@ -409,3 +416,79 @@ def test_steps_to_profile_are_a_range(word: str) -> None:
     assert parse(["--profile", "10:12"]).profile == range(10, 13)
     with pytest.raises(OptionsError, match=f"profile={word} is no range of steps; use A:B"):
         parse(["--profile", word])
+
+
+def test_the_vocabulary_of_a_tokenizer_is_rounded_up_so_that_tp_cuts_it(tmp_path: Path) -> None:
+    shape = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "built-in", **shape, "intermediate_size": 96}))
+    words = ["--model", str(path), "--procs", "3", "--tp", "3", "--seq-len", "96"]
+    options = parse(words)
+    assert options.model.shape.vocab == 384  # of 256 bytes, a multiple of 64 and of 3
+    _checkpoint(tmp_path, options)
+    assert parse(["--resume", str(tmp_path)]).model == options.model
+    with pytest.raises(ParallelDimsError, match="tp=3 does not divide vocab_size=256"):
+        parse([*words, "--vocab-size", "256"])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--pp-schedule interleaved", "pp-schedule=interleaved with pp=1, .*; give --pp, or leave"),
+        ("--stages-per-rank 2 --tp 2", "stages-per-rank=2 with pp=1"),
+        ("--profile 70:80", "profile=70:80 is none of the steps of this run; use some of 1:60"),
+        ("--keep 0", "keep=0 cannot be; use 1 or more"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(words: str, text: str) -> None:
+    with pytest.raises(OptionsError, match=text):
+        parse(words.split())
+
+
+def test_a_comparison_is_of_the_steps_that_were_made(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse(["--lr", "1e-3"]))
+    words = ["--resume", str(tmp_path), "--compare"]
+    assert parse([*words, "--lr", "1e-3"]).compare == 60
+    with pytest.raises(OptionsError, match=r"were made without batch-size=4, lr=0.002; leave"):
+        parse([*words, "--lr", "2e-3", "--batch-size", "4"])
+
+
+def test_a_run_goes_on_where_it_was_and_as_safely(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse(["--device", "cuda", "--keep", "3"]))
+    again = parse(["--resume", str(tmp_path), "--profile", "6:7"])
+    assert (again.device, again.keep, again.dtype) == ("cuda", 3, "float32")
+    with pytest.raises(OptionsError, match="none of the steps of this run; use some of 6:65"):
+        parse(["--resume", str(tmp_path), "--profile", "1:5"])
+
+
+def test_what_ranks_must_agree_on_tells_other_texts_steps_and_rates_apart(text: str) -> None:
+    plain = parse([]).common
+    assert parse([]).common == plain
+    for words in (["--data", text], ["--steps", "9"], ["--lr", "1"], ["--eval-every", "2"]):
+        assert parse(words).common != plain
+    assert parse(["--out", "somewhere"]).common == plain
+
+
+def test_a_run_goes_on_from_the_one_before_where_the_latest_is_damaged(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    (tmp_path / CHECKPOINT).rename(tmp_path / PREVIOUS)
+    (tmp_path / CHECKPOINT).mkdir()
+    (tmp_path / CHECKPOINT / RUN_FILE).touch()  # as after a loss of power
+    assert parse(["--resume", str(tmp_path)]).resume == tmp_path / PREVIOUS
+
+
+def test_zero_is_given_and_no_compiler_is_none() -> None:
+    assert parse(["--weight-decay", "0"]).compare == 0
+    assert parse(["--reference", "--compile", "none"]).compile is None
+
+
+def test_numbers_that_a_configuration_leaves_out_are_those_of_the_library(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    fields = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16}
+    path.write_text(json.dumps({"model_type": "mistral", "num_hidden_layers": 2, **fields}))
+    words = ["--model", str(path), "--procs", "1"]
+    assert parse(words).model.shape.kv_heads == 8  # the library's, and not one for each head
+    path.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2, **fields}))
+    with pytest.raises(ModelError, match="bert with is_decoder=False, which sees the tokens"):
+        parse(words)

@@ -1,13 +1,15 @@
 """The program: what ends it before a rank starts."""
 
+import fcntl
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from train.options import counted
-from train.program import main
+from train.options import CHECKPOINT, RUN_FILE, counted, parse
+from train.program import HELD, main
 
 
 def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -59,3 +61,24 @@ def test_too_few_gpus_are_one_line(
 
 def test_one_thing_is_not_in_the_plural() -> None:
     assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+
+
+def test_a_folder_in_use_takes_no_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / HELD).open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        words = ["--resume", "auto", "--out", str(tmp_path)]
+        assert f"out={tmp_path} is in use by a run that has not ended" in _refusal(capsys, *words)
+
+
+def test_a_finished_run_that_is_started_again_ends_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {**parse([]).identity, "step": 7, "samples": 56}
+    (tmp_path / CHECKPOINT).mkdir()
+    (tmp_path / CHECKPOINT / RUN_FILE).write_text(json.dumps(fields))
+    words = ["--resume", "auto", "--out", str(tmp_path), "--steps"]
+    assert main([*words, "7"]) == 0
+    assert capsys.readouterr().out == f"the run in {tmp_path} has made its 7 steps\n"
+    assert "steps=6 is not beyond the checkpoint's step 7" in _refusal(capsys, *words, "6")

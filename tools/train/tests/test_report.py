@@ -1,6 +1,10 @@
 """What a run leaves for other programs to show."""
 
+import json
+import math
+import re
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +22,8 @@ class _Writer:
 
     made: ClassVar[list["_Writer"]] = []
 
-    def __init__(self, folder: str) -> None:
-        self.folder, self.closed = folder, False
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self.folder, self.closed, self.purge_step = folder, False, purge_step
         self.scalars: list[tuple[str, float, int]] = []
         self.made.append(self)
 
@@ -41,13 +45,91 @@ def test_numbers_of_a_step_go_to_tensorboard_where_it_is_installed(
     monkeypatch.setattr(_Writer, "made", [])
     report = Report(parse(["--out", str(tmp_path), "--steps", "2", "--seq-len", "32"]))
     numbers = {"loss": 5.0, "grad_norm": 2.0, "learning_rate": 0.1}
+    tokens = 8 * 32
     for step, held_out in ((1, None), (2, 4.0)):
-        result = StepResult(step=step, samples=8, seconds=0.5, eval_loss=held_out, **numbers)
+        result = StepResult(
+            step=step, samples=8, tokens=tokens, seconds=0.5, eval_loss=held_out, **numbers
+        )
         report.step(result, 0, {})
     report.finish()
     (writer,) = _Writer.made
+    assert writer.purge_step == 1
     assert (writer.folder, writer.closed) == (str(tmp_path), True)
-    speed = {"tokens_per_second": 8 * 32 / 0.5}
+    speed = {"tokens_per_second": tokens / 0.5}
     for step, extra in ((1, {}), (2, {"eval_loss": 4.0})):
         found = {name: value for name, value, at in writer.scalars if at == step}
         assert found == {**numbers, **speed, **extra}
+
+
+def _result(step: int, loss: float, norm: float = 1.0, held_out: float | None = None) -> StepResult:
+    return StepResult(
+        step=step,
+        loss=loss,
+        grad_norm=norm,
+        learning_rate=0.1,
+        samples=8 * step,
+        tokens=256,
+        seconds=0.5,
+        eval_loss=held_out,
+    )
+
+
+def test_a_log_goes_on_where_the_run_was_saved_and_the_summary_is_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--out", str(tmp_path), "--seq-len", "32", "--steps", "4"]
+    first = Report(parse(words))
+    for step in (1, 2, 3):
+        first.step(_result(step, 6.0 - step, held_out=4.5 if step == 2 else None), 0, {})
+    first.finish()
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write('{"st')  # of a run that was cut off
+    options = parse(["--seq-len", "32"])
+    (tmp_path / "checkpoint").mkdir()
+    saved = {**options.identity, "step": 2, "samples": 16}
+    (tmp_path / "checkpoint" / "run.json").write_text(json.dumps(saved))
+    again = Report(parse([*words, "--resume", "auto"]), 2)
+    again.step(_result(3, 2.5), 0, {})
+    again.step(_result(4, math.nan, math.inf), 0, {})
+    again.finish()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [(record["step"], record["loss"]) for record in records] == [
+        (1, 5.0),
+        (2, 4.0),
+        (3, 2.5),
+        (4, None),
+    ]
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
+    assert (summary["first_loss"], summary["final_loss"], summary["steps"]) == (5.0, None, 4)
+    printed = capsys.readouterr().out
+    assert "no update: not finite" in printed
+    assert re.search(r"held-out loss +4\.5000", printed)
+
+
+def test_the_time_to_the_end_counts_what_is_between_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Report(parse(["--out", str(tmp_path), "--seq-len", "32", "--steps", "12"]))
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for step in (1, 2, 3):
+        report.step(_result(step, 5.0), 0, {})
+        now += 60.0  # a step takes half a second, and its evaluation and checkpoint the rest
+    assert "step  3/12" in (line := capsys.readouterr().out.splitlines()[-1])
+    assert "  0:09:00 left  " in line
+    report.finish()
+
+
+def test_a_run_that_was_stopped_says_after_which_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report(parse(["--out", str(tmp_path), "--seq-len", "32", "--steps", "12"]))
+    report.step(_result(1, 5.0), 0, {})
+    report.finish()
+    assert re.search(r"stopped +by SIGTERM after step 1, and saved", capsys.readouterr().out)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1

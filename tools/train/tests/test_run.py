@@ -184,3 +184,19 @@ def test_a_pipeline_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     summary, _, _ = _train(tmp_path, "--resume", str(tmp_path), "--steps", "3", "--compare")
     assert [step for step, _ in _log(tmp_path)] == [1, 2, 3]
     assert summary["reference_max_rel_diff"] < 1e-12
+
+
+def test_what_the_packages_refuse_of_a_model_is_one_message_of_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = json.loads((CATALOGUE / "qwen3-tiny.json").read_text())
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({**fields, "attention_dropout": 0.1}))
+    words = ["--model", str(model), "--cp", "2", "--batch-size", "4", "--seq-len", "32", *_two(1)]
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--out", str(tmp_path / "out"), *words],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train: error: the model has attention dropout 0.1 in training")
