@@ -304,3 +304,78 @@ def test_latent_attention_has_the_parameters_of_its_own_projections() -> None:
     assert ModelShape.from_config(moe_k) == ModelShape.from_config(lite)
     with pytest.raises(ParallelDimsError, match=r"has no top_k; give num_experts_per_tok, .*moe_k"):
         ModelShape.from_config({**lite, "num_experts_per_tok": None})
+
+
+FALCON_H1 = {"layers_block_type": ["attention"] * 4, "mamba_d_ssm": 1024}
+DENSE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"mamba_d_state": 16, "attn_layer_period": 8}, ["mamba_d_state", "attn_layer_period"]),
+        ({"linear_num_value_heads": 32, "full_attention_interval": 4}, ["linear_num_value_heads"]),
+        ({"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, ["layer_types"]),
+        ({"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}, ["conv_L_cache"]),
+        ({"attn_type_list": [0, 0, 0, 1]}, ["attn_type_list"]),
+        ({"hybrid_override_pattern": "M-M*"}, ["hybrid_override_pattern"]),
+        ({"block_types": ["recurrent", "attention"], "lru_width": 64}, ["block_types"]),
+        (FALCON_H1, ["mamba_d_ssm"]),
+        ({"block_configs": [{"attention": {"no_op": True}}]}, ["block_configs"]),
+        ({"index_topk": 2048}, ["index_topk"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_layers_without_a_price_are_refused_and_their_fields_named(
+    fields: dict[str, Any], named: list[str], nested: bool
+) -> None:
+    config = {**DENSE, **fields}
+    with pytest.raises(ParallelDimsError, match="estimates have no price") as caught:
+        ModelShape.from_config({"text_config": config} if nested else config)
+    assert {name for v in caught.value.violations for name in v.values} >= {*named}
+    # The rules of degrees read what they know all the same.
+    assert not ParallelDims(tp=2, world_size=2).check(config).errors
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        {"layer_types": ["attention"] * 4, "mamba_d_state": 256, "mamba_n_heads": 128},
+        {"attn_type_list": [1, 1, 1, 1]},
+        {"is_encoder_decoder": False, "mamba_d_state": None, "attn_layer_indices": []},
+    ],
+)
+def test_fields_of_other_layers_in_a_model_that_has_none_are_no_matter(
+    fields: dict[str, Any],
+) -> None:
+    assert ModelShape.from_config({**DENSE, **fields}) == ModelShape.from_config(DENSE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Bamba", "FalconH1", "Jamba", "KimiLinear", "Lfm2", "MiniMax", "NemotronH"),
+        *("OlmoHybrid", "Qwen3Next", "RecurrentGemma", "Zamba", "Zamba2", "DeepseekV32"),
+        *("Mamba", "Mamba2", "FalconMamba", "GraniteMoeHybrid", "Rwkv", "xLSTM", "T5"),
+    ],
+)
+def test_no_configuration_of_transformers_with_other_layers_is_read_as_a_decoder(name: str) -> None:
+    kind = getattr(transformers, f"{name}Config", None)
+    if kind is None:
+        pytest.skip(f"this version of transformers has no {name}")
+    with pytest.raises(ParallelDimsError):
+        ModelShape.from_config(kind())
+
+
+def test_layers_without_experts_are_counted_by_the_words_of_each_layer() -> None:
+    config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    types = ["dense", "sparse", "sparse", "sparse"]
+    assert ModelShape.from_config({**config, "mlp_layer_types": types}).dense_layers == 1

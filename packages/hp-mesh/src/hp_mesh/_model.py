@@ -66,8 +66,34 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "one_kv_head": ("multi_query",),
     "many_kv_heads": ("new_decoder_architecture",),
     "dense_list": ("mlp_only_layers",),
+    "mlp_types": ("mlp_layer_types",),
     "gpt2_width": ("n_embd",),
 }
+# Layers that the planner has no price for, by the fields that say so. Those of the first table say
+# nothing where the types of all layers are given and are attention: families have them in any case.
+OTHER_LAYERS: Mapping[str, tuple[str, ...]] = {
+    "state-space layers": (
+        *("mamba_d_state", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_expand"),
+        *("ssm_state_size", "state_size", "time_step_rank", "ssm_cfg", "hybrid_override_pattern"),
+        *("attn_layer_period", "attn_layer_indices", "hybrid_layer_ids"),
+    ),
+    "linear attention": (
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"),
+        *("linear_attn_config", "linear_attn_alpha_factor", "full_attention_interval"),
+        "layer_group_size",
+    ),
+    "recurrent layers": ("lru_width",),
+    "convolutions": ("conv_L_cache",),
+}
+OTHER_MODELS: Mapping[str, tuple[str, ...]] = {
+    "state-space heads beside attention": ("mamba_d_ssm",),
+    "sparse attention": ("index_topk",),
+    "layers of several sizes": ("block_configs",),
+    "an encoder": ("is_encoder_decoder",),
+}
+# One word, or number, for each layer, and those that are attention with a softmax.
+LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
+ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", 1)
 # A model may have a submodule or a list of words under these: there only numbers and text count.
 AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
 # Where each layer may have its own, in a list.
@@ -97,6 +123,38 @@ def read_fields(model: object) -> Fields:
                     fields[field] = spelling, value
     _follow(fields)
     return fields
+
+
+def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
+    """Return what a model has besides layers of attention, and the fields that say so."""
+    sources = [*_sources(model)]
+
+    def read(name: str) -> Any:
+        return next((v for s in sources if (v := read_field(s, name)) is not None), None)
+
+    found: dict[str, dict[str, Any]] = {}
+    types = [(name, kinds) for name in LAYER_TYPES if isinstance(kinds := read(name), list | tuple)]
+    for name, kinds in types:
+        others = {kind: None for kind in map(_word, kinds) if kind not in ATTENTION}
+        if others:
+            found.setdefault("other layers than attention", {})[name] = [*others]
+    tables = OTHER_MODELS if types and not found else {**OTHER_LAYERS, **OTHER_MODELS}
+    for what, names in tables.items():
+        said = {name: value for name in names if _says(value := read(name))}
+        if said:
+            found[what] = said
+    return found
+
+
+def _word(value: object) -> Any:
+    """Return an item of a list of words or numbers as one, whatever else it is as text."""
+    return value if isinstance(value, str | int) else show(value)
+
+
+def _says(value: object) -> bool:
+    """Return whether a field is given, and not to say that there is none of it."""
+    kinds = (str, int, list, tuple, dict)  # a model may have a submodule of that name
+    return isinstance(value, kinds) and bool(value)
 
 
 def _sources(model: object) -> Iterator[object]:

@@ -706,7 +706,7 @@ def answer_estimate(args: Namespace, inputs: Inputs) -> Answer:
         found = plan(args.model, cluster, train, progress=progress)
     comparison = found.compare(own)
     return Answer(
-        document=lambda: estimate_document(comparison),
+        document=lambda: estimate_document(found, comparison),
         blocks=estimate_blocks(found, comparison),
         exit_code=1 if own.fit == "does not fit" else 0,
     )

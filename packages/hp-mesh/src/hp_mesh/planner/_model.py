@@ -5,15 +5,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .._errors import ParallelDimsError, Violation, join_words, raise_errors
-from .._model import COUNTS, RULED, SIZES, read_fields
-from ._values import (
+from .._errors import (
+    ParallelDimsError,
+    Violation,
     as_integer,
     flag_violations,
     integer_violations,
+    join_words,
     number_violation,
+    raise_errors,
+    show,
     take_integers,
 )
+from .._model import COUNTS, RULED, SIZES, read_fields, read_other_layers
 
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
 OPTIONAL = ("kv_heads", "head_dim", "expert_ffn")
@@ -83,7 +87,11 @@ class ModelShape:
         """Return the shape that a mapping or configuration object describes.
 
         Hugging Face configurations work as they are, nested ``text_config`` included, and so does a
-        parsed ``config.json``. Raises `ParallelDimsError` that names every field that is missing.
+        parsed ``config.json``.
+
+        Raises:
+            ParallelDimsError: Fields are missing, which it names; or some say that the model has
+                layers without attention, as Mamba's, for which estimates have no price.
         """
         return cls(**_read_shape(config))
 
@@ -241,6 +249,7 @@ def _read_shape(config: object) -> dict[str, Any]:
     given = {field: value for field, (_, value) in found.items() if value is not None}
     if given.get("experts") and "top_k" not in given:
         raise ParallelDimsError([_missing("top_k")])
+    raise_errors(_other_layers(config))
     names = {**RULED, **SIZES, **COUNTS}
     numbers = [field for field in names if field in given and field != "tied"]
     raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
@@ -269,7 +278,22 @@ def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
     dense = given.get("dense_list")
     if isinstance(dense, list | tuple):
         found["dense_layers"] = found.get("dense_layers", given.get("dense_layers", 0)) + len(dense)
+    types = given.get("mlp_types")
+    if isinstance(types, list | tuple):
+        found["dense_layers"] = types.count("dense")
     return found
+
+
+def _other_layers(config: object) -> Iterator[Violation]:
+    """Yield what a configuration says of layers that a shape cannot have."""
+    for what, fields in read_other_layers(config).items():
+        texts = join_words((f"{name}={show(value)}" for name, value in fields.items()), "and")
+        yield Violation(
+            rule="layers",
+            values=fields,
+            reason=f"{texts}: {what}, for which estimates have no price; use a decoder whose "
+            "layers all have attention and a feed-forward part",
+        )
 
 
 def _missing(field: str) -> Violation:
