@@ -1,14 +1,19 @@
 """Accelerators, how fast they reach each other, and what collectives take."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import lcm, prod
 from types import MappingProxyType
 
-from .._errors import Violation, join_words, raise_errors
-from ._configuration import Group
-from ._values import amount_violations, integer_violations, number_violation, take_integers
+from .._errors import (
+    Violation,
+    amount_violations,
+    integer_violations,
+    join_words,
+    number_violation,
+    raise_errors,
+    take_integers,
+)
+from .._layout import AxisGroup, RankLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +165,17 @@ def _violations(cluster: Cluster) -> Iterator[Violation]:
                 yield number_violation(speed, None, legal)
 
 
+def groups_of(layout: RankLayout) -> dict[str, AxisGroup]:
+    """Return the group of every axis that communicates; ``ulysses`` is the inner part of ``cp``."""
+    axes = ("tp", "cp", "fsdp", "dp_replicate", "pp", "ep", "efsdp")
+    groups = {name: layout.axis_group(name) for name in axes}
+    if "ulysses" in layout.names:
+        parts = {"ring": layout.axis_group("cp_outer"), "ulysses": layout.axis_group("ulysses")}
+    else:
+        parts = {"ring": groups["cp"], "ulysses": AxisGroup(1, ())}
+    return groups | parts
+
+
 class Links:
     """The links of a cluster, as groups of ranks see them.
 
@@ -172,51 +188,25 @@ class Links:
 
     def __init__(self, cluster: Cluster, efficiency: float) -> None:
         self._node, self._world = cluster.ranks_per_node, cluster.world_size
-        self._shared: dict[Group, int] = {}
+        self._shared: dict[AxisGroup, int] = {}
         self._fast = cluster.fast.bandwidth * efficiency, cluster.fast.latency
         self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
 
-    def members(self, group: Group) -> int:
-        """Return how many ranks of a group share a node, where that is fewest.
-
-        Groups need not be aligned with nodes: the one that is cut worst counts.
-        """
+    def members(self, group: AxisGroup) -> int:
+        """Return how many ranks of a group share a node, where that is fewest."""
         if group not in self._shared:
-            self._shared[group] = self._fewest(group)
+            self._shared[group] = group.on_one_node(self._node, self._world)
         return self._shared[group]
 
-    def _fewest(self, group: Group) -> int:
-        node, shares = self._node, []
-        if group.listed:
-            return min(min(Counter(r // node for r in ranks).values()) for ranks in group.listed)
-        for size, stride in group.digits:
-            block = size * stride
-            if stride % node == 0:
-                shares.append(1)
-            elif node % block == 0:
-                shares.append(size)
-            elif node % stride == 0 and block % node == 0:
-                shares.append(node // stride)
-            else:
-                return self._counted(group)
-        return prod(shares)
-
-    def _counted(self, group: Group) -> int:
-        """Return the same where nodes and groups are not aligned, over all that they repeat."""
-        size, stride = group.digits[-1]
-        ranks = range(min(self._world, lcm(size * stride, self._node)))
-        counts = Counter((_first(rank, group), rank // self._node) for rank in ranks)
-        return min(counts.values())
-
-    def crosses(self, group: Group) -> bool:
+    def crosses(self, group: AxisGroup) -> bool:
         """Return whether a group's ranks are in more than one node."""
         return self.members(group) < group.size
 
-    def gather(self, group: Group, size: float) -> float:
+    def gather(self, group: AxisGroup, size: float) -> float:
         """Return the seconds of an all-gather, or reduce-scatter, of ``size`` bytes in total."""
         return self.latency(group) + self.transfer(group, size)
 
-    def latency(self, group: Group) -> float:
+    def latency(self, group: AxisGroup) -> float:
         """Return the seconds of the hops of an all-gather, or reduce-scatter.
 
         A ring takes a step less than it has ranks, and every step waits for the slowest hop.
@@ -224,7 +214,7 @@ class Links:
         _, latency = self._slow if self.crosses(group) else self._fast
         return (group.size - 1) * latency
 
-    def transfer(self, group: Group, size: float) -> float:
+    def transfer(self, group: AxisGroup, size: float) -> float:
         """Return the seconds in which the links carry ``size`` bytes in total to every rank."""
         if group.size == 1:
             return 0.0
@@ -234,11 +224,11 @@ class Links:
             bandwidth = min(bandwidth, self._slow[0] * members)
         return size * (group.size - 1) / group.size / bandwidth
 
-    def all_reduce(self, group: Group, size: float) -> float:
+    def all_reduce(self, group: AxisGroup, size: float) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes on each rank."""
         return 2 * self.gather(group, size)
 
-    def all_to_all(self, group: Group, size: float) -> float:
+    def all_to_all(self, group: AxisGroup, size: float) -> float:
         """Return the seconds of an all-to-all in which every rank sends ``size`` bytes."""
         if group.size == 1:
             return 0.0
@@ -251,7 +241,7 @@ class Links:
         outside = size * (group.size - members) / group.size / slow
         return (group.size - members) * slow_latency + max(inside, outside)
 
-    def dispatch(self, group: Group, size: float, inside: float, outside: float) -> float:
+    def dispatch(self, group: AxisGroup, size: float, inside: float, outside: float) -> float:
         """Return the seconds in which every rank sends ``size`` bytes of tokens to experts.
 
         Of each token ``inside`` copies travel inside a node and ``outside`` between nodes. The two
@@ -265,14 +255,9 @@ class Links:
         slow, slow_latency = self._slow
         return slow_latency + latency + max(inside * size / fast, outside * size / slow)
 
-    def send(self, group: Group, size: float) -> float:
+    def send(self, group: AxisGroup, size: float) -> float:
         """Return the seconds in which a rank sends ``size`` bytes to the next of its group."""
         if group.size == 1:
             return 0.0
         bandwidth, latency = self._slow if self.crosses(group) else self._fast
         return latency + size / bandwidth
-
-
-def _first(rank: int, group: Group) -> int:
-    """Return the first rank of the group that a rank is in."""
-    return rank - sum(rank // stride % size * stride for size, stride in group.digits)

@@ -7,9 +7,8 @@ from .._dims import ParallelDims
 from .._errors import Violation, divisors
 from .._model import read_numbers
 from .._rules import RULES, Subject, judge, names_of
-from ._configuration import Degrees
 from ._model import ModelShape
-from ._result import Rejection, Setting
+from ._result import Degrees, Rejection, Setting
 from ._train import Schedule, TrainSpec, Zero
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -4,9 +4,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ._calibration import Calibration
-from ._configuration import Degrees
 from ._model import ModelShape
-from ._result import Setting
+from ._result import Degrees, Setting
 from ._train import Recompute, TrainSpec, Zero
 
 

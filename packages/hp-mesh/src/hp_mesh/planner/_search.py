@@ -5,12 +5,19 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
-from .._errors import ParallelDimsError, Violation, divisors, raise_errors
-from ._calibration import Calibration
-from ._cluster import Cluster
-from ._configuration import Degrees, Group, degrees_of, groups_of
+from .._errors import (
+    ParallelDimsError,
+    Violation,
+    choice_violations,
+    divisors,
+    integer_violations,
+    kind_violations,
+    raise_errors,
+)
+from .._layout import AxisGroup, RankLayout
+from ._calibration import Calibration, trust_of
+from ._cluster import Cluster, groups_of
 from ._legal import DENSE_AXES, Legality, batch_violations, settings_of
 from ._memory import MemoryModel, Rank
 from ._model import ModelShape
@@ -21,6 +28,7 @@ from ._result import (
     PARTS,
     Candidate,
     Comparison,
+    Degrees,
     MemorySplit,
     Plan,
     Ranking,
@@ -28,12 +36,11 @@ from ._result import (
     Setting,
     TimeSplit,
     classify,
+    degrees_of,
     place_of_best,
 )
 from ._time import AXES, TimeModel, Traffic
 from ._train import RECOMPUTE, Recompute, TrainSpec
-from ._trust import trust_of
-from ._values import choice_violations, integer_violations, kind_violations
 
 DEFAULT = Calibration()
 # How many sets of degrees are looked at between two reports of progress.
@@ -52,7 +59,7 @@ class Found(NamedTuple):
     ranks: tuple[Rank, ...]
 
 
-Communication: TypeAlias = tuple[Mapping[str, Group], Traffic]
+Communication: TypeAlias = tuple[Mapping[str, AxisGroup], Traffic]
 
 
 class Cost:
@@ -109,7 +116,7 @@ def plan(
     for done, degrees in enumerate(every):
         if progress and done % REPORTED == 0:
             progress(done, len(every))
-        best, violations = search.best(search.cost(degrees, DEFAULT_ORDER))
+        best, violations = search.best(search.cost(degrees, degrees.layout))
         if best:
             found.append(best)
         else:
@@ -191,7 +198,7 @@ def estimate(
     wrong += Legality(model, train).violations(dims, degrees)
     raise_errors(wrong)
     search = Search(model, cluster, train, calibration)
-    cost = search.cost(degrees, dims.order, dims.ep_mode)
+    cost = search.cost(degrees, dims.layout)
     best, violations = search.best(cost, micro_batch, recompute)
     if best is None:
         raise ParallelDimsError(list(violations))
@@ -275,7 +282,7 @@ def smallest_world(
         tried += 1
         search = Search(model, replace(cluster, world_size=world), train, calibration)
         return any(
-            search.fits(search.cost(degrees, DEFAULT_ORDER))
+            search.fits(search.cost(degrees, degrees.layout))
             for degrees in Legality(model, train).legal(world)
         )
 
@@ -302,11 +309,11 @@ class Search:
         self._time = TimeModel(model, cluster, train, calibration, self._limit)
         self._variants: dict[int, list[Setting]] = {}
 
-    def cost(self, degrees: Degrees, order: Sequence[str], ep_mode: str = "folded") -> Cost:
-        """Return what the settings of some degrees share, for an order of the axes."""
+    def cost(self, degrees: Degrees, layout: Callable[[], RankLayout]) -> Cost:
+        """Return what the settings of some degrees share; the layout is asked for if needed."""
 
         def communication() -> Communication:
-            groups = groups_of(degrees, order, peer=ep_mode == "peer")
+            groups = groups_of(layout())
             return groups, self._time.traffic(degrees, groups)
 
         return Cost(degrees, communication)
@@ -409,7 +416,7 @@ class Search:
         """Return all that is estimated of a configuration."""
         degrees = found.degrees
         dims = degrees.dims() if dims is None else dims
-        cost = self.cost(degrees, dims.order, dims.ep_mode)
+        cost = self.cost(degrees, dims.layout)
         setting, size, kind = found.setting, found.micro_batch, found.recompute
         cost.ranks[setting] = found.ranks
         memory = self._memory_of(cost, setting, size, kind)

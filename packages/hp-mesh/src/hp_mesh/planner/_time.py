@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from math import log2
 from typing import NamedTuple
 
+from .._layout import AxisGroup
 from ._calibration import Calibration
 from ._cluster import Cluster, Links
-from ._configuration import Degrees, Group
 from ._memory import Rank
 from ._model import ModelShape
-from ._result import Setting
+from ._result import Degrees, Setting
 from ._train import Recompute, TrainSpec
 
 # Over which communication is told apart.
@@ -267,7 +267,7 @@ class TimeModel:
         self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
 
-    def traffic(self, degrees: Degrees, groups: Mapping[str, Group]) -> Traffic:
+    def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
         """Return the seconds of the collectives on the parameters of a layer and of an end."""
         dense, experts = self._dense / degrees.tp, self._experts / (degrees.ep * degrees.etp)
         end = self._model.embedding_parameters / degrees.tp
@@ -277,7 +277,7 @@ class TimeModel:
         )
 
     def _collectives(
-        self, degrees: Degrees, groups: Mapping[str, Group], dense: float, experts: float
+        self, degrees: Degrees, groups: Mapping[str, AxisGroup], dense: float, experts: float
     ) -> tuple[float, float, float]:
         """Return the seconds of gathering, reducing and summing some parameters of a rank."""
         constants, gradient = self._constants, self._train.gradient_bytes
@@ -295,7 +295,7 @@ class TimeModel:
     def parts(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         traffic: Traffic,
         setting: Setting,
         ranks: tuple[Rank, ...],
@@ -321,7 +321,7 @@ class TimeModel:
     def _rank_parts(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         traffic: Traffic,
         setting: Setting,
         one: Stage,
@@ -355,7 +355,7 @@ class TimeModel:
     def _ranks(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         setting: Setting,
         layers: tuple[int, int],
         micro_batch: int,
@@ -382,7 +382,7 @@ class TimeModel:
                 self._stages[key] = first, *self._stages[key]
         return self._stages[key]
 
-    def _tied_ends(self, degrees: Degrees, groups: Mapping[str, Group]) -> float:
+    def _tied_ends(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
         """Return the seconds in which the two stages of a tied embedding sum its gradients.
 
         Each of the two sends its shard to the other, once in a step.
@@ -395,7 +395,7 @@ class TimeModel:
     def _microbatch(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         setting: Setting,
         micro_batch: int,
         recompute: Recompute,
@@ -422,7 +422,7 @@ class TimeModel:
     def _layer(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         paired: bool,
         micro_batch: int,
         recompute: Recompute,
@@ -467,7 +467,7 @@ class TimeModel:
     def _tensor(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         micro_batch: int,
         recompute: Recompute,
         *,
@@ -494,7 +494,7 @@ class TimeModel:
     def _context(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         micro_batch: int,
         recompute: Recompute,
         work: Work,
@@ -525,7 +525,11 @@ class TimeModel:
         return forward + _exposed(3 * ring, 2 * work.attention, cost) + exchange
 
     def _exchange(
-        self, degrees: Degrees, groups: Mapping[str, Group], micro_batch: int, recompute: Recompute
+        self,
+        degrees: Degrees,
+        groups: Mapping[str, AxisGroup],
+        micro_batch: int,
+        recompute: Recompute,
     ) -> tuple[float, float]:
         """Return the exposed seconds of dispatch and combine in one layer, forward and backward.
 
@@ -551,7 +555,7 @@ class TimeModel:
             gathered = shown * (4 + 2 * again) * self._links.gather(groups["tp"], rows)
         return shown * total, gathered
 
-    def _copies(self, group: Group) -> tuple[float, float]:
+    def _copies(self, group: AxisGroup) -> tuple[float, float]:
         """Return how often a token travels inside a node and between nodes, on average.
 
         A token's experts are anywhere with the same probability, on ``max_nodes`` nodes at most.

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .._errors import Violation, raise_errors
-from ._values import (
+from .._errors import (
+    Violation,
     amount_violations,
     choice_violations,
     flag_violations,
     integer_violations,
     number_violation,
+    raise_errors,
     take_integers,
 )
 
