@@ -362,7 +362,7 @@ def test_fields_of_other_layers_in_a_model_that_has_none_are_no_matter(
 @pytest.mark.parametrize(
     "name",
     [
-        *("Bamba", "FalconH1", "Jamba", "KimiLinear", "Lfm2", "MiniMax", "NemotronH"),
+        *("Bamba", "FalconH1", "Jamba", "KimiLinear", "MiniMax", "NemotronH"),
         *("OlmoHybrid", "Qwen3Next", "RecurrentGemma", "Zamba", "Zamba2", "DeepseekV32"),
         *("Mamba", "Mamba2", "FalconMamba", "GraniteMoeHybrid", "Rwkv", "xLSTM", "T5"),
     ],
@@ -373,6 +373,12 @@ def test_no_configuration_of_transformers_with_other_layers_is_read_as_a_decoder
         pytest.skip(f"this version of transformers has no {name}")
     with pytest.raises(ParallelDimsError):
         ModelShape.from_config(kind())
+
+
+def test_the_layers_of_a_configuration_decide_where_its_family_has_both_kinds() -> None:
+    with pytest.raises(ParallelDimsError, match=r"layer_types=\['conv'\]"):
+        ModelShape.from_config(transformers.Lfm2Config(full_attn_idxs=[2, 5]))
+    assert ModelShape.from_config(transformers.Lfm2Config()).layers == 32
 
 
 def test_layers_without_experts_are_counted_by_the_words_of_each_layer() -> None:

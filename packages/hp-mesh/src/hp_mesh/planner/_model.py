@@ -119,6 +119,17 @@ class ModelShape:
         return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
 
     @property
+    def attention_width(self) -> int:
+        """Return the widths of a layer's queries, keys, values and attention output, added up.
+
+        From a latent they have all heads, and those of queries and keys have positions too.
+        """
+        if not self.latent:
+            return 2 * (self.query_width + self.kv_width)
+        query = self.heads * (self.nope_dim + self.rope_dim) if self.nope_dim else self.query_width
+        return 2 * (query + self.query_width) + self.latent + self.query_latent
+
+    @property
     def expert_width(self) -> int:
         """Return the inner width of one expert."""
         return self.expert_ffn or 0

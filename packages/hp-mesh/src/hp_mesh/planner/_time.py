@@ -262,7 +262,6 @@ class TimeModel:
         self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
         self._dense_layers: dict[tuple[object, ...], tuple[float, ...]] = {}
-        self._counts = (model.layers - model.expert_layers, model.expert_layers)
         self._ends = model.embedding_parameters * (1 if model.tied else 2)
         self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
@@ -368,12 +367,19 @@ class TimeModel:
         tp, ring, ulysses, ep, pp = (groups[n] for n in ("tp", "ring", "ulysses", "ep", "pp"))
         key = (micro_batch, recompute, setting, layers, degrees.etp, tp, ring, ulysses, ep, pp)
         if key not in self._stages:
-            one = self._microbatch(degrees, groups, setting, micro_batch, recompute)
             (most, last), send = layers, 0.0
+            with_experts = self._model.expert_layers / self._model.layers
+            if with_experts and pp.size > 1 and self._model.dense_layers <= most:
+                # Layers without experts are on the first rank; the others have nothing but experts.
+                with_experts = 1.0
+            one = self._microbatch(degrees, groups, setting, micro_batch, recompute, with_experts)
             if pp.size > 1:
                 tokens = micro_batch * self._train.seq_len / degrees.cp
                 size = self._constants.half_bytes * tokens * self._model.hidden / degrees.tp
                 send = 2 * setting.virtual_stages * self._links.send(pp, size)
+                if setting.schedule in ("interleaved", "dualpipe"):
+                    # Other stages of the rank compute meanwhile (arXiv 2104.04473, section 4.1).
+                    send = _exposed(send, most * one.compute, self._constants.overlap_cost)
             # What the first and the last rank have of them, their fewer layers make up for.
             ends = (2 - self._model.tied) / pp.size
             self._stages[key] = (_stage(one, last, one.head, ends, send, pp.size, setting),)
@@ -399,20 +405,20 @@ class TimeModel:
         setting: Setting,
         micro_batch: int,
         recompute: Recompute,
+        with_experts: float,
     ) -> Microbatch:
-        """Return an average layer, with experts and without by their counts."""
+        """Return an average layer, of which the share ``with_experts`` has some."""
         inside = (groups["tp"], groups["ring"], groups["ulysses"], groups["ep"])
         # What depends on the stages too: which layers recompute, and eager collectives.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
         # Forward of one microbatch and backward of another hide each other's exchange.
         paired = setting.schedule == "dualpipe" and degrees.pp > 1
-        key = (micro_batch, recompute, degrees.etp, paired, stages, *inside)
+        key = (micro_batch, recompute, degrees.etp, paired, stages, with_experts, *inside)
         if key in self._microbatches:
             return self._microbatches[key]
         total = [0.0] * 8
-        for count, experts in zip(self._counts, (False, True), strict=True):
-            if count:
-                share = count / self._model.layers
+        for share, experts in ((1 - with_experts, False), (with_experts, True)):
+            if share:
                 parts = self._layer(degrees, groups, paired, micro_batch, recompute, experts)
                 total = [sum_ + share * part for sum_, part in zip(total, parts, strict=True)]
         head = self._compute.head(degrees, micro_batch)
