@@ -128,8 +128,9 @@ def published_runs() -> list[Run]:
     rows = []
     for row in [*facts["runs"], *facts["held_out"]]:
         degrees = {"dp_shard": 1, **row["dims"]}
-        # torch's fused attention is FlashAttention-2.
-        train = {"attention": "flash-2"} if "torchtitan" in row["source"] else {}
+        # torch's fused attention is FlashAttention-2, and its pipelining keeps all that it receives.
+        torch = {"attention": "flash-2", "receive_buffers": "all"}
+        train: dict[str, Any] = torch if "torchtitan" in row["source"] else {}
         train |= row["train"]
         rows.append(
             make(

@@ -829,6 +829,8 @@ CHOICES = {
     "selective-op (all but attention outputs and every second matrix product) or full (whole "
     "layers) (default: the best)",
     "schedule": "of the pipeline: 1f1b, interleaved, zero-bubble, dualpipe or any (default: 1f1b)",
+    "receive_buffers": "of pipeline ranks: in-flight (microbatches), or all of a step, as "
+    "torch.distributed.pipelining keeps them (default: in-flight)",
     "zero": "ZeRO stage, 0 to 3 or any (default: 3 as FSDP trains it)",
     "gradient_dtype": "float32 or bfloat16, of gradients that are added up and reduced",
     "moment_dtype": "float32 or bfloat16, of the optimizer's moments",

@@ -202,13 +202,17 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
             if not near:
                 leaders[key] = len(rows)
             rows.append(Row(place=place, candidate=one))
-        elif not _close(one, rows[-1].candidate):
+        elif not any(_near(one, row.candidate) for row in rows):
             break
     return tuple(rows)
 
 
+def _near(one: Candidate, first: Candidate) -> bool:
+    return one.fit == first.fit and one.time.total <= CLOSE * first.time.total
+
+
 def _close(one: Candidate, first: Candidate) -> bool:
-    return one.fit == first.fit and 1 <= one.time.total / first.time.total <= CLOSE
+    return _near(one, first) and first.time.total <= one.time.total
 
 
 def _all_but_split(one: Candidate) -> tuple[object, ...]:

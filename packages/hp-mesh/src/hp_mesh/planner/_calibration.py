@@ -68,22 +68,22 @@ class Calibration:
         1.15, "the same with eager kernels, which allocate more and more sizes", "nanotron runs"
     )
     # Matrix products and attention, as shares of the data sheet's dense peak.
-    gemm_efficiency: float = _constant(0.720, "large bf16 products under a power limit", FIT)
-    fp8_efficiency: float = _constant(0.702, "large fp8 products, scales applied", FIT)
+    gemm_efficiency: float = _constant(0.727, "large bf16 products under a power limit", FIT)
+    fp8_efficiency: float = _constant(0.738, "large fp8 products, scales applied", FIT)
     gemm_half_side: float = _constant(
         128, "side of a product that reaches half of that: tiles and waves", "tile sizes of cuBLAS"
     )
     expert_half_side: float = _constant(
-        405,
+        400,
         "the same for products of many experts that are launched as one, at a rate of 1 PFLOP/s: "
         "their tiles start and end in a fixed time, whatever the rate",
         FIT,
     )
     attention_efficiency: float = _constant(
-        0.488, "fused attention with the device's own instructions, both passes", FIT
+        0.46, "fused attention with the device's own instructions, both passes", FIT
     )
     flash2_tflops: float = _constant(
-        460,
+        455,
         "peak that the instructions of A100, which FlashAttention-2 uses, have on newer devices",
         "torchtitan, table 2; arXiv 2407.08608, section 1",
     )
@@ -91,7 +91,7 @@ class Calibration:
         256, "chunk of a sequence that reaches half of it", "tile sizes of FlashAttention"
     )
     ring_efficiency: float = _constant(
-        0.916, "attention over twice as many parts of a sequence: smaller, unequal, waiting", FIT
+        0.90, "attention over twice as many parts of a sequence: smaller, unequal, waiting", FIT
     )
     attention_backward: float = _constant(
         2.5, "products of attention's backward against the forward", "arXiv 2307.08691, section 3.1"
@@ -130,11 +130,11 @@ class Calibration:
         0.80, "share of the wire that collectives reach", "protocol overhead of NCCL"
     )
     overlap_cost: float = _constant(
-        0.197, "share of hidden communication that still slows the computation", FIT
+        0.20, "share of hidden communication that still slows the computation", FIT
     )
-    tp_hidden: float = _constant(0.443, "part of tensor-parallel traffic beside products", FIT)
+    tp_hidden: float = _constant(0.46, "part of tensor-parallel traffic beside products", FIT)
     ep_hidden: float = _constant(
-        0.186, "part of expert traffic beside other kernels, without DualPipe", FIT
+        0.18, "part of expert traffic beside other kernels, without DualPipe", FIT
     )
     # Host.
     layer_seconds: float = _constant(
@@ -156,7 +156,7 @@ class Calibration:
     )
     retry_slowdown: float = _constant(4.0, "time of a microbatch with such retries", "the same")
     expert_layer_seconds: float = _constant(
-        1.09e-3, "routing, counts read by the host and permutation of one layer with experts", FIT
+        1.1e-3, "routing, counts read by the host and permutation of one layer with experts", FIT
     )
 
     def __post_init__(self) -> None:
@@ -199,12 +199,12 @@ CLASSES = {
     },
     ("hopper", "fp8", False): {
         "": Published("dense fp8 on H100", 13, 0.10, 1024),
-        "1f1b": Published("dense fp8 on H100", 5, 0.18, 512),
+        "1f1b": Published("dense fp8 on H100", 5, 0.17, 512),
         "interleaved": Published("dense fp8 on H100", 13, 0.07, 1024),
     },
     ("hopper", "bf16", True): {
         "": Published("experts in bf16 on H100", 2, 0.11, 512),
-        "1f1b": Published("experts in bf16 on H100", 1, 0.28, 1024),
+        "1f1b": Published("experts in bf16 on H100", 1, 0.17, 1024),
         "interleaved": Published("experts in bf16 on H100", 2, 0.10, 1024),
     },
 }

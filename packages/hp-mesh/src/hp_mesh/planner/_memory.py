@@ -171,9 +171,8 @@ class MemoryModel:
         if pp > 1:
             # Outputs are kept until their gradients come back.
             outputs = half * model.hidden / tp * setting.virtual_stages
-            if setting.zero is None:
-                # torch.distributed.pipelining makes a buffer for what each microbatch receives,
-                # forward and backward, and keeps them all (`_RecvInfo` in its stage.py). Neither
+            if self._train.receive_buffers == "all":
+                # Forward and backward (`_RecvInfo` in the stage.py of torch's pipelining). Neither
                 # end receives both, but the second rank does, which has little less than the first.
                 received = outputs * (2 - (last or pp == 2) / setting.virtual_stages)
         rows, logits = 0.0, model.vocab / tp if last else 0.0
@@ -258,7 +257,8 @@ class MemoryModel:
         if recompute == "selective-op":
             # The layer's input, attention's output, and of the products query, value and the first
             # input matrix; a down projection's output goes into the next layer's input alone.
-            kept = hidden + model.query_width + attention / 2 + width
+            products = model.latents or attention / 2
+            kept = hidden + model.query_width + products + width
             return half * (kept / tp + routed)
         if fused == "attention":
             # Inputs and outputs of norms, rotary embedding, activation and product.

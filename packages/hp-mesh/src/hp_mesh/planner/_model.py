@@ -39,10 +39,10 @@ class ModelShape:
     ``glu``. ``shared_ffn`` is the total inner width of the experts that every token takes,
     ``dense_layers`` counts the layers without experts in a model that has some. ``tied`` models use
     the embedding as output matrix. Where keys and values of all heads come from a latent,
-    ``latent`` is its width, and projections twice as wide, one for keys and one for values, stand
-    for its time. Given ``nope_dim`` and ``rope_dim``, the sizes of a query without and
-    with positions, its parameters are those of its own projections, of queries from a latent of
-    width ``query_latent`` where that is not 0.
+    ``latent`` is its width. Given ``nope_dim`` and ``rope_dim``, the sizes of a query without and
+    with positions, its parameters and products are those of its own projections, of queries from a
+    latent of width ``query_latent`` where that is not 0; without them projections twice as wide,
+    one for keys and one for values, stand for them.
     A token's experts are in ``top_groups`` of ``groups`` of experts, 0 where
     they may be anywhere. Biases are not counted.
 
@@ -126,8 +126,17 @@ class ModelShape:
         """
         if not self.latent:
             return 2 * (self.query_width + self.kv_width)
-        query = self.heads * (self.nope_dim + self.rope_dim) if self.nope_dim else self.query_width
-        return 2 * (query + self.query_width) + self.latent + self.query_latent
+        return 2 * (self.score_width + self.query_width) + self.latents
+
+    @property
+    def latents(self) -> int:
+        """Return the widths of a layer's latents, added up, 0 where there are none."""
+        return self.latent and self.latent + self.rope_dim + self.query_latent
+
+    @property
+    def score_width(self) -> int:
+        """Return the width of all heads whose products with keys are the scores of attention."""
+        return self.heads * (self.nope_dim + self.rope_dim) or self.query_width
 
     @property
     def expert_width(self) -> int:
@@ -150,7 +159,7 @@ class ModelShape:
         projections = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         if self.latent and self.nope_dim:
             # arXiv 2405.04434, section 2.1: queries, keys and values come from latents.
-            query = self.heads * (self.nope_dim + self.rope_dim)
+            query = self.score_width
             projections = self.hidden * (query if not self.query_latent else self.query_latent)
             projections += self.query_latent * query + self.hidden * (self.latent + self.rope_dim)
             projections += self.latent * (self.heads * self.nope_dim + self.query_width)
@@ -216,7 +225,7 @@ class ModelShape:
         sequence (arXiv 2204.02311, appendix B), of which a causal mask leaves half.
         """
         inputs = self.embedding_parameters if not self.tied else 0
-        attention = 6 * self.layers * self.query_width * seq_len
+        attention = 3 * self.layers * (self.score_width + self.query_width) * seq_len
         return 6 * (self.active_parameters - inputs) + attention
 
 

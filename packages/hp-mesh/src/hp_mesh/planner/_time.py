@@ -116,12 +116,12 @@ class ComputeModel:
     ) -> Work:
         """Return the seconds of one microbatch in one layer, with experts or without."""
         model, constants = self._model, self._constants
-        hidden, query, kv, tp = model.hidden, model.query_width, model.kv_width, degrees.tp
+        hidden, query, tp = model.hidden, model.query_width, degrees.tp
         tokens = micro_batch * self._train.seq_len / degrees.cp
         width = model.shared_ffn if experts else model.ffn
         # The products whose outputs `selective-op` keeps are the first of each of these pairs.
-        saved = self._linear(tokens, query / tp, hidden) + self._linear(tokens, kv / tp, hidden)
-        again = self._linear(tokens, kv / tp, hidden) + self._linear(tokens, hidden, query / tp)
+        saved, again = self._projections(degrees, tokens)
+        again += self._linear(tokens, hidden, query / tp)
         if width:
             up = self._linear(tokens, width / tp, hidden)
             down = self._linear(tokens, hidden, width / tp)
@@ -166,6 +166,25 @@ class ComputeModel:
         if self._train.fused_loss:
             moved /= 2  # read and written once, in place
         return 3 * product + self._passes * moved
+
+    def _projections(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
+        """Return the seconds of the products that give queries, keys and values.
+
+        The first figure is that of queries and keys; from latents (arXiv 2405.04434, section 2.1)
+        that of the latents.
+        """
+        model, tp = self._model, degrees.tp
+        if not (model.latent and model.nope_dim):
+            keys = self._linear(tokens, model.kv_width / tp, model.hidden)
+            return self._linear(tokens, model.query_width / tp, model.hidden) + keys, keys
+        down = self._linear(tokens, model.latent + model.rope_dim, model.hidden)
+        keys = model.heads * model.nope_dim + model.query_width
+        up = self._linear(tokens, keys / tp, model.latent)
+        if model.query_latent:
+            down += self._linear(tokens, model.query_latent, model.hidden)
+        return down, up + self._linear(
+            tokens, model.score_width / tp, model.query_latent or model.hidden
+        )
 
     def _linear(self, rows: float, columns: float, inner: float) -> float:
         side = self._constants.gemm_half_side
@@ -212,9 +231,11 @@ class ComputeModel:
         """Return the seconds of a forward of the attention core, and of merging its parts."""
         constants, seq_len = self._constants, self._train.seq_len
         query = self._model.query_width / degrees.tp
+        # Products with keys and with values are as wide as each other but for latent attention.
+        wide = (self._model.score_width + self._model.query_width) / 2 / degrees.tp
         if not self._train.fused:
             # Whole score matrices, of which a causal mask uses half.
-            core = 4 * tokens * seq_len * query / self._half_rate
+            core = 4 * tokens * seq_len * wide / self._half_rate
             scores = self._model.heads / degrees.tp * seq_len * tokens
             moved = constants.score_passes * constants.half_bytes * scores
             return core + moved / self._bandwidth, 0.0
@@ -222,7 +243,7 @@ class ComputeModel:
         chunk = seq_len / (2 * degrees.ring) if degrees.ring > 1 else seq_len
         efficiency = chunk / (chunk + constants.attention_half_chunk)
         efficiency *= constants.ring_efficiency ** log2(ring)
-        core = 2 * tokens * seq_len * query / (self._attention_rate * efficiency)
+        core = 2 * tokens * seq_len * wide / (self._attention_rate * efficiency)
         parts = ring if ring > 1 else 0
         return core, parts * constants.merge_bytes * tokens * query / self._bandwidth
 
@@ -377,9 +398,6 @@ class TimeModel:
                 tokens = micro_batch * self._train.seq_len / degrees.cp
                 size = self._constants.half_bytes * tokens * self._model.hidden / degrees.tp
                 send = 2 * setting.virtual_stages * self._links.send(pp, size)
-                if setting.schedule in ("interleaved", "dualpipe"):
-                    # Other stages of the rank compute meanwhile (arXiv 2104.04473, section 4.1).
-                    send = _exposed(send, most * one.compute, self._constants.overlap_cost)
             # What the first and the last rank have of them, their fewer layers make up for.
             ends = (2 - self._model.tied) / pp.size
             self._stages[key] = (_stage(one, last, one.head, ends, send, pp.size, setting),)

@@ -48,6 +48,8 @@ class TrainSpec:
             2412.19437, section 3.2.1); ``"any"`` leaves the choice to the planner.
         virtual_stages: Stages of each pipeline rank, with ``schedule="interleaved"`` or ``"any"``.
             1 leaves the choice to the planner; an interleaved schedule has at least 2.
+        receive_buffers: Of what pipeline ranks receive: ``"in-flight"``, of microbatches in flight;
+            ``"all"``, of every microbatch of a step, which ``torch.distributed.pipelining`` keeps.
         zero: ZeRO stage of the states over ``dp_shard`` and ``cp`` (arXiv 1910.02054): 0, nothing
             is sharded; 1, the optimizer; 2, gradients too; 3, parameters too, which every
             microbatch gathers again. None is stage 3 as FSDP trains it: with pipeline stages
@@ -88,6 +90,7 @@ class TrainSpec:
     float8: bool = False
     schedule: Schedule | Literal["any"] = "1f1b"
     virtual_stages: int = 1
+    receive_buffers: Literal["in-flight", "all"] = "in-flight"
     zero: Zero | Literal["any"] = None
     gradient_dtype: Dtype = "float32"
     moment_dtype: Dtype = "float32"
@@ -141,6 +144,7 @@ def _violations(train: TrainSpec) -> Iterator[Violation]:
         yield number_violation("zero", train.zero, "0, 1, 2, 3, None or 'any'")
     yield from choice_violations("gradient_dtype", train.gradient_dtype, DTYPES)
     yield from choice_violations("moment_dtype", train.moment_dtype, DTYPES)
+    yield from choice_violations("receive_buffers", train.receive_buffers, ("in-flight", "all"))
     yield from choice_violations("attention", train.attention, ("native", "flash-2"))
     yield from choice_violations("context", train.context, ("ring", "all-gather"))
     yield from choice_violations("dispatch", train.dispatch, ("deduplicated", "copies"))
