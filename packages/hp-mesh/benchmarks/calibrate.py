@@ -128,7 +128,7 @@ def published_runs() -> list[Run]:
     rows = []
     for row in [*facts["runs"], *facts["held_out"]]:
         degrees = {"dp_shard": 1, **row["dims"]}
-        # torch's fused attention is FlashAttention-2, and its pipelining keeps all that it receives.
+        # torch attends with FlashAttention-2, and its pipelining keeps all that it receives.
         torch = {"attention": "flash-2", "receive_buffers": "all"}
         train: dict[str, Any] = torch if "torchtitan" in row["source"] else {}
         train |= row["train"]

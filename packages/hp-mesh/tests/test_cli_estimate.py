@@ -216,3 +216,54 @@ def test_an_expert_tensor_degree_that_estimates_do_not_know_is_refused() -> None
     code, out, err = run("estimate", "dp_shard=8", "ep=2", "etp=4", "free_etp=true", *argv)
     assert (code, out) == (2, "")
     assert "etp=4 is neither 1 nor tp=1: estimates know no other" in err
+
+
+def test_a_hop_may_take_no_time_and_the_usual_stage_has_a_name() -> None:
+    free = document("estimate", *DEGREES, *RUN, "--intra-us", "0", "--zero", "none")
+    usual = document("estimate", *DEGREES, *RUN)
+    assert free["configuration"]["time"]["tp"] < usual["configuration"]["time"]["tp"]
+    assert free["configuration"]["zero"] is None
+    code, _, err = run("estimate", *DEGREES, *RUN, "--intra-gbs", "0")
+    assert (code, "--intra-gbs '0' is not a number above 0" in err) == (2, True)
+    code, _, err = run("estimate", *DEGREES, *RUN, "--intra-us", "-1")
+    assert (code, "--intra-us '-1' is not a number from 0" in err) == (2, True)
+
+
+def test_layers_that_recompute_need_something_to_recompute() -> None:
+    options = ["--recompute", "none", "--recompute-layers", "4"]
+    code, out, err = run("estimate", *DEGREES, *RUN, *options)
+    assert (code, out) == (2, "")
+    assert "recompute_layers=4 given; use None, or another recompute than 'none'" in err
+
+
+@pytest.mark.parametrize("name", ['["x"]', "{a=1}", "5", '""'])
+def test_an_accelerator_is_called_by_a_word(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "chip.toml"
+    path.write_text(f"name = {name}\nmemory_gib = 80\ntflops = 900\nhbm_gbs = 3000\n")
+    code, out, err = run("estimate", *DEGREES, *RUN, "--gpu", str(path))
+    assert (code, out) == (2, "")
+    assert "use a word" in err
+
+
+@pytest.mark.parametrize("name", ["noext", "."])
+def test_a_picture_is_written_where_it_is_said_to_be(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / name)
+    code, _, err = run("show", "tp=8", "--picture", path)
+    assert (code, f"cannot write {path}" in err) == (2, True)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_framework_s_table_is_read_from_a_file_and_words_replace_its_degrees(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[parallelism]\ntensor_parallel_degree = 4\ndata_parallel_shard_degree = -1\n"
+        "[mesh]\nseq_len = 1000000\n"
+    )
+    place = f"{path}:parallelism"
+    assert document("check", "--config", place, "--world", "16")["dims"]["tp"] == 4
+    told = document("check", "tp=8", "--config", place, "--world", "16")["dims"]
+    assert (told["tp"], told["dp_shard"]) == (8, 2)
+    code, _, err = run("check", "--config", f"{path}:mesh", "--world", "16")
+    assert (code, "'seq_len' is not a field" in err) == (2, True)

@@ -385,3 +385,38 @@ def test_layers_without_experts_are_counted_by_the_words_of_each_layer() -> None
     config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     types = ["dense", "sparse", "sparse", "sparse"]
     assert ModelShape.from_config({**config, "mlp_layer_types": types}).dense_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "millions"),
+    [
+        ({**GPT2, "tie_word_embeddings": None}, 123.5),
+        (
+            {
+                "model_type": "gemma",
+                "head_dim": 256,
+                "hidden_size": 2048,
+                "intermediate_size": 16384,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 18,
+                "num_key_value_heads": 1,
+                "vocab_size": 256000,
+            },
+            2506,
+        ),
+    ],
+)
+def test_families_that_tie_their_embeddings_do_not_say_so(
+    config: dict[str, Any], millions: float
+) -> None:
+    assert ModelShape.from_config(config).parameters / 1e6 == pytest.approx(millions, rel=0.002)
+    # The rules of degrees see it too.
+    assert [v.rule for v in ParallelDims(pp=2, dp_shard=1).check(config)] == ["tied-pp"]
+    assert not ModelShape.from_config({**config, "tie_word_embeddings": False}).tied
+
+
+def test_a_layer_is_without_experts_once() -> None:
+    config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config |= {"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}
+    # Of four layers the first and the third are off the step, and the second is named.
+    assert ModelShape.from_config(config).dense_layers == 3

@@ -103,6 +103,12 @@ NESTED = ("text_config", "attn_config", "ffn_config")
 # Families that leave the width of the feed-forward part out where it is the usual one.
 USUAL_WIDTH = ("bloom", "falcon", "mpt", "gpt_neo")
 USUAL_EXPANSION = 4
+# Families that tie their embeddings unless a configuration says otherwise.
+TIED = (
+    *("gpt2", "gpt_neo", "gpt_bigcode", "openai-gpt", "opt", "bloom", "falcon", "mpt", "bert"),
+    *("starcoder2", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "cohere", "cohere2"),
+    *("smollm3", "xglm", "biogpt"),
+)
 
 
 def read_fields(model: object) -> Fields:
@@ -178,6 +184,8 @@ def _follow(fields: Fields) -> None:
         if "ffn" in fields:
             fields["expert_ffn"] = fields["shared_ffn"] = fields["ffn"]
         fields["ffn"] = fields["dense_ffn"]
+    if given.get("family") in TIED and "tied" not in fields:
+        fields["tied"] = "tie_word_embeddings", True
     usual = given.get("family") in USUAL_WIDTH or "gpt2_width" in fields
     hidden, expansion = given.get("hidden"), given.get("expansion") or USUAL_EXPANSION
     if "ffn" not in fields and usual and isinstance(hidden, int) and isinstance(expansion, int):

@@ -28,6 +28,7 @@ from .._errors import (
 )
 from .._layout import RankLayout
 from .._model import read_numbers
+from .._names import is_of_framework
 from .._rules import Subject, check_rules
 from .._topology import Topology, topology_violations
 from ..planner import (
@@ -134,16 +135,16 @@ class Inputs:
 
         return self.reader(read, of_degrees=of_degrees)
 
-    def amount(self, option: str) -> Any:
-        """Return the argparse type of a number above 0."""
+    def amount(self, option: str, *, zero: bool = False) -> Any:
+        """Return the argparse type of a number above 0, or 0 with ``zero``."""
 
         def read(text: str) -> float:
             try:
                 number = float(text)
             except ValueError:
-                number = 0.0
-            if not 0 < number < LARGEST:
-                reason = f"{option} {text!r} is not a number above 0"
+                number = -1.0
+            if not 0 <= number < LARGEST or (number == 0 and not zero):
+                reason = f"{option} {text!r} is not a number {'from' if zero else 'above'} 0"
                 raise refusal("number", reason, {option: text})
             return number
 
@@ -370,6 +371,8 @@ def _parse(
 
 
 def _save(draw: "Callable[[], Figure]", path: str) -> None:
+    if not Path(path).suffix or Path(path).is_dir():
+        raise refusal("file", f"cannot write {path}: no file name with a suffix", {"path": path})
     try:
         from ._pictures import save
 
@@ -484,7 +487,11 @@ def _read_dims(args: Namespace, inputs: Inputs) -> tuple[dict[str, Any], Paralle
             if name in fields:
                 raise refusal("word", f"{name} is given twice; give it once", {name: value})
             fields[name] = value
-    fields = {**(args.config or {}), **fields}
+    config = args.config or {}
+    if is_of_framework(config):
+        with inputs.noted(of_degrees=True):
+            config = ParallelDims._from_table(config, None).to_dict()
+    fields = {**config, **fields}
     with inputs.noted(of_degrees=True):
         _check_sizes(fields)
     dims, others = None, [*inputs.violations]
@@ -517,7 +524,7 @@ def _check_sizes(fields: Mapping[str, object]) -> None:
     """Raise for numbers of ranks that nothing here could list in any time."""
     for name, value in fields.items():
         number = whole_number(value) if isinstance(value, str) else value
-        if isinstance(number, int) and number > MOST_RANKS:
+        if name in FIELDS and isinstance(number, int) and number > MOST_RANKS:
             reason = f"{name}={value} is more than the {MOST_RANKS} ranks that can be laid out here"
             raise refusal("size", reason, {name: number})
 
@@ -772,14 +779,16 @@ def _run_options(parser: ArgumentParser, inputs: Inputs) -> None:
     )
     for name, text in {**LINKS, "memory_fraction": FRACTION}.items():
         option = f"--{name.replace('_', '-')}"
-        machines.add_argument(option, metavar="X", type=inputs.amount(option), help=text)
+        amount = inputs.amount(option, zero=name.endswith("_us"))
+        machines.add_argument(option, metavar="X", type=amount, help=text)
     run = parser.add_argument_group("training")
     for name, text in COUNTS.items():
         option = f"--{name.replace('_', '-')}"
         run.add_argument(option, metavar="N", type=inputs.count(option), help=text)
     for name, text in CHOICES.items():
         option = f"--{name.replace('_', '-')}"
-        run.add_argument(option, metavar="WORD", type=_word, help=text)
+        kind = _stage if name == "zero" else _word
+        run.add_argument(option, metavar="WORD", type=kind, help=text)
     for name, text in SWITCHES.items():
         option = f"--{name.replace('_', '-')}"
         run.add_argument(option, action="store_true", default=None, help=text)
@@ -788,6 +797,10 @@ def _run_options(parser: ArgumentParser, inputs: Inputs) -> None:
 def _word(text: str) -> object:
     number = whole_number(text)
     return text if number is None else number
+
+
+def _stage(text: str) -> object:
+    return None if text == "none" else _word(text)
 
 
 def _estimate_options(parser: ArgumentParser, inputs: Inputs) -> None:
@@ -831,7 +844,7 @@ CHOICES = {
     "schedule": "of the pipeline: 1f1b, interleaved, zero-bubble, dualpipe or any (default: 1f1b)",
     "receive_buffers": "of pipeline ranks: in-flight (microbatches), or all of a step, as "
     "torch.distributed.pipelining keeps them (default: in-flight)",
-    "zero": "ZeRO stage, 0 to 3 or any (default: 3 as FSDP trains it)",
+    "zero": "ZeRO stage, 0 to 3, none (3 as FSDP trains it) or any (default: none)",
     "gradient_dtype": "float32 or bfloat16, of gradients that are added up and reduced",
     "moment_dtype": "float32 or bfloat16, of the optimizer's moments",
     "attention": "native (the device's own kernels) or flash-2",

@@ -13,7 +13,7 @@ from .._errors import (
     amount_violations,
     raise_errors,
 )
-from ._cluster import Cluster
+from ._cluster import ACCELERATORS, Cluster
 from ._model import ModelShape
 from ._result import Degrees, Setting, TimeSplit, Trust
 from ._train import TrainSpec
@@ -183,15 +183,16 @@ class Published(NamedTuple):
 
 
 # The families of accelerators by what their kernels have in common.
+AMPERE_RUNS = "dense bf16 on A100"
 AMPERE = ("A100-40", "A100-80")
 HOPPER = ("H100", "H100-96", "H800", "H200")
 # Runs without pipeline stages, and with those of each schedule: they are off by as much as it takes
 # to price a pipeline. A class without a schedule has no published run of that kind.
 CLASSES = {
     ("ampere", "bf16", False): {
-        "": Published("dense bf16 on A100", 6, 0.04, 128),
-        "1f1b": Published("dense bf16 on A100", 3, 0.04, 2520),
-        "interleaved": Published("dense bf16 on A100", 4, 0.06, 280),
+        "": Published(AMPERE_RUNS, 6, 0.04, 128),
+        "1f1b": Published(AMPERE_RUNS, 3, 0.04, 2520),
+        "interleaved": Published(AMPERE_RUNS, 4, 0.06, 280),
     },
     ("hopper", "bf16", False): {
         "": Published("dense bf16 on H100", 9, 0.09, 1024),
@@ -220,11 +221,16 @@ def trust_of(
 ) -> Trust:
     """Return the published runs that a configuration resembles, and what sets it apart."""
     chip = cluster.device.name
+    if ACCELERATORS.get(chip) != cluster.device:
+        chip = f"another {chip} than the published runs had"
     family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else chip
     precision = "fp8" if train.float8 else "bf16"
     kinds = CLASSES.get((family, precision, model.experts > 0), {})
     schedule = setting.schedule if degrees.pp > 1 else ""
     published = kinds.get(schedule)
+    if setting.zero == 0 and schedule:
+        apart = "ZeRO stage 0 with pipeline stages, which stalls in ways that are not explained"
+        return Trust(resembles="", runs=0, error=None, differs=(apart,))
     if published is None:
         apart = f"{precision} {'with' if model.experts else 'without'} experts on {chip}"
         apart += f" with {schedule} pipelines" if kinds else ""
@@ -252,6 +258,10 @@ def _differences(
         yield f"cp={degrees.cp}; the published runs have 8 at most"
     if degrees.ulysses_degree > 1 or (degrees.cp > 1 and train.context == "all-gather"):
         yield "parts of a sequence meet in another way than in a ring"
+    if train.fused == "attention":
+        yield "eager elementwise kernels"
+    if train.fused is False and published.name != AMPERE_RUNS:
+        yield "attention that stores its scores"
     if train.seq_len > 262144:
         yield f"seq_len={train.seq_len}; the published runs have 262144 at most"
     if time.compute < time.total / 2:

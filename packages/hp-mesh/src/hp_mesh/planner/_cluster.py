@@ -32,6 +32,8 @@ class Accelerator:
     def __post_init__(self) -> None:
         values = {n: getattr(self, n) for n in ("memory_gib", "tflops", "hbm_gbs")}
         wrong = [*amount_violations(values)]
+        if not isinstance(self.name, str) or not self.name:
+            wrong.append(number_violation("name", self.name, "a word"))
         raise_errors([*wrong, *amount_violations({"tflops_fp8": self.tflops_fp8}, zero=True)])
 
 
@@ -165,10 +167,16 @@ def _violations(cluster: Cluster) -> Iterator[Violation]:
                 yield number_violation(speed, None, legal)
 
 
-def groups_of(layout: RankLayout) -> dict[str, AxisGroup]:
-    """Return the group of every axis that communicates; ``ulysses`` is the inner part of ``cp``."""
-    axes = ("tp", "cp", "fsdp", "dp_replicate", "pp", "ep", "efsdp")
+def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
+    """Return the group of every axis that communicates; ``ulysses`` is the inner part of ``cp``.
+
+    ``dense`` and ``efsdp`` are the ranks that share the gradients of parameters and of experts:
+    those that shard them or, where these are ``replicated``, all that have the same.
+    """
+    axes = ("tp", "cp", "fsdp", "dp_replicate", "pp", "ep")
     groups = {name: layout.axis_group(name) for name in axes}
+    groups["dense"] = layout.axis_group("loss") if replicated else groups["fsdp"]
+    groups["efsdp"] = layout.axis_group("ep_replicate" if replicated else "efsdp")
     if "ulysses" in layout.names:
         parts = {"ring": layout.axis_group("cp_outer"), "ulysses": layout.axis_group("ulysses")}
     else:

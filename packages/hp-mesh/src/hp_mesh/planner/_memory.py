@@ -280,12 +280,12 @@ class MemoryModel:
 def _in_flight(pp: int, setting: Setting, *, last: bool) -> float:
     """Return of how many microbatches a rank holds activations.
 
-    arXiv 2205.05198, section 4.3; ZB-H1 holds those of 1F1B (arXiv 2401.10241, section 2.1),
-    DualPipe one more on every rank (arXiv 2412.19437, table 2).
+    arXiv 2205.05198, section 4.3; ZB-H1 holds those of 1F1B's first rank on every rank (arXiv
+    2401.10241, section 2.1), DualPipe one more on every rank (arXiv 2412.19437, table 2).
     """
     if setting.schedule == "dualpipe":
         return pp + 1 if pp > 1 else 1
     if setting.schedule == "interleaved":
         rest = (pp - 1) / setting.virtual_stages
         return pp - rest if last else pp + rest
-    return 1 if last else pp
+    return 1 if last and setting.schedule == "1f1b" else pp

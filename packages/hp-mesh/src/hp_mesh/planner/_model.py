@@ -293,11 +293,14 @@ def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("shared_experts"):
         width = given.get("expert_ffn") or given["ffn"]
         found["shared_ffn"] = given["shared_experts"] * width
-    if given.get("expert_step"):
-        found["dense_layers"] = given["layers"] - given["layers"] // given["expert_step"]
     dense = given.get("dense_list")
-    if isinstance(dense, list | tuple):
-        found["dense_layers"] = found.get("dense_layers", given.get("dense_layers", 0)) + len(dense)
+    dense = {*dense} if isinstance(dense, list | tuple) else set()
+    step = given.get("expert_step")
+    if step:
+        dense |= {layer for layer in range(given["layers"]) if (layer + 1) % step}
+    if dense or step:
+        first = {*range(given.get("dense_layers", 0))} if not step else set()
+        found["dense_layers"] = len(dense | first)
     types = given.get("mlp_types")
     if isinstance(types, list | tuple):
         found["dense_layers"] = types.count("dense")

@@ -87,7 +87,7 @@ def plan(
     """Return every valid configuration of a run, ranked, and why the others are rejected.
 
     All degrees of the world, each once; where ``train`` leaves micro batch, recomputation, schedule
-    or ZeRO stage open, with the fastest that fit, of micro batches that double. Experts are folded
+    or ZeRO stage open, with the fastest that fit. Experts are folded
     into the dense ranks, axes are in the default order, and a model without experts has ``ep`` and
     ``etp`` 1; `estimate` takes other configurations too. Deterministic; nothing is communicated and
     torch is not needed.
@@ -313,7 +313,7 @@ class Search:
         """Return what the settings of some degrees share; the layout is asked for if needed."""
 
         def communication() -> Communication:
-            groups = groups_of(layout())
+            groups = groups_of(layout(), replicated=self._train.zero == 0)
             return groups, self._time.traffic(degrees, groups)
 
         return Cost(degrees, communication)
@@ -324,7 +324,7 @@ class Search:
         """Return the best setting to run some degrees with, or what is wrong with the one given."""
         given = self._train.micro_batch if micro_batch is None else micro_batch
         degrees, local = cost.degrees, self._train.global_batch // cost.degrees.dp
-        sizes = _doubling(divisors(local)) if given is None else (given,)
+        sizes = divisors(local) if given is None else (given,)
         kinds = self._kinds(self._train.recompute if recompute is None else recompute)
         if degrees.pp not in self._variants:
             self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
@@ -447,18 +447,6 @@ class Search:
             setting=found.setting,
             trust=trust_of(self._model, self._cluster, self._train, degrees, found.setting, time),
         )
-
-
-def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the first size and those that are at least twice the one before.
-
-    Between two of them neither memory nor time changes much.
-    """
-    kept = [sizes[0]]
-    for size in sizes[1:]:
-        if size >= 2 * kept[-1]:
-            kept.append(size)
-    return tuple(kept)
 
 
 def _total(parts: tuple[float, ...]) -> float:

@@ -151,7 +151,7 @@ class ComputeModel:
             backward += share * forward
             relaunch += share * launch
         elif recompute == "selective-op":
-            backward += share * (again + moved)
+            backward += share * (again + moved + (0.0 if self._train.fused else core))
         elif recompute == "selective" and not self._train.fused:
             backward += share * core
         return Work(forward, backward, core, linear, launch, relaunch)
@@ -303,7 +303,7 @@ class TimeModel:
         constants, gradient = self._constants, self._train.gradient_bytes
         gather = reduce = 0.0
         half = 1 if self._train.float8 else constants.half_bytes
-        for size, group in ((dense, groups["fsdp"]), (experts, groups["efsdp"])):
+        for size, group in ((dense, groups["dense"]), (experts, groups["efsdp"])):
             if size and group.size > 1:
                 gather += self._links.gather(group, half * size)
                 gather += constants.gather_copy_bytes * size / self._bandwidth
@@ -625,10 +625,9 @@ class TimeModel:
             returned = gather + reduce
             sharding += microbatches * _exposed(returned, backward, cost)
         elif zero == 0:
-            # An all-reduce is a reduction to shards and a gathering of them.
-            returned, first = 2 * reduce, 0.0
-            sharding = _exposed(returned, backward, cost)
-            replicas *= degrees.fsdp
+            # An all-reduce is a reduction to shards and a gathering of them, over all replicas.
+            summed = _exposed(2 * reduce, backward, cost)
+            return (summed, 0.0) if degrees.fsdp > 1 else (0.0, summed)
         else:
             returned = reduce
             rounds = microbatches if zero == 2 else 1

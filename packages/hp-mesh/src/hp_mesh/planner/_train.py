@@ -139,6 +139,9 @@ def _violations(train: TrainSpec) -> Iterator[Violation]:
         yield from flag_violations({"fused": train.fused})
     if train.recompute is not None:
         yield from choice_violations("recompute", train.recompute, RECOMPUTE)
+    if train.recompute == "none" and train.recompute_layers is not None:
+        legal = "None, or another recompute than 'none'"
+        yield number_violation("recompute_layers", train.recompute_layers, legal)
     yield from choice_violations("schedule", train.schedule, (*SCHEDULES, ANY))
     if train.zero != ANY and (isinstance(train.zero, bool) or train.zero not in STAGES):
         yield number_violation("zero", train.zero, "0, 1, 2, 3, None or 'any'")
