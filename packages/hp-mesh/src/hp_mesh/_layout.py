@@ -99,6 +99,16 @@ def _view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
     return {name: tuple(axis for block in blocks for axis in block.axes) for name, blocks in views}
 
 
+@cache
+def _homes(folds: Folds) -> dict[str, tuple[str, int]]:
+    """Return the first view of each axis, and the axis's place there."""
+    found: dict[str, tuple[str, int]] = {}
+    for view, axes in _view_axes(folds).items():
+        for index, axis in enumerate(axes):
+            found.setdefault(axis, (view, index))
+    return found
+
+
 def _dense_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
     if folds.fsdp_folds_cp:
         return _REPLICATE, AxisBlock(parts=(*folds.sharding, "cp"), axes=("fsdp",))
@@ -413,9 +423,9 @@ class RankLayout:
 
     def axis_group(self, name: str) -> AxisGroup:
         """Return what the groups of an axis or alias have in common."""
-        view, (axis,) = self.find(name)
-        index = view.axes.index(axis)
-        digits = view.digits_along(index)
+        axis = self._axis(name)
+        home, index = _homes(self._folds)[axis]
+        digits = self._view(home).digits_along(index)
         if digits is None:
             return AxisGroup(self._sizes[axis], (), tuple(self.groups(name)))
         return AxisGroup(self._sizes[axis], digits)

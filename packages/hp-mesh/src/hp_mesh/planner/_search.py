@@ -376,17 +376,30 @@ class Search:
             return Found(place, least, cost.degrees, sizes[0], kinds[-1], setting, ranks)
         limit = self._limit * (BORDER if place else 1)
         best: Found | None = None
-        tried = 0
+
+        def improve(size: int, kind: Recompute) -> tuple[bool, bool]:
+            """Try one; return whether it fits, and whether it is the best so far."""
+            nonlocal best
+            memory = self._memory_of(cost, setting, size, kind)
+            if sum(memory) > limit:
+                return False, False
+            seconds = _total(self._time_of(cost, setting, size, kind, memory))
+            if best is not None and seconds >= best.cost:
+                return True, False
+            best = Found(place, seconds, cost.degrees, size, kind, setting, ranks)
+            return True, True
+
+        coarse, tried = _doubling(sizes), 0
         for kind in kinds:
-            for size in sizes[tried:]:
-                memory = self._memory_of(cost, setting, size, kind)
-                if sum(memory) > limit:
-                    break
-                tried += 1
-                seconds = _total(self._time_of(cost, setting, size, kind, memory))
-                if best is not None and seconds >= best.cost:
+            for size in coarse[tried:]:
+                fits, better = improve(size, kind)
+                tried += fits
+                if not fits:
+                    # Of those before it the largest that fits; most often there is none.
+                    between = sizes[sizes.index(coarse[tried - 1]) + 1 : sizes.index(size)]
+                    any(improve(size, kind)[0] for size in reversed(between if tried else ()))
+                if not better:
                     break  # larger ones wait longer for the first and the last microbatch
-                best = Found(place, seconds, cost.degrees, size, kind, setting, ranks)
         if best is None:  # the kind that needs least fits at the smallest size
             raise RuntimeError("no setting found where one was")
         return best
@@ -447,6 +460,15 @@ class Search:
             setting=found.setting,
             trust=trust_of(self._model, self._cluster, self._train, degrees, found.setting, time),
         )
+
+
+def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the first size and those that are at least twice the one before."""
+    kept = [sizes[0]]
+    for size in sizes[1:]:
+        if size >= 2 * kept[-1]:
+            kept.append(size)
+    return tuple(kept)
 
 
 def _total(parts: tuple[float, ...]) -> float:
