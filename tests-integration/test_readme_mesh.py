@@ -19,7 +19,7 @@ README = (Path(__file__).parents[1] / "packages" / "hp-mesh" / "README.md").read
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TEXT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"`hp-mesh (\w+ [^`]*=[^`]*|\w+ --[^`]*)`")
-EIGHT = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "world_size": 8}
+EIGHT: dict[str, Any] = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "world_size": 8}
 
 
 def shown() -> list[tuple[str, str]]:

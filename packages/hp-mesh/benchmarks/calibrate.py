@@ -331,7 +331,7 @@ def report_schedules(runs: Sequence[Run], validated: Mapping[Run, float] | None)
     told: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for run in fitted:
         own, chip = run.estimate(Calibration()), run.cluster.device.name
-        schedule = own.schedule if own.dims.pp > 1 else "no stages"
+        schedule = str(own.schedule) if own.dims.pp > 1 else "no stages"
         key = chip[:4], run.kind, schedule
         groups[key].append(run)
         if own.trust.error is not None:

@@ -307,7 +307,7 @@ def test_latent_attention_has_the_parameters_of_its_own_projections() -> None:
 
 
 FALCON_H1 = {"layers_block_type": ["attention"] * 4, "mamba_d_ssm": 1024}
-DENSE = {
+DENSE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 64,
     "num_attention_heads": 4,

@@ -434,7 +434,7 @@ def test_scores_that_are_not_kept_are_computed_again() -> None:
     ],
 )
 def test_trust_names_kernels_and_stages_that_no_published_run_has(
-    options: dict[str, Any], degrees: dict[str, int], text: str
+    options: dict[str, Any], degrees: dict[str, Any], text: str
 ) -> None:
     assert text in str(cost(train=replace(TRAIN, **options), **degrees).trust)
 

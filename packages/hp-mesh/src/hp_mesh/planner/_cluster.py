@@ -32,8 +32,9 @@ class Accelerator:
     def __post_init__(self) -> None:
         values = {n: getattr(self, n) for n in ("memory_gib", "tflops", "hbm_gbs")}
         wrong = [*amount_violations(values)]
-        if not isinstance(self.name, str) or not self.name:
-            wrong.append(number_violation("name", self.name, "a word"))
+        name: object = self.name
+        if not isinstance(name, str) or not name:
+            wrong.append(number_violation("name", name, "a word"))
         raise_errors([*wrong, *amount_violations({"tflops_fp8": self.tflops_fp8}, zero=True)])
 
 
