@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hp_mesh import ParallelDims
 from hp_mesh.cli import _main, main
 from hp_mesh.cli._reports import GIB
 from hp_mesh.planner import (
+    ACCELERATORS,
     MODELS,
     Accelerator,
     Cluster,
@@ -123,6 +125,57 @@ def test_options_of_a_run_reach_the_planner() -> None:
     assert "interleaved of 2 stages, ZeRO 1" in out
 
 
+def test_options_take_what_the_python_call_takes() -> None:
+    argv = ["estimate", *DEGREES, *RUN]
+    usual = document(*argv)["configuration"]
+    assert document(*argv, "--zero", "none")["configuration"] == usual
+    free = document(*argv, "--intra-us", "0", "--inter-us", "0")["configuration"]
+    cluster = Cluster(world_size=64, accelerator="H100", intra_us=0, inter_us=0)
+    dims = ParallelDims(dp_shard=8, tp=4, pp=2, world_size=64)
+    own = estimate(MODELS["llama3-8b"], cluster, TrainSpec(**TRAIN), dims)
+    assert free["time"]["total"] == own.time.total < usual["time"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--intra-us", "-1", "intra_us=-1.0 given; use 0 or above"),
+        ("--inter-us", "nan", "inter_us=nan given; use 0 or above"),
+        ("--intra-gbs", "0", "intra_gbs=0.0 given; use a number above 0"),
+        ("--intra-gbs", "inf", "intra_gbs=inf given; use a number above 0"),
+        ("--inter-gbs", "1e99", "inter_gbs=1e+99 given; use at most"),
+        ("--memory-fraction", "2", "memory_fraction=2.0 given; use 1 or below"),
+        ("--memory-fraction", "half", "--memory-fraction 'half' is not a number"),
+        ("--recompute-layers", "4", "recompute_layers=4 given; use None, or another recompute"),
+        ("--zero", "4", "zero=4 given; use 0, 1, 2, 3, None or 'any'"),
+    ],
+)
+def test_an_option_that_the_python_call_refuses_is_refused(
+    option: str, value: str, message: str
+) -> None:
+    code, out, err = run("plan", "--gpus", "64", *RUN, "--recompute=none", f"{option}={value}")
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_plan_of_borderline_configurations_alone_fits_nothing() -> None:
+    model, train = MODELS["llama3-8b"], TrainSpec(**TRAIN)
+    chip = ACCELERATORS["H100"]
+    tight = Cluster(world_size=8, accelerator=chip, memory_fraction=0.01)
+    least = plan(model, tight, train).candidates[0].memory.total
+    share = least / 1.1 / chip.memory_gib / GIB
+    found = plan(model, replace(tight, memory_fraction=share), train)
+    assert not found.fits
+    assert found.borderline
+    argv = ["plan", "--gpus", "8", *RUN, "--memory-fraction", str(share)]
+    code, out, _ = run(*argv)
+    assert code == 1
+    assert "NOTHING FITS; this is up to 15% above the memory limit" in out
+    assert "the smallest number of GPUs on which a configuration fits: 16" in out
+    told = json.loads(run(*argv, "--json")[1])
+    assert told["smallest_world"] == 16
+
+
 CHIP = {"name": "Mine", "memory_gib": 120, "tflops": 800, "hbm_gbs": 4000}
 
 
@@ -151,6 +204,8 @@ def test_an_accelerator_may_come_from_a_file(tmp_path: Path) -> None:
         ({"tflops": None}, "lacks tflops"),
         ({"speed": 3}, "has 'speed', which is none of name, memory_gib"),
         ({"tflops": -1}, "tflops=-1"),
+        ({"name": ["x"]}, "name=['x'] given; use a word"),
+        ({"name": "H100", "intra_gbs": None}, "not known for accelerator another H100"),
         ({"intra_gbs": None}, "intra_gbs=None given; use GB/s, which are not known for"),
     ],
 )
@@ -224,9 +279,9 @@ def test_a_hop_may_take_no_time_and_the_usual_stage_has_a_name() -> None:
     assert free["configuration"]["time"]["tp"] < usual["configuration"]["time"]["tp"]
     assert free["configuration"]["zero"] is None
     code, _, err = run("estimate", *DEGREES, *RUN, "--intra-gbs", "0")
-    assert (code, "--intra-gbs '0' is not a number above 0" in err) == (2, True)
+    assert (code, "intra_gbs=0.0 given; use a number above 0" in err) == (2, True)
     code, _, err = run("estimate", *DEGREES, *RUN, "--intra-us", "-1")
-    assert (code, "--intra-us '-1' is not a number from 0" in err) == (2, True)
+    assert (code, "intra_us=-1.0 given; use 0 or above" in err) == (2, True)
 
 
 def test_layers_that_recompute_need_something_to_recompute() -> None:

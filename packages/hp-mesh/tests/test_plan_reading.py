@@ -17,7 +17,6 @@ GPT2 = {
     "n_head": 12,
     "n_inner": None,
     "vocab_size": 50257,
-    "tie_word_embeddings": True,
 }
 
 
@@ -95,7 +94,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "hidden_size": 14336,
                 "n_head": 112,
                 "vocab_size": 250880,
-                "tie_word_embeddings": True,
             },
             176.2,
         ),
@@ -108,7 +106,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "num_kv_heads": 71,
                 "multi_query": True,
                 "vocab_size": 65024,
-                "tie_word_embeddings": True,
             },
             6.92,
         ),
@@ -120,7 +117,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "n_heads": 32,
                 "expansion_ratio": 4,
                 "vocab_size": 50432,
-                "tie_word_embeddings": True,
             },
             6.65,
         ),
@@ -133,7 +129,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "n_inner": 24576,
                 "multi_query": True,
                 "vocab_size": 49152,
-                "tie_word_embeddings": True,
             },
             15.5,
         ),
@@ -170,7 +165,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "num_attention_heads": 16,
                 "intermediate_size": 4096,
                 "vocab_size": 30522,
-                "tie_word_embeddings": True,
             },
             0.335,
         ),
@@ -183,6 +177,50 @@ def test_a_family_of_two_matrices_has_its_published_number_of_parameters(
     found = ModelShape.from_config(config)
     assert not found.glu
     assert found.parameters / 1e9 == pytest.approx(total, rel=0.02)
+
+
+def test_a_file_of_a_family_that_ties_by_default_need_not_say_so() -> None:
+    gemma: dict[str, Any] = {
+        "model_type": "gemma",
+        "num_hidden_layers": 18,
+        "hidden_size": 2048,
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16384,
+        "vocab_size": 256000,
+    }
+    # The published 2.51 billion.
+    assert ModelShape.from_config(gemma).parameters / 1e9 == pytest.approx(2.51, rel=0.005)
+    for config in (gemma, {"text_config": gemma}):
+        (advice,) = ParallelDims(pp=2, dp_shard=1).check(config)
+        assert advice.rule == "tied-pp"
+    apart = {**gemma, "tie_word_embeddings": False}
+    assert ModelShape.from_config(apart).parameters / 1e9 == pytest.approx(3.03, rel=0.005)
+    assert not ParallelDims(pp=2, dp_shard=1).check(apart)
+
+
+def test_embeddings_are_tied_as_the_configuration_classes_of_transformers_have_it() -> None:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    wrong, read = [], 0
+    for family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            default = configuration_auto.CONFIG_MAPPING[family]().to_dict()
+        except (KeyError, StrictDataclassError):  # no configuration, or none by default
+            continue
+        if "text_config" in default:  # one of several parts, each with a family of its own
+            continue
+        try:
+            tied = ModelShape.from_config(default).tied
+        except ParallelDimsError:  # layers that have no price
+            continue
+        read += 1
+        if ModelShape.from_config({**DENSE, "model_type": family}).tied != tied:
+            wrong.append(family)
+    assert not wrong
+    assert read > 50
 
 
 def test_falcon_of_the_newer_architecture_has_the_kv_heads_that_it_names() -> None:
@@ -388,35 +426,16 @@ def test_layers_without_experts_are_counted_by_the_words_of_each_layer() -> None
 
 
 @pytest.mark.parametrize(
-    ("config", "millions"),
+    ("fields", "dense"),
     [
-        ({**GPT2, "tie_word_embeddings": None}, 123.5),
-        (
-            {
-                "model_type": "gemma",
-                "head_dim": 256,
-                "hidden_size": 2048,
-                "intermediate_size": 16384,
-                "num_attention_heads": 8,
-                "num_hidden_layers": 18,
-                "num_key_value_heads": 1,
-                "vocab_size": 256000,
-            },
-            2506,
-        ),
+        ({"decoder_sparse_step": 2}, 2),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0]}, 2),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 1]}, 3),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [2, 3]}, 2),
+        ({"mlp_only_layers": [0, 7]}, 1),
+        ({"first_k_dense_replace": 1, "mlp_only_layers": [0, 3]}, 2),
     ],
 )
-def test_families_that_tie_their_embeddings_do_not_say_so(
-    config: dict[str, Any], millions: float
-) -> None:
-    assert ModelShape.from_config(config).parameters / 1e6 == pytest.approx(millions, rel=0.002)
-    # The rules of degrees see it too.
-    assert [v.rule for v in ParallelDims(pp=2, dp_shard=1).check(config)] == ["tied-pp"]
-    assert not ModelShape.from_config({**config, "tie_word_embeddings": False}).tied
-
-
-def test_a_layer_is_without_experts_once() -> None:
+def test_a_layer_without_experts_is_counted_once(fields: dict[str, Any], dense: int) -> None:
     config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config |= {"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}
-    # Of four layers the first and the third are off the step, and the second is named.
-    assert ModelShape.from_config(config).dense_layers == 3
+    assert ModelShape.from_config({**config, **fields}).dense_layers == dense

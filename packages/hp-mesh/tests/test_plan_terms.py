@@ -300,6 +300,45 @@ def test_trust_looks_at_the_pipeline() -> None:
     assert str(bf16) == f"no published run resembles this ({apart})"
 
 
+def test_trust_looks_at_the_stage_of_zero_and_at_the_kernels() -> None:
+    staged = ParallelDims(dp_shard=8, tp=4, pp=2, world_size=64)
+
+    def trust(chip: str, dims: ParallelDims = staged, **changes: Any) -> Trust:
+        train = replace(TRAIN, schedule="interleaved", virtual_stages=2, **changes)
+        return estimate(LLAMA, Cluster(world_size=64, accelerator=chip), train, dims).trust
+
+    for chip in ("A100-80", "H100"):
+        usual = trust(chip)
+        assert usual.error is not None
+        assert trust(chip, zero=1) == usual
+        assert trust(chip, zero=0).error is None
+        assert "ZeRO stage 0 with pipeline stages" in str(trust(chip, zero=0))
+        assert "eager elementwise kernels" in trust(chip, fused="attention").differs
+    flat = ParallelDims(dp_shard=8, tp=8, world_size=64)
+    assert "ZeRO stage 0" in trust("H100", flat, zero=0).differs
+    assert "ZeRO stage 0" not in trust("H100", flat).differs
+    # Nothing is sharded at any stage; the runs published on A100 have such kernels.
+    alone = ParallelDims(dp_replicate=8, tp=8, dp_shard=1, world_size=64)
+    assert "ZeRO stage 0" not in trust("H100", alone, zero=0).differs
+    stores = "attention that stores its scores"
+    assert stores not in trust("A100-80", fused=False).differs
+    assert stores in trust("H100", fused=False).differs
+
+
+def test_an_accelerator_of_other_rates_has_neither_the_trust_nor_the_links_of_its_name() -> None:
+    other = replace(ACCELERATORS["H100"], tflops=100)
+    with pytest.raises(ParallelDimsError, match=r"(?s)intra_gbs=None.*inter_gbs=None") as caught:
+        Cluster(world_size=16, accelerator=other)
+    assert "another H100" in str(caught.value)
+    for chip in (other, replace(other, name="hopper")):
+        cluster = Cluster(world_size=16, accelerator=chip, intra_gbs=450, inter_gbs=50)
+        found = estimate(LLAMA, cluster, TRAIN, ParallelDims(tp=8, world_size=16))
+        assert found.trust.error is None
+        assert "bf16 without experts on " in str(found.trust)
+    same = replace(ACCELERATORS["H100"])
+    assert Cluster(world_size=8, accelerator=same) == Cluster(world_size=8, accelerator="H100")
+
+
 def test_a_comparison_says_which_parts_take_longer_and_why_it_does_not_fit() -> None:
     cluster = Cluster(world_size=16, accelerator="H100")
     train = TrainSpec(seq_len=4096, global_batch=64, zero=0)

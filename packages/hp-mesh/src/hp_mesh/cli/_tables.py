@@ -410,7 +410,7 @@ def format_seconds(seconds: float) -> str:
 def _winner(best: Candidate, fastest: Candidate | None) -> Iterator[Block]:
     headings = {
         "fits": "RUN THIS",
-        "borderline": "RUN THIS, though it is up to 15% above the memory limit",
+        "borderline": "NOTHING FITS; this is up to 15% above the memory limit",
         "does not fit": "NOTHING FITS; this comes nearest",
     }
     yield Line(text="")

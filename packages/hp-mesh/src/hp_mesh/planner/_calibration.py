@@ -13,7 +13,7 @@ from .._errors import (
     amount_violations,
     raise_errors,
 )
-from ._cluster import ACCELERATORS, Cluster
+from ._cluster import Cluster, told
 from ._model import ModelShape
 from ._result import Degrees, Setting, TimeSplit, Trust
 from ._train import TrainSpec
@@ -220,10 +220,8 @@ def trust_of(
     time: TimeSplit,
 ) -> Trust:
     """Return the published runs that a configuration resembles, and what sets it apart."""
-    chip = cluster.device.name
-    if ACCELERATORS.get(chip) != cluster.device:
-        chip = f"another {chip} than the published runs had"
-    family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else chip
+    chip = told(cluster.device)
+    family = "ampere" if chip in AMPERE else "hopper" if chip in HOPPER else ""
     precision = "fp8" if train.float8 else "bf16"
     kinds = CLASSES.get((family, precision, model.experts > 0), {})
     schedule = setting.schedule if degrees.pp > 1 else ""
@@ -235,7 +233,7 @@ def trust_of(
         apart = f"{precision} {'with' if model.experts else 'without'} experts on {chip}"
         apart += f" with {schedule} pipelines" if kinds else ""
         return Trust(resembles="", runs=0, error=None, differs=(apart,))
-    differs = tuple(_differences(published, cluster, train, degrees, time))
+    differs = tuple(_differences(published, cluster, train, degrees, setting, time))
     error = published.error if len(differs) < 2 else None
     name = published.name if error is not None else ""
     name += f" with {schedule} pipelines" if name and schedule else ""
@@ -247,9 +245,12 @@ def _differences(
     cluster: Cluster,
     train: TrainSpec,
     degrees: Degrees,
+    setting: Setting,
     time: TimeSplit,
 ) -> Iterator[str]:
     """Yield in what no published run of a class is like the configuration."""
+    if setting.zero == 0 and degrees.fsdp > 1:
+        yield "ZeRO stage 0"
     if cluster.world_size > 2 * published.largest:
         yield f"{cluster.world_size} devices; the largest published run has {published.largest}"
     if degrees.tp > cluster.ranks_per_node:

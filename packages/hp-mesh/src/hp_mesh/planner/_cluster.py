@@ -20,7 +20,7 @@ from .._layout import AxisGroup, RankLayout
 class Accelerator:
     """One device by its data sheet: GiB of memory, dense bf16 and fp8 TFLOP/s, GB/s of memory.
 
-    ``tflops_fp8`` is 0 where there is no fp8. Raises `ParallelDimsError` with every wrong number.
+    ``tflops_fp8`` is 0 where there is no fp8. Raises `ParallelDimsError` with every wrong value.
     """
 
     name: str
@@ -30,10 +30,10 @@ class Accelerator:
     hbm_gbs: float
 
     def __post_init__(self) -> None:
-        values = {n: getattr(self, n) for n in ("memory_gib", "tflops", "hbm_gbs")}
+        values = {n: getattr(self, n) for n in ("name", "memory_gib", "tflops", "hbm_gbs")}
+        name = values.pop("name")
         wrong = [*amount_violations(values)]
-        name: object = self.name
-        if not isinstance(name, str) or not name:
+        if not (isinstance(name, str) and name):
             wrong.append(number_violation("name", name, "a word"))
         raise_errors([*wrong, *amount_violations({"tflops_fp8": self.tflops_fp8}, zero=True)])
 
@@ -74,10 +74,21 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         for name, memory, half, quarter, bandwidth, _, _ in _CHIPS
     }
 )
-_LINKS: Mapping[str, tuple[float, float]] = {chip[0]: (chip[5], chip[6]) for chip in _CHIPS}
+_LINKS: Mapping[Accelerator, tuple[float, float]] = {
+    ACCELERATORS[chip[0]]: (chip[5], chip[6]) for chip in _CHIPS
+}
 # Names in any case, and of families whose usual member they mean.
 _NAMED = {name.upper(): chip for name, chip in ACCELERATORS.items()}
 _NAMED |= {"A100": _NAMED["A100-80"], "H100-80": _NAMED["H100"]}
+
+
+def told(chip: Accelerator) -> str:
+    """Return an accelerator's name, and that it is not the one of the table where that is so."""
+    return (
+        f"another {chip.name} than the known one"
+        if ACCELERATORS.get(chip.name, chip) != chip
+        else chip.name
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +130,7 @@ class Cluster:
             object.__setattr__(self, "accelerator", chip)
         take_integers(self, ("world_size", "ranks_per_node"))
         raise_errors(_violations(self))
-        intra, inter = _LINKS.get(self.device.name, (self.intra_gbs, self.inter_gbs))
+        intra, inter = _LINKS.get(self.device, (self.intra_gbs, self.inter_gbs))
         if self.intra_gbs is None:
             object.__setattr__(self, "intra_gbs", intra)
         if self.inter_gbs is None:
@@ -157,14 +168,13 @@ def _violations(cluster: Cluster) -> Iterator[Violation]:
             wrong = [number_violation("memory_fraction", share, "1 or below")]
         yield from wrong
     chip = cluster.accelerator
-    name = chip.name if isinstance(chip, Accelerator) else chip
     if not isinstance(chip, Accelerator):
         legal = f"{join_words(ACCELERATORS)}, or an Accelerator"
         yield number_violation("accelerator", chip, legal)
-    elif name not in _LINKS:
+    elif chip not in _LINKS:
         for speed, value in speeds.items():
             if value is None:
-                legal = f"GB/s, which are not known for accelerator {name!r}"
+                legal = f"GB/s, which are not known for accelerator {told(chip)}"
                 yield number_violation(speed, None, legal)
 
 

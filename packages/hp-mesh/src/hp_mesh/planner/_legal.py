@@ -105,7 +105,7 @@ class Legality:
 
     def _own(self, degrees: Degrees) -> Iterator[Violation]:
         """Yield what the estimates need beyond the rules of a mesh."""
-        # At least two, also where their number is open; other schedules have none to ask for.
+        # An interleaved schedule has at least two, also where their number is open.
         stages, layers = max(2, self._train.virtual_stages), self._model.layers
         interleaved = self._train.schedule == "interleaved" and degrees.pp > 1
         if interleaved and degrees.pp * stages > layers + 2:

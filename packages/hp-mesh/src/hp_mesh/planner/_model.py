@@ -105,6 +105,7 @@ class ModelShape:
             "vocab_size": self.vocab,
             "num_experts": self.experts,
             "expert_ffn": self.expert_width,
+            "dense_layers": self.dense_layers,
             "tie_word_embeddings": self.tied,
         }
 
@@ -245,6 +246,11 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
         )
     if shape.kv_heads is not None and shape.heads % shape.kv_heads:
         yield number_violation("kv_heads", shape.kv_heads, f"a divisor of heads={shape.heads}")
+    needed = {"query_latent": "nope_dim", "nope_dim": "latent", "rope_dim": "nope_dim"}
+    for name, other in needed.items():
+        if values[name] and not values[other]:
+            missing = other if shape.latent else "latent"
+            yield number_violation(name, values[name], f"0, or give {missing}")
     if shape.experts and not 1 <= shape.top_k <= shape.experts:
         yield number_violation("top_k", shape.top_k, f"1 to experts={shape.experts}")
     if shape.experts and shape.dense_layers >= shape.layers:
@@ -293,17 +299,6 @@ def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("shared_experts"):
         width = given.get("expert_ffn") or given["ffn"]
         found["shared_ffn"] = given["shared_experts"] * width
-    dense = given.get("dense_list")
-    dense = {*dense} if isinstance(dense, list | tuple) else set()
-    step = given.get("expert_step")
-    if step:
-        dense |= {layer for layer in range(given["layers"]) if (layer + 1) % step}
-    if dense or step:
-        first = {*range(given.get("dense_layers", 0))} if not step else set()
-        found["dense_layers"] = len(dense | first)
-    types = given.get("mlp_types")
-    if isinstance(types, list | tuple):
-        found["dense_layers"] = types.count("dense")
     return found
 
 

@@ -13,6 +13,7 @@ from .._errors import (
     divisors,
     integer_violations,
     kind_violations,
+    number_violation,
     raise_errors,
 )
 from .._layout import AxisGroup, RankLayout
@@ -103,7 +104,8 @@ def plan(
         The plan, whose candidates are built when they are looked at; its ``best`` is what to run.
 
     Raises:
-        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+        ParallelDimsError: For arguments of other types, an accelerator without a rate for fp8, and
+            options of experts without any.
 
     Example:
         >>> plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train).best
@@ -264,7 +266,8 @@ def smallest_world(
         The number of devices, None where nothing fits on ``largest`` either.
 
     Raises:
-        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+        ParallelDimsError: For arguments of other types, an accelerator without a rate for fp8, and
+            options of experts without any.
 
     Example:
         >>> smallest_world(MODELS["llama3-405b"], Cluster(world_size=8, accelerator="H100"), train)
@@ -300,7 +303,7 @@ class Search:
     def __init__(
         self, model: ModelShape, cluster: Cluster, train: TrainSpec, calibration: Calibration
     ) -> None:
-        raise_errors(_precision_violations(cluster, train))
+        raise_errors(_run_violations(model, cluster, train))
         self._model, self._cluster, self._train = model, cluster, train
         self._memory = MemoryModel(model, train, calibration)
         share = cluster.memory_fraction
@@ -482,7 +485,12 @@ def _kind_violations(model: object, cluster: object, train: object) -> Iterator[
     yield from kind_violations("train", train, TrainSpec)
 
 
-def _precision_violations(cluster: Cluster, train: TrainSpec) -> Iterator[Violation]:
+def _run_violations(model: ModelShape, cluster: Cluster, train: TrainSpec) -> Iterator[Violation]:
+    if not model.experts and train.fp8_dispatch:
+        yield number_violation("fp8_dispatch", True, "False, or give a model with experts")
+    if not model.experts and train.max_nodes is not None:
+        legal = "None, or give a model with experts"
+        yield number_violation("max_nodes", train.max_nodes, legal)
     chip = cluster.device
     if train.float8 and not chip.tflops_fp8:
         yield Violation(

@@ -41,7 +41,8 @@ class TrainSpec:
             (arXiv 2205.05198, section 5); ``"selective-op"``, all but the attention outputs and
             every second matrix product; ``"full"``, whole layers. None leaves the choice to the
             planner.
-        recompute_layers: Layers of each pipeline rank that recompute; None is all of them.
+        recompute_layers: Layers of each pipeline rank that recompute; None is all of them. Not with
+            ``recompute="none"``.
         float8: Linear layers multiply in fp8.
         schedule: ``"1f1b"``; ``"interleaved"``, with ``virtual_stages`` stages on every rank (arXiv
             2104.04473); ``"zero-bubble"``, ZB-H1 (arXiv 2401.10241); ``"dualpipe"`` (arXiv
@@ -72,7 +73,7 @@ class TrainSpec:
             ``"copies"``, once for each of its experts.
         fp8_dispatch: Tokens go to experts in fp8; what comes back, and gradients, in bf16.
         max_nodes: Nodes whose experts one token may have; None follows from the model's groups of
-            experts, else there is no limit.
+            experts, else there is no limit. This and ``fp8_dispatch`` need a model with experts.
         memory_fraction: Share of a device's memory that may be planned for.
 
     Raises:
