@@ -21,7 +21,7 @@ from hp_mesh.planner import (
     estimate,
     plan,
 )
-from hp_mesh.planner._cluster import Links, groups_of
+from hp_mesh.planner._cluster import Links, expert_groups_of, groups_of
 
 from .plan_strategies import clusters, runs, shapes
 
@@ -151,7 +151,7 @@ def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
         world_size=cluster_size,
     )
     links = Links(Cluster(world_size=cluster_size, accelerator="H100", ranks_per_node=node), 0.8)
-    groups = groups_of(dims.layout())
+    groups = groups_of(dims.layout()) | expert_groups_of(dims.layout())
     layout = dims.layout()
     for axis in ("tp", "cp", "fsdp", "pp", "ep", "efsdp"):
         fewest = min(
@@ -183,7 +183,7 @@ def test_links_of_folded_experts_are_those_of_their_ranks_in_any_order(
     )
     cluster = Cluster(world_size=pp * block * etp, accelerator="H100", ranks_per_node=node)
     links, layout = Links(cluster, 0.8), dims.layout()
-    groups = groups_of(dims.layout())
+    groups = groups_of(dims.layout()) | expert_groups_of(dims.layout())
     for axis in ("ep", "efsdp"):
         fewest = min(
             min(Counter(rank // node for rank in group).values()) for group in layout.groups(axis)

@@ -8,7 +8,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import lcm, prod
 from typing import NamedTuple, SupportsIndex
 
@@ -341,7 +341,7 @@ class RankLayout:
     def __init__(self, config: ViewConfig, order: Sequence[str]) -> None:
         self._sizes = sizes = axis_sizes(config)
         # Folded experts have no place of their own among the ranks.
-        self._order = base = [name for name in order if name != "ep" or config.peer]
+        self._order = base = tuple(name for name in order if name != "ep" or config.peer)
         self._strides = dict(zip(base, strides_of([sizes[name] for name in base]), strict=True))
         self.world_size = prod(sizes[name] for name in base)
         self._folds, self._aliases = config.folds, aliases(config)
@@ -355,8 +355,7 @@ class RankLayout:
     @property
     def names(self) -> tuple[str, ...]:
         """Return every axis and alias, each once."""
-        axes = (axis for axes in _view_axes(self._folds).values() for axis in axes)
-        return (*dict.fromkeys(axes), *self._aliases)
+        return (*_homes(self._folds), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
         """Return the first view that has all these axes, and their names without aliases."""
@@ -447,8 +446,8 @@ class RankLayout:
         if not isinstance(name, str) or name not in _view_axes(self._folds):
             raise LayoutError(f"no view {show(name)}; use {join_words(_view_axes(self._folds))}")
         if name not in self._views:
-            blocks = view_blocks(self._folds)[name]
-            self._views[name] = _make_view(name, blocks, self._sizes, self._strides, self._order)
+            parts = self._folds, self._sizes, self._strides, self._order
+            self._views[name] = _make_view(name, *parts)
         return self._views[name]
 
     def _checked(self, rank: int) -> int:
@@ -491,14 +490,14 @@ def _index(value: object) -> int | None:
 
 def _make_view(
     name: str,
-    blocks: tuple[AxisBlock, ...],
+    folds: Folds,
     sizes: Mapping[str, int],
     strides: Mapping[str, int],
-    order: Sequence[str],
+    order: tuple[str, ...],
 ) -> View:
-    axes = tuple(axis for block in blocks for axis in block.axes)
+    axes = _view_axes(folds)[name]
     digits: list[tuple[int, int]] = []
-    for part in (part for block in blocks for part in _fold_order(block, order)):
+    for part in _fold_orders(name, folds, order):
         size, stride = sizes[part], strides[part]
         if size == 1:
             continue
@@ -507,7 +506,7 @@ def _make_view(
         digits.append((size, stride))
     shape = tuple(sizes[axis] for axis in axes)
     view = View(name=name, axes=axes, shape=shape, digits=tuple(digits) or ((1, 1),))
-    for block in blocks:
+    for block in view_blocks(folds)[name]:
         if (
             block.outside
             and sizes[block.parts[0]] > 1
@@ -515,6 +514,12 @@ def _make_view(
         ):
             return replace(view, sorted_axis=axes.index(block.axes[0]))
     return view
+
+
+@lru_cache(maxsize=1024)
+def _fold_orders(name: str, folds: Folds, order: tuple[str, ...]) -> tuple[str, ...]:
+    blocks = view_blocks(folds)[name]
+    return tuple(part for block in blocks for part in _fold_order(block, order))
 
 
 def _fold_order(block: AxisBlock, order: Sequence[str]) -> list[str]:

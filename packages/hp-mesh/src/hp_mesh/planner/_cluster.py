@@ -179,20 +179,25 @@ def _violations(cluster: Cluster) -> Iterator[Violation]:
 
 
 def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
-    """Return the group of every axis that communicates; ``ulysses`` is the inner part of ``cp``.
+    """Return the group of every axis that dense layers communicate over.
 
-    ``dense`` and ``efsdp`` are the ranks that share the gradients of parameters and of experts:
-    those that shard them or, where these are ``replicated``, all that have the same.
+    ``dense`` are the ranks that share the gradients of a parameter: those that shard it or, where
+    it is ``replicated``, all that have it. ``ulysses`` is the inner part of ``cp``.
     """
-    axes = ("tp", "cp", "fsdp", "dp_replicate", "pp", "ep")
+    axes = ("tp", "cp", "fsdp", "dp_replicate", "pp")
     groups = {name: layout.axis_group(name) for name in axes}
     groups["dense"] = layout.axis_group("loss") if replicated else groups["fsdp"]
-    groups["efsdp"] = layout.axis_group("ep_replicate" if replicated else "efsdp")
     if "ulysses" in layout.names:
         parts = {"ring": layout.axis_group("cp_outer"), "ulysses": layout.axis_group("ulysses")}
     else:
         parts = {"ring": groups["cp"], "ulysses": AxisGroup(1, ())}
     return groups | parts
+
+
+def expert_groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
+    """Return the groups of experts: ``ep``, and ``efsdp``, which is to them what ``dense`` is."""
+    shared = layout.axis_group("ep_replicate" if replicated else "efsdp")
+    return {"ep": layout.axis_group("ep"), "efsdp": shared}
 
 
 class Links:

@@ -18,7 +18,7 @@ from .._errors import (
 )
 from .._layout import AxisGroup, RankLayout
 from ._calibration import Calibration, trust_of
-from ._cluster import Cluster, groups_of
+from ._cluster import Cluster, expert_groups_of, groups_of
 from ._legal import DENSE_AXES, Legality, batch_violations, settings_of
 from ._memory import MemoryModel, Rank
 from ._model import ModelShape
@@ -311,12 +311,17 @@ class Search:
         self._limit = cluster.device.memory_gib * GIB * share
         self._time = TimeModel(model, cluster, train, calibration, self._limit)
         self._variants: dict[int, list[Setting]] = {}
+        self._groups: dict[tuple[int, ...], dict[str, AxisGroup]] = {}
 
     def cost(self, degrees: Degrees, layout: Callable[[], RankLayout]) -> Cost:
         """Return what the settings of some degrees share; the layout is asked for if needed."""
 
         def communication() -> Communication:
-            groups = groups_of(layout(), replicated=self._train.zero == 0)
+            found, replicated = layout(), self._train.zero == 0
+            key = degrees[:5]  # all but those of experts
+            if key not in self._groups:
+                self._groups[key] = groups_of(found, replicated=replicated)
+            groups = self._groups[key] | expert_groups_of(found, replicated=replicated)
             return groups, self._time.traffic(degrees, groups)
 
         return Cost(degrees, communication)

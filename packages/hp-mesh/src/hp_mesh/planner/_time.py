@@ -107,7 +107,7 @@ class ComputeModel:
         self._linear_rate = self._half_rate
         if train.float8:
             self._linear_rate = chip.tflops_fp8 * 1e12 * calibration.fp8_efficiency
-        self._layers: dict[tuple[Degrees, int, Recompute, bool], Work] = {}
+        self._layers: dict[tuple[object, ...], Work] = {}
         self._passes = 1.0 if train.fused is True else calibration.eager_passes
         launches = calibration.fused_launches if train.fused is True else 1.0
         self._host = calibration.layer_seconds * launches
@@ -116,15 +116,11 @@ class ComputeModel:
         self, degrees: Degrees, micro_batch: int, recompute: Recompute, *, experts: bool
     ) -> Work:
         """Return the seconds of one microbatch in one layer, with experts or without."""
-        own = degrees._replace(
-            dp_replicate=1,
-            dp_shard=1,
-            pp=degrees.pp if self._train.recompute_layers else 1,
-            **({} if experts else {"ep": 1, "etp": 1}),
-        )
-        key = own, micro_batch, recompute, experts
+        _, _, _, *inner = degrees
+        stages = degrees.pp if self._train.recompute_layers else 0
+        key = *inner, stages, micro_batch, recompute, experts
         if key not in self._layers:
-            self._layers[key] = self._layer(own, micro_batch, recompute, experts=experts)
+            self._layers[key] = self._layer(degrees, micro_batch, recompute, experts=experts)
         return self._layers[key]
 
     def _layer(
