@@ -128,8 +128,9 @@ def published_runs() -> list[Run]:
     rows = []
     for row in [*facts["runs"], *facts["held_out"]]:
         degrees = {"dp_shard": 1, **row["dims"]}
-        # torch's fused attention is FlashAttention-2.
-        train = {"attention": "flash-2"} if "torchtitan" in row["source"] else {}
+        # torch attends with FlashAttention-2, and its pipelining keeps all that it receives.
+        torch = {"attention": "flash-2", "receive_buffers": "all"}
+        train: dict[str, Any] = torch if "torchtitan" in row["source"] else {}
         train |= row["train"]
         rows.append(
             make(
@@ -319,6 +320,35 @@ def report_times(runs: Sequence[Run], validated: Mapping[Run, float] | None) -> 
     show("mean absolute error of time", summary, ["class", "runs", "fit", "source left out"])
 
 
+def report_schedules(runs: Sequence[Run], validated: Mapping[Run, float] | None) -> None:
+    """Print the mean errors by device, class and pipeline schedule, as estimates tell them.
+
+    The last column is what the trust of such an estimate says; empty, it says that no published run
+    resembles it.
+    """
+    fitted = time_errors(runs, Calibration())
+    groups: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+    told: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for run in fitted:
+        own, chip = run.estimate(Calibration()), run.cluster.device.name
+        schedule = str(own.schedule) if own.dims.pp > 1 else "no stages"
+        key = chip[:4], run.kind, schedule
+        groups[key].append(run)
+        if own.trust.error is not None:
+            told[key].add(f"{own.trust.error:.0%} of {own.trust.runs}")
+    rows = []
+    for key, members in sorted(groups.items()):
+        left = ""
+        if validated:
+            off = [exp(validated[run]) - 1 for run in members]
+            left = f"{mean_size(validated[run] for run in members):.1%}"
+            left += f" ({statistics.mean(off):+.1%})"
+        fits = f"{mean_size(fitted[run] for run in members):.1%}"
+        rows.append((*key, len(members), fits, left, ", ".join(sorted(told[key]))))
+    columns = ["device", "class", "schedule", "runs", "fit", "left out (signed)", "trust says"]
+    show("mean absolute error of time, by schedule", rows, columns)
+
+
 def report_memory(runs: Sequence[Run]) -> None:
     """Print the memory of the runs that published it."""
     rows, errors = [], []
@@ -410,6 +440,7 @@ def main() -> None:
         ]
         show("constants", rows, ["constant", "in the table", "fitted"])
     report_times(runs, validated)
+    report_schedules(runs, validated)
     report_memory(runs)
     report_trials(Calibration())
 

@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hp_mesh import ParallelDims
 from hp_mesh.cli import _main, main
 from hp_mesh.cli._reports import GIB
 from hp_mesh.planner import (
+    ACCELERATORS,
     MODELS,
     Accelerator,
     Cluster,
@@ -123,6 +125,57 @@ def test_options_of_a_run_reach_the_planner() -> None:
     assert "interleaved of 2 stages, ZeRO 1" in out
 
 
+def test_options_take_what_the_python_call_takes() -> None:
+    argv = ["estimate", *DEGREES, *RUN]
+    usual = document(*argv)["configuration"]
+    assert document(*argv, "--zero", "none")["configuration"] == usual
+    free = document(*argv, "--intra-us", "0", "--inter-us", "0")["configuration"]
+    cluster = Cluster(world_size=64, accelerator="H100", intra_us=0, inter_us=0)
+    dims = ParallelDims(dp_shard=8, tp=4, pp=2, world_size=64)
+    own = estimate(MODELS["llama3-8b"], cluster, TrainSpec(**TRAIN), dims)
+    assert free["time"]["total"] == own.time.total < usual["time"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--intra-us", "-1", "intra_us=-1.0 given; use 0 or above"),
+        ("--inter-us", "nan", "inter_us=nan given; use 0 or above"),
+        ("--intra-gbs", "0", "intra_gbs=0.0 given; use a number above 0"),
+        ("--intra-gbs", "inf", "intra_gbs=inf given; use a number above 0"),
+        ("--inter-gbs", "1e99", "inter_gbs=1e+99 given; use at most"),
+        ("--memory-fraction", "2", "memory_fraction=2.0 given; use 1 or below"),
+        ("--memory-fraction", "half", "--memory-fraction 'half' is not a number"),
+        ("--recompute-layers", "4", "recompute_layers=4 given; use None, or another recompute"),
+        ("--zero", "4", "zero=4 given; use 0, 1, 2, 3, None or 'any'"),
+    ],
+)
+def test_an_option_that_the_python_call_refuses_is_refused(
+    option: str, value: str, message: str
+) -> None:
+    code, out, err = run("plan", "--gpus", "64", *RUN, "--recompute=none", f"{option}={value}")
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_plan_of_borderline_configurations_alone_fits_nothing() -> None:
+    model, train = MODELS["llama3-8b"], TrainSpec(**TRAIN)
+    chip = ACCELERATORS["H100"]
+    tight = Cluster(world_size=8, accelerator=chip, memory_fraction=0.01)
+    least = plan(model, tight, train).candidates[0].memory.total
+    share = least / 1.1 / chip.memory_gib / GIB
+    found = plan(model, replace(tight, memory_fraction=share), train)
+    assert not found.fits
+    assert found.borderline
+    argv = ["plan", "--gpus", "8", *RUN, "--memory-fraction", str(share)]
+    code, out, _ = run(*argv)
+    assert code == 1
+    assert "NOTHING FITS; this is up to 15% above the memory limit" in out
+    assert "the smallest number of GPUs on which a configuration fits: 16" in out
+    told = json.loads(run(*argv, "--json")[1])
+    assert told["smallest_world"] == 16
+
+
 CHIP = {"name": "Mine", "memory_gib": 120, "tflops": 800, "hbm_gbs": 4000}
 
 
@@ -151,6 +204,8 @@ def test_an_accelerator_may_come_from_a_file(tmp_path: Path) -> None:
         ({"tflops": None}, "lacks tflops"),
         ({"speed": 3}, "has 'speed', which is none of name, memory_gib"),
         ({"tflops": -1}, "tflops=-1"),
+        ({"name": ["x"]}, "name=['x'] given; use a word"),
+        ({"name": "H100", "intra_gbs": None}, "not known for accelerator another H100"),
         ({"intra_gbs": None}, "intra_gbs=None given; use GB/s, which are not known for"),
     ],
 )
@@ -216,3 +271,54 @@ def test_an_expert_tensor_degree_that_estimates_do_not_know_is_refused() -> None
     code, out, err = run("estimate", "dp_shard=8", "ep=2", "etp=4", "free_etp=true", *argv)
     assert (code, out) == (2, "")
     assert "etp=4 is neither 1 nor tp=1: estimates know no other" in err
+
+
+def test_a_hop_may_take_no_time_and_the_usual_stage_has_a_name() -> None:
+    free = document("estimate", *DEGREES, *RUN, "--intra-us", "0", "--zero", "none")
+    usual = document("estimate", *DEGREES, *RUN)
+    assert free["configuration"]["time"]["tp"] < usual["configuration"]["time"]["tp"]
+    assert free["configuration"]["zero"] is None
+    code, _, err = run("estimate", *DEGREES, *RUN, "--intra-gbs", "0")
+    assert (code, "intra_gbs=0.0 given; use a number above 0" in err) == (2, True)
+    code, _, err = run("estimate", *DEGREES, *RUN, "--intra-us", "-1")
+    assert (code, "intra_us=-1.0 given; use 0 or above" in err) == (2, True)
+
+
+def test_layers_that_recompute_need_something_to_recompute() -> None:
+    options = ["--recompute", "none", "--recompute-layers", "4"]
+    code, out, err = run("estimate", *DEGREES, *RUN, *options)
+    assert (code, out) == (2, "")
+    assert "recompute_layers=4 given; use None, or another recompute than 'none'" in err
+
+
+@pytest.mark.parametrize("name", ['["x"]', "{a=1}", "5", '""'])
+def test_an_accelerator_is_called_by_a_word(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "chip.toml"
+    path.write_text(f"name = {name}\nmemory_gib = 80\ntflops = 900\nhbm_gbs = 3000\n")
+    code, out, err = run("estimate", *DEGREES, *RUN, "--gpu", str(path))
+    assert (code, out) == (2, "")
+    assert "use a word" in err
+
+
+@pytest.mark.parametrize("name", ["noext", "."])
+def test_a_picture_is_written_where_it_is_said_to_be(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / name)
+    code, _, err = run("show", "tp=8", "--picture", path)
+    assert (code, f"cannot write {path}" in err) == (2, True)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_framework_s_table_is_read_from_a_file_and_words_replace_its_degrees(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[parallelism]\ntensor_parallel_degree = 4\ndata_parallel_shard_degree = -1\n"
+        "[mesh]\nseq_len = 1000000\n"
+    )
+    place = f"{path}:parallelism"
+    assert document("check", "--config", place, "--world", "16")["dims"]["tp"] == 4
+    told = document("check", "tp=8", "--config", place, "--world", "16")["dims"]
+    assert (told["tp"], told["dp_shard"]) == (8, 2)
+    code, _, err = run("check", "--config", f"{path}:mesh", "--world", "16")
+    assert (code, "'seq_len' is not a field" in err) == (2, True)

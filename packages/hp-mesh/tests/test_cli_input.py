@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hp_mesh import ParallelDims
+
 from .test_cli import document, run
 
 TABLE = {"tp": 4, "dp_shard": -1, "world_size": 16}
@@ -181,11 +183,17 @@ def test_an_unknown_option_or_command_is_refused() -> None:
 
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert "cannot write" in refused("show", "tp=2", "--svg", str(tmp_path / "no" / "x.svg"))
+    (tmp_path / "folder").mkdir()
+    for name in ("picture", "picture.", "folder"):
+        message = refused("show", "tp=2", "--picture", str(tmp_path / name))
+        assert f"cannot write {tmp_path / name}: its name must end in .svg, .png, .pdf" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("c.json", '{"dp_shard": 4, "seq_len": 1000000}', "'seq_len' is not a field"),
         ("c.toml", "tp = ", "cannot read"),
         ("c.json", "{", "cannot read"),
         ("c.json", "[1]", "holds list and not named fields"),
@@ -232,6 +240,44 @@ def test_degrees_come_from_files_and_words_replace_them(
     assert (told["tp"], told["dp_shard"], told["world_size"]) == (4, 4, 16)
     told = document("show", "tp=8", "--config", place)["dims"]
     assert (told["tp"], told["dp_shard"]) == (8, 2)
+
+
+TITAN = "[parallelism]\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = -1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "etp"),
+    [
+        ("run.toml:parallelism", TITAN + "enable_async_tensor_parallel = false\n", 1),
+        ("run.json", '{"tensor_model_parallel_size": 2, "num_layers": 4}', 2),
+        ("run.yaml", "tensor_model_parallel_size: 2\nexpert_tensor_parallel_size: 1", 1),
+    ],
+)
+def test_a_table_of_a_framework_is_read_as_by_python_and_words_replace_its_degrees(
+    name: str, text: str, etp: int, tmp_path: Path
+) -> None:
+    path, _, table = name.partition(":")
+    (tmp_path / path).write_text(text)
+    read = ParallelDims.from_yaml if path.endswith("yaml") else ParallelDims.from_toml
+    place = ["--config", str(tmp_path / name), "--world", "16"]
+    told = document("show", *place)["dims"]
+    assert (told["tp"], told["dp_shard"], told["etp"]) == (2, 8, etp)
+    if not path.endswith("json"):
+        assert told == read(tmp_path / path, table or None, 16).to_dict()
+    told = document("show", *place, "tp=4", "pp=2")["dims"]
+    assert (told["tp"], told["pp"], told["dp_shard"]) == (4, 2, 2)
+    assert told["etp"] == (4 if etp == 2 else 1)
+    assert document("show", *place, "etp=1")["dims"]["etp"] == 1
+    (tmp_path / path).write_text(text.replace("2", "3"))
+    assert "tp=3 does not divide world_size=16" in refused("check", *place)
+
+
+def test_a_table_of_a_framework_that_says_two_things_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"tensor_model_parallel_size": 2, "tp": 4, "pp_size": 3}')
+    message = refused("check", "--config", str(path), "--world", "8")
+    assert "tensor_model_parallel_size=2 and tp=4 differ" in message
+    assert "pp_size=3 is read by no name" in message
 
 
 def test_an_absent_table_is_refused_with_those_that_are_there(tmp_path: Path) -> None:

@@ -51,6 +51,28 @@ def test_the_document_has_what_the_python_call_finds(planned: Plan) -> None:
         assert entry["tokens_per_second_per_gpu"] == candidate.tokens_per_second_per_gpu
 
 
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("llama3-70b", "70.6B parameters"),
+        ("deepseek-v3", "671B parameters, 37.6B of them active in one token"),
+    ],
+)
+def test_plan_and_estimate_tell_the_parameters_in_all_and_of_one_token(
+    model: str, line: str
+) -> None:
+    shape = MODELS[model]
+    options = ["--model", model, "--gpu", "h200", "--seq-len", "4096", "--global-batch", "256"]
+    words = ["dp_shard=256", f"ep={64 if shape.experts else 1}"]
+    for argv in (["plan", "--gpus", "256"], ["estimate", *words, "--recompute", "full"]):
+        _, out, err = run(*argv, *options)
+        assert err == ""
+        assert out.splitlines()[1] == line
+        told = document(*argv, *options)
+        assert told["parameters"] == shape.parameters
+        assert told["active_parameters"] == shape.active_parameters
+
+
 def test_the_parts_of_a_candidate_sum_up(planned: Plan) -> None:
     for candidate in planned.candidates[:50]:
         assert sum(candidate.memory.parts.values()) == pytest.approx(candidate.memory.total)

@@ -101,3 +101,9 @@ def test_a_value_that_is_no_degree_is_refused_at_once(name: str, value: object) 
     arguments: dict[str, object] = {name: value}
     with pytest.raises(ParallelDimsError, match=f"^{name}={value!r} is not a degree"):
         HybridShard(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["replicas", "shard_degree"])
+def test_nodes_beside_a_degree_are_refused(name: str) -> None:
+    with pytest.raises(ParallelDimsError, match=f"ranks_per_node=8 has no effect with {name}=2"):
+        HybridShard(**{name: 2}, ranks_per_node=8)

@@ -214,6 +214,17 @@ def test_an_interleaved_schedule_without_stages_is_searched_from_two_on(layers: 
         estimate(model, eight, train, ParallelDims(pp=8, world_size=8))
 
 
+def test_stages_of_an_interleaved_schedule_do_not_bind_the_others_of_an_open_one() -> None:
+    cluster = Cluster(world_size=8, accelerator="H100")
+    train = TrainSpec(seq_len=64, global_batch=16, schedule="any", virtual_stages=4)
+    dims = ParallelDims(pp=8, world_size=8)
+    found = estimate(GPT2, cluster, train, dims)
+    assert (found.virtual_stages, found.schedule) != (4, "interleaved")
+    assert dims in [c.dims for c in plan(GPT2, cluster, train).candidates]
+    plain = estimate(GPT2, cluster, replace(train, schedule="1f1b", virtual_stages=1), dims)
+    assert found.time.total <= plain.time.total
+
+
 def test_an_interleaved_schedule_needs_microbatches_and_layers_for_its_stages() -> None:
     cluster = Cluster(world_size=8, accelerator="H100")
     train = TrainSpec(

@@ -17,7 +17,6 @@ GPT2 = {
     "n_head": 12,
     "n_inner": None,
     "vocab_size": 50257,
-    "tie_word_embeddings": True,
 }
 
 
@@ -95,7 +94,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "hidden_size": 14336,
                 "n_head": 112,
                 "vocab_size": 250880,
-                "tie_word_embeddings": True,
             },
             176.2,
         ),
@@ -108,7 +106,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "num_kv_heads": 71,
                 "multi_query": True,
                 "vocab_size": 65024,
-                "tie_word_embeddings": True,
             },
             6.92,
         ),
@@ -120,7 +117,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "n_heads": 32,
                 "expansion_ratio": 4,
                 "vocab_size": 50432,
-                "tie_word_embeddings": True,
             },
             6.65,
         ),
@@ -133,7 +129,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "n_inner": 24576,
                 "multi_query": True,
                 "vocab_size": 49152,
-                "tie_word_embeddings": True,
             },
             15.5,
         ),
@@ -170,7 +165,6 @@ def test_a_model_of_two_matrices_with_its_usual_width_is_read() -> None:
                 "num_attention_heads": 16,
                 "intermediate_size": 4096,
                 "vocab_size": 30522,
-                "tie_word_embeddings": True,
             },
             0.335,
         ),
@@ -183,6 +177,50 @@ def test_a_family_of_two_matrices_has_its_published_number_of_parameters(
     found = ModelShape.from_config(config)
     assert not found.glu
     assert found.parameters / 1e9 == pytest.approx(total, rel=0.02)
+
+
+def test_a_file_of_a_family_that_ties_by_default_need_not_say_so() -> None:
+    gemma: dict[str, Any] = {
+        "model_type": "gemma",
+        "num_hidden_layers": 18,
+        "hidden_size": 2048,
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16384,
+        "vocab_size": 256000,
+    }
+    # The published 2.51 billion.
+    assert ModelShape.from_config(gemma).parameters / 1e9 == pytest.approx(2.51, rel=0.005)
+    for config in (gemma, {"text_config": gemma}):
+        (advice,) = ParallelDims(pp=2, dp_shard=1).check(config)
+        assert advice.rule == "tied-pp"
+    apart = {**gemma, "tie_word_embeddings": False}
+    assert ModelShape.from_config(apart).parameters / 1e9 == pytest.approx(3.03, rel=0.005)
+    assert not ParallelDims(pp=2, dp_shard=1).check(apart)
+
+
+def test_embeddings_are_tied_as_the_configuration_classes_of_transformers_have_it() -> None:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    wrong, read = [], 0
+    for family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            default = configuration_auto.CONFIG_MAPPING[family]().to_dict()
+        except (KeyError, StrictDataclassError):  # no configuration, or none by default
+            continue
+        if "text_config" in default:  # one of several parts, each with a family of its own
+            continue
+        try:
+            tied = ModelShape.from_config(default).tied
+        except ParallelDimsError:  # layers that have no price
+            continue
+        read += 1
+        if ModelShape.from_config({**DENSE, "model_type": family}).tied != tied:
+            wrong.append(family)
+    assert not wrong
+    assert read > 50
 
 
 def test_falcon_of_the_newer_architecture_has_the_kv_heads_that_it_names() -> None:
@@ -304,3 +342,100 @@ def test_latent_attention_has_the_parameters_of_its_own_projections() -> None:
     assert ModelShape.from_config(moe_k) == ModelShape.from_config(lite)
     with pytest.raises(ParallelDimsError, match=r"has no top_k; give num_experts_per_tok, .*moe_k"):
         ModelShape.from_config({**lite, "num_experts_per_tok": None})
+
+
+FALCON_H1 = {"layers_block_type": ["attention"] * 4, "mamba_d_ssm": 1024}
+DENSE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"mamba_d_state": 16, "attn_layer_period": 8}, ["mamba_d_state", "attn_layer_period"]),
+        ({"linear_num_value_heads": 32, "full_attention_interval": 4}, ["linear_num_value_heads"]),
+        ({"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, ["layer_types"]),
+        ({"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}, ["conv_L_cache"]),
+        ({"attn_type_list": [0, 0, 0, 1]}, ["attn_type_list"]),
+        ({"hybrid_override_pattern": "M-M*"}, ["hybrid_override_pattern"]),
+        ({"block_types": ["recurrent", "attention"], "lru_width": 64}, ["block_types"]),
+        (FALCON_H1, ["mamba_d_ssm"]),
+        ({"block_configs": [{"attention": {"no_op": True}}]}, ["block_configs"]),
+        ({"index_topk": 2048}, ["index_topk"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_layers_without_a_price_are_refused_and_their_fields_named(
+    fields: dict[str, Any], named: list[str], nested: bool
+) -> None:
+    config = {**DENSE, **fields}
+    with pytest.raises(ParallelDimsError, match="estimates have no price") as caught:
+        ModelShape.from_config({"text_config": config} if nested else config)
+    assert {name for v in caught.value.violations for name in v.values} >= {*named}
+    # The rules of degrees read what they know all the same.
+    assert not ParallelDims(tp=2, world_size=2).check(config).errors
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        {"layer_types": ["attention"] * 4, "mamba_d_state": 256, "mamba_n_heads": 128},
+        {"attn_type_list": [1, 1, 1, 1]},
+        {"is_encoder_decoder": False, "mamba_d_state": None, "attn_layer_indices": []},
+    ],
+)
+def test_fields_of_other_layers_in_a_model_that_has_none_are_no_matter(
+    fields: dict[str, Any],
+) -> None:
+    assert ModelShape.from_config({**DENSE, **fields}) == ModelShape.from_config(DENSE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Bamba", "FalconH1", "Jamba", "KimiLinear", "MiniMax", "NemotronH"),
+        *("OlmoHybrid", "Qwen3Next", "RecurrentGemma", "Zamba", "Zamba2", "DeepseekV32"),
+        *("Mamba", "Mamba2", "FalconMamba", "GraniteMoeHybrid", "Rwkv", "xLSTM", "T5"),
+    ],
+)
+def test_no_configuration_of_transformers_with_other_layers_is_read_as_a_decoder(name: str) -> None:
+    kind = getattr(transformers, f"{name}Config", None)
+    if kind is None:
+        pytest.skip(f"this version of transformers has no {name}")
+    with pytest.raises(ParallelDimsError):
+        ModelShape.from_config(kind())
+
+
+def test_the_layers_of_a_configuration_decide_where_its_family_has_both_kinds() -> None:
+    with pytest.raises(ParallelDimsError, match=r"layer_types=\['conv'\]"):
+        ModelShape.from_config(transformers.Lfm2Config(full_attn_idxs=[2, 5]))
+    assert ModelShape.from_config(transformers.Lfm2Config()).layers == 32
+
+
+def test_layers_without_experts_are_counted_by_the_words_of_each_layer() -> None:
+    config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    types = ["dense", "sparse", "sparse", "sparse"]
+    assert ModelShape.from_config({**config, "mlp_layer_types": types}).dense_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({"decoder_sparse_step": 2}, 2),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0]}, 2),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1, 1]}, 3),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [2, 3]}, 2),
+        ({"mlp_only_layers": [0, 7]}, 1),
+        ({"first_k_dense_replace": 1, "mlp_only_layers": [0, 3]}, 2),
+    ],
+)
+def test_a_layer_without_experts_is_counted_once(fields: dict[str, Any], dense: int) -> None:
+    config = {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    assert ModelShape.from_config({**config, **fields}).dense_layers == dense

@@ -74,6 +74,20 @@ def test_fp8_on_an_accelerator_without_it_is_refused() -> None:
         plan(GPT2, Cluster(world_size=8, accelerator="A100-80"), train)
 
 
+@pytest.mark.parametrize(("name", "value"), [("fp8_dispatch", True), ("max_nodes", 2)])
+def test_an_option_of_the_dispatch_to_experts_is_refused_without_experts(
+    name: str, value: Any
+) -> None:
+    cluster = Cluster(world_size=8, accelerator="H100")
+    given: dict[str, Any] = {"seq_len": 4096, "global_batch": 8, name: value}
+    train = TrainSpec(**given)
+    with pytest.raises(ParallelDimsError, match=f"{name}={value} given; use .* give a model with"):
+        plan(GPT2, cluster, train)
+    with pytest.raises(ParallelDimsError, match=f"{name}={value}"):
+        estimate(GPT2, cluster, train, ParallelDims(world_size=8))
+    assert plan(MODELS["mixtral-8x7b"], cluster, train).best is not None
+
+
 def test_integers_of_other_types_are_taken_as_python_has_them() -> None:
     four = cast(int, np.int64(4))
     train = TrainSpec(seq_len=four, global_batch=four, micro_batch=four)

@@ -112,6 +112,30 @@ def test_all_wrong_numbers_of_a_run_are_named() -> None:
     assert {name for v in caught.value.violations for name in v.values} == {*wrong}
     with pytest.raises(ParallelDimsError, match="virtual_stages=2 given; use 1, or schedule"):
         TrainSpec(seq_len=8, global_batch=8, virtual_stages=2)
+    with pytest.raises(
+        ParallelDimsError, match="recompute_layers=4 given; use None, or another recompute"
+    ):
+        TrainSpec(seq_len=8, global_batch=8, recompute="none", recompute_layers=4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"nope_dim": 8, "rope_dim": 8},
+        {"query_latent": 8},
+        {"latent": 8, "query_latent": 8},
+        {"latent": 8, "rope_dim": 8},
+    ],
+)
+def test_sizes_of_latent_attention_without_those_that_they_belong_to_are_refused(
+    fields: dict[str, Any],
+) -> None:
+    whole: dict[str, Any] = {"latent": 8, "nope_dim": 8, "rope_dim": 8, "query_latent": 8}
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 64, "vocab": 8}
+    assert ModelShape(**sizes, **whole).latent == 8
+    missing = "nope_dim" if "latent" in fields else "latent"
+    with pytest.raises(ParallelDimsError, match=rf"=8 given; use 0, or give {missing}"):
+        ModelShape(**sizes, **fields)
 
 
 def test_all_wrong_numbers_of_an_accelerator_are_named() -> None:
@@ -121,6 +145,12 @@ def test_all_wrong_numbers_of_an_accelerator_are_named() -> None:
     assert names == ["memory_gib", "tflops", "tflops_fp8"]
     with pytest.raises(ParallelDimsError, match=r"hbm_gbs=.* given; use at most 4294967296"):
         Accelerator(name="X", memory_gib=1, tflops=1, hbm_gbs=10**400)
+
+
+@pytest.mark.parametrize("name", [["x"], {"a": 1}, 5, "", None])
+def test_an_accelerator_has_a_name(name: Any) -> None:
+    with pytest.raises(ParallelDimsError, match=r"name=.* given; use a word"):
+        Accelerator(name=name, memory_gib=1, tflops=1, hbm_gbs=1)
 
 
 def test_an_accelerator_may_be_given_by_name() -> None:

@@ -300,6 +300,45 @@ def test_trust_looks_at_the_pipeline() -> None:
     assert str(bf16) == f"no published run resembles this ({apart})"
 
 
+def test_trust_looks_at_the_stage_of_zero_and_at_the_kernels() -> None:
+    staged = ParallelDims(dp_shard=8, tp=4, pp=2, world_size=64)
+
+    def trust(chip: str, dims: ParallelDims = staged, **changes: Any) -> Trust:
+        train = replace(TRAIN, schedule="interleaved", virtual_stages=2, **changes)
+        return estimate(LLAMA, Cluster(world_size=64, accelerator=chip), train, dims).trust
+
+    for chip in ("A100-80", "H100"):
+        usual = trust(chip)
+        assert usual.error is not None
+        assert trust(chip, zero=1) == usual
+        assert trust(chip, zero=0).error is None
+        assert "ZeRO stage 0 with pipeline stages" in str(trust(chip, zero=0))
+        assert "eager elementwise kernels" in trust(chip, fused="attention").differs
+    flat = ParallelDims(dp_shard=8, tp=8, world_size=64)
+    assert "ZeRO stage 0" in trust("H100", flat, zero=0).differs
+    assert "ZeRO stage 0" not in trust("H100", flat).differs
+    # Nothing is sharded at any stage; the runs published on A100 have such kernels.
+    alone = ParallelDims(dp_replicate=8, tp=8, dp_shard=1, world_size=64)
+    assert "ZeRO stage 0" not in trust("H100", alone, zero=0).differs
+    stores = "attention that stores its scores"
+    assert stores not in trust("A100-80", fused=False).differs
+    assert stores in trust("H100", fused=False).differs
+
+
+def test_an_accelerator_of_other_rates_has_neither_the_trust_nor_the_links_of_its_name() -> None:
+    other = replace(ACCELERATORS["H100"], tflops=100)
+    with pytest.raises(ParallelDimsError, match=r"(?s)intra_gbs=None.*inter_gbs=None") as caught:
+        Cluster(world_size=16, accelerator=other)
+    assert "another H100" in str(caught.value)
+    for chip in (other, replace(other, name="hopper")):
+        cluster = Cluster(world_size=16, accelerator=chip, intra_gbs=450, inter_gbs=50)
+        found = estimate(LLAMA, cluster, TRAIN, ParallelDims(tp=8, world_size=16))
+        assert found.trust.error is None
+        assert "bf16 without experts on " in str(found.trust)
+    same = replace(ACCELERATORS["H100"])
+    assert Cluster(world_size=8, accelerator=same) == Cluster(world_size=8, accelerator="H100")
+
+
 def test_a_comparison_says_which_parts_take_longer_and_why_it_does_not_fit() -> None:
     cluster = Cluster(world_size=16, accelerator="H100")
     train = TrainSpec(seq_len=4096, global_batch=64, zero=0)
@@ -364,3 +403,84 @@ def test_the_memory_that_may_be_planned_for_is_the_clusters_where_it_says() -> N
 def test_an_expert_tensor_degree_without_a_price_is_refused() -> None:
     with pytest.raises(ParallelDimsError, match="etp=4 is neither 1 nor tp=1: estimates know no"):
         cost(MIXTRAL, world=8, dp_shard=8, ep=2, etp=4, free_etp=True)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+def test_replicas_and_shards_of_stage_0_are_one_run(model: str) -> None:
+    train = TrainSpec(seq_len=2048, global_batch=128, zero=0, micro_batch=1, recompute="full")
+    seconds, needs = [], []
+    for replicas in (1, 2, 8, 64):
+        own = cost(MODELS[model], train, world=64, dp_replicate=replicas, dp_shard=64 // replicas)
+        seconds.append(own.time.total)
+        needs.append(own.memory.total)
+    assert max(seconds) == pytest.approx(min(seconds), rel=1e-6)
+    assert max(needs) == min(needs)
+
+
+def test_an_open_schedule_keeps_degrees_that_no_interleaving_has() -> None:
+    cluster = Cluster(world_size=256, accelerator="H100")
+    train = TrainSpec(seq_len=8192, global_batch=512, schedule="any", virtual_stages=8)
+    dims = ParallelDims(tp=4, pp=16, world_size=256)
+    assert estimate(MODELS["llama3-70b"], cluster, train, dims).virtual_stages == 1
+    with pytest.raises(ParallelDimsError, match="is more than layers=80"):
+        estimate(MODELS["llama3-70b"], cluster, replace(train, schedule="interleaved"), dims)
+
+
+@pytest.mark.parametrize(("model", "pp"), [("llama3-405b", 16), ("llama3-8b", 4)])
+def test_no_number_of_virtual_stages_is_faster_than_the_one_found(model: str, pp: int) -> None:
+    cluster = Cluster(world_size=1024, accelerator="H200")
+    train = TrainSpec(seq_len=4096, global_batch=1024, schedule="interleaved", micro_batch=1)
+    dims, shape = ParallelDims(tp=8, pp=pp, world_size=1024), MODELS[model]
+    found = estimate(shape, cluster, train, dims)
+    for stages in range(2, (shape.layers + 2) // pp + 1):
+        other = estimate(shape, cluster, replace(train, virtual_stages=stages), dims)
+        assert other.fit != "fits" or other.time.total >= found.time.total
+
+
+@pytest.mark.parametrize("batch", [24, 48, 60])
+def test_no_micro_batch_is_faster_than_the_one_found(batch: int) -> None:
+    train = TrainSpec(seq_len=1024, global_batch=batch * 16, recompute="full", zero=1)
+    best = cost(MODELS["qwen3-30b-a3b"], train, ep=16).time.total
+    for size in (n for n in range(1, batch + 1) if batch % n == 0):
+        own = cost(MODELS["qwen3-30b-a3b"], replace(train, micro_batch=size), ep=16)
+        assert own.fit != "fits" or own.time.total >= best
+
+
+def test_every_rank_of_a_zero_bubble_schedule_has_as_many_microbatches_in_flight() -> None:
+    # One layer on each rank, so that the last one, which has the logits, needs most.
+    model = ModelShape(layers=8, hidden=4096, heads=32, ffn=16384, vocab=16384)
+    train = replace(TRAIN, schedule="zero-bubble", seq_len=1024)
+    own, one = (cost(model, replace(train, global_batch=b), world=8, pp=8) for b in (64, 1))
+    assert own.memory.logits == one.memory.logits > 0
+    assert own.memory.activations == pytest.approx(8 * one.memory.activations, rel=0.01)
+
+
+def test_scores_that_are_not_kept_are_computed_again() -> None:
+    train = replace(TRAIN, fused=False, recompute="selective-op", micro_batch=1)
+    more, own = (
+        cost(train=replace(train, recompute=kind)).time.compute for kind in ("selective-op", "none")
+    )
+    selective = cost(train=replace(train, recompute="selective")).time.compute
+    assert more > selective > own
+
+
+@pytest.mark.parametrize(
+    ("options", "degrees", "text"),
+    [
+        ({"zero": 0}, {"pp": 4}, "ZeRO stage 0 with pipeline stages"),
+        ({"fused": "attention"}, {}, "eager elementwise kernels"),
+        ({"fused": False}, {}, "attention that stores its scores"),
+    ],
+)
+def test_trust_names_kernels_and_stages_that_no_published_run_has(
+    options: dict[str, Any], degrees: dict[str, Any], text: str
+) -> None:
+    assert text in str(cost(train=replace(TRAIN, **options), **degrees).trust)
+
+
+def test_a_device_of_your_own_does_not_resemble_published_runs_by_its_name() -> None:
+    slow = replace(ACCELERATORS["H100"], tflops=100.0)
+    cluster = Cluster(world_size=16, accelerator=slow, intra_gbs=450, inter_gbs=50)
+    own = estimate(LLAMA, cluster, TRAIN, ParallelDims(world_size=16))
+    assert own.trust.error is None
+    assert "another H100" in str(own.trust)

@@ -21,8 +21,7 @@ from hp_mesh.planner import (
     estimate,
     plan,
 )
-from hp_mesh.planner._cluster import Links
-from hp_mesh.planner._configuration import degrees_of, groups_of
+from hp_mesh.planner._cluster import Links, expert_groups_of, groups_of
 
 from .plan_strategies import clusters, runs, shapes
 
@@ -152,7 +151,7 @@ def test_links_are_those_of_the_ranks_in_the_worst_group_of_an_axis(
         world_size=cluster_size,
     )
     links = Links(Cluster(world_size=cluster_size, accelerator="H100", ranks_per_node=node), 0.8)
-    groups = groups_of(degrees_of(dims), dims.order, peer=peer)
+    groups = groups_of(dims.layout()) | expert_groups_of(dims.layout())
     layout = dims.layout()
     for axis in ("tp", "cp", "fsdp", "pp", "ep", "efsdp"):
         fewest = min(
@@ -184,7 +183,7 @@ def test_links_of_folded_experts_are_those_of_their_ranks_in_any_order(
     )
     cluster = Cluster(world_size=pp * block * etp, accelerator="H100", ranks_per_node=node)
     links, layout = Links(cluster, 0.8), dims.layout()
-    groups = groups_of(degrees_of(dims), dims.order)
+    groups = groups_of(dims.layout()) | expert_groups_of(dims.layout())
     for axis in ("ep", "efsdp"):
         fewest = min(
             min(Counter(rank // node for rank in group).values()) for group in layout.groups(axis)
@@ -277,7 +276,7 @@ def test_a_tied_embedding_on_two_stages_is_reduced_between_them_once_a_step() ->
         if pp > 1:
             # Four bytes for each element of the shard, one way over a link inside the node.
             rate = Links(cluster, CONSTANTS["LINK_EFFICIENCY"]).send(
-                groups_of(degrees_of(dims), dims.order)["pp"], 4 * 50304 * 1024 / 2
+                groups_of(dims.layout())["pp"], 4 * 50304 * 1024 / 2
             )
             assert tied["pp"] - apart["pp"] == pytest.approx(rate, rel=1e-6)
     found = plan(replace(shape, tied=True), cluster, train)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims, ParallelDimsError
-from hp_mesh.planner import MODELS
+from hp_mesh.planner import MODELS, ModelShape
 
 from .strategies import dims, divisors
 
@@ -251,6 +251,29 @@ def test_every_ulysses_degree_that_the_kv_heads_allow_is_offered_and_no_other(
         assert violation.rule == "kv-heads-ulysses"
         degrees = [degree for degree in divisors(ulysses * outer) if not found(degree)]
         assert list(violation.legal["ulysses_degree"]) == degrees
+
+
+@pytest.mark.parametrize("dense", [[], [1]])
+def test_a_feed_forward_width_that_no_layer_has_is_divided_by_nothing(dense: list[int]) -> None:
+    model = {"num_experts": 8, "intermediate_size": 100, "moe_intermediate_size": 96}
+    model |= {"num_hidden_layers": 4}
+    twelve = ParallelDims(tp=12, world_size=12)
+    # Whether there are layers without experts is not known.
+    assert [v.rule for v in twelve.check(model).errors] == ["ffn-tp"]
+    found = twelve.check({**model, "decoder_sparse_step": 1, "mlp_only_layers": dense})
+    assert [v.rule for v in found.errors] == ["ffn-tp"] * bool(dense)
+    shape = ModelShape(
+        layers=4,
+        hidden=96,
+        heads=12,
+        ffn=100,
+        vocab=960,
+        experts=8,
+        top_k=2,
+        expert_ffn=96,
+        dense_layers=len(dense),
+    )
+    assert [v.rule for v in twelve.check(shape.to_config()).errors] == ["ffn-tp"] * bool(dense)
 
 
 def test_a_dense_member_of_a_family_with_experts_is_no_error_unless_ep_is_asked_for() -> None:

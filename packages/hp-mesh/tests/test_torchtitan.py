@@ -21,9 +21,9 @@ def make(**degrees: Any) -> ParallelDims:
     return ParallelDims(**degrees)
 
 
-def test_degrees_are_kept_as_given() -> None:
-    dims = make(**EIGHT)
-    assert {name: getattr(dims, name) for name in EIGHT} == EIGHT
+@pytest.mark.parametrize("name", EIGHT)
+def test_degrees_are_kept_as_given(name: str) -> None:
+    assert getattr(make(**EIGHT), name) == EIGHT[name]
 
 
 def test_a_configuration_with_torchtitan_s_names_is_read() -> None:
@@ -88,12 +88,18 @@ def test_an_unknown_name_of_a_mesh_is_a_value_error() -> None:
         mesh["invalid_mesh"]
 
 
-def test_meshes_of_a_single_rank() -> None:
+NAMES = ("pp", "batch", "loss", "dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp")
+
+
+@pytest.mark.parametrize("key", [*NAMES, ["dp_replicate", "fsdp"], ["dp_replicate", "efsdp"]])
+def test_meshes_of_a_single_rank(key: Any) -> None:
     with fake_world(1), make(**ONES).build_mesh("cpu") as mesh:
-        names = ("pp", "batch", "loss", "dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp")
-        assert {name: mesh[name].size() for name in names} == dict.fromkeys(names, 1)
-        for key in (*names, ["dp_replicate", "fsdp"], ["dp_replicate", "efsdp"]):
-            assert mesh.get_optional_mesh(key) is None
+        assert mesh[key].size() == 1
+        assert mesh.get_optional_mesh(key) is None
+
+
+def test_no_mesh_of_a_single_rank_has_several() -> None:
+    with fake_world(1), make(**ONES).build_mesh("cpu") as mesh:
         assert [name for name in mesh.names if mesh[name].size() > 1] == []
         assert mesh.view("base").size() == 1
 

@@ -275,7 +275,7 @@ class ParallelDims(_Origin):
         numbers, wrong = read_numbers(model, seq_len, global_batch)
         return Subject(
             degrees=self._resolved() | {"ulysses_degree": self.ulysses_degree or 1},
-            sharding=self._view_config().sharding,
+            sharding=self._view_config().folds.sharding,
             numbers=numbers,
             wrong=wrong,
             causal_balance=causal_balance,

@@ -5,10 +5,12 @@ an arithmetic of positions. One table has the views, and nothing else knows how 
 """
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import SupportsIndex
+from functools import cache, lru_cache
+from math import lcm, prod
+from typing import NamedTuple, SupportsIndex
 
 from ._errors import LayoutError, join_words, show
 
@@ -27,19 +29,38 @@ class AxisBlock:
     outside: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewConfig:
-    """What decides the views besides the order of ranks: resolved degrees and how they fold."""
+class Folds(NamedTuple):
+    """How views fold the axes, whatever their degrees.
 
-    degrees: Mapping[str, int]
-    ulysses_degree: int | None
+    ``peer`` experts have an axis of their own, ``over_tp`` the ranks of ``tp`` cut each expert, and
+    ``ulysses`` ranks are told apart in ``cp``.
+    """
+
     peer: bool
+    over_tp: bool
     fsdp_folds_cp: bool
+    ulysses: bool
 
     @property
     def sharding(self) -> tuple[str, ...]:
         """Return the base axes whose ranks see other samples and share a dense replica."""
         return ("dp_shard", "ep") if self.peer else ("dp_shard",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewConfig:
+    """What decides the views besides the order of ranks: resolved degrees and how they fold."""
+
+    degrees: Mapping[str, int]
+    ulysses_degree: int | None = None
+    peer: bool = False
+    fsdp_folds_cp: bool = True
+
+    @property
+    def folds(self) -> Folds:
+        """Return how the views fold the axes."""
+        over_tp = self.degrees["etp"] == self.degrees["tp"] > 1
+        return Folds(self.peer, over_tp, self.fsdp_folds_cp, self.ulysses_degree is not None)
 
 
 def _same(name: str) -> AxisBlock:
@@ -49,40 +70,56 @@ def _same(name: str) -> AxisBlock:
 _PP, _REPLICATE, _EP, _CP, _TP = map(_same, ("pp", "dp_replicate", "ep", "cp", "tp"))
 
 
-def view_blocks(config: ViewConfig) -> dict[str, tuple[AxisBlock, ...]]:
+@cache
+def view_blocks(folds: Folds) -> dict[str, tuple[AxisBlock, ...]]:
     """Return each view as its blocks, in the order in which names are looked up.
 
     Dense comes first so that ``tp`` and ``fsdp`` are axes of one torch mesh, which is what FSDP
     with tensor parallel needs whatever the rank order; sparse next, for ``efsdp`` and ``ep``.
     """
-    samples = tuple(map(_same, config.sharding))
-    data = ("dp_replicate", *config.sharding)
+    samples = tuple(map(_same, folds.sharding))
+    data = ("dp_replicate", *folds.sharding)
     views = {
-        "dense": (_PP, *_dense_blocks(config), _TP),
-        "sparse": (_PP, _REPLICATE, *_expert_blocks(config)),
+        "dense": (_PP, *_dense_blocks(folds), _TP),
+        "sparse": (_PP, _REPLICATE, *_expert_blocks(folds)),
         "base": (_PP, _REPLICATE, *samples, _CP, _TP),
         "data": (_PP, AxisBlock(parts=data, axes=("dp",)), _CP, _TP),
         "loss": (_PP, AxisBlock(parts=(*data, "cp"), axes=("loss",)), _TP),
-        "expert": (_PP, *_replicated_expert_blocks(config)),
+        "expert": (_PP, *_replicated_expert_blocks(folds)),
     }
-    if config.ulysses_degree is not None:
+    if folds.ulysses:
         inner = AxisBlock(parts=("cp",), axes=("cp_outer", "ulysses"))
         views["sequence"] = (_PP, _REPLICATE, *samples, inner, _TP)
     return views
 
 
-def _dense_blocks(config: ViewConfig) -> tuple[AxisBlock, ...]:
-    if config.fsdp_folds_cp:
-        return _REPLICATE, AxisBlock(parts=(*config.sharding, "cp"), axes=("fsdp",))
+@cache
+def _view_axes(folds: Folds) -> dict[str, tuple[str, ...]]:
+    views = view_blocks(folds).items()
+    return {name: tuple(axis for block in blocks for axis in block.axes) for name, blocks in views}
+
+
+@cache
+def _homes(folds: Folds) -> dict[str, tuple[str, int]]:
+    """Return the first view of each axis, and the axis's place there."""
+    found: dict[str, tuple[str, int]] = {}
+    for view, axes in _view_axes(folds).items():
+        for index, axis in enumerate(axes):
+            found.setdefault(axis, (view, index))
+    return found
+
+
+def _dense_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
+    if folds.fsdp_folds_cp:
+        return _REPLICATE, AxisBlock(parts=(*folds.sharding, "cp"), axes=("fsdp",))
     replicate = AxisBlock(parts=("dp_replicate", "cp"), axes=("replicate",))
-    return replicate, AxisBlock(parts=config.sharding, axes=("fsdp",))
+    return replicate, AxisBlock(parts=folds.sharding, axes=("fsdp",))
 
 
-def _expert_blocks(config: ViewConfig) -> tuple[AxisBlock, ...]:
-    if config.peer:
-        return _peer_blocks(config, (), "efsdp")
-    etp = config.degrees["etp"]
-    if etp == 1 or etp != config.degrees["tp"]:
+def _expert_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
+    if folds.peer:
+        return _peer_blocks(folds, (), "efsdp")
+    if not folds.over_tp:
         return (AxisBlock(parts=("dp_shard", "cp", "tp"), axes=("efsdp", "ep", "etp")),)
     # A weight that is cut over etp meets activations that are cut over tp: the same ranks.
     return AxisBlock(parts=("dp_shard", "cp"), axes=("efsdp", "ep")), AxisBlock(
@@ -90,18 +127,18 @@ def _expert_blocks(config: ViewConfig) -> tuple[AxisBlock, ...]:
     )
 
 
-def _replicated_expert_blocks(config: ViewConfig) -> tuple[AxisBlock, ...]:
-    if config.peer:
-        return _peer_blocks(config, ("dp_replicate",), "ep_replicate")
-    block, *rest = _expert_blocks(config)
+def _replicated_expert_blocks(folds: Folds) -> tuple[AxisBlock, ...]:
+    if folds.peer:
+        return _peer_blocks(folds, ("dp_replicate",), "ep_replicate")
+    block, *rest = _expert_blocks(folds)
     parts, axes = ("dp_replicate", *block.parts), ("ep_replicate", *block.axes[1:])
     return AxisBlock(parts=parts, axes=axes, outside=True), *rest
 
 
-def _peer_blocks(config: ViewConfig, replicas: tuple[str, ...], name: str) -> tuple[AxisBlock, ...]:
-    whole = config.degrees["etp"] == 1  # then tp ranks hold other experts or other shards of one
-    shards = ("dp_shard", "cp", "tp") if whole else ("dp_shard", "cp")
-    etp = AxisBlock(parts=() if whole else ("tp",), axes=("etp",))
+def _peer_blocks(folds: Folds, replicas: tuple[str, ...], name: str) -> tuple[AxisBlock, ...]:
+    # Where tp does not cut experts, its ranks hold other experts or other shards of one.
+    shards = ("dp_shard", "cp") if folds.over_tp else ("dp_shard", "cp", "tp")
+    etp = AxisBlock(parts=("tp",) if folds.over_tp else (), axes=("etp",))
     return AxisBlock(parts=(*replicas, *shards), axes=(name,)), _EP, etp
 
 
@@ -110,7 +147,7 @@ def axis_sizes(config: ViewConfig) -> dict[str, int]:
     degrees = config.degrees
     replicate, shard, cp, tp = (degrees[n] for n in ("dp_replicate", "dp_shard", "cp", "tp"))
     ep, etp = degrees["ep"], degrees["etp"]
-    sharding = prod(degrees[name] for name in config.sharding)
+    sharding = prod(degrees[name] for name in config.folds.sharding)
     efsdp = shard * cp * tp // etp if config.peer else shard * cp * tp // (ep * etp)
     sizes = {n: degrees[n] for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")}
     sizes |= {"dp": replicate * sharding, "loss": replicate * sharding * cp}
@@ -177,6 +214,14 @@ class View:
             ranks = _spell(self._sum_digits(first), digits)
         return ranks if self.sorted_axis is None else sorted(ranks)
 
+    def digits_along(self, axis: int) -> tuple[tuple[int, int], ...] | None:
+        """Return the digits of every group along an axis, nearest first; None where it has none."""
+        if self.sorted_axis not in (None, axis):
+            return None
+        stride = self.stride(axis)
+        digits = _split_digits(self.digits, stride, self.shape[axis] * stride)
+        return None if digits is None else tuple(reversed(digits))
+
     def ranks(self) -> Sequence[int]:
         """Return the rank at every position."""
         if self.in_rank_order:
@@ -240,6 +285,49 @@ def _split_digits(
     return between
 
 
+class AxisGroup(NamedTuple):
+    """The ranks of an axis's groups, by all that groups of one axis have in common.
+
+    A rank's group has every combination of ``digits``, pairs of a count of ranks and how far apart
+    they are, the nearest first. ``size`` is the product of the counts. Where no digits describe the
+    groups, all of them are ``listed``.
+    """
+
+    size: int
+    digits: tuple[tuple[int, int], ...]
+    listed: tuple[tuple[int, ...], ...] = ()
+
+    def on_one_node(self, ranks_per_node: int, world_size: int) -> int:
+        """Return how many ranks of a group share a node, where that is fewest.
+
+        Groups need not be aligned with nodes: the one that is cut worst counts.
+        """
+        node, shares = ranks_per_node, 1
+        if self.listed:
+            return min(min(Counter(r // node for r in ranks).values()) for ranks in self.listed)
+        for size, stride in self.digits:
+            block = size * stride
+            if stride % node == 0:
+                continue
+            if node % block == 0:
+                shares *= size
+            elif node % stride == 0 and block % node == 0:
+                shares *= node // stride
+            else:
+                return self._counted(node, world_size)
+        return shares
+
+    def _counted(self, node: int, world_size: int) -> int:
+        """Return the same where nodes and groups are not aligned, over all that they repeat."""
+        size, stride = self.digits[-1]
+        ranks = range(min(world_size, lcm(size * stride, node)))
+        return min(Counter((self._first(rank), rank // node) for rank in ranks).values())
+
+    def _first(self, rank: int) -> int:
+        """Return the first rank of the group that a rank is in."""
+        return rank - sum(rank // stride % size * stride for size, stride in self.digits)
+
+
 class RankLayout:
     """Which rank sits where, for every axis and alias of every view.
 
@@ -248,30 +336,26 @@ class RankLayout:
     Unknown names and ranks raise `LayoutError`.
     """
 
-    __slots__ = ("_aliases", "_sizes", "_views", "world_size")
+    __slots__ = ("_aliases", "_folds", "_order", "_sizes", "_strides", "_views", "world_size")
 
     def __init__(self, config: ViewConfig, order: Sequence[str]) -> None:
-        sizes = axis_sizes(config)
+        self._sizes = sizes = axis_sizes(config)
         # Folded experts have no place of their own among the ranks.
-        base = [name for name in order if name != "ep" or config.peer]
-        strides = dict(zip(base, strides_of([sizes[name] for name in base]), strict=True))
+        self._order = base = tuple(name for name in order if name != "ep" or config.peer)
+        self._strides = dict(zip(base, strides_of([sizes[name] for name in base]), strict=True))
         self.world_size = prod(sizes[name] for name in base)
-        self._sizes = sizes
-        self._aliases = aliases(config)
-        self._views = {
-            name: _make_view(name, blocks, sizes, strides, base)
-            for name, blocks in view_blocks(config).items()
-        }
+        self._folds, self._aliases = config.folds, aliases(config)
+        self._views: dict[str, View] = {}
 
     @property
     def views(self) -> Mapping[str, View]:
         """Return the views by name, in the order in which axis names are looked up."""
-        return self._views
+        return {name: self._view(name) for name in _view_axes(self._folds)}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return every axis and alias, each once."""
-        return (*dict.fromkeys(a for v in self._views.values() for a in v.axes), *self._aliases)
+        return (*_homes(self._folds), *self._aliases)
 
     def find(self, *names: str) -> tuple[View, tuple[str, ...]]:
         """Return the first view that has all these axes, and their names without aliases."""
@@ -280,9 +364,9 @@ class RankLayout:
         axes = tuple(map(self._axis, names))
         if len(set(axes)) < len(axes):
             raise LayoutError(f"{list(names)} given, which are {list(axes)}; use each axis once")
-        for view in self._views.values():
-            if all(axis in view.axes for axis in axes):
-                return view, axes
+        for view, its_axes in _view_axes(self._folds).items():
+            if all(axis in its_axes for axis in axes):
+                return self._view(view), axes
         raise LayoutError(self._mixed(names, axes))
 
     def size(self, name: str) -> int:
@@ -336,6 +420,15 @@ class RankLayout:
             for first in range(block, block + stride)
         )
 
+    def axis_group(self, name: str) -> AxisGroup:
+        """Return what the groups of an axis or alias have in common."""
+        axis = self._axis(name)
+        home, index = _homes(self._folds)[axis]
+        digits = self._view(home).digits_along(index)
+        if digits is None:
+            return AxisGroup(self._sizes[axis], (), tuple(self.groups(name)))
+        return AxisGroup(self._sizes[axis], digits)
+
     def crosses_nodes(self, name: str, ranks_per_node: int) -> bool:
         """Return whether a group of an axis or alias has ranks of several nodes.
 
@@ -346,11 +439,15 @@ class RankLayout:
             raise LayoutError(
                 f"ranks_per_node={show(ranks_per_node)} given; use a positive integer"
             )
-        return any(group[0] // node != group[-1] // node for group in self.groups(name))
+        group = self.axis_group(name)
+        return group.on_one_node(node, self.world_size) < group.size
 
     def _view(self, name: object) -> View:
-        if not isinstance(name, str) or name not in self._views:
-            raise LayoutError(f"no view {show(name)}; use {join_words(self._views)}")
+        if not isinstance(name, str) or name not in _view_axes(self._folds):
+            raise LayoutError(f"no view {show(name)}; use {join_words(_view_axes(self._folds))}")
+        if name not in self._views:
+            parts = self._folds, self._sizes, self._strides, self._order
+            self._views[name] = _make_view(name, *parts)
         return self._views[name]
 
     def _checked(self, rank: int) -> int:
@@ -370,11 +467,12 @@ class RankLayout:
         raise LayoutError(f"no axis {show(name)}{hint}; use {join_words(self.names)}")
 
     def _mixed(self, names: tuple[str, ...], axes: tuple[str, ...]) -> str:
+        views = _view_axes(self._folds)
         homes = (
-            f"{name} is in {join_words(v.name for v in self._views.values() if a in v.axes)}"
+            f"{name} is in {join_words(view for view in views if a in views[view])}"
             for name, a in zip(names, axes, strict=True)
         )
-        table = "; ".join(f"{v.name}: {' '.join(v.axes)}" for v in self._views.values())
+        table = "; ".join(f"{view}: {' '.join(its_axes)}" for view, its_axes in views.items())
         return f"no view has all of {list(names)}: {', '.join(homes)}. Views: {table}"
 
 
@@ -392,14 +490,14 @@ def _index(value: object) -> int | None:
 
 def _make_view(
     name: str,
-    blocks: tuple[AxisBlock, ...],
+    folds: Folds,
     sizes: Mapping[str, int],
     strides: Mapping[str, int],
-    order: Sequence[str],
+    order: tuple[str, ...],
 ) -> View:
-    axes = tuple(axis for block in blocks for axis in block.axes)
+    axes = _view_axes(folds)[name]
     digits: list[tuple[int, int]] = []
-    for part in (part for block in blocks for part in _fold_order(block, order)):
+    for part in _fold_orders(name, folds, order):
         size, stride = sizes[part], strides[part]
         if size == 1:
             continue
@@ -408,7 +506,7 @@ def _make_view(
         digits.append((size, stride))
     shape = tuple(sizes[axis] for axis in axes)
     view = View(name=name, axes=axes, shape=shape, digits=tuple(digits) or ((1, 1),))
-    for block in blocks:
+    for block in view_blocks(folds)[name]:
         if (
             block.outside
             and sizes[block.parts[0]] > 1
@@ -416,6 +514,12 @@ def _make_view(
         ):
             return replace(view, sorted_axis=axes.index(block.axes[0]))
     return view
+
+
+@lru_cache(maxsize=1024)
+def _fold_orders(name: str, folds: Folds, order: tuple[str, ...]) -> tuple[str, ...]:
+    blocks = view_blocks(folds)[name]
+    return tuple(part for block in blocks for part in _fold_order(block, order))
 
 
 def _fold_order(block: AxisBlock, order: Sequence[str]) -> list[str]:

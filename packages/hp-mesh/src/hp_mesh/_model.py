@@ -7,7 +7,7 @@ from numbers import Number
 from typing import Any
 
 from ._config import check_named
-from ._errors import LARGEST, Violation, show
+from ._errors import LARGEST, Violation, as_integer, show
 from ._names import read_field
 
 Fields = dict[str, tuple[str, Any]]  # a spelling and a value of each field
@@ -28,6 +28,7 @@ RULED: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size", "vocab"),
     "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer", "layers"),
     "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
+    "dense_layers": ("first_k_dense_replace", "dense_layers"),
     "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings", "tied"),
 }
 # The planner reads these too, all of them numbers.
@@ -47,7 +48,6 @@ SIZES: Mapping[str, tuple[str, ...]] = {
         "top_k",
     ),
     "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
-    "dense_layers": ("first_k_dense_replace", "dense_layers"),
     "groups": ("n_group", "groups"),
     "top_groups": ("topk_group", "top_groups"),
 }
@@ -66,17 +66,57 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "one_kv_head": ("multi_query",),
     "many_kv_heads": ("new_decoder_architecture",),
     "dense_list": ("mlp_only_layers",),
+    "mlp_types": ("mlp_layer_types",),
     "gpt2_width": ("n_embd",),
 }
+# Layers that the planner has no price for, by the fields that say so. Those of the first table say
+# nothing where the types of all layers are given and are attention: families have them in any case.
+OTHER_LAYERS: Mapping[str, tuple[str, ...]] = {
+    "state-space layers": (
+        *("mamba_d_state", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_expand"),
+        *("ssm_state_size", "state_size", "time_step_rank", "ssm_cfg", "hybrid_override_pattern"),
+        *("attn_layer_period", "attn_layer_indices", "hybrid_layer_ids"),
+    ),
+    "linear attention": (
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"),
+        *("linear_attn_config", "linear_attn_alpha_factor", "full_attention_interval"),
+        "layer_group_size",
+    ),
+    "recurrent layers": ("lru_width",),
+    "convolutions": ("conv_L_cache",),
+}
+OTHER_MODELS: Mapping[str, tuple[str, ...]] = {
+    "state-space heads beside attention": ("mamba_d_ssm",),
+    "sparse attention": ("index_topk",),
+    "layers of several sizes": ("block_configs",),
+    "an encoder": ("is_encoder_decoder",),
+}
+# One word, or number, for each layer, and those that are attention with a softmax.
+LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
+ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention", 1)
 # A model may have a submodule or a list of words under these: there only numbers and text count.
 AMBIGUOUS = (*RULED, "hidden", "dim", "groups")
 # Where each layer may have its own, in a list.
 PER_LAYER = ("intermediate_size",)
+# A model may say that it has none of these, as dense members of a family with experts do.
+NONE_OF = ("experts", "dense_layers")
 # Under these a configuration keeps that of the language model, and of the parts of a layer.
 NESTED = ("text_config", "attn_config", "ffn_config")
 # Families that leave the width of the feed-forward part out where it is the usual one.
 USUAL_WIDTH = ("bloom", "falcon", "mpt", "gpt_neo")
 USUAL_EXPANSION = 4
+# Families whose configuration class in transformers ties the embeddings by default: their files
+# leave that out.
+TIED = (
+    *("bert", "bert-generation", "big_bird", "biogpt", "bloom", "camembert", "cohere", "cohere2"),
+    *("cohere2_moe", "cohere_compass_text", "ctrl", "data2vec-text", "electra", "ernie"),
+    *("ernie4_5", "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"),
+    *("gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "gpt-sw3"),
+    *("gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "jetmoe", "lfm2", "megatron-bert"),
+    *("minicpm3", "modernbert-decoder", "mpt", "openai-gpt", "opt", "roberta"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "smollm3", "starcoder2", "vaultgemma"),
+    *("xglm", "xlm-roberta", "xlm-roberta-xl", "xmod", "youtu"),
+)
 
 
 def read_fields(model: object) -> Fields:
@@ -99,6 +139,38 @@ def read_fields(model: object) -> Fields:
     return fields
 
 
+def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
+    """Return what a model has besides layers of attention, and the fields that say so."""
+    sources = [*_sources(model)]
+
+    def read(name: str) -> Any:
+        return next((v for s in sources if (v := read_field(s, name)) is not None), None)
+
+    found: dict[str, dict[str, Any]] = {}
+    types = [(name, kinds) for name in LAYER_TYPES if isinstance(kinds := read(name), list | tuple)]
+    for name, kinds in types:
+        others = {kind: None for kind in map(_word, kinds) if kind not in ATTENTION}
+        if others:
+            found.setdefault("other layers than attention", {})[name] = [*others]
+    tables = OTHER_MODELS if types and not found else {**OTHER_LAYERS, **OTHER_MODELS}
+    for what, names in tables.items():
+        said = {name: value for name in names if _says(value := read(name))}
+        if said:
+            found[what] = said
+    return found
+
+
+def _word(value: object) -> Any:
+    """Return an item of a list of words or numbers as one, whatever else it is as text."""
+    return value if isinstance(value, str | int) else show(value)
+
+
+def _says(value: object) -> bool:
+    """Return whether a field is given, and not to say that there is none of it."""
+    kinds = (str, int, list, tuple, dict)  # a model may have a submodule of that name
+    return isinstance(value, kinds) and bool(value)
+
+
 def _sources(model: object) -> Iterator[object]:
     for source in (read_field(model, "config"), model):
         if source is not None:
@@ -109,12 +181,17 @@ def _sources(model: object) -> Iterator[object]:
 def _follow(fields: Fields) -> None:
     """Replace fields that families of models write in their own way."""
     given = {name: value for name, (_, value) in fields.items()}
+    if "tied" not in fields and given.get("family") in TIED:
+        fields["tied"] = "tie_word_embeddings", True
     if given.get("one_kv_head") is True and not given.get("many_kv_heads"):
         fields["kv_heads"] = "kv_heads", 1  # Falcon writes another number there
     if given.get("latent") and "heads" in fields:  # keys and values of all heads come from it
         fields["kv_heads"] = fields["heads"]
         if "value_head_dim" in fields:
             fields["head_dim"] = fields["value_head_dim"]
+    dense = _dense_layers(given)
+    if dense is not None:
+        fields["dense_layers"] = "dense_layers", dense
     if given.get("dense_ffn"):
         # Llama 4: experts have the plain name, and each layer of them one that all tokens take.
         if "ffn" in fields:
@@ -124,6 +201,25 @@ def _follow(fields: Fields) -> None:
     hidden, expansion = given.get("hidden"), given.get("expansion") or USUAL_EXPANSION
     if "ffn" not in fields and usual and isinstance(hidden, int) and isinstance(expansion, int):
         fields["ffn"] = "ffn", expansion * hidden
+
+
+def _dense_layers(given: Mapping[str, Any]) -> int | None:
+    """Return how many layers have no experts, where a step between them, or each of them, is told.
+
+    Of the layers from one on every ``expert_step``-th has experts, but not one of the list.
+    """
+    types, listed = given.get("mlp_types"), given.get("dense_list")
+    if isinstance(types, list | tuple):
+        return types.count("dense")
+    numbers = (given.get("layers"), given.get("expert_step"), given.get("dense_layers", 0))
+    layers, step, first = (as_integer(number) or 0 for number in numbers)
+    if not all(isinstance(number, int) and number >= 0 for number in (layers, step, first)):
+        return None
+    count = layers - layers // step if step else first
+    if isinstance(listed, list | tuple):
+        after = range(0 if step else first, layers)
+        return count + len({i for i in listed if i in after and (i + 1) % (step or 1) == 0})
+    return count if step else None
 
 
 def read_numbers(
@@ -146,8 +242,8 @@ def read_numbers(
             name, number = _of_layers(name, value)
         else:
             number = _flag(value) if field == "tied" else _positive(value)
-        if field == "experts" and value is not False and value == 0:
-            number = 0  # dense members of a family with experts say that they have none
+        if field in NONE_OF and value is not False and value == 0:
+            number = 0
         if number is None:
             wrong[field] = Violation(
                 rule="number",

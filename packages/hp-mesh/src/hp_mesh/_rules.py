@@ -314,6 +314,14 @@ def _expert_ffn_over_etp(subject: Subject) -> Iterator[Violation]:
         )
 
 
+def _ffn_over_tp(subject: Subject) -> Iterator[Violation]:
+    name, width = subject.numbers["ffn"]
+    hints = ("experts", "expert_ffn", "dense_layers")
+    experts, own, dense = (subject.numbers.get(hint, ("", None))[1] for hint in hints)
+    if not (experts and own not in (None, width) and dense == 0):
+        yield from _indivisible("ffn-tp", name, width, {"tp": subject.degrees["tp"]})
+
+
 def _layers_over_pp(subject: Subject) -> Iterator[Violation]:
     pp = subject.degrees["pp"]
     name, layers = subject.numbers["layers"]
@@ -431,7 +439,15 @@ RULES = (
         asks=lambda s: s.degrees["etp"] > 1 and s.numbers.get("experts", ("", 1))[1] != 0,
         test=_expert_ffn_over_etp,
     ),
-    _divides("ffn-tp", "The feed-forward width divides over tp.", "ffn", "tp"),
+    Rule(
+        code="ffn-tp",
+        sentence="The feed-forward width divides over tp, unless all layers have experts of "
+        "another width.",
+        degrees=("tp",),
+        fields=("ffn",),
+        hints=("experts", "expert_ffn", "dense_layers"),
+        test=_ffn_over_tp,
+    ),
     _divides("vocab-tp", "The vocabulary divides over tp.", "vocab", "tp"),
     Rule(
         code="layers-pp",

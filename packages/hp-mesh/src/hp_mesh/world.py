@@ -138,7 +138,7 @@ class HybridShard:
             ``LOCAL_WORLD_SIZE``.
 
     Raises:
-        ParallelDimsError: A value is no positive integer.
+        ParallelDimsError: A value is no positive integer, or ``ranks_per_node`` is beside another.
     """
 
     replicas: int | None = None
@@ -149,6 +149,13 @@ class HybridShard:
         for name in ("replicas", "shard_degree", "ranks_per_node"):
             value = as_degree(name, getattr(self, name), inferable=False, optional=True)
             object.__setattr__(self, name, value)
+        given = self._given()
+        if given and self.ranks_per_node is not None:
+            named = join_words((f"{name}={degree}" for name, degree in given.items()), "and")
+            reason = (
+                f"ranks_per_node={self.ranks_per_node} has no effect with {named}; leave it out"
+            )
+            raise refusal("nodes", reason, {"ranks_per_node": self.ranks_per_node, **given})
 
     def split(self, dp_size: int, world_size: int) -> tuple[int, int]:
         """Return the number of replicas and the shard degree; their product is ``dp_size``.
@@ -161,8 +168,7 @@ class HybridShard:
             ParallelDimsError: No such product exists, as with more nodes than data-parallel ranks.
         """
         sizes = {"dp_size": dp_size, "world_size": world_size}
-        degrees = {"replicas": self.replicas, "shard_degree": self.shard_degree}
-        given = {name: degree for name, degree in degrees.items() if degree is not None}
+        given = self._given()
         source = ""
         if not given:
             per_node = self._ranks_per_node(world_size)
@@ -174,6 +180,10 @@ class HybridShard:
             raise _misfit(given, sizes, source)
         replicas = given.get("replicas", dp_size // product)
         return replicas, dp_size // replicas
+
+    def _given(self) -> dict[str, int]:
+        degrees = {"replicas": self.replicas, "shard_degree": self.shard_degree}
+        return {name: degree for name, degree in degrees.items() if degree is not None}
 
     def _ranks_per_node(self, world_size: int) -> int:
         text, name = environ.get(LOCAL_RANKS), "ranks_per_node"

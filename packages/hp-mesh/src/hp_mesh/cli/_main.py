@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from .._config import FIELDS, read_file
+from .._config import FIELDS, arguments_from_config, read_file
 from .._degrees import INFERRED, PEER_AXES, as_degree, world_axes
 from .._dims import ParallelDims
 from .._errors import (
@@ -28,6 +28,7 @@ from .._errors import (
 )
 from .._layout import RankLayout
 from .._model import read_numbers
+from .._names import is_of_framework
 from .._rules import Subject, check_rules
 from .._topology import Topology, topology_violations
 from ..planner import (
@@ -135,17 +136,14 @@ class Inputs:
         return self.reader(read, of_degrees=of_degrees)
 
     def amount(self, option: str) -> Any:
-        """Return the argparse type of a number above 0."""
+        """Return the argparse type of a number, which `Cluster` judges."""
 
         def read(text: str) -> float:
             try:
-                number = float(text)
+                return float(text)
             except ValueError:
-                number = 0.0
-            if not 0 < number < LARGEST:
-                reason = f"{option} {text!r} is not a number above 0"
-                raise refusal("number", reason, {option: text})
-            return number
+                reason = f"{option} {text!r} is not a number"
+                raise refusal("number", reason, {option: text}) from None
 
         return self.reader(read)
 
@@ -373,12 +371,14 @@ def _save(draw: "Callable[[], Figure]", path: str) -> None:
     try:
         from ._pictures import save
 
+        if not Path(path).suffix:  # matplotlib would add one
+            raise ValueError("its name must end in .svg, .png, .pdf or another format's suffix")
         save(draw(), path)
     except ImportError:
         reason = "pictures need matplotlib: pip install 'hp-mesh[cli]'"
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror or error}"
-    except ValueError as error:  # matplotlib has no such format
+    except ValueError as error:  # no format, or one that matplotlib does not have
         reason = f"cannot write {path}: {error}"
     else:
         return
@@ -397,7 +397,8 @@ def _add_degrees(parser: ArgumentParser, inputs: Inputs) -> None:
         "--config",
         metavar="FILE[:TABLE]",
         type=inputs.reader(read_table, of_degrees=True),
-        help="degrees from a .toml, .yaml or .json file; words replace its values",
+        help="degrees from a .toml, .yaml or .json file, also by a framework's names; words "
+        "replace them",
     )
     _add_world(parser, inputs, default="the product of the degrees given")
 
@@ -484,8 +485,8 @@ def _read_dims(args: Namespace, inputs: Inputs) -> tuple[dict[str, Any], Paralle
             if name in fields:
                 raise refusal("word", f"{name} is given twice; give it once", {name: value})
             fields[name] = value
-    fields = {**(args.config or {}), **fields}
     with inputs.noted(of_degrees=True):
+        fields = _over_table(args.config or {}, fields)
         _check_sizes(fields)
     dims, others = None, [*inputs.violations]
     if inputs.degrees_are_read:
@@ -494,6 +495,21 @@ def _read_dims(args: Namespace, inputs: Inputs) -> tuple[dict[str, Any], Paralle
             dims = _make_dims(fields, args.world)
         inputs.violations += others
     return fields, dims
+
+
+def _over_table(table: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a file's table, also of a framework's names, with words in their place.
+
+    Raises `ParallelDimsError` for what is wrong with a framework's table.
+    """
+    if not is_of_framework(table):
+        return {**table, **words}
+    arguments, found, etp_is_tp = arguments_from_config(table, None)
+    raise_errors(found)
+    fields = {**arguments, **words}
+    if etp_is_tp and "tp" in fields:
+        fields.setdefault("etp", fields["tp"])
+    return fields
 
 
 def _dims_alone(args: Namespace, inputs: Inputs) -> ParallelDims:
@@ -517,7 +533,7 @@ def _check_sizes(fields: Mapping[str, object]) -> None:
     """Raise for numbers of ranks that nothing here could list in any time."""
     for name, value in fields.items():
         number = whole_number(value) if isinstance(value, str) else value
-        if isinstance(number, int) and number > MOST_RANKS:
+        if name in FIELDS and isinstance(number, int) and number > MOST_RANKS:
             reason = f"{name}={value} is more than the {MOST_RANKS} ranks that can be laid out here"
             raise refusal("size", reason, {name: number})
 
@@ -674,8 +690,7 @@ def answer_plan(args: Namespace, inputs: Inputs) -> Answer:
     with Progress("planning") as progress:
         found = plan(args.model, cluster, train, progress=progress)
     smallest = None
-    nothing = found.best is None or found.best.fit == "does not fit"
-    if nothing:
+    if not found.fits:
         with Progress("looking for the smallest world that fits") as progress:
             smallest = smallest_world(
                 args.model, cluster, train, largest=MOST_RANKS, progress=progress
@@ -691,7 +706,7 @@ def answer_plan(args: Namespace, inputs: Inputs) -> Answer:
         document=lambda: plan_document(found, found.candidates[: args.top], rejections, smallest),
         blocks=plan_blocks(found, rejections, args.top, smallest),
         draw=draw,
-        exit_code=1 if nothing else 0,
+        exit_code=0 if found.fits else 1,
     )
 
 
@@ -706,7 +721,7 @@ def answer_estimate(args: Namespace, inputs: Inputs) -> Answer:
         found = plan(args.model, cluster, train, progress=progress)
     comparison = found.compare(own)
     return Answer(
-        document=lambda: estimate_document(comparison),
+        document=lambda: estimate_document(found, comparison),
         blocks=estimate_blocks(found, comparison),
         exit_code=1 if own.fit == "does not fit" else 0,
     )
@@ -779,7 +794,8 @@ def _run_options(parser: ArgumentParser, inputs: Inputs) -> None:
         run.add_argument(option, metavar="N", type=inputs.count(option), help=text)
     for name, text in CHOICES.items():
         option = f"--{name.replace('_', '-')}"
-        run.add_argument(option, metavar="WORD", type=_word, help=text)
+        read = _zero_stage if name == "zero" else _word
+        run.add_argument(option, metavar="WORD", type=read, help=text)
     for name, text in SWITCHES.items():
         option = f"--{name.replace('_', '-')}"
         run.add_argument(option, action="store_true", default=None, help=text)
@@ -788,6 +804,10 @@ def _run_options(parser: ArgumentParser, inputs: Inputs) -> None:
 def _word(text: str) -> object:
     number = whole_number(text)
     return text if number is None else number
+
+
+def _zero_stage(text: str) -> object:
+    return None if text.lower() == "none" else _word(text)
 
 
 def _estimate_options(parser: ArgumentParser, inputs: Inputs) -> None:
@@ -829,7 +849,9 @@ CHOICES = {
     "selective-op (all but attention outputs and every second matrix product) or full (whole "
     "layers) (default: the best)",
     "schedule": "of the pipeline: 1f1b, interleaved, zero-bubble, dualpipe or any (default: 1f1b)",
-    "zero": "ZeRO stage, 0 to 3 or any (default: 3 as FSDP trains it)",
+    "receive_buffers": "of pipeline ranks: in-flight (microbatches), or all of a step, as "
+    "torch.distributed.pipelining keeps them (default: in-flight)",
+    "zero": "ZeRO stage, 0 to 3, any or none (default: none, which is 3 as FSDP trains it)",
     "gradient_dtype": "float32 or bfloat16, of gradients that are added up and reduced",
     "moment_dtype": "float32 or bfloat16, of the optimizer's moments",
     "attention": "native (the device's own kernels) or flash-2",

@@ -8,7 +8,7 @@ from typing import Any
 from .._dims import ParallelDims
 from .._errors import Violation
 from .._layout import RankLayout
-from ..planner import Candidate, Comparison, Plan, Rejection
+from ..planner import Candidate, Comparison, ModelShape, Plan, Rejection
 from ..planner._result import CLOSE
 
 GIB = 2**30
@@ -156,6 +156,13 @@ def _choices(dims: ParallelDims) -> dict[str, Any]:
     }
 
 
+def parameters_line(model: ModelShape) -> str:
+    """Return how many parameters a model has, and how many of them one token uses."""
+    total = f"{model.parameters / 1e9:.3g}B parameters"
+    active = f"{model.active_parameters / 1e9:.3g}B of them active in one token"
+    return f"{total}, {active}" if model.experts else total
+
+
 def why_chosen(chosen: Candidate, fastest: Candidate) -> str:
     """Return what a candidate costs and saves against the fastest."""
     slower = percent(chosen.time.total / fastest.time.total - 1)
@@ -195,13 +202,17 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
             if not near:
                 leaders[key] = len(rows)
             rows.append(Row(place=place, candidate=one))
-        elif not _close(one, rows[-1].candidate):
+        elif not any(_near(one, row.candidate) for row in rows):
             break
     return tuple(rows)
 
 
+def _near(one: Candidate, first: Candidate) -> bool:
+    return one.fit == first.fit and one.time.total <= CLOSE * first.time.total
+
+
 def _close(one: Candidate, first: Candidate) -> bool:
-    return one.fit == first.fit and 1 <= one.time.total / first.time.total <= CLOSE
+    return _near(one, first) and first.time.total <= one.time.total
 
 
 def _all_but_split(one: Candidate) -> tuple[object, ...]:
@@ -315,7 +326,7 @@ def plan_document(
     nothing fits.
     """
     return {
-        "model": found.model.name,
+        **model_document(found.model),
         "world_size": found.cluster.world_size,
         "accelerator": found.cluster.device.name,
         "counts": {
@@ -359,9 +370,19 @@ def candidate_document(candidate: Candidate) -> Mapping[str, object]:
     }
 
 
-def estimate_document(comparison: Comparison) -> Mapping[str, object]:
+def model_document(model: ModelShape) -> Mapping[str, object]:
+    """Return a model's name, its parameters, and those that one token uses."""
+    return {
+        "model": model.name,
+        "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
+    }
+
+
+def estimate_document(found: Plan, comparison: Comparison) -> Mapping[str, object]:
     """Return a configuration, the best of its run, and by what their parts differ."""
     return {
+        **model_document(found.model),
         "configuration": candidate_document(comparison.own),
         "best": candidate_document(comparison.best),
         "slowdown": comparison.slowdown,

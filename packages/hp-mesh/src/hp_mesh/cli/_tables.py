@@ -15,6 +15,7 @@ from ._reports import (
     constructor_line,
     ends,
     largest_exposed,
+    parameters_line,
     percent,
     plan_rows,
     rank_list,
@@ -351,7 +352,7 @@ def plan_blocks(
 
     ``smallest`` is the number of devices that would do where nothing fits.
     """
-    blocks: list[Block] = [Line(text=plan_title(found), tone="title")]
+    blocks: list[Block] = [*_title(found)]
     world, node = found.cluster.world_size, found.cluster.ranks_per_node
     if world > node and world % node:
         text = f"{world} ranks do not fill nodes of {node}; --ranks-per-node N says what they are"
@@ -369,6 +370,10 @@ def plan_blocks(
     if rejections:
         blocks.append(_rejections_table(rejections))
     return tuple(blocks)
+
+
+def _title(found: Plan) -> tuple[Line, Line]:
+    return Line(text=plan_title(found), tone="title"), Line(text=parameters_line(found.model))
 
 
 def plan_title(found: Plan) -> str:
@@ -405,7 +410,7 @@ def format_seconds(seconds: float) -> str:
 def _winner(best: Candidate, fastest: Candidate | None) -> Iterator[Block]:
     headings = {
         "fits": "RUN THIS",
-        "borderline": "RUN THIS, though it is up to 15% above the memory limit",
+        "borderline": "NOTHING FITS; this is up to 15% above the memory limit",
         "does not fit": "NOTHING FITS; this comes nearest",
     }
     yield Line(text="")
@@ -431,7 +436,7 @@ def estimate_blocks(found: Plan, comparison: Comparison) -> tuple[Block, ...]:
     """Return what a configuration costs, what it lacks to the best, and why it does not fit."""
     own, best = comparison.own, comparison.best
     blocks = [
-        Line(text=plan_title(found), tone="title"),
+        *_title(found),
         Line(text=""),
         Line(text=f"{word_line(own.dims)}: {own.fit}", tone=FITS[own.fit]),
         Line(text=f"  {settings(own)}"),

@@ -1,21 +1,26 @@
 """Accelerators, how fast they reach each other, and what collectives take."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import lcm, prod
 from types import MappingProxyType
 
-from .._errors import Violation, join_words, raise_errors
-from ._configuration import Group
-from ._values import amount_violations, integer_violations, number_violation, take_integers
+from .._errors import (
+    Violation,
+    amount_violations,
+    integer_violations,
+    join_words,
+    number_violation,
+    raise_errors,
+    take_integers,
+)
+from .._layout import AxisGroup, RankLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
     """One device by its data sheet: GiB of memory, dense bf16 and fp8 TFLOP/s, GB/s of memory.
 
-    ``tflops_fp8`` is 0 where there is no fp8. Raises `ParallelDimsError` with every wrong number.
+    ``tflops_fp8`` is 0 where there is no fp8. Raises `ParallelDimsError` with every wrong value.
     """
 
     name: str
@@ -25,8 +30,11 @@ class Accelerator:
     hbm_gbs: float
 
     def __post_init__(self) -> None:
-        values = {n: getattr(self, n) for n in ("memory_gib", "tflops", "hbm_gbs")}
+        values = {n: getattr(self, n) for n in ("name", "memory_gib", "tflops", "hbm_gbs")}
+        name = values.pop("name")
         wrong = [*amount_violations(values)]
+        if not (isinstance(name, str) and name):
+            wrong.append(number_violation("name", name, "a word"))
         raise_errors([*wrong, *amount_violations({"tflops_fp8": self.tflops_fp8}, zero=True)])
 
 
@@ -66,10 +74,21 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         for name, memory, half, quarter, bandwidth, _, _ in _CHIPS
     }
 )
-_LINKS: Mapping[str, tuple[float, float]] = {chip[0]: (chip[5], chip[6]) for chip in _CHIPS}
+_LINKS: Mapping[Accelerator, tuple[float, float]] = {
+    ACCELERATORS[chip[0]]: (chip[5], chip[6]) for chip in _CHIPS
+}
 # Names in any case, and of families whose usual member they mean.
 _NAMED = {name.upper(): chip for name, chip in ACCELERATORS.items()}
 _NAMED |= {"A100": _NAMED["A100-80"], "H100-80": _NAMED["H100"]}
+
+
+def told(chip: Accelerator) -> str:
+    """Return an accelerator's name, and that it is not the one of the table where that is so."""
+    return (
+        f"another {chip.name} than the known one"
+        if ACCELERATORS.get(chip.name, chip) != chip
+        else chip.name
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +130,7 @@ class Cluster:
             object.__setattr__(self, "accelerator", chip)
         take_integers(self, ("world_size", "ranks_per_node"))
         raise_errors(_violations(self))
-        intra, inter = _LINKS.get(self.device.name, (self.intra_gbs, self.inter_gbs))
+        intra, inter = _LINKS.get(self.device, (self.intra_gbs, self.inter_gbs))
         if self.intra_gbs is None:
             object.__setattr__(self, "intra_gbs", intra)
         if self.inter_gbs is None:
@@ -149,15 +168,36 @@ def _violations(cluster: Cluster) -> Iterator[Violation]:
             wrong = [number_violation("memory_fraction", share, "1 or below")]
         yield from wrong
     chip = cluster.accelerator
-    name = chip.name if isinstance(chip, Accelerator) else chip
     if not isinstance(chip, Accelerator):
         legal = f"{join_words(ACCELERATORS)}, or an Accelerator"
         yield number_violation("accelerator", chip, legal)
-    elif name not in _LINKS:
+    elif chip not in _LINKS:
         for speed, value in speeds.items():
             if value is None:
-                legal = f"GB/s, which are not known for accelerator {name!r}"
+                legal = f"GB/s, which are not known for accelerator {told(chip)}"
                 yield number_violation(speed, None, legal)
+
+
+def groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
+    """Return the group of every axis that dense layers communicate over.
+
+    ``dense`` are the ranks that share the gradients of a parameter: those that shard it or, where
+    it is ``replicated``, all that have it. ``ulysses`` is the inner part of ``cp``.
+    """
+    axes = ("tp", "cp", "fsdp", "dp_replicate", "pp")
+    groups = {name: layout.axis_group(name) for name in axes}
+    groups["dense"] = layout.axis_group("loss") if replicated else groups["fsdp"]
+    if "ulysses" in layout.names:
+        parts = {"ring": layout.axis_group("cp_outer"), "ulysses": layout.axis_group("ulysses")}
+    else:
+        parts = {"ring": groups["cp"], "ulysses": AxisGroup(1, ())}
+    return groups | parts
+
+
+def expert_groups_of(layout: RankLayout, *, replicated: bool = False) -> dict[str, AxisGroup]:
+    """Return the groups of experts: ``ep``, and ``efsdp``, which is to them what ``dense`` is."""
+    shared = layout.axis_group("ep_replicate" if replicated else "efsdp")
+    return {"ep": layout.axis_group("ep"), "efsdp": shared}
 
 
 class Links:
@@ -172,51 +212,25 @@ class Links:
 
     def __init__(self, cluster: Cluster, efficiency: float) -> None:
         self._node, self._world = cluster.ranks_per_node, cluster.world_size
-        self._shared: dict[Group, int] = {}
+        self._shared: dict[AxisGroup, int] = {}
         self._fast = cluster.fast.bandwidth * efficiency, cluster.fast.latency
         self._slow = cluster.slow.bandwidth * efficiency, cluster.slow.latency
 
-    def members(self, group: Group) -> int:
-        """Return how many ranks of a group share a node, where that is fewest.
-
-        Groups need not be aligned with nodes: the one that is cut worst counts.
-        """
+    def members(self, group: AxisGroup) -> int:
+        """Return how many ranks of a group share a node, where that is fewest."""
         if group not in self._shared:
-            self._shared[group] = self._fewest(group)
+            self._shared[group] = group.on_one_node(self._node, self._world)
         return self._shared[group]
 
-    def _fewest(self, group: Group) -> int:
-        node, shares = self._node, []
-        if group.listed:
-            return min(min(Counter(r // node for r in ranks).values()) for ranks in group.listed)
-        for size, stride in group.digits:
-            block = size * stride
-            if stride % node == 0:
-                shares.append(1)
-            elif node % block == 0:
-                shares.append(size)
-            elif node % stride == 0 and block % node == 0:
-                shares.append(node // stride)
-            else:
-                return self._counted(group)
-        return prod(shares)
-
-    def _counted(self, group: Group) -> int:
-        """Return the same where nodes and groups are not aligned, over all that they repeat."""
-        size, stride = group.digits[-1]
-        ranks = range(min(self._world, lcm(size * stride, self._node)))
-        counts = Counter((_first(rank, group), rank // self._node) for rank in ranks)
-        return min(counts.values())
-
-    def crosses(self, group: Group) -> bool:
+    def crosses(self, group: AxisGroup) -> bool:
         """Return whether a group's ranks are in more than one node."""
         return self.members(group) < group.size
 
-    def gather(self, group: Group, size: float) -> float:
+    def gather(self, group: AxisGroup, size: float) -> float:
         """Return the seconds of an all-gather, or reduce-scatter, of ``size`` bytes in total."""
         return self.latency(group) + self.transfer(group, size)
 
-    def latency(self, group: Group) -> float:
+    def latency(self, group: AxisGroup) -> float:
         """Return the seconds of the hops of an all-gather, or reduce-scatter.
 
         A ring takes a step less than it has ranks, and every step waits for the slowest hop.
@@ -224,7 +238,7 @@ class Links:
         _, latency = self._slow if self.crosses(group) else self._fast
         return (group.size - 1) * latency
 
-    def transfer(self, group: Group, size: float) -> float:
+    def transfer(self, group: AxisGroup, size: float) -> float:
         """Return the seconds in which the links carry ``size`` bytes in total to every rank."""
         if group.size == 1:
             return 0.0
@@ -234,11 +248,11 @@ class Links:
             bandwidth = min(bandwidth, self._slow[0] * members)
         return size * (group.size - 1) / group.size / bandwidth
 
-    def all_reduce(self, group: Group, size: float) -> float:
+    def all_reduce(self, group: AxisGroup, size: float) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes on each rank."""
         return 2 * self.gather(group, size)
 
-    def all_to_all(self, group: Group, size: float) -> float:
+    def all_to_all(self, group: AxisGroup, size: float) -> float:
         """Return the seconds of an all-to-all in which every rank sends ``size`` bytes."""
         if group.size == 1:
             return 0.0
@@ -251,7 +265,7 @@ class Links:
         outside = size * (group.size - members) / group.size / slow
         return (group.size - members) * slow_latency + max(inside, outside)
 
-    def dispatch(self, group: Group, size: float, inside: float, outside: float) -> float:
+    def dispatch(self, group: AxisGroup, size: float, inside: float, outside: float) -> float:
         """Return the seconds in which every rank sends ``size`` bytes of tokens to experts.
 
         Of each token ``inside`` copies travel inside a node and ``outside`` between nodes. The two
@@ -265,14 +279,9 @@ class Links:
         slow, slow_latency = self._slow
         return slow_latency + latency + max(inside * size / fast, outside * size / slow)
 
-    def send(self, group: Group, size: float) -> float:
+    def send(self, group: AxisGroup, size: float) -> float:
         """Return the seconds in which a rank sends ``size`` bytes to the next of its group."""
         if group.size == 1:
             return 0.0
         bandwidth, latency = self._slow if self.crosses(group) else self._fast
         return latency + size / bandwidth
-
-
-def _first(rank: int, group: Group) -> int:
-    """Return the first rank of the group that a rank is in."""
-    return rank - sum(rank // stride % size * stride for size, stride in group.digits)

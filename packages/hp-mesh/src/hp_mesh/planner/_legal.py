@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 
 from .._dims import ParallelDims
 from .._errors import Violation, divisors
 from .._model import read_numbers
 from .._rules import RULES, Subject, judge, names_of
-from ._configuration import Degrees
 from ._model import ModelShape
-from ._result import Rejection, Setting
+from ._result import Degrees, Rejection, Setting
 from ._train import Schedule, TrainSpec, Zero
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -106,9 +106,9 @@ class Legality:
     def _own(self, degrees: Degrees) -> Iterator[Violation]:
         """Yield what the estimates need beyond the rules of a mesh."""
         # An interleaved schedule has at least two, also where their number is open.
-        least = 2 if self._train.schedule == "interleaved" else 1
-        stages, layers = max(least, self._train.virtual_stages), self._model.layers
-        if degrees.pp > 1 and stages > 1 and degrees.pp * stages > layers + 2:
+        stages, layers = max(2, self._train.virtual_stages), self._model.layers
+        interleaved = self._train.schedule == "interleaved" and degrees.pp > 1
+        if interleaved and degrees.pp * stages > layers + 2:
             # The embedding and the output matrix may be stages of their own.
             yield Violation(
                 rule="virtual-stages",
@@ -166,8 +166,14 @@ def batch_violations(
 def settings_of(model: ModelShape, train: TrainSpec, pp: int) -> list[Setting]:
     """Return the settings to try at a number of stages, those of the run where it fixes them."""
     schedules: list[tuple[Schedule, int]]
-    stages = [train.virtual_stages] if train.virtual_stages > 1 else divisors(model.layers)
-    stages = [n for n in stages if 1 < n <= (model.layers + 2) // pp]
+    most = (model.layers + 2) // pp
+    stages = [n for n in (train.virtual_stages,) if 1 < n <= most]
+    if train.virtual_stages == 1 and pp > 1:
+        # Of numbers with equally many layers in each stage the smallest, which fills them best.
+        fewest: dict[int, int] = {}
+        for n in range(2, most + 1):
+            fewest.setdefault(ceil(model.layers / (pp * n)), n)
+        stages = [*fewest.values()]
     if train.schedule != "any" and train.schedule != "interleaved":
         schedules = [(train.schedule, 1)]
     elif pp == 1:

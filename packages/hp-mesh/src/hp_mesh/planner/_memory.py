@@ -4,9 +4,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ._calibration import Calibration
-from ._configuration import Degrees
 from ._model import ModelShape
-from ._result import Setting
+from ._result import Degrees, Setting
 from ._train import Recompute, TrainSpec, Zero
 
 
@@ -16,7 +15,8 @@ class Rank(NamedTuple):
     ``layers`` and ``expert_layers`` count its layers. ``parameters``, ``gradients`` and
     ``optimizer`` are bytes of states, ``gathered`` those of buffers and ``passing`` those that come
     and go beside them. ``rows`` are the bytes of buffers for each token of a microbatch,
-    ``outputs`` those for each microbatch in flight too, and ``logits`` the logits of each token.
+    ``outputs`` those for each microbatch in flight too, ``received`` those for every microbatch of
+    a step, and ``logits`` the logits of each token.
     """
 
     layers: int
@@ -28,6 +28,7 @@ class Rank(NamedTuple):
     passing: float
     rows: float
     outputs: float
+    received: float
     logits: float
 
 
@@ -135,7 +136,8 @@ class MemoryModel:
         # The logits are gone when the first layer is computed again, and leave their place.
         again = max(0.0, tokens * working + rank.passing - logits)
         activations = share * (tokens * kept * in_flight + again)
-        buffers = share * (rank.gathered + tokens * (rank.rows + rank.outputs * in_flight))
+        rows = rank.rows + rank.outputs * in_flight + rank.received * microbatches
+        buffers = share * (rank.gathered + tokens * rows)
         states = rank.parameters, rank.gradients, rank.optimizer
         return (*states, activations, share * logits, buffers)
 
@@ -165,10 +167,14 @@ class MemoryModel:
         if setting.schedule == "dualpipe":
             # Both ends of the pipeline hold each stage.
             parameters += half * whole
-        outputs = 0.0
+        outputs = received = 0.0
         if pp > 1:
             # Outputs are kept until their gradients come back.
             outputs = half * model.hidden / tp * setting.virtual_stages
+            if self._train.receive_buffers == "all":
+                # Forward and backward (`_RecvInfo` in the stage.py of torch's pipelining). Neither
+                # end receives both, but the second rank does, which has little less than the first.
+                received = outputs * (2 - (last or pp == 2) / setting.virtual_stages)
         rows, logits = 0.0, model.vocab / tp if last else 0.0
         if tp > 1:
             # Rows that a tensor-parallel group gathers, and their gradient before it is reduced.
@@ -180,7 +186,7 @@ class MemoryModel:
             rows += 4 * half * routed * model.hidden
         return Rank(
             layers, expert_layers, parameters, gradients, optimizer, gathered, passing, rows,
-            outputs, logits,
+            outputs, received, logits,
         )  # fmt: skip
 
     def _states(
@@ -240,7 +246,7 @@ class MemoryModel:
     def _layer(self, recompute: Recompute, tp: int, etp: int, *, experts: bool) -> float:
         """Return the bytes per token that one layer keeps on each tensor-parallel rank."""
         model, constants, fused = self._model, self._constants, self._train.fused
-        hidden, query, kv = model.hidden, model.query_width, model.kv_width
+        hidden, attention = model.hidden, model.attention_width
         half = constants.half_bytes
         width = model.shared_ffn if experts else model.ffn
         if recompute == "full":
@@ -251,18 +257,19 @@ class MemoryModel:
         if recompute == "selective-op":
             # The layer's input, attention's output, and of the products query, value and the first
             # input matrix; a down projection's output goes into the next layer's input alone.
-            kept = hidden + 2 * query + kv + width
+            products = model.latents or attention / 2
+            kept = hidden + model.query_width + products + width
             return half * (kept / tp + routed)
         if fused == "attention":
             # Inputs and outputs of norms, rotary embedding, activation and product.
             inputs = model.matrices - 1
-            kept = 3 * hidden + 3 * query + 3 * kv + (inputs + 2) * width
+            kept = 3 * hidden + 1.5 * attention + (inputs + 2) * width
             kept += rows * (inputs + 2) * model.expert_width
             return half * (kept / tp + hidden + routed)
         # What norms give to the products, and activations to the down projection, is kept too where
         # it is not computed again inside fused kernels.
         wide = model.matrices - 1 if fused else model.matrices
-        kept = (2 if fused else 4) * hidden + 2 * query + 2 * kv + wide * width
+        kept = (2 if fused else 4) * hidden + attention + wide * width
         kept += rows * wide * model.expert_width
         others = 0.0 if fused else constants.mask_bytes * hidden
         if recompute == "none" and not fused:
@@ -273,12 +280,12 @@ class MemoryModel:
 def _in_flight(pp: int, setting: Setting, *, last: bool) -> float:
     """Return of how many microbatches a rank holds activations.
 
-    arXiv 2205.05198, section 4.3; ZB-H1 holds those of 1F1B (arXiv 2401.10241, section 2.1),
-    DualPipe one more on every rank (arXiv 2412.19437, table 2).
+    arXiv 2205.05198, section 4.3; ZB-H1 holds those of 1F1B's first rank on every rank (arXiv
+    2401.10241, section 2.1), DualPipe one more on every rank (arXiv 2412.19437, table 2).
     """
     if setting.schedule == "dualpipe":
         return pp + 1 if pp > 1 else 1
     if setting.schedule == "interleaved":
         rest = (pp - 1) / setting.virtual_stages
         return pp - rest if last else pp + rest
-    return 1 if last else pp
+    return 1 if last and setting.schedule == "1f1b" else pp

@@ -5,15 +5,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .._errors import ParallelDimsError, Violation, join_words, raise_errors
-from .._model import COUNTS, RULED, SIZES, read_fields
-from ._values import (
+from .._errors import (
+    ParallelDimsError,
+    Violation,
     as_integer,
     flag_violations,
     integer_violations,
+    join_words,
     number_violation,
+    raise_errors,
+    show,
     take_integers,
 )
+from .._model import COUNTS, RULED, SIZES, read_fields, read_other_layers
 
 REQUIRED = ("layers", "hidden", "heads", "vocab", "ffn")
 OPTIONAL = ("kv_heads", "head_dim", "expert_ffn")
@@ -35,10 +39,10 @@ class ModelShape:
     ``glu``. ``shared_ffn`` is the total inner width of the experts that every token takes,
     ``dense_layers`` counts the layers without experts in a model that has some. ``tied`` models use
     the embedding as output matrix. Where keys and values of all heads come from a latent,
-    ``latent`` is its width, and projections twice as wide, one for keys and one for values, stand
-    for its time. Given ``nope_dim`` and ``rope_dim``, the sizes of a query without and
-    with positions, its parameters are those of its own projections, of queries from a latent of
-    width ``query_latent`` where that is not 0.
+    ``latent`` is its width. Given ``nope_dim`` and ``rope_dim``, the sizes of a query without and
+    with positions, its parameters and products are those of its own projections, of queries from a
+    latent of width ``query_latent`` where that is not 0; without them projections twice as wide,
+    one for keys and one for values, stand for them.
     A token's experts are in ``top_groups`` of ``groups`` of experts, 0 where
     they may be anywhere. Biases are not counted.
 
@@ -83,7 +87,11 @@ class ModelShape:
         """Return the shape that a mapping or configuration object describes.
 
         Hugging Face configurations work as they are, nested ``text_config`` included, and so does a
-        parsed ``config.json``. Raises `ParallelDimsError` that names every field that is missing.
+        parsed ``config.json``.
+
+        Raises:
+            ParallelDimsError: Fields are missing, which it names; or some say that the model has
+                layers without attention, as Mamba's, for which estimates have no price.
         """
         return cls(**_read_shape(config))
 
@@ -97,6 +105,7 @@ class ModelShape:
             "vocab_size": self.vocab,
             "num_experts": self.experts,
             "expert_ffn": self.expert_width,
+            "dense_layers": self.dense_layers,
             "tie_word_embeddings": self.tied,
         }
 
@@ -109,6 +118,26 @@ class ModelShape:
     def kv_width(self) -> int:
         """Return the width that a layer's keys cost, which is that of its values."""
         return 2 * self.latent or (self.kv_heads or 0) * (self.head_dim or 0)
+
+    @property
+    def attention_width(self) -> int:
+        """Return the widths of a layer's queries, keys, values and attention output, added up.
+
+        From a latent they have all heads, and those of queries and keys have positions too.
+        """
+        if not self.latent:
+            return 2 * (self.query_width + self.kv_width)
+        return 2 * (self.score_width + self.query_width) + self.latents
+
+    @property
+    def latents(self) -> int:
+        """Return the widths of a layer's latents, added up, 0 where there are none."""
+        return self.latent and self.latent + self.rope_dim + self.query_latent
+
+    @property
+    def score_width(self) -> int:
+        """Return the width of all heads whose products with keys are the scores of attention."""
+        return self.heads * (self.nope_dim + self.rope_dim) or self.query_width
 
     @property
     def expert_width(self) -> int:
@@ -131,7 +160,7 @@ class ModelShape:
         projections = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         if self.latent and self.nope_dim:
             # arXiv 2405.04434, section 2.1: queries, keys and values come from latents.
-            query = self.heads * (self.nope_dim + self.rope_dim)
+            query = self.score_width
             projections = self.hidden * (query if not self.query_latent else self.query_latent)
             projections += self.query_latent * query + self.hidden * (self.latent + self.rope_dim)
             projections += self.latent * (self.heads * self.nope_dim + self.query_width)
@@ -197,7 +226,7 @@ class ModelShape:
         sequence (arXiv 2204.02311, appendix B), of which a causal mask leaves half.
         """
         inputs = self.embedding_parameters if not self.tied else 0
-        attention = 6 * self.layers * self.query_width * seq_len
+        attention = 3 * self.layers * (self.score_width + self.query_width) * seq_len
         return 6 * (self.active_parameters - inputs) + attention
 
 
@@ -217,6 +246,11 @@ def _violations(shape: ModelShape) -> Iterator[Violation]:
         )
     if shape.kv_heads is not None and shape.heads % shape.kv_heads:
         yield number_violation("kv_heads", shape.kv_heads, f"a divisor of heads={shape.heads}")
+    needed = {"query_latent": "nope_dim", "nope_dim": "latent", "rope_dim": "nope_dim"}
+    for name, other in needed.items():
+        if values[name] and not values[other]:
+            missing = other if shape.latent else "latent"
+            yield number_violation(name, values[name], f"0, or give {missing}")
     if shape.experts and not 1 <= shape.top_k <= shape.experts:
         yield number_violation("top_k", shape.top_k, f"1 to experts={shape.experts}")
     if shape.experts and shape.dense_layers >= shape.layers:
@@ -241,6 +275,7 @@ def _read_shape(config: object) -> dict[str, Any]:
     given = {field: value for field, (_, value) in found.items() if value is not None}
     if given.get("experts") and "top_k" not in given:
         raise ParallelDimsError([_missing("top_k")])
+    raise_errors(_other_layers(config))
     names = {**RULED, **SIZES, **COUNTS}
     numbers = [field for field in names if field in given and field != "tied"]
     raise_errors(integer_violations(dict(found[field] for field in numbers), minimum=0))
@@ -264,12 +299,19 @@ def _experts(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("shared_experts"):
         width = given.get("expert_ffn") or given["ffn"]
         found["shared_ffn"] = given["shared_experts"] * width
-    if given.get("expert_step"):
-        found["dense_layers"] = given["layers"] - given["layers"] // given["expert_step"]
-    dense = given.get("dense_list")
-    if isinstance(dense, list | tuple):
-        found["dense_layers"] = found.get("dense_layers", given.get("dense_layers", 0)) + len(dense)
     return found
+
+
+def _other_layers(config: object) -> Iterator[Violation]:
+    """Yield what a configuration says of layers that a shape cannot have."""
+    for what, fields in read_other_layers(config).items():
+        texts = join_words((f"{name}={show(value)}" for name, value in fields.items()), "and")
+        yield Violation(
+            rule="layers",
+            values=fields,
+            reason=f"{texts}: {what}, for which estimates have no price; use a decoder whose "
+            "layers all have attention and a feed-forward part",
+        )
 
 
 def _missing(field: str) -> Violation:

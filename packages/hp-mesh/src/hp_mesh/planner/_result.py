@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
+from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
 from .._errors import Violation
+from .._layout import RankLayout, ViewConfig
 from ._cluster import Cluster
 from ._model import ModelShape
 from ._train import Recompute, Schedule, TrainSpec, Zero
@@ -24,6 +26,73 @@ Fit: TypeAlias = Literal["fits", "borderline", "does not fit"]
 
 
 CLASSES: tuple[Fit, ...] = ("fits", "borderline", "does not fit")
+
+
+class Degrees(NamedTuple):
+    """Resolved degrees; where experts have ranks of their own, ``dp_shard`` has those too."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    ulysses_degree: int = 1
+
+    @property
+    def ring(self) -> int:
+        """Return over how many ranks keys and values go round: those of cp that keep heads."""
+        return self.cp // self.ulysses_degree
+
+    @property
+    def dp(self) -> int:
+        """Return how many ranks see different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Return over how many ranks dense parameters are sharded."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Return over how many ranks the parameters of experts are sharded."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def dims(self) -> ParallelDims:
+        """Return the degrees as a plan has them: folded and without Ulysses."""
+        degrees = {name: n for name, n in self._asdict().items() if name != "ulysses_degree"}
+        return ParallelDims(**degrees, world_size=self.world)
+
+    def layout(self) -> RankLayout:
+        """Return the layout of `dims`, without asking the rules again."""
+        return RankLayout(ViewConfig(degrees=self._asdict()), DEFAULT_ORDER)
+
+
+def degrees_of(dims: ParallelDims) -> Degrees:
+    """Return the degrees of a resolved configuration.
+
+    Experts on ranks of their own are data-parallel ranks to the dense layers: the sizes of all
+    groups are those of folding ``ep`` into more ``dp_shard``, though not their ranks.
+    """
+    layout = dims.layout()
+    own = dims.ep if dims.ep_mode == "peer" else 1
+    return Degrees(
+        pp=dims.pp,
+        dp_replicate=dims.dp_replicate,
+        dp_shard=layout.size("dp_shard") * own,
+        cp=dims.cp,
+        tp=dims.tp,
+        ep=dims.ep,
+        etp=dims.etp,
+        ulysses_degree=dims.ulysses_degree or 1,
+    )
 
 
 class Setting(NamedTuple):

@@ -5,12 +5,20 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from .._degrees import DEFAULT_ORDER
 from .._dims import ParallelDims
-from .._errors import ParallelDimsError, Violation, divisors, raise_errors
-from ._calibration import Calibration
-from ._cluster import Cluster
-from ._configuration import Degrees, Group, degrees_of, groups_of
+from .._errors import (
+    ParallelDimsError,
+    Violation,
+    choice_violations,
+    divisors,
+    integer_violations,
+    kind_violations,
+    number_violation,
+    raise_errors,
+)
+from .._layout import AxisGroup, RankLayout
+from ._calibration import Calibration, trust_of
+from ._cluster import Cluster, expert_groups_of, groups_of
 from ._legal import DENSE_AXES, Legality, batch_violations, settings_of
 from ._memory import MemoryModel, Rank
 from ._model import ModelShape
@@ -21,6 +29,7 @@ from ._result import (
     PARTS,
     Candidate,
     Comparison,
+    Degrees,
     MemorySplit,
     Plan,
     Ranking,
@@ -28,12 +37,11 @@ from ._result import (
     Setting,
     TimeSplit,
     classify,
+    degrees_of,
     place_of_best,
 )
 from ._time import AXES, TimeModel, Traffic
 from ._train import RECOMPUTE, Recompute, TrainSpec
-from ._trust import trust_of
-from ._values import choice_violations, integer_violations, kind_violations
 
 DEFAULT = Calibration()
 # How many sets of degrees are looked at between two reports of progress.
@@ -52,7 +60,7 @@ class Found(NamedTuple):
     ranks: tuple[Rank, ...]
 
 
-Communication: TypeAlias = tuple[Mapping[str, Group], Traffic]
+Communication: TypeAlias = tuple[Mapping[str, AxisGroup], Traffic]
 
 
 class Cost:
@@ -80,7 +88,7 @@ def plan(
     """Return every valid configuration of a run, ranked, and why the others are rejected.
 
     All degrees of the world, each once; where ``train`` leaves micro batch, recomputation, schedule
-    or ZeRO stage open, with the fastest that fit, of micro batches that double. Experts are folded
+    or ZeRO stage open, with the fastest that fit. Experts are folded
     into the dense ranks, axes are in the default order, and a model without experts has ``ep`` and
     ``etp`` 1; `estimate` takes other configurations too. Deterministic; nothing is communicated and
     torch is not needed.
@@ -96,7 +104,8 @@ def plan(
         The plan, whose candidates are built when they are looked at; its ``best`` is what to run.
 
     Raises:
-        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+        ParallelDimsError: For arguments of other types, an accelerator without a rate for fp8, and
+            options of experts without any.
 
     Example:
         >>> plan(MODELS["llama3-8b"], Cluster(world_size=8, accelerator="H100"), train).best
@@ -109,7 +118,7 @@ def plan(
     for done, degrees in enumerate(every):
         if progress and done % REPORTED == 0:
             progress(done, len(every))
-        best, violations = search.best(search.cost(degrees, DEFAULT_ORDER))
+        best, violations = search.best(search.cost(degrees, degrees.layout))
         if best:
             found.append(best)
         else:
@@ -191,7 +200,7 @@ def estimate(
     wrong += Legality(model, train).violations(dims, degrees)
     raise_errors(wrong)
     search = Search(model, cluster, train, calibration)
-    cost = search.cost(degrees, dims.order, dims.ep_mode)
+    cost = search.cost(degrees, dims.layout)
     best, violations = search.best(cost, micro_batch, recompute)
     if best is None:
         raise ParallelDimsError(list(violations))
@@ -257,7 +266,8 @@ def smallest_world(
         The number of devices, None where nothing fits on ``largest`` either.
 
     Raises:
-        ParallelDimsError: For arguments of other types and an accelerator without a rate for fp8.
+        ParallelDimsError: For arguments of other types, an accelerator without a rate for fp8, and
+            options of experts without any.
 
     Example:
         >>> smallest_world(MODELS["llama3-405b"], Cluster(world_size=8, accelerator="H100"), train)
@@ -275,7 +285,7 @@ def smallest_world(
         tried += 1
         search = Search(model, replace(cluster, world_size=world), train, calibration)
         return any(
-            search.fits(search.cost(degrees, DEFAULT_ORDER))
+            search.fits(search.cost(degrees, degrees.layout))
             for degrees in Legality(model, train).legal(world)
         )
 
@@ -293,7 +303,7 @@ class Search:
     def __init__(
         self, model: ModelShape, cluster: Cluster, train: TrainSpec, calibration: Calibration
     ) -> None:
-        raise_errors(_precision_violations(cluster, train))
+        raise_errors(_run_violations(model, cluster, train))
         self._model, self._cluster, self._train = model, cluster, train
         self._memory = MemoryModel(model, train, calibration)
         share = cluster.memory_fraction
@@ -301,12 +311,17 @@ class Search:
         self._limit = cluster.device.memory_gib * GIB * share
         self._time = TimeModel(model, cluster, train, calibration, self._limit)
         self._variants: dict[int, list[Setting]] = {}
+        self._groups: dict[tuple[int, ...], dict[str, AxisGroup]] = {}
 
-    def cost(self, degrees: Degrees, order: Sequence[str], ep_mode: str = "folded") -> Cost:
-        """Return what the settings of some degrees share, for an order of the axes."""
+    def cost(self, degrees: Degrees, layout: Callable[[], RankLayout]) -> Cost:
+        """Return what the settings of some degrees share; the layout is asked for if needed."""
 
         def communication() -> Communication:
-            groups = groups_of(degrees, order, peer=ep_mode == "peer")
+            found, replicated = layout(), self._train.zero == 0
+            key = degrees[:5]  # all but those of experts
+            if key not in self._groups:
+                self._groups[key] = groups_of(found, replicated=replicated)
+            groups = self._groups[key] | expert_groups_of(found, replicated=replicated)
             return groups, self._time.traffic(degrees, groups)
 
         return Cost(degrees, communication)
@@ -317,7 +332,7 @@ class Search:
         """Return the best setting to run some degrees with, or what is wrong with the one given."""
         given = self._train.micro_batch if micro_batch is None else micro_batch
         degrees, local = cost.degrees, self._train.global_batch // cost.degrees.dp
-        sizes = _doubling(divisors(local)) if given is None else (given,)
+        sizes = divisors(local) if given is None else (given,)
         kinds = self._kinds(self._train.recompute if recompute is None else recompute)
         if degrees.pp not in self._variants:
             self._variants[degrees.pp] = settings_of(self._model, self._train, degrees.pp)
@@ -369,17 +384,30 @@ class Search:
             return Found(place, least, cost.degrees, sizes[0], kinds[-1], setting, ranks)
         limit = self._limit * (BORDER if place else 1)
         best: Found | None = None
-        tried = 0
+
+        def improve(size: int, kind: Recompute) -> tuple[bool, bool]:
+            """Try one; return whether it fits, and whether it is the best so far."""
+            nonlocal best
+            memory = self._memory_of(cost, setting, size, kind)
+            if sum(memory) > limit:
+                return False, False
+            seconds = _total(self._time_of(cost, setting, size, kind, memory))
+            if best is not None and seconds >= best.cost:
+                return True, False
+            best = Found(place, seconds, cost.degrees, size, kind, setting, ranks)
+            return True, True
+
+        coarse, tried = _doubling(sizes), 0
         for kind in kinds:
-            for size in sizes[tried:]:
-                memory = self._memory_of(cost, setting, size, kind)
-                if sum(memory) > limit:
-                    break
-                tried += 1
-                seconds = _total(self._time_of(cost, setting, size, kind, memory))
-                if best is not None and seconds >= best.cost:
+            for size in coarse[tried:]:
+                fits, better = improve(size, kind)
+                tried += fits
+                if not fits:
+                    # Of those before it the largest that fits; most often there is none.
+                    between = sizes[sizes.index(coarse[tried - 1]) + 1 : sizes.index(size)]
+                    any(improve(size, kind)[0] for size in reversed(between if tried else ()))
+                if not better:
                     break  # larger ones wait longer for the first and the last microbatch
-                best = Found(place, seconds, cost.degrees, size, kind, setting, ranks)
         if best is None:  # the kind that needs least fits at the smallest size
             raise RuntimeError("no setting found where one was")
         return best
@@ -409,7 +437,7 @@ class Search:
         """Return all that is estimated of a configuration."""
         degrees = found.degrees
         dims = degrees.dims() if dims is None else dims
-        cost = self.cost(degrees, dims.order, dims.ep_mode)
+        cost = self.cost(degrees, dims.layout)
         setting, size, kind = found.setting, found.micro_batch, found.recompute
         cost.ranks[setting] = found.ranks
         memory = self._memory_of(cost, setting, size, kind)
@@ -443,10 +471,7 @@ class Search:
 
 
 def _doubling(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the first size and those that are at least twice the one before.
-
-    Between two of them neither memory nor time changes much.
-    """
+    """Return the first size and those that are at least twice the one before."""
     kept = [sizes[0]]
     for size in sizes[1:]:
         if size >= 2 * kept[-1]:
@@ -465,7 +490,12 @@ def _kind_violations(model: object, cluster: object, train: object) -> Iterator[
     yield from kind_violations("train", train, TrainSpec)
 
 
-def _precision_violations(cluster: Cluster, train: TrainSpec) -> Iterator[Violation]:
+def _run_violations(model: ModelShape, cluster: Cluster, train: TrainSpec) -> Iterator[Violation]:
+    if not model.experts and train.fp8_dispatch:
+        yield number_violation("fp8_dispatch", True, "False, or give a model with experts")
+    if not model.experts and train.max_nodes is not None:
+        legal = "None, or give a model with experts"
+        yield number_violation("max_nodes", train.max_nodes, legal)
     chip = cluster.device
     if train.float8 and not chip.tflops_fp8:
         yield Violation(

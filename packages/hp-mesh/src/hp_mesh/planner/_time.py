@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from math import log2
 from typing import NamedTuple
 
+from .._layout import AxisGroup
 from ._calibration import Calibration
 from ._cluster import Cluster, Links
-from ._configuration import Degrees, Group
 from ._memory import Rank
 from ._model import ModelShape
-from ._result import Setting
+from ._result import Degrees, Setting
 from ._train import Recompute, TrainSpec
 
 # Over which communication is told apart.
@@ -107,6 +107,7 @@ class ComputeModel:
         self._linear_rate = self._half_rate
         if train.float8:
             self._linear_rate = chip.tflops_fp8 * 1e12 * calibration.fp8_efficiency
+        self._layers: dict[tuple[object, ...], Work] = {}
         self._passes = 1.0 if train.fused is True else calibration.eager_passes
         launches = calibration.fused_launches if train.fused is True else 1.0
         self._host = calibration.layer_seconds * launches
@@ -115,13 +116,23 @@ class ComputeModel:
         self, degrees: Degrees, micro_batch: int, recompute: Recompute, *, experts: bool
     ) -> Work:
         """Return the seconds of one microbatch in one layer, with experts or without."""
+        _, _, _, *inner = degrees
+        stages = degrees.pp if self._train.recompute_layers else 0
+        key = *inner, stages, micro_batch, recompute, experts
+        if key not in self._layers:
+            self._layers[key] = self._layer(degrees, micro_batch, recompute, experts=experts)
+        return self._layers[key]
+
+    def _layer(
+        self, degrees: Degrees, micro_batch: int, recompute: Recompute, *, experts: bool
+    ) -> Work:
         model, constants = self._model, self._constants
-        hidden, query, kv, tp = model.hidden, model.query_width, model.kv_width, degrees.tp
+        hidden, query, tp = model.hidden, model.query_width, degrees.tp
         tokens = micro_batch * self._train.seq_len / degrees.cp
         width = model.shared_ffn if experts else model.ffn
         # The products whose outputs `selective-op` keeps are the first of each of these pairs.
-        saved = self._linear(tokens, query / tp, hidden) + self._linear(tokens, kv / tp, hidden)
-        again = self._linear(tokens, kv / tp, hidden) + self._linear(tokens, hidden, query / tp)
+        saved, again = self._projections(degrees, tokens)
+        again += self._linear(tokens, hidden, query / tp)
         if width:
             up = self._linear(tokens, width / tp, hidden)
             down = self._linear(tokens, hidden, width / tp)
@@ -151,7 +162,7 @@ class ComputeModel:
             backward += share * forward
             relaunch += share * launch
         elif recompute == "selective-op":
-            backward += share * (again + moved)
+            backward += share * (again + moved + (0.0 if self._train.fused else core))
         elif recompute == "selective" and not self._train.fused:
             backward += share * core
         return Work(forward, backward, core, linear, launch, relaunch)
@@ -166,6 +177,25 @@ class ComputeModel:
         if self._train.fused_loss:
             moved /= 2  # read and written once, in place
         return 3 * product + self._passes * moved
+
+    def _projections(self, degrees: Degrees, tokens: float) -> tuple[float, float]:
+        """Return the seconds of the products that give queries, keys and values.
+
+        The first figure is that of queries and keys; from latents (arXiv 2405.04434, section 2.1)
+        that of the latents.
+        """
+        model, tp = self._model, degrees.tp
+        if not (model.latent and model.nope_dim):
+            keys = self._linear(tokens, model.kv_width / tp, model.hidden)
+            return self._linear(tokens, model.query_width / tp, model.hidden) + keys, keys
+        down = self._linear(tokens, model.latent + model.rope_dim, model.hidden)
+        keys = model.heads * model.nope_dim + model.query_width
+        up = self._linear(tokens, keys / tp, model.latent)
+        if model.query_latent:
+            down += self._linear(tokens, model.query_latent, model.hidden)
+        return down, up + self._linear(
+            tokens, model.score_width / tp, model.query_latent or model.hidden
+        )
 
     def _linear(self, rows: float, columns: float, inner: float) -> float:
         side = self._constants.gemm_half_side
@@ -212,9 +242,11 @@ class ComputeModel:
         """Return the seconds of a forward of the attention core, and of merging its parts."""
         constants, seq_len = self._constants, self._train.seq_len
         query = self._model.query_width / degrees.tp
+        # Products with keys and with values are as wide as each other but for latent attention.
+        wide = (self._model.score_width + self._model.query_width) / 2 / degrees.tp
         if not self._train.fused:
             # Whole score matrices, of which a causal mask uses half.
-            core = 4 * tokens * seq_len * query / self._half_rate
+            core = 4 * tokens * seq_len * wide / self._half_rate
             scores = self._model.heads / degrees.tp * seq_len * tokens
             moved = constants.score_passes * constants.half_bytes * scores
             return core + moved / self._bandwidth, 0.0
@@ -222,7 +254,7 @@ class ComputeModel:
         chunk = seq_len / (2 * degrees.ring) if degrees.ring > 1 else seq_len
         efficiency = chunk / (chunk + constants.attention_half_chunk)
         efficiency *= constants.ring_efficiency ** log2(ring)
-        core = 2 * tokens * seq_len * query / (self._attention_rate * efficiency)
+        core = 2 * tokens * seq_len * wide / (self._attention_rate * efficiency)
         parts = ring if ring > 1 else 0
         return core, parts * constants.merge_bytes * tokens * query / self._bandwidth
 
@@ -262,12 +294,11 @@ class TimeModel:
         self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
         self._dense_layers: dict[tuple[object, ...], tuple[float, ...]] = {}
-        self._counts = (model.layers - model.expert_layers, model.expert_layers)
         self._ends = model.embedding_parameters * (1 if model.tied else 2)
         self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
 
-    def traffic(self, degrees: Degrees, groups: Mapping[str, Group]) -> Traffic:
+    def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
         """Return the seconds of the collectives on the parameters of a layer and of an end."""
         dense, experts = self._dense / degrees.tp, self._experts / (degrees.ep * degrees.etp)
         end = self._model.embedding_parameters / degrees.tp
@@ -277,13 +308,13 @@ class TimeModel:
         )
 
     def _collectives(
-        self, degrees: Degrees, groups: Mapping[str, Group], dense: float, experts: float
+        self, degrees: Degrees, groups: Mapping[str, AxisGroup], dense: float, experts: float
     ) -> tuple[float, float, float]:
         """Return the seconds of gathering, reducing and summing some parameters of a rank."""
         constants, gradient = self._constants, self._train.gradient_bytes
         gather = reduce = 0.0
         half = 1 if self._train.float8 else constants.half_bytes
-        for size, group in ((dense, groups["fsdp"]), (experts, groups["efsdp"])):
+        for size, group in ((dense, groups["dense"]), (experts, groups["efsdp"])):
             if size and group.size > 1:
                 gather += self._links.gather(group, half * size)
                 gather += constants.gather_copy_bytes * size / self._bandwidth
@@ -295,7 +326,7 @@ class TimeModel:
     def parts(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         traffic: Traffic,
         setting: Setting,
         ranks: tuple[Rank, ...],
@@ -321,7 +352,7 @@ class TimeModel:
     def _rank_parts(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         traffic: Traffic,
         setting: Setting,
         one: Stage,
@@ -355,7 +386,7 @@ class TimeModel:
     def _ranks(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         setting: Setting,
         layers: tuple[int, int],
         micro_batch: int,
@@ -368,8 +399,12 @@ class TimeModel:
         tp, ring, ulysses, ep, pp = (groups[n] for n in ("tp", "ring", "ulysses", "ep", "pp"))
         key = (micro_batch, recompute, setting, layers, degrees.etp, tp, ring, ulysses, ep, pp)
         if key not in self._stages:
-            one = self._microbatch(degrees, groups, setting, micro_batch, recompute)
             (most, last), send = layers, 0.0
+            with_experts = self._model.expert_layers / self._model.layers
+            if with_experts and pp.size > 1 and self._model.dense_layers <= most:
+                # Layers without experts are on the first rank; the others have nothing but experts.
+                with_experts = 1.0
+            one = self._microbatch(degrees, groups, setting, micro_batch, recompute, with_experts)
             if pp.size > 1:
                 tokens = micro_batch * self._train.seq_len / degrees.cp
                 size = self._constants.half_bytes * tokens * self._model.hidden / degrees.tp
@@ -382,7 +417,7 @@ class TimeModel:
                 self._stages[key] = first, *self._stages[key]
         return self._stages[key]
 
-    def _tied_ends(self, degrees: Degrees, groups: Mapping[str, Group]) -> float:
+    def _tied_ends(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
         """Return the seconds in which the two stages of a tied embedding sum its gradients.
 
         Each of the two sends its shard to the other, once in a step.
@@ -395,24 +430,24 @@ class TimeModel:
     def _microbatch(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         setting: Setting,
         micro_batch: int,
         recompute: Recompute,
+        with_experts: float,
     ) -> Microbatch:
-        """Return an average layer, with experts and without by their counts."""
+        """Return an average layer, of which the share ``with_experts`` has some."""
         inside = (groups["tp"], groups["ring"], groups["ulysses"], groups["ep"])
         # What depends on the stages too: which layers recompute, and eager collectives.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
         # Forward of one microbatch and backward of another hide each other's exchange.
         paired = setting.schedule == "dualpipe" and degrees.pp > 1
-        key = (micro_batch, recompute, degrees.etp, paired, stages, *inside)
+        key = (micro_batch, recompute, degrees.etp, paired, stages, with_experts, *inside)
         if key in self._microbatches:
             return self._microbatches[key]
         total = [0.0] * 8
-        for count, experts in zip(self._counts, (False, True), strict=True):
-            if count:
-                share = count / self._model.layers
+        for share, experts in ((1 - with_experts, False), (with_experts, True)):
+            if share:
                 parts = self._layer(degrees, groups, paired, micro_batch, recompute, experts)
                 total = [sum_ + share * part for sum_, part in zip(total, parts, strict=True)]
         head = self._compute.head(degrees, micro_batch)
@@ -422,7 +457,7 @@ class TimeModel:
     def _layer(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         paired: bool,
         micro_batch: int,
         recompute: Recompute,
@@ -467,7 +502,7 @@ class TimeModel:
     def _tensor(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         micro_batch: int,
         recompute: Recompute,
         *,
@@ -494,7 +529,7 @@ class TimeModel:
     def _context(
         self,
         degrees: Degrees,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, AxisGroup],
         micro_batch: int,
         recompute: Recompute,
         work: Work,
@@ -525,7 +560,11 @@ class TimeModel:
         return forward + _exposed(3 * ring, 2 * work.attention, cost) + exchange
 
     def _exchange(
-        self, degrees: Degrees, groups: Mapping[str, Group], micro_batch: int, recompute: Recompute
+        self,
+        degrees: Degrees,
+        groups: Mapping[str, AxisGroup],
+        micro_batch: int,
+        recompute: Recompute,
     ) -> tuple[float, float]:
         """Return the exposed seconds of dispatch and combine in one layer, forward and backward.
 
@@ -551,7 +590,7 @@ class TimeModel:
             gathered = shown * (4 + 2 * again) * self._links.gather(groups["tp"], rows)
         return shown * total, gathered
 
-    def _copies(self, group: Group) -> tuple[float, float]:
+    def _copies(self, group: AxisGroup) -> tuple[float, float]:
         """Return how often a token travels inside a node and between nodes, on average.
 
         A token's experts are anywhere with the same probability, on ``max_nodes`` nodes at most.
@@ -597,10 +636,9 @@ class TimeModel:
             returned = gather + reduce
             sharding += microbatches * _exposed(returned, backward, cost)
         elif zero == 0:
-            # An all-reduce is a reduction to shards and a gathering of them.
-            returned, first = 2 * reduce, 0.0
-            sharding = _exposed(returned, backward, cost)
-            replicas *= degrees.fsdp
+            # An all-reduce is a reduction to shards and a gathering of them, over all replicas.
+            summed = _exposed(2 * reduce, backward, cost)
+            return (summed, 0.0) if degrees.fsdp > 1 else (0.0, summed)
         else:
             returned = reduce
             rounds = microbatches if zero == 2 else 1

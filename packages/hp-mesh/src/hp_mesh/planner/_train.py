@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .._errors import Violation, raise_errors
-from ._values import (
+from .._errors import (
+    Violation,
     amount_violations,
     choice_violations,
     flag_violations,
     integer_violations,
     number_violation,
+    raise_errors,
     take_integers,
 )
 
@@ -40,13 +41,16 @@ class TrainSpec:
             (arXiv 2205.05198, section 5); ``"selective-op"``, all but the attention outputs and
             every second matrix product; ``"full"``, whole layers. None leaves the choice to the
             planner.
-        recompute_layers: Layers of each pipeline rank that recompute; None is all of them.
+        recompute_layers: Layers of each pipeline rank that recompute; None is all of them. Not with
+            ``recompute="none"``.
         float8: Linear layers multiply in fp8.
         schedule: ``"1f1b"``; ``"interleaved"``, with ``virtual_stages`` stages on every rank (arXiv
             2104.04473); ``"zero-bubble"``, ZB-H1 (arXiv 2401.10241); ``"dualpipe"`` (arXiv
             2412.19437, section 3.2.1); ``"any"`` leaves the choice to the planner.
         virtual_stages: Stages of each pipeline rank, with ``schedule="interleaved"`` or ``"any"``.
             1 leaves the choice to the planner; an interleaved schedule has at least 2.
+        receive_buffers: Of what pipeline ranks receive: ``"in-flight"``, of microbatches in flight;
+            ``"all"``, of every microbatch of a step, which ``torch.distributed.pipelining`` keeps.
         zero: ZeRO stage of the states over ``dp_shard`` and ``cp`` (arXiv 1910.02054): 0, nothing
             is sharded; 1, the optimizer; 2, gradients too; 3, parameters too, which every
             microbatch gathers again. None is stage 3 as FSDP trains it: with pipeline stages
@@ -69,7 +73,7 @@ class TrainSpec:
             ``"copies"``, once for each of its experts.
         fp8_dispatch: Tokens go to experts in fp8; what comes back, and gradients, in bf16.
         max_nodes: Nodes whose experts one token may have; None follows from the model's groups of
-            experts, else there is no limit.
+            experts, else there is no limit. This and ``fp8_dispatch`` need a model with experts.
         memory_fraction: Share of a device's memory that may be planned for.
 
     Raises:
@@ -87,6 +91,7 @@ class TrainSpec:
     float8: bool = False
     schedule: Schedule | Literal["any"] = "1f1b"
     virtual_stages: int = 1
+    receive_buffers: Literal["in-flight", "all"] = "in-flight"
     zero: Zero | Literal["any"] = None
     gradient_dtype: Dtype = "float32"
     moment_dtype: Dtype = "float32"
@@ -135,11 +140,15 @@ def _violations(train: TrainSpec) -> Iterator[Violation]:
         yield from flag_violations({"fused": train.fused})
     if train.recompute is not None:
         yield from choice_violations("recompute", train.recompute, RECOMPUTE)
+    if train.recompute == "none" and train.recompute_layers is not None:
+        legal = "None, or another recompute than 'none'"
+        yield number_violation("recompute_layers", train.recompute_layers, legal)
     yield from choice_violations("schedule", train.schedule, (*SCHEDULES, ANY))
     if train.zero != ANY and (isinstance(train.zero, bool) or train.zero not in STAGES):
         yield number_violation("zero", train.zero, "0, 1, 2, 3, None or 'any'")
     yield from choice_violations("gradient_dtype", train.gradient_dtype, DTYPES)
     yield from choice_violations("moment_dtype", train.moment_dtype, DTYPES)
+    yield from choice_violations("receive_buffers", train.receive_buffers, ("in-flight", "all"))
     yield from choice_violations("attention", train.attention, ("native", "flash-2"))
     yield from choice_violations("context", train.context, ("ring", "all-gather"))
     yield from choice_violations("dispatch", train.dispatch, ("deduplicated", "copies"))
