@@ -22,8 +22,6 @@ from hp_ep.transformers import parallelize_experts
 from .config import TP_WORDS, ModelError, TransformersConfig
 from .model import Forward, normal
 
-OF_LENGTH = ("dynamic", "longrope")  # kinds of rotary positions
-
 
 def build_transformers(
     config: TransformersConfig,
@@ -102,15 +100,6 @@ def spread_attention(
     collectives: Collectives,
 ) -> Forward:
     """Let the attention span the ranks of ``mesh``; return how to call the model on their parts."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)  # one, or one for each type of layer
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if kind in OF_LENGTH:
-                raise ModelError(
-                    f"cp={mesh.size()} with rope_type={kind}, which takes its frequencies from the "
-                    "length of the sequence, of which each rank has a part; use cp=1, or another "
-                    "rope_type"
-                )
     context_parallel(
         model, mesh, layout=layout, ulysses_degree=ulysses_degree, collectives=collectives
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hp_mesh import ParallelDims
@@ -107,6 +107,7 @@ def test_memory_is_bought_with_at_most_one_percent_of_time_where_it_is_short(fou
 
 
 @given(PLANS, st.integers(1, 12))
+@example(planned([candidate(1000, 96), candidate(1001, 80), candidate(1001, 80, 2)]), 1)
 @settings(deadline=None, max_examples=150)
 def test_rows_are_the_first_candidates_with_splits_of_dp_folded(found: Plan, most: int) -> None:
     rows = plan_rows(found, most)

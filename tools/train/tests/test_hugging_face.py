@@ -1,14 +1,11 @@
 """Models of transformers: what cannot be spread."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from hp_cp import Zigzag
-from hp_dtensor import TorchCollectives
 from train.config import ModelError, TransformersConfig, read_model
-from train.hugging_face import build_transformers, spread_attention
+from train.hugging_face import build_transformers
 
 pytest.importorskip("transformers")
 
@@ -20,14 +17,6 @@ def _tiny(**fields: Any) -> TransformersConfig:
         numbers={},
         tp_plan={},
     )
-
-
-def test_positions_that_depend_on_the_length_are_not_cut() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    model = build_transformers(_tiny(rope_parameters=rope), 0)
-    mesh = cast(Any, SimpleNamespace(size=lambda: 2))
-    with pytest.raises(ModelError, match=r"cp=2 with rope_type=dynamic, .*; use cp=1"):
-        spread_attention(model, mesh, Zigzag(), ulysses_degree=1, collectives=TorchCollectives())
 
 
 def test_a_model_that_the_library_cannot_make_is_named() -> None:

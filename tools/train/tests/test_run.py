@@ -123,6 +123,17 @@ def test_a_model_of_transformers_trains_on_text_of_ones_own_as_one_process_does(
     assert f"held-out loss {records[1]['eval_loss']:.4f}" in shown
 
 
+def test_rotary_positions_that_follow_the_length_are_those_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = json.loads((CATALOGUE / "llama-tiny.json").read_text())
+    rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10_000.0}
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({**fields, "rope_parameters": rope, "max_position_embeddings": 16}))
+    words = ["--cp", "2", "--batch-size", "4", "--seq-len", "64", "--lr", "0.01", *_two(4)]
+    found, *_ = _train(tmp_path / "out", "--model", str(model), *words, "--compare")
+    assert found["reference_max_rel_diff"] < 1e-6  # they are float32
+
+
 def test_experts_of_transformers_train_over_ranks_as_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     fields = json.loads((CATALOGUE / "qwen3-moe-tiny.json").read_text())
@@ -192,11 +203,7 @@ def test_what_the_packages_refuse_of_a_model_is_one_message_of_all_ranks(tmp_pat
     model = tmp_path / "model.json"
     model.write_text(json.dumps({**fields, "attention_dropout": 0.1}))
     words = ["--model", str(model), "--cp", "2", "--batch-size", "4", "--seq-len", "32", *_two(1)]
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "--out", str(tmp_path / "out"), *words],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
+    done = run_program(PROGRAM, ["--out", str(tmp_path / "out"), *words], timeout=500)
+    assert done.status == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("train: error: the model has attention dropout 0.1 in training")

@@ -195,16 +195,15 @@ def plan_rows(found: Plan, most: int) -> tuple[Row, ...]:
     for place, one in enumerate(found.candidates, start=1):
         key = (place,) if one.fit == "does not fit" else _all_but_split(one)
         leader = leaders.get(key)
-        near = leader is not None and _close(one, rows[leader].candidate)
-        if leader is not None and near:
+        if leader is not None and _close(one, rows[leader].candidate):
             rows[leader] = replace(rows[leader], splits=rows[leader].splits + 1)
-        elif len(rows) < most:
-            if not near:
-                leaders[key] = len(rows)
+        elif len(rows) < most or any(_near(one, row.candidate) for row in rows[:most]):
+            # Also rows that are not told keep those of theirs from the rows that are.
+            leaders[key] = len(rows)
             rows.append(Row(place=place, candidate=one))
-        elif not any(_near(one, row.candidate) for row in rows):
+        else:
             break
-    return tuple(rows)
+    return tuple(rows[:most])
 
 
 def _near(one: Candidate, first: Candidate) -> bool:
