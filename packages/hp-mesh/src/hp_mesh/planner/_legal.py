@@ -1,13 +1,13 @@
 """Which degrees a run may have: the rules of `ParallelDims.check`, asked early and cheaply."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
 from .._dims import ParallelDims
 from .._errors import Violation, divisors
 from .._model import read_numbers
-from .._rules import RULES, Subject, judge, names_of
+from .._rules import RULES, Rule, Subject, judge, names_of
 from ._model import ModelShape
 from ._result import Degrees, Rejection, Setting
 from ._train import Schedule, TrainSpec, Zero
@@ -33,6 +33,8 @@ class Legality:
             causal_balance=True,
         )
         self._rules = [(rule, names_of(rule.degrees, self._subject)) for rule in RULES]
+        # Those that dense degrees which keep all rules may break when experts are folded into them.
+        self._of_experts = [one for one in self._rules if {"ep", "etp"} & {*one[1]}]
         self._found: dict[tuple[object, ...], tuple[Violation, ...]] = {}
         self.rejected: list[Rejection] = []
 
@@ -45,19 +47,26 @@ class Legality:
         return (*report.errors, *self._own(degrees))
 
     def _asked(self, degrees: Degrees) -> tuple[Violation, ...]:
-        """Return the errors that the model and the run see in degrees.
+        """Return the errors that the model and the run see in degrees."""
+        wrong = self._subject.wrong.values()
+        return (*wrong, *self._broken(self._rules, degrees), *self._own(degrees))
+
+    def _broken(
+        self, rules: Sequence[tuple[Rule, Sequence[str]]], degrees: Degrees
+    ) -> list[Violation]:
+        """Return the errors of some rules.
 
         A rule is asked once for all degrees that are equal in those that it reads.
         """
-        errors = [*self._subject.wrong.values()]
-        for rule, names in self._rules:
+        errors: list[Violation] = []
+        for rule, names in rules:
             key = rule.code, *(getattr(degrees, name) for name in names)
             if key not in self._found:
                 found = judge(rule, replace(self._subject, degrees=degrees._asdict()))
                 errors_of_it = (v for v in found.violations if v.level == "error")
                 self._found[key] = () if found.missing else (*errors_of_it,)
             errors += self._found[key]
-        return (*errors, *self._own(degrees))
+        return errors
 
     def legal(self, world: int) -> Iterator[Degrees]:
         """Yield all legal degrees of a world; what is rejected on the way goes to ``rejected``.
@@ -93,15 +102,19 @@ class Legality:
             for ep in experts:
                 if ep * etp > 1 and block % (ep * etp) == 0:
                     folded = degrees._replace(ep=ep, etp=etp)
-                    if self._keeps(folded, *DENSE_AXES, "ep", "etp"):
+                    if errors := self._broken(self._of_experts, folded):
+                        self._reject(folded, (*DENSE_AXES, "ep", "etp"), errors)
+                    else:
                         yield folded
 
     def _keeps(self, degrees: Degrees, *axes: str) -> bool:
-        violations = self._asked(degrees)
-        if violations:
-            named = {axis: getattr(degrees, axis) for axis in axes}
-            self.rejected.append(Rejection(degrees=named, violations=violations))
-        return not violations
+        if errors := self._asked(degrees):
+            self._reject(degrees, axes, errors)
+        return not errors
+
+    def _reject(self, degrees: Degrees, axes: Sequence[str], errors: Sequence[Violation]) -> None:
+        named = {axis: getattr(degrees, axis) for axis in axes}
+        self.rejected.append(Rejection(degrees=named, violations=(*errors,)))
 
     def _own(self, degrees: Degrees) -> Iterator[Violation]:
         """Yield what the estimates need beyond the rules of a mesh."""

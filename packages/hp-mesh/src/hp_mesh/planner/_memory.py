@@ -73,6 +73,7 @@ class MemoryModel:
         self._model, self._train, self._constants = model, train, calibration
         self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
         self._stages: dict[tuple[int, int], tuple[int, int]] = {}
+        self._ranks: dict[tuple[object, ...], tuple[Rank, ...]] = {}
         self._dense_layer = model.dense_layer_parameters
         self._shared_layer = model.shared_layer_parameters
         self._experts = model.experts * model.one_expert_parameters if model.expert_layers else 0
@@ -93,12 +94,14 @@ class MemoryModel:
 
     def ranks(self, degrees: Degrees, setting: Setting) -> tuple[Rank, ...]:
         """Return the first and the last pipeline rank of some degrees, which may be one."""
-        if degrees.pp == 1:
-            return (self._rank(degrees, setting, first=True, last=True),)
-        return (
-            self._rank(degrees, setting, first=True, last=False),
-            self._rank(degrees, setting, first=False, last=True),
-        )
+        pp, tp, ep, etp = degrees.pp, degrees.tp, degrees.ep, degrees.etp
+        key = setting, pp, tp, ep, etp, degrees.fsdp, degrees.dp > 1
+        if key not in self._ranks:
+            ends = ((True, False), (False, True)) if pp > 1 else ((True, True),)
+            self._ranks[key] = tuple(
+                self._rank(degrees, setting, first=first, last=last) for first, last in ends
+            )
+        return self._ranks[key]
 
     def need(
         self,

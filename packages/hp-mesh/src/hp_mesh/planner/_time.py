@@ -293,35 +293,43 @@ class TimeModel:
         self._eager = train.fused == "attention"
         self._stages: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._microbatches: dict[tuple[object, ...], Microbatch] = {}
-        self._dense_layers: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._layers: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._dense_sharding: dict[Degrees, tuple[tuple[float, float], ...]] = {}
         self._ends = model.embedding_parameters * (1 if model.tied else 2)
         self._dense = (model.dense_parameters - self._ends) / model.layers
         self._experts = model.expert_parameters / model.layers
 
     def traffic(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> Traffic:
         """Return the seconds of the collectives on the parameters of a layer and of an end."""
-        dense, experts = self._dense / degrees.tp, self._experts / (degrees.ep * degrees.etp)
-        end = self._model.embedding_parameters / degrees.tp
+        dense, end = self._dense / degrees.tp, self._model.embedding_parameters / degrees.tp
+        experts = self._experts / (degrees.ep * degrees.etp)
+        key = degrees._replace(ep=1, etp=1)
+        if key not in self._dense_sharding:
+            both = (self._shared(groups["dense"], size) for size in (dense, end))
+            self._dense_sharding[key] = tuple(both)
+        (gather, reduce), (end_gather, end_reduce) = self._dense_sharding[key]
+        expert_gather, expert_reduce = self._shared(groups["efsdp"], experts)
         return Traffic(
-            *self._collectives(degrees, groups, dense, experts),
-            *self._collectives(degrees, groups, end, 0.0),
+            gather=gather + expert_gather,
+            reduce=reduce + expert_reduce,
+            replicas=self._summed(groups, dense / degrees.fsdp + experts / degrees.efsdp),
+            end_gather=end_gather,
+            end_reduce=end_reduce,
+            end_replicas=self._summed(groups, end / degrees.fsdp),
         )
 
-    def _collectives(
-        self, degrees: Degrees, groups: Mapping[str, AxisGroup], dense: float, experts: float
-    ) -> tuple[float, float, float]:
-        """Return the seconds of gathering, reducing and summing some parameters of a rank."""
-        constants, gradient = self._constants, self._train.gradient_bytes
-        gather = reduce = 0.0
-        half = 1 if self._train.float8 else constants.half_bytes
-        for size, group in ((dense, groups["dense"]), (experts, groups["efsdp"])):
-            if size and group.size > 1:
-                gather += self._links.gather(group, half * size)
-                gather += constants.gather_copy_bytes * size / self._bandwidth
-                reduce += self._links.gather(group, gradient * size)
-                reduce += constants.reduce_copy_bytes * size / self._bandwidth
-        owned = dense / degrees.fsdp + experts / degrees.efsdp
-        return gather, reduce, self._links.all_reduce(groups["dp_replicate"], gradient * owned)
+    def _shared(self, group: AxisGroup, size: float) -> tuple[float, float]:
+        """Return the seconds of gathering and reducing parameters that a group has a part each."""
+        if not size or group.size == 1:
+            return 0.0, 0.0
+        constants, half = self._constants, self._constants.half_bytes
+        gather = self._links.gather(group, (1 if self._train.float8 else half) * size)
+        reduce = self._links.gather(group, self._train.gradient_bytes * size)
+        gather += constants.gather_copy_bytes * size / self._bandwidth
+        return gather, reduce + constants.reduce_copy_bytes * size / self._bandwidth
+
+    def _summed(self, groups: Mapping[str, AxisGroup], owned: float) -> float:
+        return self._links.all_reduce(groups["dp_replicate"], self._train.gradient_bytes * owned)
 
     def parts(
         self,
@@ -398,7 +406,8 @@ class TimeModel:
         """
         tp, ring, ulysses, ep, pp = (groups[n] for n in ("tp", "ring", "ulysses", "ep", "pp"))
         key = (micro_batch, recompute, setting, layers, degrees.etp, tp, ring, ulysses, ep, pp)
-        if key not in self._stages:
+        found = self._stages.get(key)
+        if found is None:
             (most, last), send = layers, 0.0
             with_experts = self._model.expert_layers / self._model.layers
             if with_experts and pp.size > 1 and self._model.dense_layers <= most:
@@ -411,11 +420,11 @@ class TimeModel:
                 send = 2 * setting.virtual_stages * self._links.send(pp, size)
             # What the first and the last rank have of them, their fewer layers make up for.
             ends = (2 - self._model.tied) / pp.size
-            self._stages[key] = (_stage(one, last, one.head, ends, send, pp.size, setting),)
+            found = (_stage(one, last, one.head, ends, send, pp.size, setting),)
             if pp.size > 1:
-                first = _stage(one, most, 0.0, ends, send, pp.size, setting)
-                self._stages[key] = first, *self._stages[key]
-        return self._stages[key]
+                found = _stage(one, most, 0.0, ends, send, pp.size, setting), *found
+            self._stages[key] = found
+        return found
 
     def _tied_ends(self, degrees: Degrees, groups: Mapping[str, AxisGroup]) -> float:
         """Return the seconds in which the two stages of a tied embedding sum its gradients.
@@ -437,22 +446,28 @@ class TimeModel:
         with_experts: float,
     ) -> Microbatch:
         """Return an average layer, of which the share ``with_experts`` has some."""
-        inside = (groups["tp"], groups["ring"], groups["ulysses"], groups["ep"])
         # What depends on the stages too: which layers recompute, and eager collectives.
         stages = groups["pp"] if self._eager or self._train.recompute_layers else None
         # Forward of one microbatch and backward of another hide each other's exchange.
         paired = setting.schedule == "dualpipe" and degrees.pp > 1
-        key = (micro_batch, recompute, degrees.etp, paired, stages, with_experts, *inside)
-        if key in self._microbatches:
-            return self._microbatches[key]
+        dense = (micro_batch, recompute, stages, groups["tp"], groups["ring"], groups["ulysses"])
+        routed = (*dense, degrees.etp, paired, groups["ep"])
+        key = with_experts, routed
+        found = self._microbatches.get(key)
+        if found is not None:
+            return found
         total = [0.0] * 8
-        for share, experts in ((1 - with_experts, False), (with_experts, True)):
+        for share, alike in ((1 - with_experts, dense), (with_experts, routed)):
             if share:
-                parts = self._layer(degrees, groups, paired, micro_batch, recompute, experts)
+                if alike not in self._layers:
+                    self._layers[alike] = self._layer(
+                        degrees, groups, paired, micro_batch, recompute, experts=alike is routed
+                    )
+                parts = self._layers[alike]
                 total = [sum_ + share * part for sum_, part in zip(total, parts, strict=True)]
         head = self._compute.head(degrees, micro_batch)
-        self._microbatches[key] = Microbatch(head, *total)
-        return self._microbatches[key]
+        found = self._microbatches[key] = Microbatch(head, *total)
+        return found
 
     def _layer(
         self,
@@ -461,13 +476,10 @@ class TimeModel:
         paired: bool,
         micro_batch: int,
         recompute: Recompute,
+        *,
         experts: bool,
     ) -> tuple[float, ...]:
         """Return the fields of `Microbatch` but the first for one layer."""
-        inside = groups["tp"], groups["ring"], groups["ulysses"], groups["pp"]
-        key = (micro_batch, recompute, *inside)
-        if not experts and key in self._dense_layers:
-            return self._dense_layers[key]
         work = self._compute.layer(degrees, micro_batch, recompute, experts=experts)
         # Where keys and values go round, attention has company.
         busy = work.attention if degrees.ring > 1 else 0.0
@@ -486,7 +498,7 @@ class TimeModel:
         waits, rounds = tp + cp + ep, 3 if recompute == "full" else 2
         idle = max(0.0, launch - work.forward - waits / 3)
         idle_backward = max(0.0, relaunch - work.backward - waits * 2 / 3)
-        found = (
+        return (
             work.forward + work.backward + idle + idle_backward,
             work.forward + idle,
             # Also while the device waits for the host.
@@ -495,9 +507,6 @@ class TimeModel:
             # Gradients of weights fill a bubble as fast as they are launched.
             *(max(work.weights, launch), tp, cp, ep),
         )
-        if not experts:
-            self._dense_layers[key] = found
-        return found
 
     def _tensor(
         self,
