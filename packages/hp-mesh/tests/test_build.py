@@ -106,9 +106,9 @@ def test_a_group_that_cannot_be_made_is_named_in_the_error() -> None:
 
 
 def build_where_one_rank_fails(
-    rank: int, moment: str, together: bool
+    rank: int, moment: str, together: bool, failing: int
 ) -> tuple[str, bool, list[int]]:
-    """Let rank 0 alone fail; return its error, whether groups are left, and two sums after it."""
+    """Let one rank alone fail; return its error, whether groups are left, and two sums after it."""
 
     def refuse(*args: object, **settings: object) -> None:
         raise Broken("no mesh")
@@ -117,14 +117,15 @@ def build_where_one_rank_fails(
     with pytest.MonkeyPatch.context() as patch:
         if together:
             patch.setattr(_groups, "_choose_creation", lambda *_: _groups._create_together)
-        if rank == 0 and moment == "views":
+        if rank == failing and moment == "views":
             patch.setattr(DeviceMesh, "from_group", refuse)
-        fails = rank == 0 and moment == "groups"
+        fails = rank == failing and moment == "groups"
         with creation(fail_from(2) if fails else lambda count: None):
             try:
                 dims.build_mesh(timeout=timedelta(seconds=3))
             except (MeshError, RuntimeError) as caught:
-                error = f"{type(caught).__name__}: {caught}"
+                notes = getattr(caught, "__notes__", [])
+                error = "\n".join([f"{type(caught).__name__}: {caught}", *notes])
     left = known() != before
     # Groups that torch names by their number, and those of another build, meet again.
     sums = []
@@ -139,21 +140,26 @@ def build_where_one_rank_fails(
 
 
 @pytest.mark.parametrize(
-    ("moment", "together", "told"),
+    ("moment", "together", "failing", "told"),
     # Who waits for a rank that makes no more groups, or for one that waited for it, fails itself.
     [
-        ("groups", False, [2, 3]),
-        ("groups", True, []),
-        ("views", False, [1, 2, 3]),
-        ("views", True, [1, 2, 3]),
+        ("groups", False, 0, [2, 3]),
+        ("groups", True, 3, []),
+        ("views", False, 0, [1, 2, 3]),
+        ("views", True, 0, [1, 2, 3]),
     ],
 )
 def test_where_one_rank_fails_every_rank_raises_and_keeps_no_group(
-    ranks: Pool, moment: str, together: bool, told: list[int]
+    ranks: Pool, moment: str, together: bool, failing: int, told: list[int]
 ) -> None:
-    results = ranks(4).run(build_where_one_rank_fails, moment, together)
+    results = ranks(4).run(build_where_one_rank_fails, moment, together, failing)
     errors = [error for error, _, _ in results]
-    assert errors[0].startswith("Broken: no ")
+    assert errors[failing].startswith("Broken: no ")
+    assert "failed before" not in errors[failing]
+    for rank in {*range(4)} - {failing, *told}:
+        assert errors[rank].endswith(
+            f"rank {failing} failed before this one; see its own error first"
+        )
     assert "built" not in errors
     for rank in told:
         assert errors[rank] == (

@@ -184,9 +184,9 @@ def test_an_unknown_option_or_command_is_refused() -> None:
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert "cannot write" in refused("show", "tp=2", "--svg", str(tmp_path / "no" / "x.svg"))
     (tmp_path / "folder").mkdir()
-    for name in ("picture", "picture.", "folder"):
+    for name in ("picture", "picture.", "picture.jpg", "folder"):
         message = refused("show", "tp=2", "--picture", str(tmp_path / name))
-        assert f"cannot write {tmp_path / name}: its name must end in .svg, .png, .pdf" in message
+        assert f"cannot write {tmp_path / name}: its name must end in .svg, .png or .pdf" in message
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 

@@ -1,5 +1,6 @@
 """Which process groups a rank needs, each set of ranks once; their device and their creation."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -83,18 +84,23 @@ def all_or_none(created: list[dist.ProcessGroup]) -> Iterator[None]:
     """Destroy the groups that are in ``created`` after the block if it failed, here or elsewhere.
 
     Collective over the world: in one all-reduce after the block each rank says whether it failed.
-    A rank that did raises its own error, all others `MeshError`. A rank that is interrupted (by
+    A rank that did raises its own error, with a note of the rank that failed first, which it may
+    have waited for; all others raise `MeshError`. A rank that is interrupted (by
     ``KeyboardInterrupt`` and the like) leaves at once and tells nobody.
     """
+    start = time.monotonic()
     with ExitStack() as undo:
         undo.callback(destroy_groups, created)
         try:
             yield
-        except Exception:
+        except Exception as error:
+            after = time.monotonic() - start
             with suppress(RuntimeError, MeshError):  # the others, or the world, may be gone
-                _first_failed_rank(failed=True)
+                first = _first_failed_rank(after)
+                if first is not None and first != _world().rank():
+                    error.add_note(f"rank {first} failed before this one; see its own error first")
             raise
-        failed = _first_failed_rank(failed=False)
+        failed = _first_failed_rank(None)
         if failed is not None:
             raise MeshError(
                 f"rank {failed} could not build its part of this mesh; its own error says why, and "
@@ -153,6 +159,7 @@ class Consistency:
 
 
 MOST_FIELDS = 32  # that are compared; ranks that compare none send as many numbers
+LATEST = 2**62  # milliseconds times ranks, longer than any build
 
 
 def _compare(
@@ -209,19 +216,22 @@ def _most(world: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
     return [int(number) for number in most.tolist()]
 
 
-def _first_failed_rank(*, failed: bool) -> int | None:
-    """Return the first of the ranks that failed, None without one; an all-reduce over the world."""
+def _first_failed_rank(after: float | None) -> int | None:
+    """Return the rank that failed after the fewest seconds, None where none did.
+
+    An all-reduce over the world; ``after`` is None on a rank that did not fail.
+    """
     world = _world()
     if dist.get_backend(world) == "fake":
         return None
-    # The smallest rank that failed has the largest of these; none failed where all are 0.
-    last = world.size() - world.rank() if failed else 0
-    before_end, names = _most(world, [last, named_groups()])
-    if before_end == 0:
+    # The first rank that failed has the largest of these; none failed where all are 0.
+    late = 0 if after is None else round(1000 * after) * world.size() + world.rank()
+    first, names = _most(world, [0 if after is None else LATEST - late, named_groups()])
+    if first == 0:
         return None
     # Ranks may have stopped at different groups: the next that all create has one name again.
     skip_names(names)
-    return world.size() - before_end
+    return (LATEST - first) % world.size()
 
 
 def _choose_creation(world: dist.ProcessGroup, consistency: Consistency) -> "Creation":

@@ -24,11 +24,29 @@ RULED: Mapping[str, tuple[str, ...]] = {
         "moe_num_experts",
         "experts",
     ),
-    "ffn": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "hidden_dim", "ffn"),
+    "ffn": (
+        "intermediate_size",
+        "ffn_hidden_size",
+        "ffn_dim",
+        "n_inner",
+        "hidden_dim",
+        "dff",
+        "ffn",
+    ),
     "vocab": ("vocab_size", "vocab"),
     "layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer", "layers"),
-    "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
-    "dense_layers": ("first_k_dense_replace", "dense_layers"),
+    "expert_ffn": (
+        "moe_intermediate_size",
+        "moe_ffn_hidden_size",
+        "expert_ffn_hidden_size",
+        "expert_ffn",
+    ),
+    "dense_layers": (
+        "first_k_dense_replace",
+        "num_dense_layers",
+        "moe_layer_start_index",
+        "dense_layers",
+    ),
     "tied": ("tie_word_embeddings", "weight_tying", "tie_embeddings", "tied"),
 }
 # The planner reads these too, all of them numbers.
@@ -47,14 +65,23 @@ SIZES: Mapping[str, tuple[str, ...]] = {
         "moe_k",
         "top_k",
     ),
-    "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
+    "shared_ffn": (
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "shared_ffn",
+    ),
     "groups": ("n_group", "groups"),
     "top_groups": ("topk_group", "top_groups"),
 }
 # Fields follow from these, numbers first.
 COUNTS: Mapping[str, tuple[str, ...]] = {
     "value_head_dim": ("v_head_dim",),
-    "shared_experts": ("n_shared_experts",),
+    "shared_experts": (
+        "n_shared_experts",
+        "num_shared_experts",
+        "num_shared_expert",
+        "moe_num_shared_experts",
+    ),
     "dense_ffn": ("intermediate_size_mlp",),
     "expert_step": ("interleave_moe_layer_step", "decoder_sparse_step"),
     "expansion": ("expansion_ratio",),
@@ -63,6 +90,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "family": ("model_type",),
     "name": ("name", "_name_or_path", "model_type"),
     "glu": ("glu",),
+    "with_experts": ("is_moe",),
     "one_kv_head": ("multi_query",),
     "many_kv_heads": ("new_decoder_architecture",),
     "dense_list": ("mlp_only_layers",),
@@ -90,6 +118,17 @@ OTHER_MODELS: Mapping[str, tuple[str, ...]] = {
     "sparse attention": ("index_topk",),
     "layers of several sizes": ("block_configs",),
     "an encoder": ("is_encoder_decoder",),
+}
+# Families whose layers are not what their fields say alone.
+OTHER_FAMILIES: Mapping[str, str] = {
+    "gemma4": "heads of several sizes",
+    "gemma4_text": "heads of several sizes",
+    "gemma4_unified": "heads of several sizes",
+    "gemma4_unified_text": "heads of several sizes",
+    "hrm_text": "layers that run more than once",
+    "jetmoe": "experts in attention",
+    "longcat_flash": "two attentions in a layer, and experts without parameters",
+    "moshi": "a second decoder",
 }
 # One word, or number, for each layer, and those that are attention with a softmax.
 LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
@@ -131,7 +170,7 @@ def read_fields(model: object) -> Fields:
     for field, spellings in {**RULED, **SIZES, **COUNTS, **WORDS}.items():
         for source in sources:
             for spelling in spellings:
-                value = read_field(source, spelling)
+                value = _read(source, spelling)
                 other = spelling in AMBIGUOUS and not isinstance(value, Number | str)
                 if field not in fields and value is not None and not other:
                     fields[field] = spelling, value
@@ -144,7 +183,7 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
     sources = [*_sources(model)]
 
     def read(name: str) -> Any:
-        return next((v for s in sources if (v := read_field(s, name)) is not None), None)
+        return next((v for s in sources if (v := _read(s, name)) is not None), None)
 
     found: dict[str, dict[str, Any]] = {}
     types = [(name, kinds) for name in LAYER_TYPES if isinstance(kinds := read(name), list | tuple)]
@@ -157,7 +196,18 @@ def read_other_layers(model: object) -> dict[str, dict[str, Any]]:
         said = {name: value for name in names if _says(value := read(name))}
         if said:
             found[what] = said
+    family = read("model_type")
+    if isinstance(family, str) and family in OTHER_FAMILIES and not found:
+        found[OTHER_FAMILIES[family]] = {"model_type": family}
     return found
+
+
+def _read(source: object, name: str) -> Any:
+    """Return a field, None also where an object cannot tell: each of its layers has its own."""
+    try:
+        return read_field(source, name)
+    except Exception:  # noqa: BLE001 (of any library)
+        return None
 
 
 def _word(value: object) -> Any:
@@ -189,6 +239,8 @@ def _follow(fields: Fields) -> None:
         fields["kv_heads"] = fields["heads"]
         if "value_head_dim" in fields:
             fields["head_dim"] = fields["value_head_dim"]
+    if given.get("with_experts") is False:
+        fields["experts"] = "is_moe", 0
     dense = _dense_layers(given)
     if dense is not None:
         fields["dense_layers"] = "dense_layers", dense

@@ -167,7 +167,7 @@ def looks_like(name: str) -> tuple[str, ...]:
     if {*words} - {*_ABBREVIATIONS, *_WORDS, *_PARALLEL, *_FILLERS}:
         return ()
     short = [_ABBREVIATIONS[w] for w in words if w in _ABBREVIATIONS]
-    if {"expert", "tensor"} <= {*words} and _PARALLEL & {*words}:
+    if {"expert", "moe"} & {*words} and "tensor" in words and _PARALLEL & {*words}:
         return ("etp",)
     if short:
         return short[-1]

@@ -71,6 +71,7 @@ NODE = 8  # ranks of a usual one
 MOST_RANKS = 2**18  # so that the groups of any order are listed in seconds
 MOST_DIGITS = 10  # of any number here; Python reads none of thousands
 REFUSED = 2
+SUFFIXES = (".svg", ".png", ".pdf")  # of pictures
 SILENT = 1.0  # seconds before a search shows how far it is
 EXIT_CODES = """exit code:
   0  answered
@@ -201,9 +202,11 @@ def read_table(place: str) -> Mapping[str, Any]:
 
 
 def read_model(name: str) -> ModelShape | Mapping[str, Any]:
-    """Return a model of the catalogue, or the content of a configuration file."""
+    """Return a model of the catalogue, or the content of a configuration file or of a folder's."""
     if name in MODELS:
         return MODELS[name]
+    if Path(name).is_dir():
+        name = str(Path(name, "config.json"))
     if not Path(name).suffix and not exists(name):
         reason = f"no model {name!r}; use {join_words(MODELS)}, or the path of a config.json"
         raise refusal("model", reason, {"model": name})
@@ -371,14 +374,14 @@ def _save(draw: "Callable[[], Figure]", path: str) -> None:
     try:
         from ._pictures import save
 
-        if not Path(path).suffix:  # matplotlib would add one
-            raise ValueError("its name must end in .svg, .png, .pdf or another format's suffix")
+        if Path(path).suffix.lower() not in SUFFIXES:
+            raise ValueError(f"its name must end in {join_words(SUFFIXES)}")
         save(draw(), path)
     except ImportError:
         reason = "pictures need matplotlib: pip install 'hp-mesh[cli]'"
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror or error}"
-    except ValueError as error:  # no format, or one that matplotlib does not have
+    except ValueError as error:
         reason = f"cannot write {path}: {error}"
     else:
         return
@@ -851,7 +854,8 @@ CHOICES = {
     "schedule": "of the pipeline: 1f1b, interleaved, zero-bubble, dualpipe or any (default: 1f1b)",
     "receive_buffers": "of pipeline ranks: in-flight (microbatches), or all of a step, as "
     "torch.distributed.pipelining keeps them (default: in-flight)",
-    "zero": "ZeRO stage, 0 to 3, any or none (default: none, which is 3 as FSDP trains it)",
+    "zero": "ZeRO stage, 0 to 3, any or none (default: none, as FSDP does: 3, but with stages "
+    "gathered and reduced once a step)",
     "gradient_dtype": "float32 or bfloat16, of gradients that are added up and reduced",
     "moment_dtype": "float32 or bfloat16, of the optimizer's moments",
     "attention": "native (the device's own kernels) or flash-2",

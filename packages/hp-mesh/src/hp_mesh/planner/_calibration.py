@@ -251,6 +251,8 @@ def _differences(
     """Yield in what no published run of a class is like the configuration."""
     if setting.zero == 0 and degrees.fsdp > 1:
         yield "ZeRO stage 0"
+    if setting.zero in (2, 3) and degrees.pp > 1:
+        yield f"ZeRO stage {setting.zero} with pipeline stages"
     if cluster.world_size > 2 * published.largest:
         yield f"{cluster.world_size} devices; the largest published run has {published.largest}"
     if degrees.tp > cluster.ranks_per_node:

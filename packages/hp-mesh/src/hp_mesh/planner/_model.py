@@ -26,7 +26,10 @@ OF_LATENT = ("latent", "query_latent", "nope_dim", "rope_dim")
 # Model families whose feed-forward part is two matrices with an activation between.
 UNGATED = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt"),
-    *("starcoder2", "nemotron", "bert"),
+    *("starcoder2", "nemotron", "arcee", "apertus", "jais2", "nanochat", "persimmon", "fuyu"),
+    *("codegen", "biogpt", "xglm", "openai-gpt", "ctrl", "bert", "bert-generation", "big_bird"),
+    *("camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
 
 
