@@ -266,7 +266,8 @@ def long(session: nox.Session) -> None:
     combinations of axes of which others have the parts, hp-cp's matrix of modes, masks, layouts and
     heads on four ranks (on two, and every fourth case on four in float64, it always runs), ten
     times the pairs of layouts that are planned by torch's planners too, five times those that
-    torch's tests sweep over, and models of Hugging Face on four processes.
+    torch's tests sweep over, models of Hugging Face on four processes, and what the planner reads
+    of every family of models.
     Of hp-fsdp: what torch's library does with the tests of both; an exception at every third call
     of steps in each mode (at every 29th); parameters that no rank used on other meshes in each mode
     (on one or two); steps on simulated streams on meshes of one axis in each mode (on two axes);
