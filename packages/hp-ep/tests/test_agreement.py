@@ -129,10 +129,14 @@ def _other_dispatcher(me: int) -> list[str]:
 def test_ranks_with_dispatchers_of_different_kinds_raise_together(ranks: Any) -> None:
     first, second = ranks(2).run(_other_dispatcher)
     assert first == second
-    assert first[:2] == [
-        "all ranks must give their experts one kind of dispatcher, also without tokens; "
-        "got rank 0: AllToAll; rank 1: Dedup"
-    ] * 2
+    assert (
+        first[:2]
+        == [
+            "all ranks must give their experts one kind of dispatcher, also without tokens; "
+            "got rank 0: AllToAll; rank 1: Dedup"
+        ]
+        * 2
+    )
     assert all("one kind of dispatcher" in text for text in first[:-2])
     assert first[-2:] == ["no error"] * 2
 

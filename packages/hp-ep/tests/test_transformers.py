@@ -365,6 +365,8 @@ def _refusals(rank: int) -> list[str]:
         )
     )
     twice, spread = _spread(model_of("Qwen3Moe"), 2), _spread(model_of("GptOss"), 2)
+    outer, inner = model_of("Qwen3Moe"), model_of("Qwen3Moe").model
+    parallelize_experts(outer.model, mesh)
     calls: list[Callable[[], object]] = [
         lambda: parallelize_experts(llama, mesh),
         lambda: parallelize_experts(nn.Linear(2, 2), mesh),
@@ -382,10 +384,17 @@ def _refusals(rank: int) -> list[str]:
         lambda: parallelize_experts(_changed("Mixtral", _mark), mesh),
         lambda: parallelize_experts(_changed("Mixtral", _add_parameter), mesh),
         lambda: parallelize_experts(_changed("Mixtral", _without_top_k), mesh),
+        *(
+            lambda axes=axes: parallelize_experts(inner, mesh, token_axes=axes)
+            for axes in (mesh, ())
+        ),
         # Calls:
         lambda: type(spread)(spread.config)(**_batch(2)),
         lambda: _spread(model_of("Mixtral"), 2, token_axes=None)(**_batch(2)),
         lambda: spread(**_batch(2), return_dict=False),
+        lambda: outer(**_batch(2)),
+        lambda: outer(**{**_batch(2), "labels": None}),
+        lambda: outer.model(_batch(2)["input_ids"], output_router_logits=True),
     ]
     return [_text(call) for call in calls]
 
@@ -405,9 +414,11 @@ REFUSALS = [
     r"layers.0.mlp.experts: transformers itself has spread these experts",
     r"layers.0.mlp.experts: .* parameters \['gate_up_proj', 'down_proj', 'act_fn.weight'\]",
     r"SimpleNamespace has no num_experts_per_tok",
+    *2 * [r"token_axes are for the losses of a model, and the forward of Qwen3MoeModel makes none"],
     r"this GptOssExperts belongs to no model given to parallelize_experts, but shares its config",
     r"auxiliary loss of all tokens; say which axes split them",
     r"output_router_logits=True with return_dict=False is not supported",
+    *3 * [r"output_router_logits=True asks a Qwen3MoeModel for what an auxiliary loss is made of"],
 ]
 
 

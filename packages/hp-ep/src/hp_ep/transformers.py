@@ -115,10 +115,11 @@ def parallelize_experts(
         ExpertConfigError: A mesh of several axes, a model of another library, one without experts
             that ask the registry, one that was given before, experts that the ranks do not divide,
             of quantized weights, or with parameters that are unknown here; ``token_axes`` over
-            which ranks of ``mesh`` would hold the same tokens. The model is then as it was. When
-            called, before anything is communicated: an auxiliary loss without ``token_axes``, with
-            ``return_dict=False`` or by another formula than Mixtral's; ``labels`` where the model's
-            loss takes no ``num_items_in_batch``.
+            which ranks of ``mesh`` would hold the same tokens, or for a model that makes no loss,
+            as the one inside ``Qwen3MoeForCausalLM``. The model is then as it was. When called,
+            before anything is communicated: an auxiliary loss without ``token_axes``, of a model
+            around the one that was given, with ``return_dict=False`` or by another formula than
+            Mixtral's; ``labels`` where the model's loss takes no ``num_items_in_batch``.
 
     Example:
         >>> parallelize_experts(model, mesh, token_axes=mesh)
@@ -142,6 +143,12 @@ def parallelize_experts(
             raise ExpertConfigError(f"{name}: {error}") from error
     check_untied(model, {name: [experts] for name, experts in layers.items()})
     axes = None if token_axes is None else as_axes(token_axes)
+    if axes is not None and not _takes_labels(model):
+        raise ExpertConfigError(
+            "token_axes are for the losses of a model, and the forward of "
+            f"{type(model).__name__} makes none; give the model whose forward makes the loss, or "
+            "leave token_axes out and make shares of your own loss"
+        )
     check_different_tokens(axis, token_axes)
     split = Split(mesh=mesh, expert_axis=axis)
     given = None if isinstance(dispatcher, str) else dispatcher
@@ -302,10 +309,27 @@ def _compute(module: Any, rows: Tensor, counts: Tensor, weights: Tensor | None) 
     return feed_forward(rows, weights, blocks, module._apply_gate, gate_up, down, biases)
 
 
+def _takes_labels(model: Any) -> bool:
+    return "labels" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+
+
+def _refuse_router_logits(model: Any, _: object, kwargs: dict[str, Any]) -> None:
+    """Raise an `ExpertConfigError` where a model around ``model`` would make its auxiliary loss."""
+    if kwargs.get("output_router_logits"):
+        raise ExpertConfigError(
+            f"output_router_logits=True asks a {type(model).__name__} for what an auxiliary loss "
+            "is made of, outside of it and of one rank's tokens; give parallelize_experts the "
+            "model whose forward makes the loss, with token_axes"
+        )
+
+
 def _share_losses(
     model: Any, axes: tuple[Axis, ...] | None, collectives: Collectives, device: torch.device
 ) -> None:
     """Let the losses that ``model`` returns be this rank's shares of those of all tokens."""
+    if not _takes_labels(model):
+        model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+        return
     forward = inspect.unwrap(type(model).forward)
     used = forward.__code__.co_names
     signature = inspect.signature(forward)

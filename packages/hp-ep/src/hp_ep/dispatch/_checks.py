@@ -233,8 +233,8 @@ def check_config(
 ) -> DispatchConfig:
     """Return the configuration; `ExpertConfigError` where ``num_ranks`` do not divide the experts.
 
-    ``kind`` is the dispatcher's name, and ``name`` what the ranks are called. Also for a number of experts that is none, and for a
-    ``payload`` that is not meant for rows.
+    ``kind`` is the dispatcher's name, and ``name`` what the ranks are called. Also for a number of
+    experts that is none, and for a ``payload`` that is not meant for rows.
     """
     check_sizes({"num_experts": num_experts})
     check_divides(name, num_ranks, num_experts)
