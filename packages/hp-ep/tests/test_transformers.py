@@ -384,10 +384,9 @@ def _refusals(rank: int) -> list[str]:
         lambda: parallelize_experts(_changed("Mixtral", _mark), mesh),
         lambda: parallelize_experts(_changed("Mixtral", _add_parameter), mesh),
         lambda: parallelize_experts(_changed("Mixtral", _without_top_k), mesh),
-        *(
-            lambda axes=axes: parallelize_experts(inner, mesh, token_axes=axes)
-            for axes in (mesh, ())
-        ),
+        lambda: parallelize_experts(inner, mesh, token_axes=mesh),
+        lambda: parallelize_experts(inner, mesh, token_axes=()),
+        lambda: parallelize_experts(inner, mesh, AllToAll),  # type: ignore[arg-type]
         # Calls:
         lambda: type(spread)(spread.config)(**_batch(2)),
         lambda: _spread(model_of("Mixtral"), 2, token_axes=None)(**_batch(2)),
@@ -415,6 +414,7 @@ REFUSALS = [
     r"layers.0.mlp.experts: .* parameters \['gate_up_proj', 'down_proj', 'act_fn.weight'\]",
     r"SimpleNamespace has no num_experts_per_tok",
     *2 * [r"token_axes are for the losses of a model, and the forward of Qwen3MoeModel makes none"],
+    r"dispatcher is the class AllToAll; give an object of it",
     r"this GptOssExperts belongs to no model given to parallelize_experts, but shares its config",
     r"auxiliary loss of all tokens; say which axes split them",
     r"output_router_logits=True with return_dict=False is not supported",

@@ -27,7 +27,7 @@ from ._moe import run_chunks, run_here
 from ._parameters import check_plain, check_untied, local_weight, split_experts
 from ._products import blocks_of
 from ._router import as_axes
-from ._styles import Split, given_or_best
+from ._styles import Split, check_dispatcher, given_or_best
 from ._torch import as_autocast, fenced
 from .dispatch._checks import KEYWORDS, Keywords, or_torch
 from .dispatch._interface import TokenDispatcher
@@ -128,8 +128,7 @@ def parallelize_experts(
     """
     library, registry = _library()
     axis = _checked_axis(mesh)
-    if dispatcher != "auto" and not isinstance(dispatcher, TokenDispatcher):
-        raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
+    check_dispatcher(dispatcher)
     if not isinstance(model, library.PreTrainedModel):
         raise ExpertConfigError(
             f"model must be a PreTrainedModel of transformers, got a {type(model).__name__}; give "
