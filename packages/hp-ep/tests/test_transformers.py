@@ -240,6 +240,35 @@ def test_state_dicts_are_those_of_the_library_in_both_directions(
         assert frozen == 1
 
 
+def _saved(rank: int, folder: Path) -> list[str]:
+    """Write files as the README does, of a model and of its copy; return what others say."""
+    model, readme = _spread(model_of("Mixtral"), 2), Path(__file__).parents[1] / "README.md"
+    (example,) = re.findall(r"```py\n([^`]*save_pretrained[^`]*)```", readme.read_text())
+    for name, each in (("model", model), ("copy", copy.deepcopy(model))):
+        exec(example, {"model": each, "folder": folder / name})
+    wrong = folder / "wrong"
+    return [
+        _text(lambda: model.save_pretrained(wrong)),
+        _text(lambda: model.save_pretrained(wrong, rank == 0)),
+        _text(lambda: model.save_pretrained(wrong, state_dict=model.state_dict())),
+        _text(lambda: copy.deepcopy(model).save_pretrained(wrong)),
+        f"{wrong.exists()}",
+    ]
+
+
+def test_files_are_written_as_the_readme_does_and_of_no_parts(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2).run(_saved, tmp_path)
+    assert first == second
+    for text in first[:-1]:
+        assert re.match("ExpertConfigError: save_pretrained got no state_dict of whole tens", text)
+    assert first[-1] == "False"
+    expected = model_of("Mixtral").state_dict()
+    for name in ("model", "copy"):
+        read = transformers.MixtralForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
+        assert read.state_dict().keys() == expected.keys()
+        assert all(torch.equal(value, expected[key]) for key, value in read.state_dict().items())
+
+
 def _generated(rank: int) -> list[Tensor]:
     model = _spread(model_of("GptOss"), 2).eval()
     ids, found = batch_of(2)["input_ids"], []

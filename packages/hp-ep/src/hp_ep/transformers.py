@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
@@ -119,7 +121,8 @@ def parallelize_experts(
             as the one inside ``Qwen3MoeForCausalLM``. The model is then as it was. When called,
             before anything is communicated: an auxiliary loss without ``token_axes``, of a model
             around the one that was given, with ``return_dict=False`` or by another formula than
-            Mixtral's; ``labels`` where the model's loss takes no ``num_items_in_batch``.
+            Mixtral's; ``labels`` where the model's loss takes no ``num_items_in_batch``; its
+            ``save_pretrained`` without a ``state_dict`` of whole tensors.
 
     Example:
         >>> parallelize_experts(model, mesh, token_axes=mesh)
@@ -161,6 +164,8 @@ def parallelize_experts(
         setattr(experts, _ATTRIBUTE, _Dispatch(dispatcher=dispatchers[name]))
         experts.config._experts_implementation = _NAME
     _share_losses(model, axes, or_torch(collectives), torch.device(mesh.device_type))
+    # Bound to the model it is called on, also of a deep copy.
+    model.save_pretrained = MethodType(_save_pretrained, model)
     return list(layers)
 
 
@@ -306,6 +311,21 @@ def _compute(module: Any, rows: Tensor, counts: Tensor, weights: Tensor | None) 
         gate_up, down = gate_up.mT, down.mT
     blocks = blocks_of(counts, rows, (gate_up, down))
     return feed_forward(rows, weights, blocks, module._apply_gate, gate_up, down, biases)
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Write the library's files of a whole state dict; `ExpertConfigError` without one."""
+    save = type(model).save_pretrained
+    given = inspect.signature(save).bind(model, *args, **kwargs).arguments
+    state = given.get("state_dict")
+    parts = state is None or any(isinstance(value, DTensor) for value in state.values())
+    if parts and not given.get("distributed_checkpoint"):
+        raise ExpertConfigError(
+            "save_pretrained got no state_dict of whole tensors, and this rank has its own experts "
+            "alone; give state_dict=get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), which all ranks make"
+        )
+    save(model, *args, **kwargs)
 
 
 def _takes_labels(model: Any) -> bool:
