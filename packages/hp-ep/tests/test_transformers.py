@@ -458,6 +458,25 @@ def test_what_cannot_be_spread_is_refused_on_all_ranks_before_any_communication(
         assert re.match(f"ExpertConfigError: .*{expected}", text), text
 
 
+def _without_labels(rank: int) -> dict[str, Tensor]:
+    model, part = _spread(model_of("Mixtral"), 2), rows_of(_batch(2), SPLITS[2], rank)
+    with exact():
+        return _summed(step(model, {**part, "labels": torch.full_like(part["labels"], -100)}))
+
+
+def test_without_any_label_the_auxiliary_loss_is_left(ranks: Any) -> None:
+    model, batch = model_of("Mixtral"), _batch(2)
+    assert model(**{**batch, "labels": torch.full_like(batch["labels"], -100)}).loss.isnan()
+    aux = model(batch["input_ids"]).aux_loss
+    (model.router_aux_loss_coef * aux).backward()
+    for found in ranks(2).run(_without_labels):
+        assert found["aux_loss"].item() == pytest.approx(aux.item(), rel=BOUND)
+        assert found["loss"].item() == pytest.approx(0.3 * aux.item(), rel=BOUND)
+        for name, p in model.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(found[name], grad, rtol=BOUND, atol=BOUND)
+
+
 def _headless(rank: int) -> list[str]:
     """Return what models say whose losses are not those of the library's language models."""
     mesh, part = _mesh((2,)), rows_of(_batch(2), SPLITS[2], rank)
