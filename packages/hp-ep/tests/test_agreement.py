@@ -1,6 +1,8 @@
 """What one rank alone can see to be wrong is raised by all; what differs is evened out."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -108,6 +110,35 @@ def test_weights_of_another_dtype_on_one_rank_are_refused_by_all(name: str) -> N
 
 def test_real_ranks_refuse_weights_of_another_dtype_together(ranks: Any) -> None:
     assert ranks(2).run(_wide_weights_on_gloo) == [[WIDE] * len(OVER_RANKS)] * 2
+
+
+def _other_dispatcher(me: int) -> list[str]:
+    """Return what layers say whose dispatchers are of another kind on rank 1, and of one kind."""
+    mesh: Any = _gloo_mesh((2,), ("ep",))
+    found = []
+    for first, second in (*permutations(("AllToAll", "Dedup", "Padded"), 2), ("Dedup", "Dedup")):
+        for experts in (2, 4):
+            dispatcher = make_dispatcher((first, second)[me], _gloo_mesh, 2, experts, None)
+            layer = MoE(4, 6, experts, 1)
+            ExpertParallel(dispatcher, token_axes=mesh).apply(layer, mesh)
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(me))
+            found.append(error_of(partial(layer, x)))
+    return found
+
+
+def test_ranks_with_dispatchers_of_different_kinds_raise_together(ranks: Any) -> None:
+    first, second = ranks(2).run(_other_dispatcher)
+    assert first == second
+    assert (
+        first[:2]
+        == [
+            "all ranks must give their experts one kind of dispatcher, also without tokens; "
+            "got rank 0: AllToAll; rank 1: Dedup"
+        ]
+        * 2
+    )
+    assert all("one kind of dispatcher" in text for text in first[:-2])
+    assert first[-2:] == ["no error"] * 2
 
 
 ONE_SIDED: dict[str, tuple[Callable[[], Any], str]] = {

@@ -87,7 +87,7 @@ def test_calls_and_bytes_are_those_of_the_formula(routing: Routing) -> None:
         assert calls == {}
         assert traffic.calls == 5
         # Rows one way and results the other in forward, gradients the opposite ways in backward.
-        assert traffic.bytes == (routing.num_ranks - 1) * (local + 3) * 8 + 2 * row * (
+        assert traffic.bytes == (routing.num_ranks - 1) * (local + 4) * 8 + 2 * row * (
             received + sent
         )
 

@@ -127,6 +127,13 @@ def test_an_equal_load_near_today_s_placement_moves_nothing(problem: dict[str, A
         (dict(load=[1.0, -1.0, 1.0]), "must be finite numbers of at least 0"),
         (dict(load=[1.0, math.nan, 1.0]), "must be finite numbers of at least 0"),
         (dict(node_size=2), "node_size=2 must divide num_ranks=3"),
+        (dict(near=[0, 1, 2]), "near must be a Placement"),
+        (dict(near=Placement.contiguous(9, 3)), "near has 9 experts in 9 slots on 3 ranks; .* 6"),
+        (dict(near=Placement.contiguous(6, 2)), "near has 6 experts in 6 slots on 2 ranks; .* 3"),
+        (
+            dict(near=Placement.contiguous(6, 3), num_replicas=3),
+            "near has 6 experts in 6 slots on 3 ranks; these loads .* 6 in 9 slots on 3",
+        ),
     ],
 )
 def test_plans_that_cannot_be_are_refused(change: dict[str, Any], text: str) -> None:

@@ -240,6 +240,35 @@ def test_state_dicts_are_those_of_the_library_in_both_directions(
         assert frozen == 1
 
 
+def _saved(rank: int, folder: Path) -> list[str]:
+    """Write files as the README does, of a model and of its copy; return what others say."""
+    model, readme = _spread(model_of("Mixtral"), 2), Path(__file__).parents[1] / "README.md"
+    (example,) = re.findall(r"```py\n([^`]*save_pretrained[^`]*)```", readme.read_text())
+    for name, each in (("model", model), ("copy", copy.deepcopy(model))):
+        exec(example, {"model": each, "folder": folder / name})
+    wrong = folder / "wrong"
+    return [
+        _text(lambda: model.save_pretrained(wrong)),
+        _text(lambda: model.save_pretrained(wrong, rank == 0)),
+        _text(lambda: model.save_pretrained(wrong, state_dict=model.state_dict())),
+        _text(lambda: copy.deepcopy(model).save_pretrained(wrong)),
+        f"{wrong.exists()}",
+    ]
+
+
+def test_files_are_written_as_the_readme_does_and_of_no_parts(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2).run(_saved, tmp_path)
+    assert first == second
+    for text in first[:-1]:
+        assert re.match("ExpertConfigError: save_pretrained got no state_dict of whole tens", text)
+    assert first[-1] == "False"
+    expected = model_of("Mixtral").state_dict()
+    for name in ("model", "copy"):
+        read = transformers.MixtralForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)
+        assert read.state_dict().keys() == expected.keys()
+        assert all(torch.equal(value, expected[key]) for key, value in read.state_dict().items())
+
+
 def _generated(rank: int) -> list[Tensor]:
     model = _spread(model_of("GptOss"), 2).eval()
     ids, found = batch_of(2)["input_ids"], []
@@ -365,6 +394,8 @@ def _refusals(rank: int) -> list[str]:
         )
     )
     twice, spread = _spread(model_of("Qwen3Moe"), 2), _spread(model_of("GptOss"), 2)
+    outer, inner = model_of("Qwen3Moe"), model_of("Qwen3Moe").model
+    parallelize_experts(outer.model, mesh)
     calls: list[Callable[[], object]] = [
         lambda: parallelize_experts(llama, mesh),
         lambda: parallelize_experts(nn.Linear(2, 2), mesh),
@@ -382,10 +413,16 @@ def _refusals(rank: int) -> list[str]:
         lambda: parallelize_experts(_changed("Mixtral", _mark), mesh),
         lambda: parallelize_experts(_changed("Mixtral", _add_parameter), mesh),
         lambda: parallelize_experts(_changed("Mixtral", _without_top_k), mesh),
+        lambda: parallelize_experts(inner, mesh, token_axes=mesh),
+        lambda: parallelize_experts(inner, mesh, token_axes=()),
+        lambda: parallelize_experts(inner, mesh, AllToAll),  # type: ignore[arg-type]
         # Calls:
         lambda: type(spread)(spread.config)(**_batch(2)),
         lambda: _spread(model_of("Mixtral"), 2, token_axes=None)(**_batch(2)),
         lambda: spread(**_batch(2), return_dict=False),
+        lambda: outer(**_batch(2)),
+        lambda: outer(**{**_batch(2), "labels": None}),
+        lambda: outer.model(_batch(2)["input_ids"], output_router_logits=True),
     ]
     return [_text(call) for call in calls]
 
@@ -405,9 +442,12 @@ REFUSALS = [
     r"layers.0.mlp.experts: transformers itself has spread these experts",
     r"layers.0.mlp.experts: .* parameters \['gate_up_proj', 'down_proj', 'act_fn.weight'\]",
     r"SimpleNamespace has no num_experts_per_tok",
+    *2 * [r"token_axes are for the losses of a model, and the forward of Qwen3MoeModel makes none"],
+    r"dispatcher is the class AllToAll; give an object of it",
     r"this GptOssExperts belongs to no model given to parallelize_experts, but shares its config",
     r"auxiliary loss of all tokens; say which axes split them",
     r"output_router_logits=True with return_dict=False is not supported",
+    *3 * [r"output_router_logits=True asks a Qwen3MoeModel for what an auxiliary loss is made of"],
 ]
 
 
@@ -416,6 +456,25 @@ def test_what_cannot_be_spread_is_refused_on_all_ranks_before_any_communication(
     assert first == second
     for text, expected in zip(first, REFUSALS, strict=True):
         assert re.match(f"ExpertConfigError: .*{expected}", text), text
+
+
+def _without_labels(rank: int) -> dict[str, Tensor]:
+    model, part = _spread(model_of("Mixtral"), 2), rows_of(_batch(2), SPLITS[2], rank)
+    with exact():
+        return _summed(step(model, {**part, "labels": torch.full_like(part["labels"], -100)}))
+
+
+def test_without_any_label_the_auxiliary_loss_is_left(ranks: Any) -> None:
+    model, batch = model_of("Mixtral"), _batch(2)
+    assert model(**{**batch, "labels": torch.full_like(batch["labels"], -100)}).loss.isnan()
+    aux = model(batch["input_ids"]).aux_loss
+    (model.router_aux_loss_coef * aux).backward()
+    for found in ranks(2).run(_without_labels):
+        assert found["aux_loss"].item() == pytest.approx(aux.item(), rel=BOUND)
+        assert found["loss"].item() == pytest.approx(0.3 * aux.item(), rel=BOUND)
+        for name, p in model.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(found[name], grad, rtol=BOUND, atol=BOUND)
 
 
 def _headless(rank: int) -> list[str]:

@@ -67,6 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "real number": (_routed(X, torch.tensor([0, 1]), 2.0), "num_sequences=2.0 must be an integer"),
     "a layer of float64": (lambda: LAYER(X.double()), "rows are torch.float64 of shape (4, 4)"),
     "a dispatcher": (lambda: ExpertParallel(3), "dispatcher=3 is not 'auto' or a TokenDispatcher"),  # type: ignore[arg-type]
+    "a class": (lambda: ExpertParallel(Dedup), "dispatcher is the class Dedup; give an object of"),  # type: ignore[arg-type]
     "a placement": (
         lambda: ExpertParallel(placement=[0, 1]),  # type: ignore[arg-type]
         "placement=[0, 1] is not a Placement; make one by plan_placement or Placement.contiguous",

@@ -82,9 +82,7 @@ __version__ = "0.2.0"
 __all__ = [
     "AllToAll",
     "BalanceLoss",
-    "BaseExpertParallel",
     "Dedup",
-    "DispatchState",
     "ExpertConfigError",
     "ExpertParallel",
     "ExpertTensorParallel",
@@ -97,17 +95,23 @@ __all__ = [
     "Placement",
     "RoutingError",
     "TensorParallel",
-    "TokenDispatcher",
     "TopKRouter",
+    "choose_capacity",
+    "choose_dispatcher",
     "collect_loads",
     "migrate_experts",
     "order_by_expert",
     "order_by_slot",
     "parallelize_experts",
+    "plan_migration",
     "plan_placement",
     "update_router_bias",
 ]
 """What a user types. Other names are for those who extend the package, and may move."""
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> object:

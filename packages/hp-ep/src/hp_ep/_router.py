@@ -52,7 +52,8 @@ class TopKRouter(KeepsDtype):
     takes 1, the maximum (arXiv 2405.04434, section 2.2.2).
 
     ``force_balance`` is for benchmarks: tokens go to all experts in turn, whatever their scores,
-    which weigh the results as ever.
+    which weigh the results as ever. Turns begin at expert 0 in each call and on each rank, so
+    ranks do not compute what one process with all their tokens does.
 
     Several things keep loads even while training. ``load_balance_loss`` times the load-balancing
     loss of the whole batch (see `split_tokens_over`), ``sequence_loss`` times the mean of that of

@@ -148,8 +148,7 @@ class BaseExpertParallel(ParallelStyle):
         node_mesh: AxisMesh | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        if dispatcher != "auto" and not isinstance(dispatcher, TokenDispatcher):
-            raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
+        check_dispatcher(dispatcher)
         if placement is not None and not isinstance(placement, Placement):
             raise ExpertConfigError(
                 f"placement={placement!r} is not a Placement; make one by plan_placement or "
@@ -425,6 +424,17 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, style: BaseExpertPar
     for change in changes.values():
         change()
     return list(changes)
+
+
+def check_dispatcher(given: object) -> None:
+    """Raise an `ExpertConfigError` unless this is ``"auto"`` or a `TokenDispatcher`."""
+    if isinstance(given, type):  # it has the methods too
+        name = given.__name__
+        raise ExpertConfigError(
+            f"dispatcher is the class {name}; give an object of it, as {name}(mesh, num_experts)"
+        )
+    if given != "auto" and not isinstance(given, TokenDispatcher):
+        raise ExpertConfigError(f"dispatcher={given!r} is not 'auto' or a TokenDispatcher")
 
 
 def given_or_best(

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hp_dtensor import Axis, AxisMesh, Collectives
 
@@ -27,7 +29,7 @@ from ._moe import run_chunks, run_here
 from ._parameters import check_plain, check_untied, local_weight, split_experts
 from ._products import blocks_of
 from ._router import as_axes
-from ._styles import Split, given_or_best
+from ._styles import Split, check_dispatcher, given_or_best
 from ._torch import as_autocast, fenced
 from .dispatch._checks import KEYWORDS, Keywords, or_torch
 from .dispatch._interface import TokenDispatcher
@@ -115,10 +117,12 @@ def parallelize_experts(
         ExpertConfigError: A mesh of several axes, a model of another library, one without experts
             that ask the registry, one that was given before, experts that the ranks do not divide,
             of quantized weights, or with parameters that are unknown here; ``token_axes`` over
-            which ranks of ``mesh`` would hold the same tokens. The model is then as it was. When
-            called, before anything is communicated: an auxiliary loss without ``token_axes``, with
-            ``return_dict=False`` or by another formula than Mixtral's; ``labels`` where the model's
-            loss takes no ``num_items_in_batch``.
+            which ranks of ``mesh`` would hold the same tokens, or for a model that makes no loss,
+            as the one inside ``Qwen3MoeForCausalLM``. The model is then as it was. When called,
+            before anything is communicated: an auxiliary loss without ``token_axes``, of a model
+            around the one that was given, with ``return_dict=False`` or by another formula than
+            Mixtral's; ``labels`` where the model's loss takes no ``num_items_in_batch``; its
+            ``save_pretrained`` without a ``state_dict`` of whole tensors.
 
     Example:
         >>> parallelize_experts(model, mesh, token_axes=mesh)
@@ -127,8 +131,7 @@ def parallelize_experts(
     """
     library, registry = _library()
     axis = _checked_axis(mesh)
-    if dispatcher != "auto" and not isinstance(dispatcher, TokenDispatcher):
-        raise ExpertConfigError(f"dispatcher={dispatcher!r} is not 'auto' or a TokenDispatcher")
+    check_dispatcher(dispatcher)
     if not isinstance(model, library.PreTrainedModel):
         raise ExpertConfigError(
             f"model must be a PreTrainedModel of transformers, got a {type(model).__name__}; give "
@@ -142,6 +145,12 @@ def parallelize_experts(
             raise ExpertConfigError(f"{name}: {error}") from error
     check_untied(model, {name: [experts] for name, experts in layers.items()})
     axes = None if token_axes is None else as_axes(token_axes)
+    if axes is not None and not _takes_labels(model):
+        raise ExpertConfigError(
+            "token_axes are for the losses of a model, and the forward of "
+            f"{type(model).__name__} makes none; give the model whose forward makes the loss, or "
+            "leave token_axes out and make shares of your own loss"
+        )
     check_different_tokens(axis, token_axes)
     split = Split(mesh=mesh, expert_axis=axis)
     given = None if isinstance(dispatcher, str) else dispatcher
@@ -155,6 +164,8 @@ def parallelize_experts(
         setattr(experts, _ATTRIBUTE, _Dispatch(dispatcher=dispatchers[name]))
         experts.config._experts_implementation = _NAME
     _share_losses(model, axes, or_torch(collectives), torch.device(mesh.device_type))
+    # Bound to the model it is called on, also of a deep copy.
+    model.save_pretrained = MethodType(_save_pretrained, model)
     return list(layers)
 
 
@@ -302,10 +313,42 @@ def _compute(module: Any, rows: Tensor, counts: Tensor, weights: Tensor | None) 
     return feed_forward(rows, weights, blocks, module._apply_gate, gate_up, down, biases)
 
 
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Write the library's files of a whole state dict; `ExpertConfigError` without one."""
+    save = type(model).save_pretrained
+    given = inspect.signature(save).bind(model, *args, **kwargs).arguments
+    state = given.get("state_dict")
+    parts = state is None or any(isinstance(value, DTensor) for value in state.values())
+    if parts and not given.get("distributed_checkpoint"):
+        raise ExpertConfigError(
+            "save_pretrained got no state_dict of whole tensors, and this rank has its own experts "
+            "alone; give state_dict=get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), which all ranks make"
+        )
+    save(model, *args, **kwargs)
+
+
+def _takes_labels(model: Any) -> bool:
+    return "labels" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+
+
+def _refuse_router_logits(model: Any, _: object, kwargs: dict[str, Any]) -> None:
+    """Raise an `ExpertConfigError` where a model around ``model`` would make its auxiliary loss."""
+    if kwargs.get("output_router_logits"):
+        raise ExpertConfigError(
+            f"output_router_logits=True asks a {type(model).__name__} for what an auxiliary loss "
+            "is made of, outside of it and of one rank's tokens; give parallelize_experts the "
+            "model whose forward makes the loss, with token_axes"
+        )
+
+
 def _share_losses(
     model: Any, axes: tuple[Axis, ...] | None, collectives: Collectives, device: torch.device
 ) -> None:
     """Let the losses that ``model`` returns be this rank's shares of those of all tokens."""
+    if not _takes_labels(model):
+        model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+        return
     forward = inspect.unwrap(type(model).forward)
     used = forward.__code__.co_names
     signature = inspect.signature(forward)

@@ -68,7 +68,10 @@ class RowExchange:
         ``counts [num_experts]`` are this rank's rows per global expert; ``report [3]`` goes to all.
         """
         blocks = counts.long().view(self.axis.size, self.experts_per_rank)
-        sent = torch.cat([blocks, report.expand(self.axis.size, REPORT_SIZE)], 1)
+        reports = report.expand(self.axis.size, REPORT_SIZE)
+        # The first number is not read: `Dedup` has one there, and all tables are as wide, so that
+        # ranks with different dispatchers hear of that.
+        sent = torch.cat([reports[:, :1], blocks, reports], 1)
         return HostTables(self._collectives.all_to_all(self.axis, sent), sent)
 
     def plan(self, tables: HostTables) -> RowPlan:
@@ -77,11 +80,11 @@ class RowExchange:
         Raises a `RoutingError` on every rank if any of them reported a fault or other rows.
         """
         received, (sent, got) = tables.wait()
-        local = self.experts_per_rank
-        needs_grad = raise_faults([row[local:] for row in got], self.axis.ranks)
-        sizes = tuple(tuple(row[:local]) for row in got)
+        here = slice(1, 1 + self.experts_per_rank)
+        needs_grad = raise_faults([row[-REPORT_SIZE:] for row in got], self.axis.ranks)
+        sizes = tuple(tuple(row[here]) for row in got)
         send, receive = (
-            tuple(0 if rank == self._own else sum(row[:local]) for rank, row in enumerate(table))
+            tuple(0 if rank == self._own else sum(row[here]) for rank, row in enumerate(table))
             for table in (sent, got)
         )
         return RowPlan(
@@ -89,7 +92,7 @@ class RowExchange:
             receive=receive,
             blocks=RowBlocks(sizes=sizes, own=self._own) if self._reorders else None,
             num_rows=sum(map(sum, sizes)),
-            counts=received[:, :local].sum(0),
+            counts=received[:, here].sum(0),
             needs_grad=needs_grad,
         )
 
@@ -126,7 +129,7 @@ class AllToAll(AsyncDispatcher):
     Rank ``i`` of the axis holds the ``i``-th equal block of ``num_experts``. The mesh is 1-D, or
     its axis ``ep`` is taken; an `Axis` will do. Forward makes three all-to-alls (counts, rows,
     results) and one device-to-host synchronisation; backward makes two all-to-alls. Each rank
-    receives from every other ``8 * (experts per rank + 3)`` bytes of counts. Where the experts
+    receives from every other ``8 * (experts per rank + 4)`` bytes of counts. Where the experts
     weigh their rows, the weights travel too: one more all-to-all, and one more in backward.
 
     ``validate`` says whether to check the values of expert ids: by default on the CPU only; shapes
@@ -148,7 +151,7 @@ class AllToAll(AsyncDispatcher):
     ) -> None:
         axis = expert_axis(ep_mesh)
         self._config = check_config(
-            num_experts, axis.name, axis.size, collectives, validate, payload
+            "AllToAll", num_experts, axis.name, axis.size, collectives, validate, payload
         )
         self._exchange = RowExchange(axis, num_experts, self._config.collectives, own_last=True)
         self.num_experts: Final = num_experts

@@ -20,6 +20,7 @@ from .._sizes import check_sizes
 from .._torch import autocast_dtype
 
 REPORT_SIZE = 3
+_KINDS = ("rows by expert", "AllToAll", "Dedup", "Hierarchical", "Padded")
 Report = tuple[int, int, int]
 
 _PAYLOADS = (torch.bfloat16, torch.float16, torch.float32)
@@ -99,6 +100,7 @@ class Keywords(IntFlag):
         return " and ".join(name for each, name in names.items() if each in self) or "none of them"
 
 
+_ALL_KEYWORDS = 2 ** len(Keywords)
 KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
 """Those of the call that runs."""
 
@@ -107,6 +109,7 @@ KEYWORDS: ContextVar[Keywords] = ContextVar("keywords", default=Keywords.NONE)
 class InputSpec:
     """What a rank without a fault gives: its rows' length, dtypes, and who needs a gradient.
 
+    ``kind`` is that of the dispatcher, as ranks of another one go on with other messages.
     ``computed`` is what experts make of the rows' dtype: another one under autocast. ``payload`` is
     that in which they travel.
     """
@@ -119,9 +122,16 @@ class InputSpec:
     rows_need_grad: bool
     weights_need_grad: bool
     keywords: Keywords
+    kind: str
 
     @classmethod
-    def of(cls, rows: Tensor, weights: Tensor, payload: torch.dtype | None = None) -> "InputSpec":
+    def of(
+        cls,
+        rows: Tensor,
+        weights: Tensor,
+        payload: torch.dtype | None = None,
+        kind: str = _KINDS[0],
+    ) -> "InputSpec":
         """Return the description of ``rows``, that travel in ``payload``, and their ``weights``."""
         grad = torch.is_grad_enabled()
         return cls(
@@ -133,11 +143,12 @@ class InputSpec:
             rows_need_grad=grad and rows.requires_grad,
             weights_need_grad=grad and weights.requires_grad,
             keywords=KEYWORDS.get(),
+            kind=kind,
         )
 
     def report(self) -> Report:
         """Return it as a report, all but the length in one number."""
-        dtypes = int(self.keywords)
+        dtypes = _KINDS.index(self.kind) * _ALL_KEYWORDS + int(self.keywords)
         for dtype in (self.dtype, self.computed, self.payload, self.weights):
             dtypes = dtypes * len(_DTYPES) + _DTYPES.index(dtype)
         flags = self.rows_need_grad * 2 + self.weights_need_grad
@@ -149,7 +160,8 @@ class InputSpec:
         dtypes, weights = divmod(packed // 4, len(_DTYPES))
         dtypes, payload = divmod(dtypes, len(_DTYPES))
         dtypes, computed = divmod(dtypes, len(_DTYPES))
-        keywords, dtype = divmod(dtypes, len(_DTYPES))
+        options, dtype = divmod(dtypes, len(_DTYPES))
+        kind, keywords = divmod(options, _ALL_KEYWORDS)
         return cls(
             length=length,
             dtype=_DTYPES[dtype],
@@ -159,6 +171,7 @@ class InputSpec:
             rows_need_grad=packed & 2 > 0,
             weights_need_grad=packed & 1 > 0,
             keywords=Keywords(keywords),
+            kind=_KINDS[kind],
         )
 
 
@@ -174,8 +187,9 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchConfig:
-    """How many experts there are, how to communicate, what to check and what to narrow."""
+    """Of which dispatcher, how many experts, how to communicate, what to check and to narrow."""
 
+    kind: str
     num_experts: int
     collectives: Collectives
     validate: bool | None
@@ -209,6 +223,7 @@ class DispatchConfig:
 
 
 def check_config(
+    kind: str,
     num_experts: int,
     name: str,
     num_ranks: int,
@@ -218,14 +233,15 @@ def check_config(
 ) -> DispatchConfig:
     """Return the configuration; `ExpertConfigError` where ``num_ranks`` do not divide the experts.
 
-    ``name`` is what the ranks are called. Also for a number of experts that is none, and for a
-    ``payload`` that is not meant for rows.
+    ``kind`` is the dispatcher's name, and ``name`` what the ranks are called. Also for a number of
+    experts that is none, and for a ``payload`` that is not meant for rows.
     """
     check_sizes({"num_experts": num_experts})
     check_divides(name, num_ranks, num_experts)
     if payload is not None and payload not in _PAYLOADS:
         raise ExpertConfigError(f"payload={payload} is not one of {list(_PAYLOADS)} or None")
     return DispatchConfig(
+        kind=kind,
         num_experts=num_experts,
         collectives=or_torch(collectives),
         validate=validate,
@@ -305,7 +321,9 @@ def check_routing(
         return Fault.ROW_DEVICE, 0, 0
     if not weights.is_floating_point():
         return Fault.WEIGHT_DTYPE, _DTYPES.index(weights.dtype), 0
-    return InputSpec.of(x, weights, None if config is None else config.travelling(x)).report()
+    if config is None:
+        return InputSpec.of(x, weights).report()
+    return InputSpec.of(x, weights, config.travelling(x), config.kind).report()
 
 
 def check_rows(
@@ -381,12 +399,14 @@ def raise_faults(
 
     Raises a `RoutingError` that names every rank with a fault; without ``ranks`` it names none.
     Also where no rank has a fault of its own, but they give rows of different length or dtype, or
-    weights of different dtype, or only some of them are under autocast.
+    weights of different dtype, or only some of them are under autocast, and where their dispatchers
+    are not of one kind.
     """
     if any(kind != Fault.NONE for kind, _, _ in reports):
         raise describe_faults(reports, ranks)
     every = [InputSpec.read(given, packed) for _, given, packed in reports]
     if len(set(every)) > 1:
+        raise_unequal("their experts one kind of dispatcher", [g.kind for g in every], ranks)
         same = "their model the same of labels, num_items_in_batch and output_router_logits"
         raise_unequal(same, [str(g.keywords) for g in every], ranks)
         rows = [f"{g.length} of {g.dtype}" for g in every]

@@ -319,7 +319,7 @@ class Dedup(_Deduplicating):
     ) -> None:
         axis = expert_axis(ep_mesh)
         self._config = check_config(
-            num_experts, axis.name, axis.size, collectives, validate, payload
+            "Dedup", num_experts, axis.name, axis.size, collectives, validate, payload
         )
         self._exchange = _TokenExchange(axis, num_experts, self._config.collectives)
         self.num_experts: Final = num_experts
@@ -367,7 +367,9 @@ class Hierarchical(_Deduplicating):
             )
         nodes, inside = Axis.of(node_mesh, 0), Axis.of(node_mesh, 1)
         names, size = f"{nodes.name} x {inside.name}", nodes.size * inside.size
-        self._config = check_config(num_experts, names, size, collectives, validate, payload)
+        self._config = check_config(
+            "Hierarchical", num_experts, names, size, collectives, validate, payload
+        )
         self._between = _TokenExchange(nodes, num_experts, self._config.collectives)
         self._inside = _TokenExchange(inside, num_experts // nodes.size, self._config.collectives)
         rows: list[list[int]] = node_mesh.mesh.tolist()

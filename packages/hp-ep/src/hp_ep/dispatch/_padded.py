@@ -87,7 +87,7 @@ class Padded(AsyncDispatcher):
     ) -> None:
         self._axis = axis = expert_axis(ep_mesh)
         self._config = check_config(
-            num_experts, axis.name, axis.size, collectives, validate, payload
+            "Padded", num_experts, axis.name, axis.size, collectives, validate, payload
         )
         check_sizes({"capacity": capacity})
         if overflow not in _OVERFLOWS:
@@ -174,14 +174,16 @@ class Padded(AsyncDispatcher):
         report = given.report
         if self._refuses:
             report = check_overflow(by_expert.counts, self.capacity, report)
-        options = (self.capacity, int(self._refuses))
-        report = torch.cat([report, *(report.new_full((1,), option) for option in options)])
-        received = report.expand(self._axis.size, -1).contiguous()
+        experts = self.num_experts // self._axis.size
+        options = ((1, self.capacity), (experts, int(self._refuses)))
+        # As wide as the tables of other dispatchers, so that ranks with one of those hear of it.
+        row = torch.cat([*(report.new_full((n,), option) for n, option in options), report])
+        received = row.expand(self._axis.size, -1).contiguous()
         if self._axis.size > 1:
             (received,) = self._config.collectives.all_to_all(self._axis, received).wait()
         (every,) = read_tables(received)
-        needs_grad = raise_faults([row[:REPORT_SIZE] for row in every], self.ranks)
-        rooms = [f"{row[-2]}, {_OVERFLOWS[row[-1]]!r}" for row in every]
+        needs_grad = raise_faults([row[-REPORT_SIZE:] for row in every], self.ranks)
+        rooms = [f"{row[0]}, {_OVERFLOWS[row[1]]!r}" for row in every]
         raise_unequal("one capacity and overflow", rooms, self.ranks)
         return needs_grad
 

@@ -183,10 +183,13 @@ def plan_placement(
     numbered so that many experts stay.
 
     `ExpertConfigError` where slots do not divide by ranks, ranks by nodes, for more replicas than
-    ranks can hold, and for loads that are negative or not finite.
+    ranks can hold, for loads that are negative or not finite, and for a ``near`` with other
+    numbers of experts, slots or ranks.
     """
     load = as_loads(load)
     _check(len(load), num_ranks, num_replicas, node_size)
+    if near is not None:
+        _check_near(near, len(load), num_ranks, num_replicas)
     copies = _copies(load, num_replicas, num_ranks)
     items = sorted(
         (e for e, n in enumerate(copies) for _ in range(n)), key=lambda e: (-load[e] / copies[e], e)
@@ -202,14 +205,23 @@ def plan_placement(
     if near is None:
         return _placed(ranks, len(load))
     fresh = _placed(_near(ranks, near, node_size), len(load))
-    today = near.num_experts, len(near.experts), near.num_ranks
-    if today != (len(load), len(fresh.experts), num_ranks):
-        return fresh
     enough = NEAR * fresh.imbalance(load)
     if near.imbalance(load) <= enough:
         return near
     changed = _placed(_rebalance(load, copies, near), len(load))
     return changed if changed.imbalance(load) <= enough else fresh
+
+
+def _check_near(near: object, num_experts: int, num_ranks: int, num_replicas: int) -> None:
+    if not isinstance(near, Placement):
+        raise ExpertConfigError(f"near must be a Placement, got {near!r}")
+    today = near.num_experts, len(near.experts), near.num_ranks
+    if today != (num_experts, num_experts + num_replicas, num_ranks):
+        raise ExpertConfigError(
+            f"near has {today[0]} experts in {today[1]} slots on {today[2]} ranks; these loads and "
+            f"numbers say {num_experts} in {num_experts + num_replicas} slots on {num_ranks}: "
+            "give the placement of today of the same sizes, or no near for a fresh one"
+        )
 
 
 def _placed(ranks: Sequence[Sequence[int]], num_experts: int) -> Placement:
@@ -297,8 +309,6 @@ def _near(ranks: Sequence[Sequence[int]], near: Placement, node_size: int) -> li
     Nodes of ``node_size`` ranks stay together. What overlaps most is matched first, which is not
     always the best matching but within half of it.
     """
-    if near.num_ranks != len(ranks) or near.slots_per_rank != len(ranks[0]):
-        return [list(rank) for rank in ranks]
     old = [near.on_rank(r) for r in range(near.num_ranks)]
     starts = range(0, len(ranks), node_size)
     new_nodes = [ranks[i : i + node_size] for i in starts]
