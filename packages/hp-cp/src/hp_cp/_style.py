@@ -171,9 +171,10 @@ class ContextParallel(ParallelStyle):
         group exchanges one element between all of its ranks, which connects them, since some may
         have nothing to move in the first batch of a call.
 
-        On one rank it stays as it is, unless the style has a mask, which it would not know of; any
-        degree, schedule and ``load_balance`` serves there. Raises `InputError` for a mesh of more
-        than two axes or a degree that its size does not allow, for a module that
+        One rank is served as several are, with any degree, schedule and ``load_balance``: its
+        forward is replaced under the same options, a degree above one counting as that of all
+        ranks, and the module stays as it is where its own forward would run. Raises `InputError`
+        for a mesh of more than two axes or a degree that its size does not allow, for a module that
         is context parallel already, which one that the style left as it is on one rank is not, and
         for one whose forward is to be replaced and has no ``is_causal`` where the style has no
         mask, or defaults or parameters of the module that would be lost.
@@ -189,10 +190,10 @@ class ContextParallel(ParallelStyle):
             check_balance(options.layout, n, 0, degree, options.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
-        if n > 1 or self.mask is not None:
-            forward = ContextParallelForward(module, mesh, n, self, options)
-            if not forward.runs_inner:
-                groups.ring.connect(device_of(mesh))
+        forward = ContextParallelForward(module, mesh, n, self, options)
+        if not forward.runs_inner:
+            groups.ring.connect(device_of(mesh))
+        if n > 1 or not forward.runs_inner:
             module.forward = forward
         return module
 
@@ -224,7 +225,10 @@ class ContextParallelForward:
         self._mesh = mesh
         self._style = style
         self._options = options
-        in_order = options.ulysses_degree == n and isinstance(options.layout, Contiguous)
+        # One rank decides as several do: a degree above one is all of them there.
+        of_all = style.ulysses_degree is None and options.ulysses_degree == n
+        of_all |= (style.ulysses_degree or 0) >= max(n, 2)
+        in_order = of_all and isinstance(options.layout, Contiguous)
         self.runs_inner = in_order and style.mask is None  # the module's own forward attends
         if self.runs_inner and options.scores.softcap is not None:
             raise InputError(
