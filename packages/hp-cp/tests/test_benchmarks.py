@@ -44,3 +44,13 @@ def test_the_gpu_script_checks_on_a_cpu_what_is_there_and_says_what_is_skipped(
         skipped = [result for what, result in results.items() if what.startswith(backend)]
         assert len(skipped) == 10
         assert all(result.startswith("SKIPPED: it has") for result in skipped)
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_the_gpu_script_fails_where_an_output_or_a_gradient_is_no_number(bad: int) -> None:
+    script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
+    right = [torch.ones(4, dtype=torch.float64) for _ in range(4)]
+    found = [x.float() for x in right]
+    assert script["error_of"](found, right, torch.float32) == "error 0.0e+00"
+    found[bad] = torch.full((4,), torch.nan)
+    assert script["error_of"](found, right, torch.float32) == "FAILED: error nan"
