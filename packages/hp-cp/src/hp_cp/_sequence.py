@@ -100,11 +100,22 @@ def unshard_sequence(
         return sort_rows(note_anew(gathered), chunks, dim)
 
     dims = _each_dim(tree, seq_dim)
-    given = [(x, dim, chunks_of(x, dim)) for x, dim in _at_dims(tree, dims)]
-    if told is None and given:
-        collectives = TorchCollectives() if collectives is None else collectives
-        lengths = tuple(x.shape[dim] for x, dim, _ in given)
-        check_equal_lengths(axes_of(mesh)[::-1], lengths, given[0][0].device, collectives)
+    found = _at_dims(tree, dims)
+    collectives = TorchCollectives() if collectives is None else collectives
+
+    def compare() -> None:
+        if told is None and found:
+            lengths = tuple(x.shape[dim] for x, dim in found)
+            check_equal_lengths(axes_of(mesh)[::-1], lengths, found[0][0].device, collectives)
+
+    try:
+        given = [(x, dim, chunks_of(x, dim)) for x, dim in found]
+    except InputError:
+        if told is None:
+            checked_chunks(layout, n, 0, mask)  # fails on every rank where no length would serve
+        compare()  # others may have no error
+        raise
+    compare()
     for x, dim, chunks in given:  # all of them before the first is gathered
         if x.shape[dim] != lengths_of(chunks)[rank]:
             raise InputError(
@@ -158,7 +169,7 @@ def sharded_buffers(
     layout = checked_layout(layout)
     _check_buffers(buffers)
     buffers = tuple(buffers)
-    kept = _kept(keep, buffers)
+    kept = _kept(keep if isinstance(keep, Tensor) else tuple(keep), buffers)
     dims = _dims_of(buffers, seq_dims)
     chunks = [
         checked_chunks(layout, n, x.shape[dim], mask)[rank]
