@@ -356,3 +356,17 @@ def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
 def test_an_unknown_schedule_makes_no_style() -> None:
     with pytest.raises(InputError, match="no schedule 'x'"):
         ContextParallel(seq_dim=1, head_dim=2, schedule="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "gather", DoubleRing(2)], ids=repr)
+@pytest.mark.parametrize(("shape", "degree"), [((4,), None), ((4,), 4), ((1, 4), None)], ids=str)
+def test_a_schedule_that_would_not_run_is_refused(
+    shape: tuple[int, ...], degree: int | None, schedule: Any
+) -> None:
+    style = ContextParallel(
+        seq_dim=1, head_dim=2, ulysses_degree=degree, schedule=schedule, layout=Zigzag()
+    )
+    with pytest.raises(
+        InputError, match=r"would not be used where all 4 ranks .* use ulysses_degr"
+    ):
+        style.apply(Core(), simulated_mesh(shape))

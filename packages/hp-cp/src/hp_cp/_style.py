@@ -70,6 +70,8 @@ class ContextParallel(ParallelStyle):
     exchanges sequence for heads over all ranks of a mesh of one axis, or
     the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
     heads and the ``schedule`` brings keys and values across the ``n / k`` groups.
+    ``schedule=None`` is "gather", where the default of the function is "direct"; one that is given
+    is refused where all ranks exchange heads and none would run.
     ``load_balance``, for `Contiguous` rows under ``ulysses_degree=1``, swaps the second
     half of each rank's queries with rank ``n - 1 - r`` and the result back, so that causal work is
     equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``; a mask
@@ -115,7 +117,7 @@ class ContextParallel(ParallelStyle):
         qkv_indices: tuple[int, int, int] = (0, 1, 2),
         qkv_kwarg_names: tuple[str, ...] = (),
         load_balance: bool = False,
-        schedule: Schedule = "gather",
+        schedule: Schedule | None = None,
         layout: Layout | None = None,
         mask: MaskSpec | None = None,
         backend: str | AttentionBackend = "auto",
@@ -141,7 +143,8 @@ class ContextParallel(ParallelStyle):
                 f"different ones, or none to use those of the module's forward"
             )
         layout = checked_layout(layout)
-        check_schedule(schedule)
+        if schedule is not None:
+            check_schedule(schedule)
         if mask is not None:
             check_mask(mask)
         if seq_len is not None:
@@ -150,11 +153,12 @@ class ContextParallel(ParallelStyle):
         self.qkv_indices = qkv_indices
         self.qkv_kwarg_names = qkv_kwarg_names
         self.mask = mask
+        self.schedule = schedule
         self.options = AttentionOptions(  # of each call, but for what a mesh and the call tell
             mask=MaskSpec(causal=False) if mask is None else mask,
             layout=layout,
             ulysses_degree=1,
-            schedule=schedule,
+            schedule="gather" if schedule is None else schedule,
             backend=backend,
             scores=ScoreOptions(softcap=softcap),
             seq_dim=seq_dim,
@@ -181,6 +185,11 @@ class ContextParallel(ParallelStyle):
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
         options, (n, _) = self.options, place_of(mesh)
+        if degree == n > 1 and self.schedule is not None:
+            raise InputError(
+                f"schedule={self.schedule!r} would not be used where all {n} ranks exchange heads; "
+                f"use ulysses_degree=1, or a smaller divisor of {n}, or leave the schedule out"
+            )
         if n == 1:  # nothing to exchange or to bring, in whatever way
             degree, options = 1, options._replace(schedule="gather", load_balance=False)
         options = options._replace(ulysses_degree=degree)
