@@ -171,6 +171,10 @@ def context_parallel_attention(
     several ranks read, and for windows where several threads of a CPU process split the merge of
     many rows).
 
+    Where ``gather`` keeps keys, a backward that frees its graph writes received gradients into
+    their memory. What ``torch.autograd.graph.saved_tensors_hooks`` were given holds gradients then:
+    let them keep copies, or use ``keep_kv=False``.
+
     ``fuse_merges``: the merge of further keys into a row's result is one kernel of
     ``torch.compile`` instead of six operations; equal but for rounding. None means where Triton
     is, on CUDA.
