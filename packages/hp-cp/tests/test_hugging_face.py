@@ -699,6 +699,26 @@ def test_a_call_without_the_shard_is_refused_where_ranks_hold_parts() -> None:
     SimulatedWorld(2).run(rank)
 
 
+def test_a_part_of_a_model_called_without_the_shard_is_refused_where_ranks_hold_parts() -> None:
+    """Each rank would number its rows from 0."""
+    mesh, collectives = one_rank()
+    model = context_parallel(model_of("Llama"), mesh, collectives=collectives)
+    for part, said in ((model.model, "without a sequence_shard"), (model, "without a sequence_sh")):
+        with pytest.raises(InputError, match=said):
+            part(tokens()[:, :LOCAL])
+    whole = model_of("Llama")
+    expected = whole.model(tokens()).last_hidden_state
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> Tensor:
+        mesh = collectives.mesh((2,), ("cp",))
+        mine = context_parallel(copy.deepcopy(whole), mesh, collectives=collectives)
+        found: Tensor = mine.model(**shard_batch({"input_ids": tokens()}, mesh)).last_hidden_state
+        return found
+
+    found = torch.cat(SimulatedWorld(2).run(rank), 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_a_batch_is_cut_once() -> None:
     mesh, _ = one_rank()
     with pytest.raises(InputError, match="shard_batch cut it before; give the whole sequences"):

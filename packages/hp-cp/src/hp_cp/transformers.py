@@ -119,6 +119,7 @@ class _Settings:
     attend: Callable[..., Any]
     layout: Layout
     seq_len: int | None
+    n: int  # ranks that share a sequence
     expected: SequenceShard | None = None  # only compared: a recomputation runs after the forward
 
     def __deepcopy__(self, memo: object) -> "_Settings":
@@ -217,7 +218,8 @@ def context_parallel(
         backend=backend,
         collectives=collectives,
     )
-    settings = _Settings(attend=attend, layout=layout, seq_len=seq_len)
+    n, _ = place_of(mesh)
+    settings = _Settings(attend=attend, layout=layout, seq_len=seq_len, n=n)
     library.AttentionInterface.register(_NAME, _attention)
     library.AttentionMaskInterface.register(_NAME, _mask)
     config._attn_implementation = _NAME
@@ -233,12 +235,7 @@ def context_parallel(
                 f"shard_batch counts from 0; give shard_batch position_ids, those of this model"
             )
         if settings.expected is None:
-            if place_of(mesh)[0] > 1:
-                raise InputError(
-                    f"{type(module).__name__} was called without a sequence_shard, and ranks hold "
-                    f"parts of a sequence; call it with what shard_batch returns. Generation is "
-                    f"not supported over ranks"
-                )
+            _check_alone(module, settings)
             _check_unpacked(module, args, kwargs)
         elif _arguments_of(module, args, kwargs).get("position_ids") is None:
             raise InputError(
@@ -258,7 +255,7 @@ def context_parallel(
     model.register_forward_hook(after, always_call=True)
     for module in model.modules():
         if _is_scaled_rotary(module, config):
-            _give_last_position(module, settings, place_of(mesh)[0])
+            _give_last_position(module, settings)
     return model
 
 
@@ -404,7 +401,7 @@ def _attention(
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     layer = _layer_mask(module, attention_mask, causal, sliding_window)
-    shard = _shard_of(settings, sequence_shard)
+    shard = _shard_of(module, settings, sequence_shard)
     if shard is not None and shard.padded and not layer.causal:
         raise InputError(
             f"{type(module).__name__} is not causal and sees padding; leave out the padding, or "
@@ -503,8 +500,21 @@ def _seed_of(place: _Place, shard: SequenceShard | None, dropout: float) -> int 
     return (shard.dropout_seed * 2**20 + place.index) % 2**63
 
 
-def _shard_of(settings: _Settings, shard: SequenceShard | None) -> SequenceShard | None:
+def _check_alone(module: nn.Module, settings: _Settings) -> None:
+    """Raise `InputError` for a call without a shard where ranks hold parts of a sequence."""
+    if settings.n > 1:
+        raise InputError(
+            f"{type(module).__name__} was called without a sequence_shard, and ranks hold parts of "
+            f"a sequence; call it with what shard_batch returns. Generation is not supported over "
+            f"ranks"
+        )
+
+
+def _shard_of(
+    module: nn.Module, settings: _Settings, shard: SequenceShard | None
+) -> SequenceShard | None:
     if shard is None:
+        _check_alone(module, settings)  # a part of the model was called, or it drops the shard
         return None
     if shard.layout != settings.layout:
         raise InputError(
@@ -650,14 +660,14 @@ def _is_scaled_rotary(module: nn.Module, config: Any) -> bool:
     return "max" in _names_in(module) or not _FIXED.issuperset(kinds)
 
 
-def _give_last_position(rotary: nn.Module, settings: _Settings, degree: int) -> None:
+def _give_last_position(rotary: nn.Module, settings: _Settings) -> None:
     """Let a rotary embedding see the whole sequence's last position behind this rank's."""
     parameters = inspect.signature(rotary.forward)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         shard = settings.expected
         if shard is None:
-            if degree == 1:
+            if settings.n == 1:
                 return None
             raise InputError(
                 f"{type(module).__name__} scales rotary embeddings by the length of the sequence, "
