@@ -318,13 +318,18 @@ def test_a_dense_mask_is_refused_with_the_advice_of_a_function() -> None:
         forward(q, k, v, attn_mask=dense)
 
 
-def test_a_function_without_bools_is_refused_before_communication() -> None:
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(lambda b, h, i, j: i - j, r"torch\.int64"), (lambda b, h, i, j: True, "True")],
+    ids=["ints", "no tensor"],
+)
+def test_a_function_without_bools_is_refused_before_communication(function: Any, said: str) -> None:
     q, k, v, _ = inputs(2, 2, 12)
-    mask = MaskSpec(causal=True, mask_mod=lambda b, h, i, j: i - j)
+    mask = MaskSpec(causal=True, mask_mod=function)
     for rank in range(2):
         record = RecordingCollectives(SimulatedCollectives(SimulatedWorld(2), rank))
         mesh = SimulatedCollectives(SimulatedWorld(2), rank).mesh((2,), ("cp",))
-        with pytest.raises(InputError, match=r"returned torch\.int64; return a tensor of bool"):
+        with pytest.raises(InputError, match=rf"returned {said}; return a tensor of bool"):
             context_parallel_attention(q, k, v, mesh, mask=mask, seq_len=24, collectives=record)
         assert record.by_axis == {}
 

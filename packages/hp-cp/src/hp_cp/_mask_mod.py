@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._blocks import Tiles
-from ._errors import InputError
+from ._errors import InputError, described
 from ._masks import MaskMod, MaskSpec
 from ._ranges import Band, Ranges
 
@@ -24,8 +24,17 @@ def shown(mask_mod: MaskMod, batch: Tensor, heads: Tensor, rows: Tensor, keys: T
     # Imported where it is called: it loads much that nothing else here needs.
     from torch.nn.attention.flex_attention import create_mask
 
+    def asked(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        found = mask_mod(batch[b], heads[h], rows[i], keys[j])
+        if not isinstance(found, Tensor):
+            raise InputError(
+                f"mask_mod {mask_mod!r} returned {described(found)}; return a tensor of bool, as "
+                f"of a comparison"
+            )
+        return found
+
     seen = create_mask(
-        lambda b, h, i, j: mask_mod(batch[b], heads[h], rows[i], keys[j]),
+        asked,
         len(batch),
         len(heads),
         len(rows),

@@ -1,6 +1,6 @@
 """A sequence around the attention: cut it, put it together, its positions, labels and loss."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,7 +134,7 @@ def sharded_buffers(
     *,
     layout: Layout | None = None,
     mask: MaskSpec | None = None,
-    keep: Collection[Tensor] = (),
+    keep: Iterable[Tensor] = (),
 ) -> Iterator[None]:
     """Cut tensors to this rank's positions in place, for the duration of a ``with`` block.
 
@@ -247,7 +247,7 @@ def _dims_of(buffers: Sequence[Tensor], seq_dims: object) -> list[int]:
     return [checked_dim(x, dim) for x, dim in zip(buffers, dims, strict=True)]
 
 
-def _kept(keep: Collection[Tensor], buffers: Sequence[Tensor]) -> set[int]:
+def _kept(keep: Iterable[Tensor], buffers: Sequence[Tensor]) -> set[int]:
     """Return the places of the buffers that stay cut."""
     if isinstance(keep, Tensor):
         raise InputError("keep must be a list of tensors, got a tensor; use keep=[x]")
