@@ -156,8 +156,8 @@ def context_parallel_attention(
     included: the dims of the result without the last, in float32, or float64 for float64, without
     gradient; Ulysses brings it by one more all-to-all, which `plan_attention` does not count.
 
-    Keys and values come by the ``schedule``, and by the same way again in the backward unless
-    ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
+    Keys and values come by the ``schedule``, and again in the backward unless ``keep_kv`` keeps
+    them (None: gather alone does); their gradients return to the owner: ``gather`` has one
     all-gather (sends from rank to rank where lengths differ) and one exchange with all ranks for
     gradients; ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
     ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``

@@ -38,7 +38,7 @@ class Ring:
     """``n`` ranks in rings of ``inner``, which pass on what they hold.
 
     Ranks count ring by ring. At step ``t`` of ``n`` a rank works on the keys of ``source(rank, t)``
-    and then passes on what it adds to their gradients, which come home after the last step.
+    and then passes on what it adds to their gradients, which reach their owner after the last step.
     """
 
     n: int

@@ -1,8 +1,8 @@
 """Context parallelism for models of Hugging Face transformers: `context_parallel`, `shard_batch`.
 
 The attention goes through that library's registry of attention functions. What a call needs, as the
-mesh, lies on the attention modules of one model, so that models with other meshes may live beside
-it. The library is imported when a function is called.
+mesh, is an attribute of the attention modules of one model, so that models with other meshes may
+live beside it. The library is imported when a function is called.
 """
 
 import inspect
@@ -103,7 +103,7 @@ def _computed(part: str) -> InputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """What lies on an attention module: its model's settings, and its number in the model."""
+    """An attribute of an attention module: its model's settings, and its number in the model."""
 
     settings: "_Settings"
     index: int
