@@ -57,12 +57,12 @@ def whole_function(mask: MaskSpec) -> MaskMod:
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = function(b, h, q_idx, kv_idx)
-        return seen if band == (None, None) else seen & within(band, q_idx, kv_idx)
+        return seen if band == (None, None) else seen & in_band(band, q_idx, kv_idx)
 
     return mask_mod
 
 
-def within(band: Band, rows: Tensor, keys: Tensor) -> Tensor:
+def in_band(band: Band, rows: Tensor, keys: Tensor) -> Tensor:
     """Return whether the positions of keys are in the band of those of rows."""
     lowest, highest = band
     if lowest is None:
@@ -102,7 +102,7 @@ def tiles_of(
             some, every = seen.flatten(0, 1).any(0), seen.flatten(0, 1).all(0)
             hidden = partly = ~every.all(0)
             if band != (None, None):
-                rest = within(band, i.unsqueeze(1), j)
+                rest = in_band(band, i.unsqueeze(1), j)
                 some, hidden = some & rest, (rest & ~every).any(0)
                 partly = ~(every & rest).all(0)
             parts.append(torch.stack([some.any(0), hidden, partly]))

@@ -276,10 +276,10 @@ def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
             held, work = arrived
             work.wait()
         if step % ring.inner == 0 and step + ring.inner < ring.n:
-            neighbours = ring.next_outside(schedule.rank), ring.next_outside(schedule.rank, -1)
+            neighbours = ring.next_outer(schedule.rank), ring.next_outer(schedule.rank, -1)
             outside = start(step + ring.inner, *neighbours)
         if (step + 1) % ring.inner:
-            neighbours = ring.next_inside(schedule.rank), ring.next_inside(schedule.rank, -1)
+            neighbours = ring.next_inner(schedule.rank), ring.next_inner(schedule.rank, -1)
             inside = start(step + 1, *neighbours)
         yield ring.source(schedule.rank, step), *held
 

@@ -96,7 +96,7 @@ def unshard_sequence(
     def whole(x: Tensor, seq_dim: int) -> Tensor:
         dim = checked_dim(x, seq_dim)
         chunks = chunks_of(x, dim)
-        gathered = _gather(x, mesh, lengths_of(chunks), dim, collectives)
+        gathered = _gathered(x, mesh, lengths_of(chunks), dim, collectives)
         return sort_rows(note_anew(gathered), chunks, dim)
 
     dims = _each_dim(tree, seq_dim)
@@ -169,7 +169,7 @@ def sharded_buffers(
     layout = checked_layout(layout)
     _check_buffers(buffers)
     buffers = tuple(buffers)
-    kept = _kept(keep if isinstance(keep, Tensor) else tuple(keep), buffers)
+    kept = _indices_of(keep if isinstance(keep, Tensor) else tuple(keep), buffers)
     dims = _dims_of(buffers, seq_dims)
     chunks = [
         checked_chunks(layout, n, x.shape[dim], mask)[rank]
@@ -247,7 +247,7 @@ def _dims_of(buffers: Sequence[Tensor], seq_dims: object) -> list[int]:
     return [checked_dim(x, dim) for x, dim in zip(buffers, dims, strict=True)]
 
 
-def _kept(keep: Iterable[Tensor], buffers: Sequence[Tensor]) -> set[int]:
+def _indices_of(keep: Iterable[Tensor], buffers: Sequence[Tensor]) -> set[int]:
     """Return the places of the buffers that stay cut."""
     if isinstance(keep, Tensor):
         raise InputError("keep must be a list of tensors, got a tensor; use keep=[x]")
@@ -292,7 +292,7 @@ def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:
     return torch.cat(parts, dim).contiguous()  # which is a copy of a single part too
 
 
-def _gather(
+def _gathered(
     x: Tensor, mesh: AxisMesh, lengths: tuple[int, ...], dim: int, collectives: Collectives | None
 ) -> Tensor:
     """Return the rows of all ranks in rank order, gathered over the last axis first."""

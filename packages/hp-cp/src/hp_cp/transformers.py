@@ -237,7 +237,10 @@ def context_parallel(
         if settings.expected is None:
             _check_alone(module, settings)
             _check_unpacked(module, args, kwargs)
-        elif _arguments_of(module, args, kwargs).get("position_ids") is None:
+        elif (
+            kwargs.get("position_ids") is None
+            and _arguments_of(module, args, kwargs).get("position_ids") is None
+        ):
             raise InputError(
                 f"{type(module).__name__} was called with a sequence_shard, but without its "
                 f"position_ids: each rank would count its rows from 0; hand on all that "
