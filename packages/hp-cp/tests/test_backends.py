@@ -1,6 +1,7 @@
 """A backend is an object that a caller can bring along."""
 
 import warnings
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hp_cp import (
     AttentionBackend,
     BackendError,
+    ContextParallel,
     Layout,
     MaskSpec,
     ScoreOptions,
@@ -560,3 +562,55 @@ def test_chunks_too_short_for_cudnn_go_to_flash(
     device.capability = (9, 0)
     names = [launched([CAUSAL], length, monkeypatch)[0][0] for length in (512, 508, 16)]
     assert names == ["cudnn", "sdpa", "sdpa"]
+
+
+@dataclass
+class WithoutHash(PlainBackend):
+    """A backend of the user's own, as a plain dataclass."""
+
+    kinds: tuple[Kernel, ...] = ("full", "causal")
+    calls: int = 0
+
+
+def test_a_backend_without_a_hash_is_refused_where_it_is_given() -> None:
+    backend: Any = WithoutHash()
+    x, mesh = (
+        torch.zeros(1, 2, 6, 4),
+        SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",)),
+    )
+    said = r"has no hash, by which plans for it are kept; make its class @dataclass\(frozen=True\)"
+    with pytest.raises(BackendError, match=said):
+        context_parallel_attention(x, x, x, mesh, mask=CAUSAL, backend=backend)
+    with pytest.raises(BackendError, match=said):
+        ContextParallel(seq_dim=2, head_dim=1, layout=Zigzag(), backend=backend)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-50, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_scale_of_any_sign_gives_what_the_definition_gives(
+    scale: float, dtype: torch.dtype
+) -> None:
+    q, k, v, grad = inputs(2, 2, 32, dtype=dtype)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        local = leaves(*(x.chunk(2, 2)[rank] for x in (q, k, v)))
+        mesh = door.mesh((2,), ("cp",))
+        out = context_parallel_attention(*local, mesh, mask=CAUSAL, scale=scale, collectives=door)
+        return with_gradients(out, local, grad.chunk(2, 2)[rank])
+
+    whole = leaves(q, k, v)
+    hidden = torch.ones(32, 32, dtype=torch.bool).triu(1)
+    scores = (whole[0] @ whole[1].transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+    expected = with_gradients(scores.softmax(-1) @ whole[2], whole, grad)
+    bound = 1e-12 if dtype == torch.float64 else 1e-5
+    for parts, right in zip(zip(*SimulatedWorld(2).run(rank), strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2), right, rtol=bound, atol=bound)
+
+
+def test_a_kernel_that_masks_before_it_scales_is_refused_by_name() -> None:
+    x, mesh = (
+        torch.zeros(1, 2, 6, 4),
+        SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",)),
+    )
+    with pytest.raises(BackendError, match=r"take no scale -0.3; use 'eager'"):
+        context_parallel_attention(x, x, x, mesh, mask=CAUSAL, scale=-0.3, backend="sdpa")

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hp_cp import MaskSpec
+
+from .strategies import dense_attention, inputs
+
 DRAW_PLANS = Path(__file__).parents[1] / "benchmarks" / "draw_plans.py"
 
 
@@ -44,3 +48,22 @@ def test_the_gpu_script_checks_on_a_cpu_what_is_there_and_says_what_is_skipped(
         skipped = [result for what, result in results.items() if what.startswith(backend)]
         assert len(skipped) == 10
         assert all(result.startswith("SKIPPED: it has") for result in skipped)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_gpu_script_knows_windows_by_their_definition(causal: bool) -> None:
+    script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
+    mask = MaskSpec(causal=causal, window=3)
+    given = inputs(2, 2, 12)
+    found = script["exact"](list(given), mask)
+    torch.testing.assert_close(found[0], dense_attention(*given[:3], mask), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_the_gpu_script_fails_where_an_output_or_a_gradient_is_no_number(bad: int) -> None:
+    script = runpy.run_path(str(DRAW_PLANS.with_name("gpu.py")), run_name="gpu")
+    right = [torch.ones(4, dtype=torch.float64) for _ in range(4)]
+    found = [x.float() for x in right]
+    assert script["error_of"](found, right, torch.float32) == "error 0.0e+00"
+    found[bad] = torch.full((4,), torch.nan)
+    assert script["error_of"](found, right, torch.float32) == "FAILED: error nan"

@@ -309,3 +309,10 @@ def test_the_cut_is_that_of_shard_sequence() -> None:
     mine = shard_sequence(x, mesh_of(2, 1), Contiguous(), 1)
     with sharded_buffers(mesh_of(2, 1), [x], 1):
         assert torch.equal(x, mine)
+
+
+def test_what_is_kept_may_come_from_a_generator() -> None:
+    x, y = torch.arange(6), torch.arange(6)
+    with sharded_buffers(mesh_of(), [x, y], 0, keep=(kept for kept in [x])):
+        pass
+    assert (len(x), len(y)) == (3, 6)

@@ -290,6 +290,166 @@ def test_each_row_of_a_batch_has_its_documents(name: str, given: str) -> None:
     assert error_of(simulated(model, batch, layout=Greedy(2), **options), expected) <= BOUND
 
 
+def test_documents_that_start_at_another_position_than_zero_are_found() -> None:
+    """As those of models that count from the ``pad_token_id`` on, and the rest of a document."""
+    mesh, _ = one_rank()
+    for starts, ends in (((2, 2, 2), (0, 7, 30, SEQ_LEN)), ((9, 0, 0), (0, 7, 30, SEQ_LEN))):
+        lengths = [b - a for a, b in pairwise(ends)]
+        parts = [a + torch.arange(n) for a, n in zip(starts, lengths, strict=True)]
+        batch = {"input_ids": tokens(1), "position_ids": torch.cat(parts)[None]}
+        assert shard_batch(batch, mesh)["sequence_shard"].mask.cu_seqlens == ends
+
+
+JUMPING = {
+    "skip": torch.arange(SEQ_LEN) * 2,
+    "jump": torch.arange(SEQ_LEN) + 50 * (torch.arange(SEQ_LEN) >= 20),
+    "repeat": torch.arange(SEQ_LEN) // 2,
+    "decrease": torch.arange(SEQ_LEN).flip(0),
+}
+
+
+@pytest.mark.parametrize("name", JUMPING)
+def test_position_ids_that_tell_documents_in_no_clear_way_are_refused(name: str) -> None:
+    mesh, _ = one_rank()
+    batch = {"input_ids": tokens(), "position_ids": JUMPING[name][None]}
+    said = (
+        r"position_ids of row 0 go from .*\(0, 37\) for a single one, or an attention_mask of ones"
+    )
+    with pytest.raises(InputError, match=said):
+        shard_batch(batch, mesh)
+
+
+@pytest.mark.parametrize("name", JUMPING)
+@pytest.mark.parametrize("given", ["attention_mask", "mask"])
+def test_position_ids_start_no_document_where_it_is_told(name: str, given: str) -> None:
+    model, ones = model_of("Llama"), torch.ones(2, SEQ_LEN, dtype=torch.int64)
+    batch = {"input_ids": tokens(), "labels": tokens(), "position_ids": JUMPING[name][None]}
+    expected = alone(model, {**batch, "attention_mask": ones})
+    if given == "attention_mask":
+        found = simulated(model, {**batch, "attention_mask": ones}, layout=Zigzag())
+    else:
+        mask = MaskSpec(causal=True, cu_seqlens=(0, SEQ_LEN))
+        found = simulated(model, batch, layout=Zigzag(), mask=mask)
+    assert error_of(found, expected) <= BOUND
+
+
+def test_beside_an_attention_mask_position_ids_start_no_document() -> None:
+    """As in the library, whose labels of next tokens are then those of the whole row."""
+    model, ones = model_of("Qwen3"), torch.ones(1, SEQ_LEN, dtype=torch.int64)
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
+    batch = {"input_ids": tokens(1), "labels": tokens(1), "position_ids": positions}
+    batch |= {"attention_mask": ones}
+    assert error_of(simulated(model, batch, layout=Zigzag()), alone(model, batch)) <= BOUND
+
+
+def test_a_mask_beside_other_documents_of_the_batch_is_refused() -> None:
+    mesh, _ = one_rank()
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
+    batch: dict[str, Any] = {"input_ids": tokens(1), "position_ids": positions}
+    with pytest.raises(
+        InputError, match="position_ids of the batch start anew; leave out the mask"
+    ):
+        shard_batch(batch, mesh, mask=MaskSpec(causal=True))
+    batch = {"input_ids": tokens(1), "cu_seq_lens_q": torch.tensor(DOCUMENTS)}
+    for ends in (None, (0, SEQ_LEN)):
+        with pytest.raises(InputError, match="other documents than cu_seq_lens_q of the batch"):
+            shard_batch(batch, mesh, mask=MaskSpec(causal=True, cu_seqlens=ends))
+    for rows in (DOCUMENTS, (DOCUMENTS,)):
+        mask = MaskSpec(causal=True, cu_seqlens=rows)
+        assert shard_batch(batch, mesh, mask=mask)["sequence_shard"].mask is mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (MaskSpec(causal=False, mask_mod=lambda b, h, i, j: j <= i), "a mask with a mask_mod"),
+        (MaskSpec(causal=True, window=3), "a mask with a window, but windows are those of"),
+    ],
+)
+def test_a_mask_that_no_layer_would_follow_is_refused(mask: MaskSpec, said: str) -> None:
+    mesh, _ = one_rank()
+    with pytest.raises(InputError, match=said):
+        shard_batch({"input_ids": tokens()}, mesh, mask=mask)
+
+
+def test_a_mask_that_is_not_causal_is_refused_by_causal_layers_only() -> None:
+    mesh, collectives = one_rank()
+    mask = MaskSpec(causal=False, cu_seqlens=(0, 9, SEQ_LEN))
+    model = context_parallel(model_of("Llama"), mesh, collectives=collectives)
+    with pytest.raises(InputError, match="is causal, but shard_batch was given a mask of causal=F"):
+        model(**shard_batch({"input_ids": tokens()}, mesh, mask=mask))
+
+    config = transformers.BertConfig(**SIZES, **EAGER, hidden_dropout_prob=0.0)
+    encoder = transformers.BertModel(config).double().eval()
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> Tensor:
+        mesh = collectives.mesh((2,), ("cp",))
+        mine = context_parallel(copy.deepcopy(encoder), mesh, collectives=collectives)
+        part = shard_batch({"input_ids": tokens()}, mesh, mask=mask)
+        found: Tensor = mine(**part).last_hidden_state
+        return found
+
+    whole = torch.cat(SimulatedWorld(2).run(rank), 1)
+    expected = torch.cat(
+        [encoder(part).last_hidden_state for part in tokens().split([9, 28], 1)], 1
+    )
+    torch.testing.assert_close(whole, expected, rtol=BOUND, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_packed_documents_without_a_shard_are_refused_on_one_rank_too(by_name: bool) -> None:
+    mesh = SimulatedCollectives(SimulatedWorld(1), 0).mesh((1,), ("cp",))
+    model = model_of("Llama")
+    mine = context_parallel(copy.deepcopy(model), mesh)
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
+    packed = {"position_ids": positions} if by_name else {}
+    args = () if by_name else (None, positions)
+    with pytest.raises(
+        InputError, match="position_ids of packed documents, but without a sequence"
+    ):
+        mine(tokens(1), *args, **packed)
+    expected = model(tokens(1), position_ids=positions, use_cache=False).logits
+    found = mine(**shard_batch({"input_ids": tokens(1), "position_ids": positions}, mesh)).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(mine(tokens(1)).logits, model(tokens(1)).logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("part", ["whole", "base"])
+@pytest.mark.parametrize("by", ["method", "config"])
+def test_another_attention_set_afterwards_is_refused(by: str, part: str) -> None:
+    mesh, collectives = one_rank()
+    model = context_parallel(model_of("Llama"), mesh, collectives=collectives)
+    name = model.config._attn_implementation
+    if by == "method":
+        model.set_attn_implementation("sdpa")
+    else:
+        model.config._attn_implementation = "sdpa"
+    batch = shard_batch({"input_ids": tokens()}, mesh)
+    said = rf"was set to 'sdpa' after context_parallel, .*set_attn_implementation\('{name}'\)"
+    with pytest.raises(InputError, match=said):
+        (model if part == "whole" else model.model)(**batch)
+    with pytest.raises(InputError, match=said):
+        copy.deepcopy(model)(**batch)
+
+
+def test_the_attention_may_be_set_back() -> None:
+    model, batch = model_of("Llama"), {"input_ids": tokens(), "labels": tokens()}
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> Run:
+        mesh = collectives.mesh((2,), ("cp",))
+        mine = context_parallel(copy.deepcopy(model), mesh, collectives=collectives)
+        name = mine.config._attn_implementation
+        mine.set_attn_implementation("sdpa")
+        mine.set_attn_implementation(name)
+        return losses_and_gradients(mine, shard_batch(batch, mesh))
+
+    assert error_of(summed(SimulatedWorld(2).run(rank)), alone(model, batch)) <= BOUND
+
+
+def test_a_batch_without_its_positions_is_refused() -> None:
+    refused("Llama", "without its position_ids", {"position_ids": None})
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_mask_of_other_rows_than_the_batch_is_refused(rows: int) -> None:
     mesh, _ = one_rank()
@@ -537,6 +697,26 @@ def test_a_call_without_the_shard_is_refused_where_ranks_hold_parts() -> None:
             model.generate(tokens(), max_new_tokens=2, use_cache=False, do_sample=False)
 
     SimulatedWorld(2).run(rank)
+
+
+def test_a_part_of_a_model_called_without_the_shard_is_refused_where_ranks_hold_parts() -> None:
+    """Each rank would number its rows from 0."""
+    mesh, collectives = one_rank()
+    model = context_parallel(model_of("Llama"), mesh, collectives=collectives)
+    for part, said in ((model.model, "without a sequence_shard"), (model, "without a sequence_sh")):
+        with pytest.raises(InputError, match=said):
+            part(tokens()[:, :LOCAL])
+    whole = model_of("Llama")
+    expected = whole.model(tokens()).last_hidden_state
+
+    def rank(rank: int, collectives: SimulatedCollectives) -> Tensor:
+        mesh = collectives.mesh((2,), ("cp",))
+        mine = context_parallel(copy.deepcopy(whole), mesh, collectives=collectives)
+        found: Tensor = mine.model(**shard_batch({"input_ids": tokens()}, mesh)).last_hidden_state
+        return found
+
+    found = torch.cat(SimulatedWorld(2).run(rank), 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_a_batch_is_cut_once() -> None:

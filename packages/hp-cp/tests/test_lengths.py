@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -236,3 +237,34 @@ def test_what_was_compared_is_bounded_and_keeps_no_group_alive(ranks: Any) -> No
     for made, gone in ranks(2).run(bounded):
         assert made == [*[1] * 79, 0, 0, 1, 0]
         assert gone
+
+
+@dataclass(frozen=True)
+class Even(Layout):
+    """A layout that needs four rows of each rank."""
+
+    def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Any:
+        """Return the stretches of `Contiguous`."""
+        if seq_len % (4 * n):
+            raise InputError(f"{seq_len} is no multiple of {4 * n}")
+        return Contiguous().chunks(n, seq_len, mask)
+
+
+@pytest.mark.parametrize("lengths", [(4, 5), (5, 4), (5, 6)], ids=str)
+def test_a_layout_that_refuses_one_ranks_length_is_asked_with_the_others(
+    lengths: tuple[int, ...],
+) -> None:
+    def call(rows: list[Tensor], mesh: Any, door: Any) -> object:
+        return unshard_sequence(rows, mesh, Even(), 2, collectives=door)
+
+    said = unequal(call, lengths, (len(lengths),))
+    assert len(set(said)) == 1
+    assert f"unequal local lengths, {min(lengths)} to {max(lengths)}" in said[0]
+
+
+def test_an_equal_length_that_a_layout_refuses_is_refused_by_the_layout() -> None:
+    def rank(rank: int, door: SimulatedCollectives) -> None:
+        with pytest.raises(InputError, match="10 is no multiple of 8"):
+            unshard_sequence(torch.zeros(5), door.mesh((2,), ("cp",)), Even(), 0, collectives=door)
+
+    SimulatedWorld(2).run(rank)

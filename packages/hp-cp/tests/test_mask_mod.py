@@ -19,6 +19,7 @@ from hp_cp import (
     Contiguous,
     InputError,
     MaskSpec,
+    Pinned,
     ScoreOptions,
     Zigzag,
     _blocks,
@@ -218,8 +219,11 @@ def test_a_function_is_asked_once_for_all_calls_with_a_mask() -> None:
     assert len(asked) == 1
 
 
-def used() -> "weakref.ref[Any]":
-    """Plan and attend by a function that holds a tensor, and return what tells of that one."""
+def used(pinned: bool, attended: MaskSpec | None = None) -> "weakref.ref[Any]":
+    """Plan and attend by a function that holds a tensor, and return what tells of that one.
+
+    With another mask for the attention the layout alone is that of the function.
+    """
     tokens = torch.arange(24)
 
     def shown(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -227,7 +231,8 @@ def used() -> "weakref.ref[Any]":
 
     tensors = inputs(2, 2, 24)
     mask = MaskSpec(causal=False, cu_seqlens=((0, 9, 24), (0, 24)), mask_mod=shown)
-    plan_attention(mask, Zigzag(), 2, 24, batch=2).explain()
+    layout = Pinned(Zigzag(), mask) if pinned else Zigzag()
+    plan_attention(mask, layout, 2, 24, batch=2).explain()
 
     def rank(rank: int, collectives: SimulatedCollectives) -> None:
         mine = list(Zigzag().indices(2, 24)[rank])
@@ -237,8 +242,8 @@ def used() -> "weakref.ref[Any]":
             out = context_parallel_attention(
                 *local,
                 mesh,
-                mask=mask,
-                layout=Zigzag(),
+                mask=attended or mask,
+                layout=layout,
                 schedule=schedule,
                 seq_len=24,
                 collectives=collectives,
@@ -249,8 +254,12 @@ def used() -> "weakref.ref[Any]":
     return weakref.ref(tokens)
 
 
-def test_a_function_and_what_it_holds_are_let_go_with_the_mask() -> None:
-    held = used()
+@pytest.mark.parametrize("attended", [None, MaskSpec(causal=True)], ids=["same", "other"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_function_and_what_it_holds_are_let_go_with_the_mask(
+    pinned: bool, attended: MaskSpec | None
+) -> None:
+    held = used(pinned, attended)
     gc.collect()
     assert held() is None
 
@@ -309,13 +318,18 @@ def test_a_dense_mask_is_refused_with_the_advice_of_a_function() -> None:
         forward(q, k, v, attn_mask=dense)
 
 
-def test_a_function_without_bools_is_refused_before_communication() -> None:
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(lambda b, h, i, j: i - j, r"torch\.int64"), (lambda b, h, i, j: True, "True")],
+    ids=["ints", "no tensor"],
+)
+def test_a_function_without_bools_is_refused_before_communication(function: Any, said: str) -> None:
     q, k, v, _ = inputs(2, 2, 12)
-    mask = MaskSpec(causal=True, mask_mod=lambda b, h, i, j: i - j)
+    mask = MaskSpec(causal=True, mask_mod=function)
     for rank in range(2):
         record = RecordingCollectives(SimulatedCollectives(SimulatedWorld(2), rank))
         mesh = SimulatedCollectives(SimulatedWorld(2), rank).mesh((2,), ("cp",))
-        with pytest.raises(InputError, match=r"returned torch\.int64; return a tensor of bool"):
+        with pytest.raises(InputError, match=rf"returned {said}; return a tensor of bool"):
             context_parallel_attention(q, k, v, mesh, mask=mask, seq_len=24, collectives=record)
         assert record.by_axis == {}
 

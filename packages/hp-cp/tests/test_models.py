@@ -34,7 +34,7 @@ from hp_cp.kernels._eager import EagerBackend
 from hp_dtensor import AxisMesh, Collectives, RecordingCollectives, TorchCollectives
 from hp_dtensor.testing import SimulatedCollectives, SimulatedWorld
 
-from .strategies import all_layouts, cp_mesh, masked, visible
+from .strategies import all_layouts, cp_mesh, leaves, masked, visible, with_gradients
 from .test_refusals import refused
 
 
@@ -610,3 +610,42 @@ def test_a_modules_own_forward_may_change_values_of_another_size_in_place() -> N
         torch.testing.assert_close(out, 2 * right.chunk(2, 2)[i], rtol=0, atol=1e-12)
         for mine, whole in zip(found, gradients, strict=True):
             torch.testing.assert_close(mine, 2 * whole.chunk(2, 2)[i], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (8, 0), (0, 8), (0, 12)], ids=str)
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=repr)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_heads_of_no_size_give_what_the_definition_gives(
+    sizes: tuple[int, int], layout: Any, degree: int
+) -> None:
+    q, k, v = (
+        torch.randn(2, heads, 9, size, dtype=torch.float64)
+        for heads, size in ((4, sizes[0]), (2, sizes[0]), (2, sizes[1]))
+    )
+    grad = torch.randn(2, 4, 9, sizes[1], dtype=torch.float64)
+
+    def rank(rank: int, door: SimulatedCollectives) -> list[Tensor]:
+        mine = list(layout.indices(2, 9)[rank])
+        local = leaves(*(x[:, :, mine] for x in (q, k, v)))
+        out = context_parallel_attention(
+            *local,
+            door.mesh((2,), ("cp",)),
+            mask=MaskSpec(causal=True),
+            layout=layout,
+            ulysses_degree=degree,
+            seq_len=9,
+            collectives=door,
+        )
+        return with_gradients(out, local, grad[:, :, mine])
+
+    whole = leaves(q, k, v)
+    keys, values = (x.repeat_interleave(2, 1) for x in whole[1:])
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    scores = (whole[0] @ keys.transpose(2, 3)).masked_fill(hidden, -torch.inf)
+    if sizes[0]:
+        scores = scores * sizes[0] ** -0.5
+    expected = with_gradients(scores.softmax(-1) @ values, whole, grad)
+    for i, results in enumerate(SimulatedWorld(2).run(rank)):
+        mine = list(layout.indices(2, 9)[i])
+        for result, right in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, right[:, :, mine], rtol=0, atol=1e-12)

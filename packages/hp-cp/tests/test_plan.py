@@ -259,12 +259,13 @@ def test_no_layout_means_contiguous() -> None:
     assert plan_attention(CAUSAL, None, 2, 8).layout == Contiguous()
 
 
-def test_masks_layouts_and_plans_need_no_torch() -> None:
+def test_masks_layouts_and_plans_need_no_torch_and_all_names_are_listed() -> None:
     root = plan_attention.__module__.rpartition(".")[0]
     code = (
         "import sys, importlib; p = importlib.import_module(sys.argv[1]); "
         "m = p.MaskSpec(causal=True, cu_seqlens=(0, 3, 8)); "
         "p.plan_attention(m, p.Auto(), 2, 8, schedule='ring').explain(); "
+        "assert set(p.__all__) <= set(dir(p)); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, root], check=True, timeout=300)

@@ -36,12 +36,12 @@ def test_on_one_rank_one_degree_is_named(degree: int) -> None:
     assert str(caught.value) == said
 
 
-def test_fewer_heads_than_ulysses_ranks_are_named() -> None:
+def test_fewer_heads_than_ulysses_ranks_are_named_with_the_degrees_that_work() -> None:
     with pytest.raises(InputError) as caught:
         plan_attention(CAUSAL, None, 64, 64, ulysses_degree=64, q_heads=40, kv_heads=8)
     assert str(caught.value) == (
         "40 query heads and 8 kv heads cannot give each of 64 Ulysses ranks a head; use "
-        "ulysses_degree <= 40 or combine with ring"
+        "ulysses_degree=1, 2, 4, 8, 16 or 32, and a schedule across the others"
     )
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hp_cp import (
+    BackendError,
     ContextParallel,
     Contiguous,
     DoubleRing,
@@ -219,6 +220,69 @@ def test_the_options_of_many_ranks_serve_one_rank_with_every_mask(options: dict[
             torch.testing.assert_close(result, reference, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({"ulysses_degree": 1, "softcap": 2.0}, {}),
+        ({"mask": CAUSAL, "softcap": 2.0}, {}),
+        ({"layout": Zigzag()}, {"sinks": torch.arange(4.0, dtype=torch.float64)}),
+        ({"layout": Zigzag()}, {"dropout_p": 0.5, "dropout_seed": 3}),
+        ({"ulysses_degree": 1}, {"scale": 0.7}),
+        ({"ulysses_degree": 1, "backend": "eager"}, {}),
+    ],
+    ids=str,
+)
+def test_an_option_gives_on_one_rank_what_it_gives_on_two(
+    options: dict[str, Any], call: dict[str, Any]
+) -> None:
+    tensors = tuple(rows(x) for x in inputs(4, 2, 12)[:3])
+
+    def outputs(n: int) -> Tensor:
+        indices = (options.get("layout") or Contiguous()).indices(n, 12)
+
+        def rank(rank: int, collectives: SimulatedCollectives) -> Tensor:
+            style = ContextParallel(seq_dim=1, head_dim=2, collectives=collectives, **options)
+            core = style.apply(Core(), collectives.mesh((n,), ("cp",)))
+            mine = (x[:, list(indices[rank])] for x in tensors)
+            out: Tensor = core(*mine, is_causal=True, **call)
+            return out
+
+        found = torch.cat(SimulatedWorld(n).run(rank), 1)
+        order = torch.tensor([i for chunk in indices for i in chunk])
+        return torch.empty_like(found).index_copy(1, order, found)
+
+    torch.testing.assert_close(outputs(1), outputs(2), rtol=0, atol=1e-13)
+
+
+def test_the_body_of_a_forward_is_lost_on_one_rank_as_on_two() -> None:
+    class Doubled(Core):
+        def forward(self, *args: Any, is_causal: bool = False, **options: Any) -> Tensor:
+            return 2 * super().forward(*args, is_causal=is_causal, **options)
+
+    q, k, v, _ = inputs(4, 2, 12)
+    for n in (1, 2):
+        outs = simulated(
+            n,
+            lambda door: ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=1, collectives=door),
+            lambda r, m, n=n: m(*(rows(x).chunk(n, 1)[r] for x in (q, k, v)), is_causal=True),
+            Doubled,
+        )
+        expected = rows(dense_attention(q, k, v, CAUSAL))
+        torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("option", [{"softcap": 2.0}, {"backend": "eager"}], ids=str)
+def test_an_option_that_the_own_forward_would_not_use_is_refused_on_any_number_of_ranks(
+    option: dict[str, Any], n: int
+) -> None:
+    style = ContextParallel(seq_dim=1, head_dim=2, **option)
+    with pytest.raises(
+        (InputError, BackendError), match="would not be used where the module's own"
+    ):
+        style.apply(Core(), simulated_mesh((n,)))
+
+
 @pytest.mark.parametrize("degree", [None, 1, 2])
 def test_an_empty_batch_goes_through(degree: int | None) -> None:
     def call(rank: int, module: nn.Module) -> list[Tensor]:
@@ -292,3 +356,17 @@ def test_swapped_halves_of_an_odd_length_are_refused_on_every_rank() -> None:
 def test_an_unknown_schedule_makes_no_style() -> None:
     with pytest.raises(InputError, match="no schedule 'x'"):
         ContextParallel(seq_dim=1, head_dim=2, schedule="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "gather", DoubleRing(2)], ids=repr)
+@pytest.mark.parametrize(("shape", "degree"), [((4,), None), ((4,), 4), ((1, 4), None)], ids=str)
+def test_a_schedule_that_would_not_run_is_refused(
+    shape: tuple[int, ...], degree: int | None, schedule: Any
+) -> None:
+    style = ContextParallel(
+        seq_dim=1, head_dim=2, ulysses_degree=degree, schedule=schedule, layout=Zigzag()
+    )
+    with pytest.raises(
+        InputError, match=r"would not be used where all 4 ranks .* use ulysses_degr"
+    ):
+        style.apply(Core(), simulated_mesh(shape))

@@ -156,8 +156,8 @@ def context_parallel_attention(
     included: the dims of the result without the last, in float32, or float64 for float64, without
     gradient; Ulysses brings it by one more all-to-all, which `plan_attention` does not count.
 
-    Keys and values come by the ``schedule``, and by the same way again in the backward unless
-    ``keep_kv`` keeps them (None: gather alone does), whose gradients go home: ``gather`` has one
+    Keys and values come by the ``schedule``, and again in the backward unless ``keep_kv`` keeps
+    them (None: gather alone does); their gradients return to the owner: ``gather`` has one
     all-gather (sends from rank to rank where lengths differ) and one exchange with all ranks for
     gradients; ``direct`` one exchange per other rank, of the rows that the mask shows; ``ring`` and
     ``double_ring`` (a `DoubleRing` names its size) pass all of them on. ``ulysses_degree = u``
@@ -170,6 +170,10 @@ def context_parallel_attention(
     ranks those of one process with the same fused kernel (but for the gradients of kv heads that
     several ranks read, and for windows where several threads of a CPU process split the merge of
     many rows).
+
+    Where ``gather`` keeps keys, a backward that frees its graph writes received gradients into
+    their memory. What ``torch.autograd.graph.saved_tensors_hooks`` were given holds gradients then:
+    let them keep copies, or use ``keep_kv=False``.
 
     ``fuse_merges``: the merge of further keys into a row's result is one kernel of
     ``torch.compile`` instead of six operations; equal but for rounding. None means where Triton

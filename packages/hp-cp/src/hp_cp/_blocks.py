@@ -188,7 +188,7 @@ def _restricted(piece: Piece, rank: int, source: int, look: Look) -> Iterator[Pi
             if piece.kind == "causal" and i == j and not tiles.hidden[i][j]:
                 kinds[-1] = "causal"
         now: dict[tuple[range, Kind], range] = {}
-        for keys, kind in _runs(kinds, piece.keys, side):
+        for keys, kind in _runs_of_tiles(kinds, piece.keys, side):
             before = above.pop((keys, kind), None) if kind != "causal" else None
             now[keys, kind] = rows if before is None else range(before.start, rows.stop)
         yield from (Piece(rows, *what) for what, rows in above.items())
@@ -196,7 +196,9 @@ def _restricted(piece: Piece, rank: int, source: int, look: Look) -> Iterator[Pi
     yield from (Piece(rows, *what) for what, rows in above.items())
 
 
-def _runs(kinds: Sequence[Kind | None], keys: range, side: int) -> Iterator[tuple[range, Kind]]:
+def _runs_of_tiles(
+    kinds: Sequence[Kind | None], keys: range, side: int
+) -> Iterator[tuple[range, Kind]]:
     """Yield the keys of neighbouring tiles of one kind, without those that show nothing."""
     for kind, run in groupby(range(len(kinds)), key=kinds.__getitem__):
         tiles = list(run)

@@ -284,7 +284,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _launched(
-    way: Literal["forward", "backward"],
+    direction: Literal["forward", "backward"],
     launch: Launch,
     inputs: Sequence[Tensor],
     kernel: BlockKernel,
@@ -296,7 +296,7 @@ def _launched(
     block, causal, options = launch.block, launch.causal, launch.options
     backend = launch.backend
     call: Callable[..., tuple[Tensor, ...]] = (
-        backend.forward if way == "forward" else backend.backward
+        backend.forward if direction == "forward" else backend.backward
     )
     if launch.plain and inputs[0].shape[0] <= GRID:
         return call(*inputs, causal=causal, options=options)

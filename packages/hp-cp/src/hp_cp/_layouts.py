@@ -227,8 +227,8 @@ class Pinned(Layout):
     `Greedy`, `PerDocument` and `Auto` cut by the mask that they are given, so that a model whose
     layers have several masks, as windows in some and none in others, must cut by one of them and
     give every layer that same cut. Attention with any layout refuses rows that another layer took
-    for those of another cut, where there are gradients to tell. Raises `InputError` for what is no
-    layout or mask.
+    for those of another cut, where there are gradients to tell. A function of the mask is left out,
+    as layouts do not follow it. Raises `InputError` for what is no layout or mask.
     """
 
     layout: Layout
@@ -237,6 +237,8 @@ class Pinned(Layout):
     def __post_init__(self) -> None:
         checked_layout(self.layout)
         check_mask(self.mask)
+        # Layouts follow the rest; what is kept by a layout is not to keep a function alive.
+        object.__setattr__(self, "mask", self.mask.rest)
 
     def chunks(self, n: int, seq_len: int, mask: MaskSpec | None = None) -> Chunks:
         """Return the chunks of the layout under its own mask."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._blocks import Tiles
-from ._errors import InputError
+from ._errors import InputError, described
 from ._masks import MaskMod, MaskSpec
 from ._ranges import Band, Ranges
 
@@ -24,8 +24,17 @@ def shown(mask_mod: MaskMod, batch: Tensor, heads: Tensor, rows: Tensor, keys: T
     # Imported where it is called: it loads much that nothing else here needs.
     from torch.nn.attention.flex_attention import create_mask
 
+    def asked(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        found = mask_mod(batch[b], heads[h], rows[i], keys[j])
+        if not isinstance(found, Tensor):
+            raise InputError(
+                f"mask_mod {mask_mod!r} returned {described(found)}; return a tensor of bool, as "
+                f"of a comparison"
+            )
+        return found
+
     seen = create_mask(
-        lambda b, h, i, j: mask_mod(batch[b], heads[h], rows[i], keys[j]),
+        asked,
         len(batch),
         len(heads),
         len(rows),
@@ -48,12 +57,12 @@ def whole_function(mask: MaskSpec) -> MaskMod:
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = function(b, h, q_idx, kv_idx)
-        return seen if band == (None, None) else seen & within(band, q_idx, kv_idx)
+        return seen if band == (None, None) else seen & in_band(band, q_idx, kv_idx)
 
     return mask_mod
 
 
-def within(band: Band, rows: Tensor, keys: Tensor) -> Tensor:
+def in_band(band: Band, rows: Tensor, keys: Tensor) -> Tensor:
     """Return whether the positions of keys are in the band of those of rows."""
     lowest, highest = band
     if lowest is None:
@@ -93,7 +102,7 @@ def tiles_of(
             some, every = seen.flatten(0, 1).any(0), seen.flatten(0, 1).all(0)
             hidden = partly = ~every.all(0)
             if band != (None, None):
-                rest = within(band, i.unsqueeze(1), j)
+                rest = in_band(band, i.unsqueeze(1), j)
                 some, hidden = some & rest, (rest & ~every).any(0)
                 partly = ~(every & rest).all(0)
             parts.append(torch.stack([some.any(0), hidden, partly]))

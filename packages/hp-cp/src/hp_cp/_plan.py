@@ -526,7 +526,7 @@ def _checked(
     check_degree(ulysses_degree, n)
     q_heads = ulysses_degree if q_heads is None else q_heads
     kv_heads = q_heads if kv_heads is None else kv_heads
-    check_heads(q_heads, kv_heads, ulysses_degree)
+    check_heads(q_heads, kv_heads, ulysses_degree, n)
     value_size = head_size if value_size is None else value_size
     check_sizes(batch=batch, head_size=head_size, value_size=value_size, itemsize=itemsize)
     check_flags(keep_kv=keep_kv, load_balance=load_balance)
@@ -573,7 +573,7 @@ def check_degree(ulysses_degree: int, n: int) -> None:
         )
 
 
-def check_heads(q_heads: int, kv_heads: int, ulysses_degree: int) -> None:
+def check_heads(q_heads: int, kv_heads: int, ulysses_degree: int, n: int) -> None:
     """Raise `InputError` unless the heads group, and every Ulysses rank gets one."""
     if type(q_heads) is not int or type(kv_heads) is not int:
         raise InputError(
@@ -585,9 +585,11 @@ def check_heads(q_heads: int, kv_heads: int, ulysses_degree: int) -> None:
             f"of query heads must be a multiple of the number of kv heads"
         )
     if q_heads < ulysses_degree:
+        legal = [u for u in range(1, q_heads + 1) if n % u == 0]
         raise InputError(
             f"{q_heads} query heads and {kv_heads} kv heads cannot give each of {ulysses_degree} "
-            f"Ulysses ranks a head; use ulysses_degree <= {q_heads} or combine with ring"
+            f"Ulysses ranks a head; use ulysses_degree={_listed(legal)}, and a schedule across the "
+            f"others"
         )
 
 

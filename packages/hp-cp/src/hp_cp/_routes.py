@@ -38,7 +38,7 @@ class Ring:
     """``n`` ranks in rings of ``inner``, which pass on what they hold.
 
     Ranks count ring by ring. At step ``t`` of ``n`` a rank works on the keys of ``source(rank, t)``
-    and then passes on what it adds to their gradients, which come home after the last step.
+    and then passes on what it adds to their gradients, which reach their owner after the last step.
     """
 
     n: int
@@ -48,11 +48,11 @@ class Ring:
         """Return whose keys ``rank`` holds at ``step``."""
         return self._moved(rank, -(step // self.inner), -(step % self.inner))
 
-    def next_inside(self, rank: int, by: int = 1) -> int:
+    def next_inner(self, rank: int, by: int = 1) -> int:
         """Return the neighbour inside the ring, to which keys go in most steps."""
         return self._moved(rank, 0, by)
 
-    def next_outside(self, rank: int, by: int = 1) -> int:
+    def next_outer(self, rank: int, by: int = 1) -> int:
         """Return the neighbour in the next ring, to which keys go once per round."""
         return self._moved(rank, by, 0)
 

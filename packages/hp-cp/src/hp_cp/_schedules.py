@@ -1,4 +1,4 @@
-"""Carry out a plan: keys come, blocks are computed with them, and their gradients go home.
+"""Execute a plan: keys come, blocks are computed with them, and their gradients return.
 
 `MOVEMENTS` says of each schedule how keys come and gradients go. Forward and backward are one
 autograd function, which meets keys in the schedule's order, each next part on its way while the
@@ -276,10 +276,10 @@ def _around(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
             held, work = arrived
             work.wait()
         if step % ring.inner == 0 and step + ring.inner < ring.n:
-            neighbours = ring.next_outside(schedule.rank), ring.next_outside(schedule.rank, -1)
+            neighbours = ring.next_outer(schedule.rank), ring.next_outer(schedule.rank, -1)
             outside = start(step + ring.inner, *neighbours)
         if (step + 1) % ring.inner:
-            neighbours = ring.next_inside(schedule.rank), ring.next_inside(schedule.rank, -1)
+            neighbours = ring.next_inner(schedule.rank), ring.next_inner(schedule.rank, -1)
             inside = start(step + 1, *neighbours)
         yield ring.source(schedule.rank, step), *held
 
@@ -397,7 +397,7 @@ class _Scattered:
 
 
 class _Around:
-    """Around the ring behind the keys: each rank adds to a sum, which the last one sends home."""
+    """Around the ring behind the keys: each rank adds to a sum, which the last one returns."""
 
     def __init__(
         self, schedule: RankSchedule, own: KVGradient, like: Pair, calls: PendingWork
@@ -422,8 +422,8 @@ class _Around:
             dk, dv = share.pair
             total[0].add_(dk)
             total[1].add_(dv)
-        home = self._step + 1 == ring.n
-        next_source = schedule.rank if home else ring.source(schedule.rank, self._step + 1)
+        returned = self._step + 1 == ring.n
+        next_source = schedule.rank if returned else ring.source(schedule.rank, self._step + 1)
         part = room_for(whole(schedule.part.lengths[next_source]), self._like, self._wide)
         sends = {ring.next_gradient(schedule.rank, self._step): total} if total[0].shape[1] else {}
         origin = ring.next_gradient(schedule.rank, self._step, -1)
@@ -451,7 +451,7 @@ def _ring_in(schedule: RankSchedule) -> Ring:
 
 
 class Movement(NamedTuple):
-    """How keys come, and how gradients go home, where they add to this rank's sum."""
+    """How keys come, and how gradients return to their owner, who adds them to its sum."""
 
     fetch: Callable[[Tensor, Tensor, RankSchedule, PendingWork], Arrivals]
     returns: Callable[[RankSchedule, KVGradient, Pair, PendingWork], Returns]

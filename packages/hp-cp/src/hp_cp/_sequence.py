@@ -1,6 +1,6 @@
 """A sequence around the attention: cut it, put it together, its positions, labels and loss."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,15 +96,26 @@ def unshard_sequence(
     def whole(x: Tensor, seq_dim: int) -> Tensor:
         dim = checked_dim(x, seq_dim)
         chunks = chunks_of(x, dim)
-        gathered = _gather(x, mesh, lengths_of(chunks), dim, collectives)
+        gathered = _gathered(x, mesh, lengths_of(chunks), dim, collectives)
         return sort_rows(note_anew(gathered), chunks, dim)
 
     dims = _each_dim(tree, seq_dim)
-    given = [(x, dim, chunks_of(x, dim)) for x, dim in _at_dims(tree, dims)]
-    if told is None and given:
-        collectives = TorchCollectives() if collectives is None else collectives
-        lengths = tuple(x.shape[dim] for x, dim, _ in given)
-        check_equal_lengths(axes_of(mesh)[::-1], lengths, given[0][0].device, collectives)
+    found = _at_dims(tree, dims)
+    collectives = TorchCollectives() if collectives is None else collectives
+
+    def compare() -> None:
+        if told is None and found:
+            lengths = tuple(x.shape[dim] for x, dim in found)
+            check_equal_lengths(axes_of(mesh)[::-1], lengths, found[0][0].device, collectives)
+
+    try:
+        given = [(x, dim, chunks_of(x, dim)) for x, dim in found]
+    except InputError:
+        if told is None:
+            checked_chunks(layout, n, 0, mask)  # fails on every rank where no length would serve
+        compare()  # others may have no error
+        raise
+    compare()
     for x, dim, chunks in given:  # all of them before the first is gathered
         if x.shape[dim] != lengths_of(chunks)[rank]:
             raise InputError(
@@ -123,7 +134,7 @@ def sharded_buffers(
     *,
     layout: Layout | None = None,
     mask: MaskSpec | None = None,
-    keep: Collection[Tensor] = (),
+    keep: Iterable[Tensor] = (),
 ) -> Iterator[None]:
     """Cut tensors to this rank's positions in place, for the duration of a ``with`` block.
 
@@ -158,7 +169,7 @@ def sharded_buffers(
     layout = checked_layout(layout)
     _check_buffers(buffers)
     buffers = tuple(buffers)
-    kept = _kept(keep, buffers)
+    kept = _indices_of(keep if isinstance(keep, Tensor) else tuple(keep), buffers)
     dims = _dims_of(buffers, seq_dims)
     chunks = [
         checked_chunks(layout, n, x.shape[dim], mask)[rank]
@@ -236,7 +247,7 @@ def _dims_of(buffers: Sequence[Tensor], seq_dims: object) -> list[int]:
     return [checked_dim(x, dim) for x, dim in zip(buffers, dims, strict=True)]
 
 
-def _kept(keep: Collection[Tensor], buffers: Sequence[Tensor]) -> set[int]:
+def _indices_of(keep: Iterable[Tensor], buffers: Sequence[Tensor]) -> set[int]:
     """Return the places of the buffers that stay cut."""
     if isinstance(keep, Tensor):
         raise InputError("keep must be a list of tensors, got a tensor; use keep=[x]")
@@ -281,7 +292,7 @@ def _cut(x: Tensor, chunks: tuple[range, ...], dim: int) -> Tensor:
     return torch.cat(parts, dim).contiguous()  # which is a copy of a single part too
 
 
-def _gather(
+def _gathered(
     x: Tensor, mesh: AxisMesh, lengths: tuple[int, ...], dim: int, collectives: Collectives | None
 ) -> Tensor:
     """Return the rows of all ranks in rank order, gathered over the last axis first."""

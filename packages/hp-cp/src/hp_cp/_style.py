@@ -70,6 +70,8 @@ class ContextParallel(ParallelStyle):
     exchanges sequence for heads over all ranks of a mesh of one axis, or
     the last axis of two, 1 leaves heads alone, and between them ``k`` neighbouring ranks exchange
     heads and the ``schedule`` brings keys and values across the ``n / k`` groups.
+    ``schedule=None`` is "gather", where the default of the function is "direct"; one that is given
+    is refused where all ranks exchange heads and none would run.
     ``load_balance``, for `Contiguous` rows under ``ulysses_degree=1``, swaps the second
     half of each rank's queries with rank ``n - 1 - r`` and the result back, so that causal work is
     equal. ``layout=None`` means `Contiguous`. ``mask=None`` takes the call's ``is_causal``; a mask
@@ -115,7 +117,7 @@ class ContextParallel(ParallelStyle):
         qkv_indices: tuple[int, int, int] = (0, 1, 2),
         qkv_kwarg_names: tuple[str, ...] = (),
         load_balance: bool = False,
-        schedule: Schedule = "gather",
+        schedule: Schedule | None = None,
         layout: Layout | None = None,
         mask: MaskSpec | None = None,
         backend: str | AttentionBackend = "auto",
@@ -141,7 +143,8 @@ class ContextParallel(ParallelStyle):
                 f"different ones, or none to use those of the module's forward"
             )
         layout = checked_layout(layout)
-        check_schedule(schedule)
+        if schedule is not None:
+            check_schedule(schedule)
         if mask is not None:
             check_mask(mask)
         if seq_len is not None:
@@ -150,11 +153,12 @@ class ContextParallel(ParallelStyle):
         self.qkv_indices = qkv_indices
         self.qkv_kwarg_names = qkv_kwarg_names
         self.mask = mask
+        self.schedule = schedule
         self.options = AttentionOptions(  # of each call, but for what a mesh and the call tell
             mask=MaskSpec(causal=False) if mask is None else mask,
             layout=layout,
             ulysses_degree=1,
-            schedule=schedule,
+            schedule="gather" if schedule is None else schedule,
             backend=backend,
             scores=ScoreOptions(softcap=softcap),
             seq_dim=seq_dim,
@@ -171,15 +175,21 @@ class ContextParallel(ParallelStyle):
         group exchanges one element between all of its ranks, which connects them, since some may
         have nothing to move in the first batch of a call.
 
-        On one rank it stays as it is, unless the style has a mask, which it would not know of; any
-        degree, schedule and ``load_balance`` serves there. Raises `InputError` for a mesh of more
-        than two axes or a degree that its size does not allow, for a module that
+        One rank is served as several are, with any degree, schedule and ``load_balance``: its
+        forward is replaced under the same options, a degree above one counting as that of all
+        ranks, and the module stays as it is where its own forward would run. Raises `InputError`
+        for a mesh of more than two axes or a degree that its size does not allow, for a module that
         is context parallel already, which one that the style left as it is on one rank is not, and
         for one whose forward is to be replaced and has no ``is_causal`` where the style has no
         mask, or defaults or parameters of the module that would be lost.
         """
         degree = default_degree(mesh) if self.ulysses_degree is None else self.ulysses_degree
         options, (n, _) = self.options, place_of(mesh)
+        if degree == n > 1 and self.schedule is not None:
+            raise InputError(
+                f"schedule={self.schedule!r} would not be used where all {n} ranks exchange heads; "
+                f"use ulysses_degree=1, or a smaller divisor of {n}, or leave the schedule out"
+            )
         if n == 1:  # nothing to exchange or to bring, in whatever way
             degree, options = 1, options._replace(schedule="gather", load_balance=False)
         options = options._replace(ulysses_degree=degree)
@@ -189,10 +199,10 @@ class ContextParallel(ParallelStyle):
             check_balance(options.layout, n, 0, degree, options.schedule)
         if isinstance(module.forward, ContextParallelForward):
             raise InputError("this module is context parallel already; apply the style once")
-        if n > 1 or self.mask is not None:
-            forward = ContextParallelForward(module, mesh, n, self, options)
-            if not forward.runs_inner:
-                groups.ring.connect(device_of(mesh))
+        forward = ContextParallelForward(module, mesh, n, self, options)
+        if not forward.runs_inner:
+            groups.ring.connect(device_of(mesh))
+        if n > 1 or not forward.runs_inner:
             module.forward = forward
         return module
 
@@ -224,7 +234,10 @@ class ContextParallelForward:
         self._mesh = mesh
         self._style = style
         self._options = options
-        in_order = options.ulysses_degree == n and isinstance(options.layout, Contiguous)
+        # One rank decides as several do: a degree above one is all of them there.
+        of_all = style.ulysses_degree is None and options.ulysses_degree == n
+        of_all |= (style.ulysses_degree or 0) >= max(n, 2)
+        in_order = of_all and isinstance(options.layout, Contiguous)
         self.runs_inner = in_order and style.mask is None  # the module's own forward attends
         if self.runs_inner and options.scores.softcap is not None:
             raise InputError(

@@ -92,9 +92,10 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         at = 0
         for x, held, unit in zip(tensors, of_block, units, strict=True):
             ranks = block.shape[0]
-            stop = at + len(held) // ranks * unit
+            count = len(held) // ranks
+            stop = at + count * unit
             part = x[:, :, held.start : held.stop].unflatten(2, (ranks, -1))
-            _heads(block[:, :, :, at:stop], unit).copy_(part.permute(2, 1, 0, 3, 4))
+            _heads(block[:, :, :, at:stop], count, unit).copy_(part.permute(2, 1, 0, 3, 4))
             at = stop
     mine, lengths = counts[exchange.peers.index], lengths_of(exchange.chunks)
     per_row = batch * step
@@ -104,11 +105,14 @@ def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) 
         [length * per_row * mine for length in lengths],
     ).view(sum(lengths), batch, mine, step)
     whole = sort_rows(received, exchange.chunks, 0)
-    sizes = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
-    sizes = [size * unit for size, unit in zip(sizes, units, strict=True)]
+    held_here = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
+    sizes = [count * unit for count, unit in zip(held_here, units, strict=True)]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
     parts = whole.transpose(0, 1).unsafe_split_with_sizes(sizes, dim=2)
-    return [x if unit == 1 else _heads(x, unit).data for x, unit in zip(parts, units, strict=True)]
+    return [
+        x if unit == 1 else _heads(x, count, unit).data
+        for x, count, unit in zip(parts, held_here, units, strict=True)
+    ]
 
 
 def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
@@ -122,7 +126,7 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
     counts = _counts(heads, units)
     rows, per_row = lengths[index], batch * step
     received = exchange.peers.all_to_all(
-        _by_rank(tensors, units, exchange.chunks).flatten(),
+        _by_rank(tensors, step, units, exchange.chunks).flatten(),
         [length * per_row * counts[index] for length in lengths],
         [rows * per_row * count for count in counts],
     )
@@ -130,14 +134,14 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
     return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
 
 
-def _by_rank(tensors: Sequence[Tensor], units: Sequence[int], chunks: Chunks) -> Tensor:
+def _by_rank(tensors: Sequence[Tensor], step: int, units: Sequence[int], chunks: Chunks) -> Tensor:
     """Return ``[rows, batch, units, step]`` of all tensors, the rows of each rank in turn."""
     order = out_of_order(chunks)
     if len(tensors) == 1 and not order:  # dense for a batch of one
         return tensors[0].transpose(0, 1)
-    batch, length, _, size = tensors[0].shape
+    batch, length = tensors[0].shape[:2]
     count = sum(x.shape[2] * unit for x, unit in zip(tensors, units, strict=True))
-    send = tensors[0].new_empty((length, batch, count, size // units[0]))
+    send = tensors[0].new_empty((length, batch, count, step))
     places = send.split([len(chunk) for held in chunks for chunk in held]) if order else [send]
     start = 0
     for i in order or [0]:
@@ -145,7 +149,9 @@ def _by_rank(tensors: Sequence[Tensor], units: Sequence[int], chunks: Chunks) ->
         at = 0
         for x, unit in zip(tensors, units, strict=True):
             end = at + x.shape[2] * unit
-            _heads(places[i][:, :, at:end], unit).copy_(x[:, start:stop].transpose(0, 1))
+            _heads(places[i][:, :, at:end], x.shape[2], unit).copy_(
+                x[:, start:stop].transpose(0, 1)
+            )
             at = end
         start = stop
     return send
@@ -163,9 +169,9 @@ def _counts(heads: HeadRanges, units: Sequence[int]) -> list[int]:
     return [sum(map(mul, map(len, of_rank), units)) for of_rank in zip(*heads, strict=True)]
 
 
-def _heads(x: Tensor, unit: int) -> Tensor:
-    """Return a view of ``[..., heads * unit, step]`` as heads of ``unit`` steps."""
-    return x if unit == 1 else x.unflatten(-2, (-1, unit)).flatten(-2)
+def _heads(x: Tensor, heads: int, unit: int) -> Tensor:
+    """Return a view of ``[..., heads * unit, step]`` as heads of ``unit`` steps, or of none."""
+    return x if unit == 1 else x.unflatten(-2, (heads, unit)).flatten(-2)
 
 
 def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int], i: int) -> Tensor:
@@ -182,8 +188,9 @@ def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int],
         out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
     for block, start, held in zip(blocks, starts, held_by, strict=False):
         ranks = block.shape[0]
-        part = block[:, :, :, start : start + len(held) // ranks * unit]
-        part = _heads(part, unit).permute(2, 1, 0, 3, 4)
+        count = len(held) // ranks
+        part = block[:, :, :, start : start + count * unit]
+        part = _heads(part, count, unit).permute(2, 1, 0, 3, 4)
         place = out[:, :, held.start : held.stop].unflatten(2, (ranks, -1))
         if disjoint:
             place.copy_(part)

@@ -1,8 +1,8 @@
 """Context parallelism for models of Hugging Face transformers: `context_parallel`, `shard_batch`.
 
 The attention goes through that library's registry of attention functions. What a call needs, as the
-mesh, lies on the attention modules of one model, so that models with other meshes may live beside
-it. The library is imported when a function is called.
+mesh, is an attribute of the attention modules of one model, so that models with other meshes may
+live beside it. The library is imported when a function is called.
 """
 
 import inspect
@@ -36,6 +36,7 @@ from .kernels._choose import check_backend_name
 from .kernels._interface import AttentionBackend
 
 Model = TypeVar("Model", bound=nn.Module)
+Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]  # cu_seqlens
 
 _NAME = __name__  # in the library's registries of attention functions and of masks
 _ATTRIBUTE = "_context_parallel"  # of attention modules
@@ -102,7 +103,7 @@ def _computed(part: str) -> InputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """What lies on an attention module: its model's settings, and its number in the model."""
+    """An attribute of an attention module: its model's settings, and its number in the model."""
 
     settings: "_Settings"
     index: int
@@ -118,6 +119,7 @@ class _Settings:
     attend: Callable[..., Any]
     layout: Layout
     seq_len: int | None
+    n: int  # ranks that share a sequence
     expected: SequenceShard | None = None  # only compared: a recomputation runs after the forward
 
     def __deepcopy__(self, memo: object) -> "_Settings":
@@ -165,7 +167,8 @@ def context_parallel(
             cross attention), or numbers rows itself (no ``position_ids``, scores scaled by
             position). When called: caches, returned attention weights, ``logits_to_keep``, padding
             that is seen, dropout of attention weights without a seed, masks that are neither full,
-            causal, windowed nor of packed documents, labels without `shard_batch`, auxiliary losses
+            causal, windowed nor of packed documents, labels, packed documents or several ranks
+            without `shard_batch`, an attention that was set afterwards, auxiliary losses
             of routers, which are means over one rank's tokens, and models that count positions from
             the ``pad_token_id`` on, where `shard_batch` was given no ``position_ids``. Before any
             communication, on every rank together where all are called alike. And as from
@@ -215,7 +218,8 @@ def context_parallel(
         backend=backend,
         collectives=collectives,
     )
-    settings = _Settings(attend=attend, layout=layout, seq_len=seq_len)
+    n, _ = place_of(mesh)
+    settings = _Settings(attend=attend, layout=layout, seq_len=seq_len, n=n)
     library.AttentionInterface.register(_NAME, _attention)
     library.AttentionMaskInterface.register(_NAME, _mask)
     config._attn_implementation = _NAME
@@ -230,22 +234,31 @@ def context_parallel(
                 f"{type(module).__name__} counts positions from the pad_token_id on, and "
                 f"shard_batch counts from 0; give shard_batch position_ids, those of this model"
             )
-        if settings.expected is None and place_of(mesh)[0] > 1:
+        if settings.expected is None:
+            _check_alone(module, settings)
+            _check_unpacked(module, args, kwargs)
+        elif (
+            kwargs.get("position_ids") is None
+            and _arguments_of(module, args, kwargs).get("position_ids") is None
+        ):
             raise InputError(
-                f"{type(module).__name__} was called without a sequence_shard, and ranks hold "
-                f"parts of a sequence; call it with what shard_batch returns. Generation is not "
-                f"supported over ranks"
+                f"{type(module).__name__} was called with a sequence_shard, but without its "
+                f"position_ids: each rank would count its rows from 0; hand on all that "
+                f"shard_batch returns"
             )
         return args, kwargs
 
     def after(*_: object) -> None:
         settings.expected = None
 
+    for part in parts:
+        if part.config.get_text_config() is config:
+            part.register_forward_pre_hook(_check_implementation)
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
     for module in model.modules():
         if _is_scaled_rotary(module, config):
-            _give_last_position(module, settings, place_of(mesh)[0])
+            _give_last_position(module, settings)
     return model
 
 
@@ -274,9 +287,10 @@ def shard_batch(
         layout: That of `context_parallel`; one that follows the mask follows ``mask``, in all
             layers, whatever their own masks.
         mask: Packed documents, as ``cu_seqlens``, for all or each of the rows of the batch. None
-            means those at which ``position_ids`` or ``cu_seq_lens_q`` of the batch start anew, as
-            from ``DataCollatorWithFlattening``, else none. Causality and windows are the layers'
-            own.
+            means those of ``cu_seq_lens_q`` of the batch, as from ``DataCollatorWithFlattening``,
+            else those that its ``position_ids`` start at 0, or at the position at which a row
+            starts, where the batch has no ``attention_mask``, as in the library, else none.
+            Causality and windows are the layers' own.
         dropout_seed: For models with dropout of attention weights in training: an int that ranks
             of one sequence share, another one for every step and batch. The same weights become
             zero on any number of ranks.
@@ -286,9 +300,11 @@ def shard_batch(
 
     Raises:
         InputError: Neither or both kinds of inputs, tensors of unknown shape (as images), an
-            ``attention_mask`` with zeros before ones, or whose padding has labels, a mask with
-            the documents of another number of rows, fewer tokens than ranks, a seed that is no int
-            of at least 0, DTensors. And as from `shard_sequence`.
+            ``attention_mask`` with zeros before ones, or whose padding has labels, position ids
+            that jump, repeat or decrease otherwise than to a document's start, where there is
+            neither a mask nor an ``attention_mask``, a mask with a window or a function, with
+            other documents than the batch tells, or those of another number of rows, fewer tokens
+            than ranks, a seed that is no int of at least 0, DTensors. And as from `shard_sequence`.
     """
     n, _ = place_of(mesh)
     layout = checked_layout(layout)
@@ -300,7 +316,7 @@ def shard_batch(
     rows, seq_len = _size_of(rest)
     if dropout_seed is not None and (type(dropout_seed) is not int or dropout_seed < 0):
         raise InputError(f"dropout_seed={described(dropout_seed)} is no int of at least 0")
-    mask = _mask_of(rest, seq_len, mask)
+    mask = _mask_of(rest, mask)
     if mask.per_row and len(mask.ends) != rows:
         raise InputError(
             f"the mask has the documents of {len(mask.ends)} rows, but the batch has {rows}; give "
@@ -388,13 +404,18 @@ def _attention(
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     layer = _layer_mask(module, attention_mask, causal, sliding_window)
-    shard = _shard_of(settings, sequence_shard)
+    shard = _shard_of(module, settings, sequence_shard)
     if shard is not None and shard.padded and not layer.causal:
         raise InputError(
             f"{type(module).__name__} is not causal and sees padding; leave out the padding, or "
             f"pack the sequences as documents of one row"
         )
     cut = MaskSpec(causal=True) if shard is None else shard.mask
+    if layer.causal and not cut.causal:
+        raise InputError(
+            f"{type(module).__name__} is causal, but shard_batch was given a mask of causal=False, "
+            f"which it does not follow; give it causal=True"
+        )
     out = settings.attend(
         query,
         key,
@@ -482,8 +503,21 @@ def _seed_of(place: _Place, shard: SequenceShard | None, dropout: float) -> int 
     return (shard.dropout_seed * 2**20 + place.index) % 2**63
 
 
-def _shard_of(settings: _Settings, shard: SequenceShard | None) -> SequenceShard | None:
+def _check_alone(module: nn.Module, settings: _Settings) -> None:
+    """Raise `InputError` for a call without a shard where ranks hold parts of a sequence."""
+    if settings.n > 1:
+        raise InputError(
+            f"{type(module).__name__} was called without a sequence_shard, and ranks hold parts of "
+            f"a sequence; call it with what shard_batch returns. Generation is not supported over "
+            f"ranks"
+        )
+
+
+def _shard_of(
+    module: nn.Module, settings: _Settings, shard: SequenceShard | None
+) -> SequenceShard | None:
     if shard is None:
+        _check_alone(module, settings)  # a part of the model was called, or it drops the shard
         return None
     if shard.layout != settings.layout:
         raise InputError(
@@ -528,6 +562,35 @@ def _checked_call(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     if "use_cache" in inspect.signature(forward).parameters:
         return {**kwargs, "use_cache": False}
     return kwargs
+
+
+def _check_implementation(model: nn.Module, args: Any) -> None:
+    """Raise `InputError` where the attention was set to one of the rows of a rank."""
+    config: Any = model.config
+    found = config.get_text_config()._attn_implementation
+    if found != _NAME:
+        raise InputError(
+            f"the attention of this {type(model).__name__} was set to {found!r} after "
+            f"context_parallel, so that each rank would attend to its own rows only; set it back "
+            f"with model.set_attn_implementation({_NAME!r}), or make a new model"
+        )
+
+
+def _arguments_of(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name."""
+    bound = inspect.signature(_forward_of(model)).bind_partial(model, *args, **kwargs)
+    return {**bound.arguments, **kwargs}
+
+
+def _check_unpacked(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `InputError` where position ids tell documents, which `shard_batch` alone hands on."""
+    given = _arguments_of(model, args, kwargs)
+    if given.get("attention_mask") is None and _documents_of(given.get("position_ids")):
+        raise InputError(
+            f"{type(model).__name__} was called with position_ids of packed documents, but without "
+            f"a sequence_shard, which tells the attention where they end; call it with what "
+            f"shard_batch returns"
+        )
 
 
 def _check_loss(model: nn.Module, forward: Any, kwargs: dict[str, Any]) -> None:
@@ -600,14 +663,14 @@ def _is_scaled_rotary(module: nn.Module, config: Any) -> bool:
     return "max" in _names_in(module) or not _FIXED.issuperset(kinds)
 
 
-def _give_last_position(rotary: nn.Module, settings: _Settings, degree: int) -> None:
+def _give_last_position(rotary: nn.Module, settings: _Settings) -> None:
     """Let a rotary embedding see the whole sequence's last position behind this rank's."""
     parameters = inspect.signature(rotary.forward)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         shard = settings.expected
         if shard is None:
-            if degree == 1:
+            if settings.n == 1:
                 return None
             raise InputError(
                 f"{type(module).__name__} scales rotary embeddings by the length of the sequence, "
@@ -660,24 +723,75 @@ def _check_rows(name: str, x: object, rows: int, seq_len: int) -> None:
         raise InputError(f"{name} must be a tensor [{rows}, {seq_len}] as the inputs, got {shape}")
 
 
-def _mask_of(batch: dict[str, Any], seq_len: int, mask: MaskSpec | None) -> MaskSpec:
+def _mask_of(batch: dict[str, Any], mask: MaskSpec | None) -> MaskSpec:
     """Return the mask that was given, or that of the documents in a batch; drop flash's lengths."""
     ends, *_ = [batch.pop(key, None) for key in _FLASH]
-    if mask is not None:
-        check_mask(mask)
-        return mask
-    if ends is not None:
-        return MaskSpec(causal=True, cu_seqlens=tuple(torch.as_tensor(ends).tolist()))
-    positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[1] != seq_len:
-        return MaskSpec(causal=True)
-    anew = positions.diff(dim=1) != 1
-    if not bool(anew.any()):
-        return MaskSpec(causal=True)
+    told = None if ends is None else tuple(torch.as_tensor(ends).tolist())
+    if mask is None and told is not None:
+        return MaskSpec(causal=True, cu_seqlens=told)
+    # Beside an attention_mask the library does not look for documents in position ids.
+    looks = told is None and batch.get("attention_mask") is None
+    if mask is None:
+        ids = batch.get("position_ids") if looks else None
+        return MaskSpec(causal=True, cu_seqlens=_documents_of(ids))
+    check_mask(mask)
+    if mask.mask_mod is not None or mask.window is not None:
+        raise InputError(
+            f"shard_batch was given a mask with {'a window' if mask.window else 'a mask_mod'}, but "
+            f"windows are those of the model's layers, and masks by functions are not supported "
+            f"in models of transformers; give MaskSpec(causal=True, cu_seqlens=...)"
+        )
+    if told is not None and mask.ends != (told,):
+        raise InputError(
+            "the mask has other documents than cu_seq_lens_q of the batch; leave out one of the two"
+        )
+    found = _starts_of(batch.get("position_ids")) if looks and not mask.ends else None
+    if found is not None and bool((found[0] & found[1]).any()):
+        raise InputError(
+            "the mask has no documents, but position_ids of the batch start anew; leave out the "
+            "mask for theirs, or give it cu_seqlens, (0, length) for a single document"
+        )
+    return mask
+
+
+def _starts_of(positions: object) -> tuple[Tensor, Tensor] | None:
+    """Return which position ids but the first do not follow the one before, and which may start.
+
+    A document starts at 0, or at the smallest id of a row that starts there: what the library's
+    masks, which start one at each id that does not follow, and its flash attention, which starts
+    one at each smallest id, have in common.
+    """
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return None
+    least = positions.amin(1, keepdim=True)
+    starts = (positions == least) & ((least == 0) | (least == positions[:, :1]))
+    return positions.diff(dim=1) != 1, starts[:, 1:]
+
+
+def _documents_of(positions: Any) -> Documents | None:
+    """Return the documents that the library finds in position ids ``[batch, sequence]``, if any.
+
+    Raises `InputError` where it cannot be told.
+    """
+    found = _starts_of(positions)
+    if found is None or not bool(found[0].any()):
+        return None
+    anew, starts = found
+    if len(unclear := (anew & ~starts).nonzero()):
+        row, column = unclear[0].tolist()
+        before, then = positions[row, column : column + 2].tolist()
+        raise InputError(
+            f"position_ids of row {row} go from {before} to {then} at token {column + 1}, from "
+            f"which transformers itself does not tell in one way whether a document starts there: "
+            f"one starts at 0, or where its row starts; give shard_batch the documents, "
+            f"mask=MaskSpec(causal=True, cu_seqlens=...), (0, {positions.shape[1]}) for a single "
+            f"one, or an attention_mask of ones, beside which there are none"
+        )
     if bool((anew == anew[:1]).all()):
         anew = anew[:1]
-    ends = tuple((0, *(row.nonzero()[:, 0] + 1).tolist(), seq_len) for row in anew)
-    return MaskSpec(causal=True, cu_seqlens=ends[0] if len(ends) == 1 else ends)
+    size = positions.shape[1]
+    ends = tuple((0, *(row.nonzero()[:, 0] + 1).tolist(), size) for row in anew)
+    return ends[0] if len(ends) == 1 else ends
 
 
 def _padding_of(given: object, rows: int, seq_len: int) -> Tensor | None:

@@ -49,9 +49,16 @@ def register_backend(backend: AttentionBackend) -> None:
 
 
 def check_backend_name(backend: object) -> None:
-    """Raise `BackendError` for a name that no backend has, and for what is no backend."""
+    """Raise `BackendError` for a name that no backend has, and what is none or has no hash."""
     if not isinstance(backend, str):
         _check(backend)
+        try:
+            hash(backend)
+        except TypeError:
+            raise BackendError(
+                f"backend {described(backend)} has no hash, by which plans for it are kept; make "
+                f"its class @dataclass(frozen=True) or (eq=False), or register_backend it"
+            ) from None
     elif backend != "auto" and backend not in _BY_NAME:
         raise BackendError(
             f"no backend {backend!r}; use one of {['auto', *_BY_NAME]} or an AttentionBackend "

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._mask_mod import shown, within
+from .._mask_mod import in_band, shown
 from .._ranges import Band, Kernel
 from ._interface import Dropout, Places, ScoreOptions
 
@@ -53,7 +53,7 @@ class EagerBackend:
             total = scores.logsumexp(-1, keepdim=True)
             weights = (scores - _finite(total, options)).exp()
             if options.dropout is not None:
-                weights *= _kept(options.dropout, _places_of(options), tile, weights.dtype)
+                weights *= _kept_weights(options.dropout, _places_of(options), tile, weights.dtype)
             out[tile.rows] = _times(weights, _wide(v[tile.keys]))
             lse[tile.rows] = total.squeeze(-1)
         return out, lse
@@ -82,7 +82,7 @@ class EagerBackend:
             to_weights = _times(wide_grad, _wide(v[keys]).transpose(2, 3))
             left = weights
             if options.dropout is not None:
-                kept = _kept(options.dropout, _places_of(options), tile, weights.dtype)
+                kept = _kept_weights(options.dropout, _places_of(options), tile, weights.dtype)
                 to_weights, left = to_weights * kept, weights * kept
             dv[keys] += _times_over_rows(left, wide_grad, v)
             mean = (wide_grad * out[rows]).sum(-1, keepdim=True)
@@ -132,7 +132,7 @@ def _scores(q: Tensor, k: Tensor, tile: _Tile, band: Band, options: ScoreOptions
     if band != (None, None):
         row = torch.arange(tile.rows[2].start, tile.rows[2].stop, device=q.device)
         key = torch.arange(tile.keys[2].start, tile.keys[2].stop, device=q.device)
-        seen = within(band, row.unsqueeze(1), key)
+        seen = in_band(band, row.unsqueeze(1), key)
         scores = scores.masked_fill(~seen, -torch.inf)
     if options.mask_mod is not None:
         (part, _, rows), (_, _, keys) = tile.rows, tile.keys
@@ -148,7 +148,7 @@ def _places_of(options: ScoreOptions) -> Places:
     return options.places
 
 
-def _kept(dropout: Dropout, places: Places, tile: _Tile, dtype: torch.dtype) -> Tensor:
+def _kept_weights(dropout: Dropout, places: Places, tile: _Tile, dtype: torch.dtype) -> Tensor:
     """Return the factor of every weight ``[batch, heads, rows, keys]``: zero where it is dropped.
 
     A hash of counters: each of the seed, the row of the batch, the position of the query, the head

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._mask_mod import within
+from .._mask_mod import in_band
 from .._masks import MaskMod
 from .._ranges import Band, Kernel
 from ._interface import ScoreOptions
@@ -121,4 +121,4 @@ def _mask_of(band: Band, options: ScoreOptions) -> MaskMod | None:
         return mask_mod
     if band == (None, None):
         return None
-    return lambda b, h, i, j: within(band, i, j)
+    return lambda b, h, i, j: in_band(band, i, j)

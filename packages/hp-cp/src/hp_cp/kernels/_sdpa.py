@@ -166,6 +166,8 @@ class FusedBackend:
         capability = hardware_of(device).capability
         kernels = self.kernels[device.type]
         lack = kernels.lack(dtype, head_size, value_size, capability)
+        if options.scale is not None and options.scale < _LEAST_SCALE:
+            lack = lack or f"its kernels mask before they scale, and take no scale {options.scale}"
         return lack or options.lack("scale", *(("window",) if kernels.windows else ()))
 
     def forward(
@@ -205,6 +207,9 @@ class FusedBackend:
         rest = causal, options.scale_of(size), options.window
         dq, dk, dv = kernels.backward(BackwardInputs(grad, q, k, v, out, lse, *rest))
         return cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
+
+
+_LEAST_SCALE = 2.0**-126  # the least normal number of float32, in which kernels hold it
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:

@@ -41,7 +41,10 @@ class VarlenBackend(FusedBackend):
             edges = _edges(stretches.rows, q), _edges(stretches.keys, k)
             part = stretches.of_rows(q), stretches.of_keys(k), stretches.of_keys(v)
             done.append(varlen_cuda(*part, edges, stretches.longest, causal, scale, options.window))
-        out, lse = _joined((part for part, _ in done), 0), _joined((part for _, part in done), 1)
+        out, lse = (
+            _concatenated((part for part, _ in done), 0),
+            _concatenated((part for _, part in done), 1),
+        )
         return _unflat(cut_heads(out, value_size), batch), lse.view(
             lse.shape[0], batch, -1
         ).transpose(0, 1)
@@ -75,7 +78,7 @@ class VarlenBackend(FusedBackend):
             part = mine(grad), mine(q), theirs(k), theirs(v), mine(out), mine(lse, 1)
             finished = BackwardInputs(*part, causal, scale, options.window)
             done.append(varlen_cuda_backward(finished, edges, stretches.longest))
-        dq, dk, dv = (_joined(parts, 0) for parts in zip(*done, strict=True))
+        dq, dk, dv = (_concatenated(parts, 0) for parts in zip(*done, strict=True))
         dq, dk, dv = cut_heads(dq, size), cut_heads(dk, size), cut_heads(dv, value_size)
         return _unflat(dq, batch), _unflat(dk, batch), _unflat(dv, batch)
 
@@ -115,7 +118,7 @@ def _narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     return x if length == x.shape[dim] else x.narrow(dim, start, length).contiguous()
 
 
-def _joined(parts: Iterable[Tensor], dim: int) -> Tensor:
+def _concatenated(parts: Iterable[Tensor], dim: int) -> Tensor:
     first, *others = parts
     return torch.cat([first, *others], dim) if others else first
 
