@@ -17,6 +17,7 @@ PROGRAM = """
 import importlib, sys
 sys.modules["torch"] = None  # any import of it fails
 package = importlib.import_module(sys.argv[1])
+assert {*package.__all__} <= {*dir(package)}
 Layout, Shard, Replicate = package.Layout, package.Shard, package.Replicate
 rows, whole = Layout((2, 2), (Shard(0), Shard(1))), Layout((2, 2), (Replicate(), Shard(0)))
 print(len(package.plan_transfer(rows, whole, (6, 5), rank=1).recvs))

@@ -295,7 +295,9 @@ def test_the_root_has_the_function_and_the_planner_is_a_module() -> None:
 
 
 def test_planning_does_not_load_torch() -> None:
-    code = f"import sys, {planner.__name__}; print('torch' in sys.modules)"
+    root = planner.__name__.rpartition(".")[0]
+    code = f"import sys, {planner.__name__}, {root} as p; assert {{*p.__all__}} <= {{*dir(p)}}; "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=True,

@@ -79,6 +79,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name in _NEED_TORCH:
         return getattr(import_module(_NEED_TORCH[name], __name__), name)
