@@ -55,6 +55,56 @@ def test_a_part_may_run_before_its_root(ranks: Ranks) -> None:
         assert worst(found, reference(2)) < 1e-12
 
 
+def under_way(rank: int, root_first: bool) -> Gradients:
+    """Leave a block's reductions under way, then run its root, the first time or not."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    if root_first:
+        with torch.no_grad():
+            model(tokens(rank))
+    block = model.blocks[1]
+    block.set_is_last_backward(False)
+    block(torch.full((2, WIDTH), rank + 1.0, dtype=torch.float64)).pow(2).sum().backward()
+    block.set_is_last_backward(True)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("root_first", [True, False])
+def test_reductions_of_a_part_are_not_lost_to_its_root(ranks: Ranks, root_first: bool) -> None:
+    plain = make(Net)
+    for rank in range(2):
+        x = torch.full((2, WIDTH), rank + 1.0, dtype=torch.float64)
+        (plain.blocks[1](x).pow(2).sum() / 2).backward()
+        (loss_of(plain, tokens(rank)) / 2).backward()
+    for found in ranks(2).run(under_way, root_first):
+        assert worst(found, gradients(plain)) < 1e-12
+
+
+class Waited:
+    """An event that counts who waits for it."""
+
+    count = 0
+
+    def wait(self) -> None:
+        """Count."""
+        self.count += 1
+
+
+def event_of_a_part(rank: int) -> int:
+    """Give a block that has run an event to wait for, then run its root."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    event = Waited()
+    with torch.no_grad():
+        model.blocks[0](torch.ones(2, WIDTH, dtype=torch.float64))
+        model.blocks[0].set_post_optim_event(cast(torch.Event, event))
+        model(tokens(rank))
+    return event.count
+
+
+def test_a_root_waits_for_the_event_that_a_part_was_given(ranks: Ranks) -> None:
+    assert ranks(2).run(event_of_a_part) == [1, 1]
+
+
 class Halves(nn.Module):
     """Two halves with blocks of their own; nothing above them is sharded."""
 

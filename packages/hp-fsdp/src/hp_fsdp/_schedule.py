@@ -47,17 +47,21 @@ class Schedule:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        """Take over all units under ``root``, also from the schedules of its parts."""
+        """Take over all units under ``root``, also from the schedules of its parts.
+
+        What these have under way is ended, as it was begun on all ranks.
+        """
         self._root = root
-        self.units: list[Unit] = []
-        for module in root.modules():
-            unit = unit_of(module)
-            if unit is not None and unit not in self.units:
-                if unit.schedule is not None:
-                    unit.schedule.check_no_backward()
-                unit.schedule = self
-                unit.join(len(self.units), self.paths)
-                self.units.append(unit)
+        found = dict.fromkeys(map(unit_of, root.modules()))
+        self.units = [unit for unit in found if unit is not None]
+        for part in dict.fromkeys(unit.schedule for unit in self.units):
+            if part is not None:
+                part.check_no_backward()
+                part.finish_early()
+                part.wait_for_optimizer()
+        for number, unit in enumerate(self.units):
+            unit.schedule = self
+            unit.join(number, self.paths)
         self.device = self.units[0].device
         self._name_groups()
         # The host writes to memory that copies from the CPU read.
@@ -155,9 +159,7 @@ class Schedule:
             self._checked = True
             self._warn_of_divisors()
             self._warn_of_added()
-        if self.starts_after is not None:
-            self.starts_after.wait()
-            self.starts_after = None
+        self.wait_for_optimizer()
         self._begun, self._ended = [], []
         self._begin_order = self._orders[root][0] if root in self._orders else []
         self._order = []
@@ -170,6 +172,12 @@ class Schedule:
             if unit.in_pass or unit.stale:
                 unit.reshard()
         release_gradients(self.units)
+
+    def wait_for_optimizer(self) -> None:
+        """Let the device wait for the event after an optimizer step that was set, once."""
+        if self.starts_after is not None:
+            self.starts_after.wait()
+            self.starts_after = None
 
     def _warn_of_divisors(self) -> None:
         """Warn where units divide their gradients by different numbers."""
