@@ -496,6 +496,63 @@ def test_hooks_after_gradients_run_while_backward_goes_on(
             assert events.index(f"gradient {at}") < events.index(f"block {at - 3}")
 
 
+class Started(RecordingCollectives):
+    """Notes which collectives are started, in order, and over which axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str]] = []
+
+    def all_gather(self, axis: Any, inputs: Any, outputs: Any = None) -> Any:
+        """Note and pass on."""
+        self.calls.append(("all_gather", axis.name))
+        return super().all_gather(axis, inputs, outputs)
+
+    def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, **options: Any) -> Any:
+        """Note and pass on."""
+        self.calls.append(("reduce_scatter", axis.name))
+        return super().reduce_scatter(axis, inputs, outputs, **options)
+
+    def all_reduce(self, axis: Any, tensors: Any, **options: Any) -> Any:
+        """Note and pass on."""
+        self.calls.append(("all_reduce", axis.name))
+        return super().all_reduce(axis, tensors, **options)
+
+
+Calls = list[tuple[str, str]]
+
+
+def started(rank: int, in_flight: int) -> tuple[Calls, Calls, bool]:
+    """Return the calls of a backward without and with hooks, and whether all hooks ran."""
+    found: list[Calls] = []
+    ran = parameters = 0
+    for hooked in (False, True):
+        record = Started()
+        mesh = mesh_of((2, 2), NAMES[2])
+        model: Any = shard(make(Net), mesh, collectives=record, min_shard_numel=20)
+        model.set_reduce_scatter_max_input_buffers(in_flight)
+
+        def hook(_: Tensor) -> None:
+            nonlocal ran
+            ran += 1
+
+        for p in model.parameters() if hooked else ():
+            p.register_post_accumulate_grad_hook(hook)
+            parameters += 1
+        loss_of(model, tokens(rank)).backward()
+        found.append(record.calls)
+    return found[0], found[1], ran == parameters
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_hooks_after_gradients_change_no_collective(ranks: Ranks, in_flight: int) -> None:
+    """One rank alone may have them."""
+    for without, with_hooks, all_ran in ranks(4).run(started, in_flight):
+        assert all_ran
+        assert ("all_reduce", "fsdp") in without  # of parameters that every rank keeps whole
+        assert with_hooks == without
+
+
 def summed_by_default(
     rank: int, shape: tuple[int, ...], layout: str, grads: str
 ) -> list[Gradients]:

@@ -84,7 +84,7 @@ class Schedule:
         self._ahead = 0
         self._reductions: list[Reduction] = []
         self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
-        self._hooked: list[Reduction] = []  # those of them whose parameters have hooks
+        self._hooked: list[Reduction] = []  # those of them that end early
         self._in_flight = 1
         self._late: Unit | None = None  # gathered when the unit that backward is in was left
 
@@ -388,7 +388,7 @@ class Schedule:
             self._reductions.append(begun)
             if begun.scattering:
                 self._scattering.append(begun)
-            if begun.hooked:
+            if begun.ends_early:
                 self._hooked.append(begun)
 
     def _make_room(self) -> None:
