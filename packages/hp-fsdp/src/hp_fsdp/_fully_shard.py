@@ -297,7 +297,7 @@ def fully_shard(
         dp_mesh_dims: the axes of ``mesh`` that carry data, where all parameters are DTensors on the
             whole of it, replicated over these axes. Folding several into one makes a process group.
         min_shard_numel: parameters of fewer elements stay whole on every rank; their gradients are
-            all-reduced.
+            all-reduced. Of a DTensor the largest part that any rank has counts.
         direct_bytes: from how many bytes per rank on a parameter is gathered straight into place;
             smaller ones travel packed and are copied. By default a number for the backend that
             serves the device: 64 KiB on gloo, 256 KiB on NCCL; ``math.inf`` packs all.
