@@ -548,6 +548,8 @@ class FSDPModule(Setters):
         # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
         units = self._units(True)
         for unit in units:
+            if unit.schedule is not None:
+                unit.schedule.finish_early()
             unit.reshard()
             unit.finish_copies()
         module = cast(Any, super())._apply(fn, recurse)

@@ -321,8 +321,11 @@ class Unit:
             for group in self.groups:
                 group.undo_replacements()
             raise ParameterError("; ".join(refusals))
-        for group in self.groups if not refusals else ():
-            group.reset_sharded()
+        if not refusals:
+            for group in self.groups:
+                group.check_converted()
+            for group in self.groups:
+                group.reset_sharded()
 
     def take_attached(self) -> None:
         """Gather by the all-gather hooks that shards got since `fully_shard`, in groups of theirs.
