@@ -27,7 +27,7 @@ from ._extensions import ExtendedGroup, ExtendedParameter
 from ._group import ParameterGroup, RaggedGroup
 from ._hooks import register_post_forward
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
-from ._module import FSDPModule, sharded_class, show_to_torch
+from ._module import FSDPModule, hidden_names, sharded_class, show_to_torch
 from ._offsets import direct_bytes_of
 from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
 from ._param import RaggedParameter, ShardedParameter
@@ -123,6 +123,11 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             raise ModuleStateError(
                 f"{name} was given to torch's {' and '.join(sorted(composed))} before; parameters "
                 "can be sharded or replicated once: leave that call out"
+            )
+        if hidden := hidden_names(module):
+            raise ModuleError(
+                f"{name} has {hidden} of its own, which a sharded module has too and which would "
+                "be hidden; rename them"
             )
         if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
             raise ModuleError(
@@ -319,7 +324,8 @@ def fully_shard(
     Raises:
         MeshError: not a DeviceMesh, a mesh of more than two axes, without the names that a DTensor
             parameter needs, or overlapping the parameter's own mesh.
-        ModuleError: not a module, one without forward, sharded before, or twice in the list.
+        ModuleError: not a module, one without forward, sharded before, twice in the list, or with
+            a name of its own that a sharded module has too, such as ``reset``.
         ParameterError: a scalar, non-contiguous or elsewhere sharded parameter, one that cannot be
             cut as asked for, or an ignored one that is no parameter.
         ShardingError: another argument has no meaning.
