@@ -307,3 +307,104 @@ def test_without_a_mesh_the_process_group_is_initialised() -> None:
         assert pool.run(without_group) == [(True, 1)]
     finally:
         pool.close()
+
+
+class InPlace(nn.Module):
+    """A part without parameters that works in place, and one that gives back what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            nn.Linear(WIDTH, 12), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(12, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all parts."""
+        return cast(Tensor, self.parts(x))
+
+
+def in_place(rank: int) -> list[Gradients]:
+    model: Any = make(InPlace)
+    mesh = mesh_of((2,), ("fsdp",))
+    for part in model.parts:
+        fully_shard(part, mesh)
+    fully_shard(model, mesh)
+    seen = []
+    for _ in range(3):
+        model(input_of(rank)).pow(2).mean().backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen
+
+
+def test_a_unit_without_parameters_may_work_in_place(ranks: Ranks) -> None:
+    plain = make(InPlace)
+    for rank in range(2):
+        (plain(input_of(rank)).pow(2).mean() / 2).backward()
+    for steps in ranks(2).run(in_place):
+        assert [worst(found, gradients(plain)) < 1e-12 for found in steps] == [True] * 3
+
+
+class Table(nn.Module):
+    """Returns its parameter, with what is made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> dict[str, Tensor]:
+        """Return both."""
+        return {"weight": self.weight, "square": self.weight.square()}
+
+
+class Tied(nn.Module):
+    """Computes with what a part of it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use both tensors of the table."""
+        found = self.table()
+        return cast(Tensor, self.head(x @ found["weight"] + x @ found["square"]))
+
+
+def leaf_hooks(rank: int) -> tuple[list[Gradients], set[int]]:
+    """Return the gradients of some steps, and how many hooks the unit's parameter has in each."""
+    model: Any = make(Tied)
+    mesh = mesh_of((2,), ("fsdp",))
+    fully_shard(model.table, mesh, reshard_after_forward=False)
+    fully_shard(model, mesh)
+    seen, counts = [], set()
+    for _ in range(3):
+        output = model(input_of(rank))
+        counts.add(len(model.table.weight._backward_hooks or ()))
+        output.pow(2).mean().backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen, counts
+
+
+def test_a_unit_that_returns_its_parameter_leaves_no_hooks_on_it(ranks: Ranks) -> None:
+    plain = make(Tied)
+    for rank in range(2):
+        (plain(input_of(rank)).pow(2).mean() / 2).backward()
+    for steps, counts in ranks(2).run(leaf_hooks):
+        assert counts == {0}
+        assert [worst(found, gradients(plain)) < 1e-12 for found in steps] == [True] * 3
+
+
+def given_back(rank: int) -> tuple[int, bool]:
+    """Give a unit without parameters a leaf, which it returns."""
+    identity = fully_shard(nn.Identity(), mesh_of((2,), ("fsdp",)))
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        cast(Any, identity)(x).sum().backward()
+    found: Any = x
+    return len(found._backward_hooks or ()), bool(found.grad.eq(3).all())
+
+
+def test_a_unit_leaves_no_hooks_on_a_leaf_that_it_gives_back(ranks: Ranks) -> None:
+    assert ranks(2).run(given_back) == [(0, True)] * 2
