@@ -363,6 +363,7 @@ def fully_shard(
         for parameter in group.parameters:
             parameter.note_original()
         group.install_sharded()
+        group.fuse()
     note_managed(modules, selection.ignored)
     _move_buffers(modules, device)
     unit = Unit(modules, groups, options, device)

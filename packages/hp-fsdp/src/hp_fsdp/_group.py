@@ -294,6 +294,11 @@ class ParameterGroup:
     def _take_memory(self, numel: int) -> Tensor:
         return self.config.buffers.take(numel, self.dtypes.reduce, self.config.device)
 
+    def fuse(self) -> None:
+        """Let products of modules write gradients where ``unfused`` has no reason against it."""
+        if self.bucket_hooks is not None:
+            self.bucket_hooks.fuse()
+
     def install_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
         _run(map(setitem, self._registries, self._names, self._sharded_at))
