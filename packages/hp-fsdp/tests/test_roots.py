@@ -227,6 +227,25 @@ def test_meshes_of_two_types_of_device_are_refused(ranks: Ranks) -> None:
         assert "a cpu mesh" in said
 
 
+def outside(rank: int) -> str:
+    """Shard over a mesh of half the ranks."""
+    linear = nn.Linear(8, 8)
+    mesh = cached("half", lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",)))
+    try:
+        fully_shard(linear, mesh)
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_outside_of_the_mesh_is_told(ranks: Ranks) -> None:
+    said = ranks(4).run(outside)
+    assert said[:2] == ["", ""]
+    for rank in (2, 3):
+        assert said[rank].startswith(f"rank {rank} is not in DeviceMesh")
+        assert said[rank].endswith("only on the ranks [0, 1] of the mesh")
+
+
 def three_axes(rank: int) -> str:
     with pytest.raises(MeshError) as caught:
         fully_shard(nn.Linear(2, 2), mesh_of((2, 1, 1), ("a", "b", "c")))
