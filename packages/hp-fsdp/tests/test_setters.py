@@ -224,7 +224,9 @@ class Order(RecordingCollectives):
         return super().all_gather(axis, inputs, outputs)
 
 
-def prefetched(rank: int, explicit: bool) -> tuple[list[list[int]], Gradients]:
+def prefetched(
+    rank: int, explicit: bool, restored: bool = False
+) -> tuple[list[list[int]], Gradients]:
     """Return which of three units of one layer each were gathered by when a layer ran."""
     carrier = Order()
     torch.manual_seed(0)
@@ -237,6 +239,9 @@ def prefetched(rank: int, explicit: bool) -> tuple[list[list[int]], Gradients]:
     if explicit:
         model[0].set_modules_to_forward_prefetch([model[1], model[2]])
         model[3].set_modules_to_backward_prefetch([model[2], model[1], model[0]])
+    if restored:
+        model[0].set_modules_to_forward_prefetch(None)
+        model[3].set_modules_to_backward_prefetch(None)
     seen: list[list[int]] = []
     for block in model:
         block[0].register_forward_pre_hook(lambda *_: seen.append(list(carrier.sent)))
@@ -263,6 +268,26 @@ def test_explicit_prefetch_gathers_what_it_is_told_to(ranks: Ranks) -> None:
         assert backward[:4] == [sizes[3], sizes[2], sizes[1], sizes[0]]
         assert sorted(backward) == sorted(plain[-1])
         assert worst(found, expected) == 0
+
+
+def test_explicit_prefetch_can_be_taken_back(ranks: Ranks) -> None:
+    for (plain, _), (restored, _) in zip(
+        ranks(2).run(prefetched, False), ranks(2).run(prefetched, True, True), strict=True
+    ):
+        assert restored == plain
+
+
+def without_hook(rank: int) -> Gradients:
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
+    model.set_all_reduce_hook(Tensor.zero_)
+    model.set_all_reduce_hook(None)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+def test_a_hook_on_the_reduction_can_be_taken_back(ranks: Ranks) -> None:
+    for found in ranks(2).run(without_hook):
+        assert worst(found, reference(2)) < 1e-12
 
 
 def hooked(rank: int, shape: tuple[int, ...]) -> tuple[Gradients, list[int], int]:

@@ -223,9 +223,9 @@ class Setters:
         _edit(self, False, force_sum=enable)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[Tensor], Any], *, stream: torch.Stream | None = None
+        self, hook: Callable[[Tensor], Any] | None, *, stream: torch.Stream | None = None
     ) -> None:
-        """Call ``hook`` once per group and reduction with the flat reduced gradient.
+        """Call ``hook`` once per group and reduction with the flat reduced gradient; None: nothing.
 
         That is the result of the reduce-scatter, or of the all-reduce where there are replicas;
         what the hook writes to it ends in the gradients. With ``stream`` it runs there, otherwise
@@ -233,25 +233,32 @@ class Setters:
         `ShardingError` for a stream where this package reduces over replicas itself.
         """
         unit = _unit(self)
+        if hook is None:
+            _edit(self, False, hook=None)
+            return
         if not callable(hook):
-            raise ArgumentTypeError(f"hook is {shown(hook)}; legal is a function of a tensor")
+            raise ArgumentTypeError(
+                f"hook is {shown(hook)}; legal are a function of a tensor, and None"
+            )
         if stream is not None and any(group.axes.replicate for group in unit.groups):
             raise ShardingError("a stream for the hook is legal only on a mesh of one axis")
         _edit(self, False, hook=ReductionHook(function=hook, stream=stream))
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Start the gathers of ``modules`` when this module's forward begins, instead of the next.
 
-        Raises `ModuleError` for a module that is not sharded.
+        None restores the gather of the next in learned order. Raises `ModuleError` for a
+        module that is not sharded.
         """
-        _unit(self).forward_prefetch = _units_of(modules)
+        _unit(self).forward_prefetch = None if modules is None else _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Start the gathers of ``modules`` when this module's backward begins.
 
-        Raises `ModuleError` for a module that is not sharded.
+        None restores the gather of the one before in learned order. Raises `ModuleError` for a
+        module that is not sharded.
         """
-        _unit(self).backward_prefetch = _units_of(modules)
+        _unit(self).backward_prefetch = None if modules is None else _units_of(modules)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
