@@ -91,7 +91,7 @@ def config_of(
             f"offload_policy is {shown(offload)}; legal are OffloadPolicy() and CPUOffloadPolicy()"
         )
     size: object = direct_bytes
-    if not isinstance(size, int | float | None):
+    if isinstance(size, bool) or not isinstance(size, int | float | None):
         raise ArgumentTypeError(f"direct_bytes is {shown(size)}; legal are numbers from 0 on")
     if direct_bytes is not None and not direct_bytes >= 0:
         raise ShardingError(f"direct_bytes is {shown(direct_bytes)}; legal are numbers from 0 on")
@@ -153,6 +153,17 @@ def check_buffers(buffers: Buffers | None) -> Buffers:
     if isinstance(given, type) or not isinstance(given, Buffers):
         what = given.__name__ if isinstance(given, type) else shown(given)
         raise ArgumentTypeError(f"buffers is {what}; legal are Resize() and Ring(slots)")
+    return given
+
+
+def check_collectives(collectives: Collectives | None) -> Collectives:
+    """Return what carries the communication; raises `ShardingError` for what does not."""
+    given: object = TorchCollectives() if collectives is None else collectives
+    if isinstance(given, type) or not isinstance(given, Collectives):
+        what = given.__name__ if isinstance(given, type) else shown(given)
+        raise ArgumentTypeError(
+            f"collectives is {what}; legal is an object with the methods of hp_dtensor.Collectives"
+        )
     return given
 
 
@@ -355,9 +366,7 @@ def fully_shard(
     for parameter in parameters:  # each over its own mesh
         if (fewer := options.reshard_after_forward) is not None and parameter.dim is not None:
             check_reshard(fewer, parameter.axes.shard.size)
-    groups = _groups_of(
-        parameters, TorchCollectives() if collectives is None else collectives, config
-    )
+    groups = _groups_of(parameters, check_collectives(collectives), config)
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
         for parameter in group.parameters:
