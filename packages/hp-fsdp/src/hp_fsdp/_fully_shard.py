@@ -366,7 +366,8 @@ def fully_shard(
     for parameter in parameters:  # each over its own mesh
         if (fewer := options.reshard_after_forward) is not None and parameter.dim is not None:
             check_reshard(fewer, parameter.axes.shard.size)
-    groups = _groups_of(parameters, check_collectives(collectives), config)
+    with torch.inference_mode(False):  # shards and gradients are written to later, in any mode
+        groups = _groups_of(parameters, check_collectives(collectives), config)
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
         for parameter in group.parameters:
