@@ -533,15 +533,15 @@ class Started(RecordingCollectives):
         self.calls.append(("all_gather", axis.name))
         return super().all_gather(axis, inputs, outputs)
 
-    def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, **options: Any) -> Any:
+    def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, op: Any = "sum") -> Any:
         """Note and pass on."""
         self.calls.append(("reduce_scatter", axis.name))
-        return super().reduce_scatter(axis, inputs, outputs, **options)
+        return super().reduce_scatter(axis, inputs, outputs, op)
 
-    def all_reduce(self, axis: Any, tensors: Any, **options: Any) -> Any:
+    def all_reduce(self, axis: Any, tensors: Any, op: Any = "sum") -> Any:
         """Note and pass on."""
         self.calls.append(("all_reduce", axis.name))
-        return super().all_reduce(axis, tensors, **options)
+        return super().all_reduce(axis, tensors, op)
 
 
 Calls = list[tuple[str, str]]

@@ -527,7 +527,8 @@ class FSDPModule(Setters):
         """Return the parameters in this module, sharded or not, as modules have them.
 
         Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
-        one that splits backward in two looks for the gradients of the unsharded parameters.
+        one that splits backward in two looks for the gradients of the unsharded parameters. All
+        ranks call it there, or none.
         """
         # Asked of this unit first: a clip looks at all parameters in every step.
         if recurse and _unit(self).options.in_pipeline:

@@ -7,8 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hp_dtensor import Axis
-
 from ._errors import StateError, first_error
 from ._extensions import attached
 from ._group import ParameterGroup
@@ -106,16 +104,21 @@ class Schedule:
                 group.streams = None if streams is None else streams.named(group.path)
 
     def _split_axes(self) -> None:
-        """Make the process groups of units that reshard to fewer ranks, one per set of ranks."""
-        made: dict[tuple[tuple[int, ...], int], Axis] = {}
-        for unit in self.units:
-            size = unit.options.reshard_after_forward
-            for group in unit.groups if size not in (None, True, False) else ():
-                axis = group.axes.shard
-                key = (axis.ranks, int(size or 0))
-                if axis.size > 1 and key not in made:
-                    made[key] = split_axis(axis, key[1])
-                group.post_forward_axis = made.get(key)
+        """Make the process groups of units that reshard to fewer ranks, one per set of ranks.
+
+        Those that the schedules of parts made are used.
+        """
+        chosen = [
+            (group, (group.axes.shard.ranks, int(size or 0)))
+            for unit in self.units
+            for size in [unit.options.reshard_after_forward]
+            for group in (unit.groups if size not in (None, True, False) else ())
+        ]
+        made = {key: group.post_forward_axis for group, key in chosen if group.post_forward_axis}
+        for group, key in chosen:
+            if key not in made and group.axes.shard.size > 1:
+                made[key] = split_axis(group.axes.shard, key[1])
+            group.post_forward_axis = made.get(key)
 
     def check_no_backward(self) -> None:
         """Raise `StateError` if an earlier backward never came to its end."""

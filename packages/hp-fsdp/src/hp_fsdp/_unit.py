@@ -343,11 +343,12 @@ class Unit:
     def compare(self, act: Act) -> None:
         """Compare what the ranks of the unit's axes do next, unless that was done before.
 
-        Each act of each unit is compared once, before it communicates for the first time: one
-        all-gather of 32 bytes over each axis. So ranks that come to their units in different orders
-        learn of it before wrong parameters are gathered, or a rank waits for one that never comes.
-        The collectives that a user passes do not see this. Raises `DisagreementError` on every rank
-        of the axes if it is not the same on all of them.
+        Each act of each unit is compared once, before it communicates for the first time, by an
+        all-gather over each axis: 32 bytes of each rank, over a second axis those of the first. So
+        ranks that come to their units in different orders learn of it before wrong parameters are
+        gathered, or a rank waits for one that never comes. The collectives that a user passes do
+        not see this. Raises `DisagreementError` on every rank of the axes if it is not the same on
+        all of them.
         """
         if act in self._compared or self._paths is None or not self.groups:
             return
