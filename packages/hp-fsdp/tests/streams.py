@@ -25,6 +25,7 @@ from hp_fsdp._custom import CustomAllGather, CustomReduceScatter
 from hp_fsdp._reduction import ReducedGradients, StreamedReduction
 from hp_fsdp._streams import SideStream, Streams
 from hp_fsdp._torch import local_of
+from hp_fsdp._unit import unit_of
 
 Clock = dict[str, int]
 HOST = "host"
@@ -277,8 +278,9 @@ def watched(
 
     With ``own`` it gathers and scatters by objects as a user's.
     """
-    units = model._unit().schedule.units
-    for group in (group for unit in units for group in unit.groups):
+    unit: Any = unit_of(model)
+    schedule = unit.schedule
+    for group in (group for each in schedule.units for group in each.groups):
         group.streams = device.streams.named(group.path)
         group.collectives = group.gathers = group.scatters = Nccl(device)
         if own:
@@ -293,7 +295,7 @@ def watched(
             # Another device in name, so that shards and their gradients are taken to rest there.
             group.config = replace(group.config, rest=torch.device("cpu", 0), pinned=True)
             device.on_host(group.layout.shard)
-    model._unit().schedule._pinned = offloaded
+    schedule._pinned = offloaded
     with ExitStack() as stack:
         for patch in _patches(device, offloaded):
             stack.enter_context(patch)

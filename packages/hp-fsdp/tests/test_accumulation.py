@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hp_fsdp import sharded_optimizer
+from hp_fsdp import StateError, sharded_optimizer
 
 from .models import (
     Gradients,
@@ -318,3 +318,41 @@ def test_one_rank_may_drop_its_part_of_what_is_not_reduced_yet(ranks: Ranks, opt
     expected = {name: gradient / 2 for name, gradient in reference(1).items()}
     for found in ranks(2).run(cleared_on_one, options):
         assert worst(found, expected) < 1e-12
+
+
+def converted(rank: int, options: str, shape: tuple[int, ...], what: str) -> tuple[str, Gradients]:
+    """Convert a module while gradients wait; where that is refused, take it back and go on."""
+    mesh = mesh_of(shape, ("dp_replicate", "fsdp")[-len(shape) :])
+    model: Any = shard(make(Net, torch.float32), mesh, **OPTIONS[options])
+    if what == "under way":
+        model.set_is_last_backward(False)
+    elif what == "scattered":
+        model.set_requires_all_reduce(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    loss_of(model, tokens(rank)).backward()
+    model.set_is_last_backward(True)
+    model.set_requires_gradient_sync(True)
+    if what == "dropped":
+        model.zero_grad()
+    said = ""
+    try:
+        model.double()
+    except StateError as error:
+        said = str(error)
+        model.float()
+    loss_of(model, tokens(rank, 1)).backward()
+    return said, gradients(model)
+
+
+@pytest.mark.parametrize("what", ["unsharded", "scattered", "dropped", "under way"])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_a_conversion_loses_no_gradients_that_wait(ranks: Ranks, options: str, what: str) -> None:
+    shape = (2, 2) if what == "scattered" else (2,)
+    world = torch.Size(shape).numel()
+    steps = (1,) if what == "dropped" else (0, 1)
+    refused = what in ("unsharded", "scattered")
+    expected = reference(world, dtype=torch.float32, steps=steps)
+    for said, found in ranks(world).run(converted, options, shape, what):
+        assert ("wait for a reduction" in said) == refused
+        assert worst(found, expected) < 1e-5

@@ -4,16 +4,16 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from rank_pool import RankPool
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from hp_fsdp import ShardingError, fully_shard
+from hp_fsdp import ModuleError, ShardingError, fully_shard
 
 from .gathering import Halved
 from .models import Net, mesh_of, shard, tokens
@@ -227,3 +227,66 @@ def test_a_parameter_is_named_by_its_path_from_the_module_that_was_given(ranks: 
         assert said["list"].startswith("[1].inner.1.scale is a scalar")
         assert said["part"].startswith("['table', 'one', 'up.weight'")
         assert said["forward"].startswith("in blocks.0: ['table', 'one', 'up.weight'")
+
+
+class Recurrent(nn.Linear):
+    """Has a method that a sharded module has too, as recurrent modules may."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.steps = self._units = self._unit = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count the steps."""
+        self.steps += 1
+        return super().forward(x)
+
+    def reset(self) -> None:
+        """Forget the steps."""
+        self.steps = 0
+
+
+class Typed(nn.Linear, theirs.FSDPModule):
+    """Says to type checkers what it will be, and has names of the package's helpers."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._units = self._unit = self._edit = self._groups_for = self._finish_pipeline = 0
+
+    def __new__(cls) -> Any:
+        """Not as torch's class, which makes objects of another one."""
+        return object.__new__(cls)
+
+
+def of_one_name(rank: int) -> list[str]:
+    mesh = mesh_of((2,), ("fsdp",))
+    gate, marked = nn.Linear(4, 4), nn.Linear(4, 4)
+    gate.reset = nn.Linear(4, 4)
+    cast(Any, marked).no_sync = True
+    said = []
+    for module in (Recurrent(), gate, marked, nn.Sequential(Recurrent()), Typed()):
+        kind = type(module)
+        try:
+            sharded: Any = fully_shard(module, mesh)
+        except ModuleError as error:
+            said.append(str(error))
+            assert type(module) is kind
+            assert not isinstance(next(module.parameters()), DTensor)
+        else:
+            sharded(torch.ones(2, 4)).sum().backward()
+            sharded.zero_grad()
+            sharded.reset()
+            said.append(repr(sharded.float() is module))
+    return said
+
+
+def test_names_of_the_modules_own_that_would_be_hidden_are_refused(ranks: Ranks) -> None:
+    """As of a recurrent module whose ``reset()`` would not run any more."""
+    for own, gate, marked, *inside in ranks(2).run(of_one_name):
+        assert own == (
+            "Recurrent has ['reset'] of its own, which a sharded module has too and which would be "
+            "hidden; rename them"
+        )
+        assert "Linear has ['reset'] of its own" in gate
+        assert "Linear has ['no_sync'] of its own" in marked
+        assert inside == ["True", "True"]

@@ -11,8 +11,9 @@ from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hp_fsdp import Resize, Ring, ShardingError, StateError, fully_shard
+from hp_fsdp import ParameterError, Resize, Ring, ShardingError, StateError, fully_shard
 
+from .gathering import Halved
 from .models import (
     Gradients,
     Net,
@@ -368,3 +369,39 @@ def test_the_plan_says_which_gradients_are_fused_and_why_others_are_not(
         assert found["blocks.0.up.weight"] == "grads='copy'"
     (found,) = ranks(1).run(reported, layout, "fused", 1)
     assert found["blocks.0.up.weight"] == "one rank, so nothing is packed"
+
+
+class Losing(Halved):
+    """Loses its class when a rank takes its rows, which is an error."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Give new memory without the class."""
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return made.plain if str(func) == "aten.new_zeros.default" else made
+
+
+def refused_late(rank: int) -> tuple[str, list[str], list[str]]:
+    """Shard a module with a parameter that its group refuses, then without it."""
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8), nn.Identity())
+    model[2].weight = nn.Parameter(Losing(torch.ones(8, 8)))
+    options: Any = {"grads": "fused", "direct_bytes": 0}
+    said = ""
+    try:
+        fully_shard(model, mesh_of((2,), NAMES[1]), **options)
+    except ParameterError as error:
+        said = str(error)
+    left = [name for layer in model for name in vars(layer) if name == "forward"]
+    del model[2]
+    fully_shard(model, mesh_of((2,), NAMES[1]), **options)
+    report = model.plan_report()
+    return said, left, [p.name for each in report.groups for p in each.parameters if p.fused]
+
+
+def test_a_call_that_is_refused_leaves_no_fused_products(ranks: Ranks) -> None:
+    for said, left, fused in ranks(2).run(refused_late):
+        assert "rows of 2.weight are a Tensor without" in said
+        assert not left
+        assert fused == ["0.weight", "1.weight"]

@@ -12,7 +12,18 @@ from torch.distributed.tensor import DTensor
 from hp_dtensor import RaggedTensor, RecordingCollectives
 from hp_fsdp import sharded_optimizer
 
-from .models import Gradients, Net, gradients, loss_of, make, mesh_of, parameters, shard, tokens
+from .models import (
+    Gradients,
+    Net,
+    gradients,
+    loss_of,
+    make,
+    mesh_of,
+    parameters,
+    reference,
+    shard,
+    tokens,
+)
 from .models import worst as worst_of
 
 Ranks = Callable[[int], RankPool]
@@ -266,3 +277,28 @@ def test_zero_grad_clears_sharded_gradients_while_weights_stay(
     for kept, found, expected in ranks(2).run(gradients_cleared, to_none, layout):
         assert kept
         assert worst_of(found, expected) < 1e-12
+
+
+def sharded_inside(rank: int, outside: bool, layout: Any) -> tuple[bool, Gradients]:
+    """Shard under ``torch.inference_mode``, generate there, and train outside."""
+    mesh = mesh_of((2,), ("fsdp",))
+    with torch.inference_mode():
+        if outside:
+            with torch.inference_mode(False):
+                model: Any = make(Net)
+        else:
+            model = make(Net)
+        shard(model, mesh, layout=layout)
+        same = torch.equal(model(tokens(rank)), make(Net)(tokens(rank)))
+    loss_of(model, tokens(rank)).backward()
+    return same, gradients(model)
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("outside", [True, False], ids=["made outside", "made inside"])
+def test_a_module_may_be_sharded_in_inference_mode(
+    ranks: Ranks, outside: bool, layout: str
+) -> None:
+    for same, found in ranks(2).run(sharded_inside, outside, layout):
+        assert same
+        assert worst_of(found, reference(2)) < 1e-12

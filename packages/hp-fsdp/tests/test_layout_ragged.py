@@ -67,3 +67,11 @@ def test_whole_experts_pad_little_where_rows_over_ranks_pad_much() -> None:
     assert plan.leading(0) == 1
     by_row = plan_ragged([(32, *expert)], [512], 512, 2)
     assert by_row.padding_bytes == 0  # cut along dim 0 of 32, 512 ranks would hold 16 times as much
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 9))
+def test_an_atom_longer_than_its_parameter_is_the_parameter(numels: list[int], degree: int) -> None:
+    longer = plan_ragged([(n,) for n in numels], [1000] * len(numels), degree, 4)
+    assert longer == plan_ragged([(n,) for n in numels], numels, degree, 4)
+    assert plan_ragged([(500, 1000)], [1_000_000], 8, 4).share == 500_000

@@ -1,5 +1,6 @@
 """Optimizers that step on flat shards."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -268,3 +269,93 @@ def test_added_parameters_are_stepped_as_the_optimizer_itself_does(
         assert mine["rates"] == other["rates"]
         assert list(map(len, mine["numbers"])) == list(map(len, other["numbers"]))
         assert mine["said"] == other["said"] != ""
+
+
+def cleared(optimizer: Any, p: nn.Parameter) -> None:
+    optimizer.state.clear()
+
+
+def emptied(optimizer: Any, p: nn.Parameter) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def forgotten(optimizer: Any, p: nn.Parameter) -> None:
+    del optimizer.state[p]
+
+
+def forgotten_inside(optimizer: Any, p: nn.Parameter) -> None:
+    optimizer.state[p].clear()
+
+
+def restarted(optimizer: Any, p: nn.Parameter) -> None:
+    for key, value in optimizer.state[p].items():
+        optimizer.state[p][key] = torch.zeros_like(value)
+
+
+def zeroed(optimizer: Any, p: nn.Parameter) -> None:
+    for key in {"momentum_buffer", "exp_avg"} & optimizer.state[p].keys():
+        optimizer.state[p][key].zero_()
+
+
+def read(optimizer: Any, p: nn.Parameter) -> None:
+    assert optimizer.state[torch.nn.Parameter(torch.zeros(1))] == {}
+
+
+Change = Callable[[Any, nn.Parameter], None]
+CHANGES: list[Change] = [cleared, emptied, forgotten, forgotten_inside, restarted, zeroed, read]
+
+
+def changed_state(
+    rank: int, kind: str, layout: str, change: Change, flat: bool
+) -> tuple[Gradients, Gradients]:
+    """Change what an optimizer knows of a parameter, or of all, between its steps."""
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]), layout=layout)
+    cls, options = getattr(torch.optim, kind), OPTIONS[kind]
+    optimizer: Any = (
+        sharded_optimizer(cls, model, **options) if flat else cls(model.parameters(), **options)
+    )
+    for step in range(4):
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            change(optimizer, model.blocks[1].norm.weight)
+    return parameters(model), moments(optimizer, model)
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_state_counts_as_under_the_optimizer_itself(
+    ranks: Ranks, change: Change, kind: str, layout: str
+) -> None:
+    flat = ranks(2).run(changed_state, kind, layout, change, True)
+    single = ranks(2).run(changed_state, kind, layout, change, False)
+    for (mine, my_moments), (theirs, their_moments) in zip(flat, single, strict=True):
+        assert worst(mine, theirs) < 1e-12
+        assert worst(my_moments, their_moments) < 1e-12
+
+
+def changed_groups(rank: int) -> list[str]:
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
+    said = []
+    for how in ("removed", "added", "another"):
+        optimizer: Any = sharded_optimizer(torch.optim.SGD, model, lr=0.1)
+        listed = optimizer.param_groups[0]["params"]
+        if how == "removed":
+            del listed[3]
+        elif how == "added":
+            listed.append(nn.Parameter(torch.ones(2)))
+        else:
+            optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2)), *listed[1:]]
+        try:
+            optimizer.step()
+        except StateError as error:
+            said.append(str(error))
+    return said
+
+
+def test_parameters_taken_from_a_group_are_no_longer_stepped_without_a_word(ranks: Ranks) -> None:
+    for said in ranks(2).run(changed_groups):
+        assert len(said) == 3
+        assert all("the parameters of group 0 were changed" in each for each in said)

@@ -168,6 +168,38 @@ def test_small_parameters_stay_whole_and_are_all_reduced(
         assert found["report"] == {shape[-1]}
 
 
+def cut_unevenly(rank: int) -> list[Any]:
+    """Decide, of parameters that other axes cut unevenly, whether and where they are cut."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    cases: list[tuple[tuple[int, int], int, dict[str, Any]]] = [
+        ((3, 4), 0, {"min_shard_numel": 8}),
+        ((3, 4), 0, {"min_shard_numel": 9}),
+        ((4, 3), 1, {"shard_placement_fn": lambda _: Shard(1)}),
+        ((4, 6), 1, {"shard_placement_fn": lambda _: Shard(1)}),
+        ((4, 8), 1, {"shard_placement_fn": lambda _: Shard(1)}),
+    ]
+    found: list[Any] = []
+    for shape, dim, options in cases:
+        model: Any = nn.Linear(shape[1], shape[0], bias=False)
+        whole = torch.randn(shape)
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)]))
+        try:
+            fully_shard(model, mesh["dp"], **options)
+            found.append(str(model.weight.placements))
+        except ParameterError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_decide_alike_where_other_axes_cut_unevenly(ranks: Ranks) -> None:
+    found = ranks(4).run(cut_unevenly)
+    assert all(each == found[0] for each in found)
+    cut, whole, uneven, too_few, even = found[0]
+    assert ["Replicate" in each for each in (cut, whole, even)] == [False, True, False]
+    assert "size 3, does not divide over 2 x 2 ranks" in uneven
+    assert "size 6, does not divide over 2 x 2 ranks" in too_few
+
+
 class Whole(nn.Module):
     """Two linear maps whose weights are DTensors on a mesh for everything."""
 

@@ -3,9 +3,11 @@
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hp_dtensor import RecordingCollectives
 
 from .models import (
+    WIDTH,
     Gradients,
     Net,
     gradients,
@@ -107,3 +110,21 @@ def rests(rank: int, option: bool | int) -> list[int]:
 
 def test_nothing_that_was_kept_for_backward_outlives_it(ranks: Ranks) -> None:
     assert ranks(4).run(rests, 2) == ranks(4).run(rests, True)
+
+
+def groups_made(rank: int) -> tuple[int, int, Gradients]:
+    """Count the process groups that a part's first pass makes, and then its root's."""
+    mesh = mesh_of((4,), ("fsdp",))
+    model: Any = shard(make(Net), mesh, reshard_after_forward=2)
+    with mock.patch("torch.distributed.new_group", wraps=dist.new_group) as new_group:
+        with torch.no_grad():
+            model.blocks[0](torch.ones(2, WIDTH, dtype=torch.float64))
+        by_part = new_group.call_count
+        loss_of(model, tokens(rank)).backward()
+        return by_part, new_group.call_count, gradients(model)
+
+
+def test_a_root_uses_the_groups_that_a_part_made(ranks: Ranks) -> None:
+    for by_part, by_both, found in ranks(4).run(groups_made):
+        assert (by_part, by_both) == (1, 1)
+        assert worst(found, reference(4)) < 1e-12

@@ -55,6 +55,56 @@ def test_a_part_may_run_before_its_root(ranks: Ranks) -> None:
         assert worst(found, reference(2)) < 1e-12
 
 
+def under_way(rank: int, root_first: bool) -> Gradients:
+    """Leave a block's reductions under way, then run its root, the first time or not."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    if root_first:
+        with torch.no_grad():
+            model(tokens(rank))
+    block = model.blocks[1]
+    block.set_is_last_backward(False)
+    block(torch.full((2, WIDTH), rank + 1.0, dtype=torch.float64)).pow(2).sum().backward()
+    block.set_is_last_backward(True)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("root_first", [True, False])
+def test_reductions_of_a_part_are_not_lost_to_its_root(ranks: Ranks, root_first: bool) -> None:
+    plain = make(Net)
+    for rank in range(2):
+        x = torch.full((2, WIDTH), rank + 1.0, dtype=torch.float64)
+        (plain.blocks[1](x).pow(2).sum() / 2).backward()
+        (loss_of(plain, tokens(rank)) / 2).backward()
+    for found in ranks(2).run(under_way, root_first):
+        assert worst(found, gradients(plain)) < 1e-12
+
+
+class Waited:
+    """An event that counts who waits for it."""
+
+    count = 0
+
+    def wait(self) -> None:
+        """Count."""
+        self.count += 1
+
+
+def event_of_a_part(rank: int) -> int:
+    """Give a block that has run an event to wait for, then run its root."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    event = Waited()
+    with torch.no_grad():
+        model.blocks[0](torch.ones(2, WIDTH, dtype=torch.float64))
+        model.blocks[0].set_post_optim_event(cast(torch.Event, event))
+        model(tokens(rank))
+    return event.count
+
+
+def test_a_root_waits_for_the_event_that_a_part_was_given(ranks: Ranks) -> None:
+    assert ranks(2).run(event_of_a_part) == [1, 1]
+
+
 class Halves(nn.Module):
     """Two halves with blocks of their own; nothing above them is sharded."""
 
@@ -177,6 +227,26 @@ def test_meshes_of_two_types_of_device_are_refused(ranks: Ranks) -> None:
         assert "a cpu mesh" in said
 
 
+def outside(rank: int) -> str:
+    """Shard over a mesh of half the ranks, on the others; it has no process groups."""
+    linear = nn.Linear(8, 8)
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",), _init_backend=False)
+    if rank < 2:
+        return ""
+    try:
+        fully_shard(linear, mesh)
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_outside_of_the_mesh_is_told(ranks: Ranks) -> None:
+    said = ranks(4).run(outside)
+    for rank in (2, 3):
+        assert said[rank].startswith(f"rank {rank} is not in DeviceMesh")
+        assert said[rank].endswith("only on the ranks [0, 1] of the mesh")
+
+
 def three_axes(rank: int) -> str:
     with pytest.raises(MeshError) as caught:
         fully_shard(nn.Linear(2, 2), mesh_of((2, 1, 1), ("a", "b", "c")))
@@ -257,3 +327,104 @@ def test_without_a_mesh_the_process_group_is_initialised() -> None:
         assert pool.run(without_group) == [(True, 1)]
     finally:
         pool.close()
+
+
+class InPlace(nn.Module):
+    """A part without parameters that works in place, and one that gives back what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            nn.Linear(WIDTH, 12), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(12, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all parts."""
+        return cast(Tensor, self.parts(x))
+
+
+def in_place(rank: int) -> list[Gradients]:
+    model: Any = make(InPlace)
+    mesh = mesh_of((2,), ("fsdp",))
+    for part in model.parts:
+        fully_shard(part, mesh)
+    fully_shard(model, mesh)
+    seen = []
+    for _ in range(3):
+        model(input_of(rank)).pow(2).mean().backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen
+
+
+def test_a_unit_without_parameters_may_work_in_place(ranks: Ranks) -> None:
+    plain = make(InPlace)
+    for rank in range(2):
+        (plain(input_of(rank)).pow(2).mean() / 2).backward()
+    for steps in ranks(2).run(in_place):
+        assert [worst(found, gradients(plain)) < 1e-12 for found in steps] == [True] * 3
+
+
+class Table(nn.Module):
+    """Returns its parameter, with what is made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> dict[str, Tensor]:
+        """Return both."""
+        return {"weight": self.weight, "square": self.weight.square()}
+
+
+class Tied(nn.Module):
+    """Computes with what a part of it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use both tensors of the table."""
+        found = self.table()
+        return cast(Tensor, self.head(x @ found["weight"] + x @ found["square"]))
+
+
+def leaf_hooks(rank: int) -> tuple[list[Gradients], set[int]]:
+    """Return the gradients of some steps, and how many hooks the unit's parameter has in each."""
+    model: Any = make(Tied)
+    mesh = mesh_of((2,), ("fsdp",))
+    fully_shard(model.table, mesh, reshard_after_forward=False)
+    fully_shard(model, mesh)
+    seen, counts = [], set()
+    for _ in range(3):
+        output = model(input_of(rank))
+        counts.add(len(model.table.weight._backward_hooks or ()))
+        output.pow(2).mean().backward()
+        seen.append(gradients(model))
+        model.zero_grad()
+    return seen, counts
+
+
+def test_a_unit_that_returns_its_parameter_leaves_no_hooks_on_it(ranks: Ranks) -> None:
+    plain = make(Tied)
+    for rank in range(2):
+        (plain(input_of(rank)).pow(2).mean() / 2).backward()
+    for steps, counts in ranks(2).run(leaf_hooks):
+        assert counts == {0}
+        assert [worst(found, gradients(plain)) < 1e-12 for found in steps] == [True] * 3
+
+
+def given_back(rank: int) -> tuple[int, bool]:
+    """Give a unit without parameters a leaf, which it returns."""
+    identity = fully_shard(nn.Identity(), mesh_of((2,), ("fsdp",)))
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        cast(Any, identity)(x).sum().backward()
+    found: Any = x
+    return len(found._backward_hooks or ()), bool(found.grad.eq(3).all())
+
+
+def test_a_unit_leaves_no_hooks_on_a_leaf_that_it_gives_back(ranks: Ranks) -> None:
+    assert ranks(2).run(given_back) == [(0, True)] * 2

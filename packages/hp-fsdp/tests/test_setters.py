@@ -224,7 +224,9 @@ class Order(RecordingCollectives):
         return super().all_gather(axis, inputs, outputs)
 
 
-def prefetched(rank: int, explicit: bool) -> tuple[list[list[int]], Gradients]:
+def prefetched(
+    rank: int, explicit: bool, restored: bool = False
+) -> tuple[list[list[int]], Gradients]:
     """Return which of three units of one layer each were gathered by when a layer ran."""
     carrier = Order()
     torch.manual_seed(0)
@@ -237,6 +239,9 @@ def prefetched(rank: int, explicit: bool) -> tuple[list[list[int]], Gradients]:
     if explicit:
         model[0].set_modules_to_forward_prefetch([model[1], model[2]])
         model[3].set_modules_to_backward_prefetch([model[2], model[1], model[0]])
+    if restored:
+        model[0].set_modules_to_forward_prefetch(None)
+        model[3].set_modules_to_backward_prefetch(None)
     seen: list[list[int]] = []
     for block in model:
         block[0].register_forward_pre_hook(lambda *_: seen.append(list(carrier.sent)))
@@ -263,6 +268,26 @@ def test_explicit_prefetch_gathers_what_it_is_told_to(ranks: Ranks) -> None:
         assert backward[:4] == [sizes[3], sizes[2], sizes[1], sizes[0]]
         assert sorted(backward) == sorted(plain[-1])
         assert worst(found, expected) == 0
+
+
+def test_explicit_prefetch_can_be_taken_back(ranks: Ranks) -> None:
+    for (plain, _), (restored, _) in zip(
+        ranks(2).run(prefetched, False), ranks(2).run(prefetched, True, True), strict=True
+    ):
+        assert restored == plain
+
+
+def without_hook(rank: int) -> Gradients:
+    model: Any = shard(make(Net), mesh_of((2,), NAMES[1]))
+    model.set_all_reduce_hook(Tensor.zero_)
+    model.set_all_reduce_hook(None)
+    loss_of(model, tokens(rank)).backward()
+    return gradients(model)
+
+
+def test_a_hook_on_the_reduction_can_be_taken_back(ranks: Ranks) -> None:
+    for found in ranks(2).run(without_hook):
+        assert worst(found, reference(2)) < 1e-12
 
 
 def hooked(rank: int, shape: tuple[int, ...]) -> tuple[Gradients, list[int], int]:
@@ -494,6 +519,63 @@ def test_hooks_after_gradients_run_while_backward_goes_on(
         ]
         for at in (4, 3):
             assert events.index(f"gradient {at}") < events.index(f"block {at - 3}")
+
+
+class Started(RecordingCollectives):
+    """Notes which collectives are started, in order, and over which axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str]] = []
+
+    def all_gather(self, axis: Any, inputs: Any, outputs: Any = None) -> Any:
+        """Note and pass on."""
+        self.calls.append(("all_gather", axis.name))
+        return super().all_gather(axis, inputs, outputs)
+
+    def reduce_scatter(self, axis: Any, inputs: Any, outputs: Any = None, op: Any = "sum") -> Any:
+        """Note and pass on."""
+        self.calls.append(("reduce_scatter", axis.name))
+        return super().reduce_scatter(axis, inputs, outputs, op)
+
+    def all_reduce(self, axis: Any, tensors: Any, op: Any = "sum") -> Any:
+        """Note and pass on."""
+        self.calls.append(("all_reduce", axis.name))
+        return super().all_reduce(axis, tensors, op)
+
+
+Calls = list[tuple[str, str]]
+
+
+def started(rank: int, in_flight: int) -> tuple[Calls, Calls, bool]:
+    """Return the calls of a backward without and with hooks, and whether all hooks ran."""
+    found: list[Calls] = []
+    ran = parameters = 0
+    for hooked in (False, True):
+        record = Started()
+        mesh = mesh_of((2, 2), NAMES[2])
+        model: Any = shard(make(Net), mesh, collectives=record, min_shard_numel=20)
+        model.set_reduce_scatter_max_input_buffers(in_flight)
+
+        def hook(_: Tensor) -> None:
+            nonlocal ran
+            ran += 1
+
+        for p in model.parameters() if hooked else ():
+            p.register_post_accumulate_grad_hook(hook)
+            parameters += 1
+        loss_of(model, tokens(rank)).backward()
+        found.append(record.calls)
+    return found[0], found[1], ran == parameters
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_hooks_after_gradients_change_no_collective(ranks: Ranks, in_flight: int) -> None:
+    """One rank alone may have them."""
+    for without, with_hooks, all_ran in ranks(4).run(started, in_flight):
+        assert all_ran
+        assert ("all_reduce", "fsdp") in without  # of parameters that every rank keeps whole
+        assert with_hooks == without
 
 
 def summed_by_default(

@@ -8,6 +8,7 @@ import torch
 from rank_pool import RankPool
 from torch import nn
 
+from hp_dtensor import TorchCollectives
 from hp_fsdp import Ring, ShardingError, fully_shard, sharded_optimizer
 
 from .models import mesh_of
@@ -21,6 +22,9 @@ CASES: dict[str, Callable[[Any, Any], object]] = {
     "buffers is 2": lambda plain, _: SHARD(plain, buffers=2),
     "buffers is Ring": lambda plain, _: SHARD(plain, buffers=Ring),
     "direct_bytes is '64k'": lambda plain, _: SHARD(plain, direct_bytes="64k"),
+    "direct_bytes is True": lambda plain, _: SHARD(plain, direct_bytes=True),
+    "collectives is 3": lambda plain, _: SHARD(plain, collectives=3),
+    "collectives is TorchCollectives": lambda plain, _: SHARD(plain, collectives=TorchCollectives),
     "shard_placement_fn is 'x'": lambda plain, _: SHARD(plain, shard_placement_fn="x"),
     "modules is of type FSDPLinear": lambda _, unit: unit.set_modules_to_forward_prefetch(unit),
     "factor is 'x'": lambda _, unit: unit.set_gradient_divide_factor("x"),

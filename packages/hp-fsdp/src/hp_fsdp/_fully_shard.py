@@ -27,7 +27,7 @@ from ._extensions import ExtendedGroup, ExtendedParameter
 from ._group import ParameterGroup, RaggedGroup
 from ._hooks import register_post_forward
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
-from ._module import FSDPModule, sharded_class, show_to_torch
+from ._module import FSDPModule, hidden_names, sharded_class, show_to_torch
 from ._offsets import direct_bytes_of
 from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
 from ._param import RaggedParameter, ShardedParameter
@@ -91,7 +91,7 @@ def config_of(
             f"offload_policy is {shown(offload)}; legal are OffloadPolicy() and CPUOffloadPolicy()"
         )
     size: object = direct_bytes
-    if not isinstance(size, int | float | None):
+    if isinstance(size, bool) or not isinstance(size, int | float | None):
         raise ArgumentTypeError(f"direct_bytes is {shown(size)}; legal are numbers from 0 on")
     if direct_bytes is not None and not direct_bytes >= 0:
         raise ShardingError(f"direct_bytes is {shown(direct_bytes)}; legal are numbers from 0 on")
@@ -124,6 +124,11 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} was given to torch's {' and '.join(sorted(composed))} before; parameters "
                 "can be sharded or replicated once: leave that call out"
             )
+        if hidden := hidden_names(module):
+            raise ModuleError(
+                f"{name} has {hidden} of its own, which a sharded module has too and which would "
+                "be hidden; rename them"
+            )
         if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"{name} has no forward, so it cannot gather its parameters; shard the modules in "
@@ -148,6 +153,17 @@ def check_buffers(buffers: Buffers | None) -> Buffers:
     if isinstance(given, type) or not isinstance(given, Buffers):
         what = given.__name__ if isinstance(given, type) else shown(given)
         raise ArgumentTypeError(f"buffers is {what}; legal are Resize() and Ring(slots)")
+    return given
+
+
+def check_collectives(collectives: Collectives | None) -> Collectives:
+    """Return what carries the communication; raises `ShardingError` for what does not."""
+    given: object = TorchCollectives() if collectives is None else collectives
+    if isinstance(given, type) or not isinstance(given, Collectives):
+        what = given.__name__ if isinstance(given, type) else shown(given)
+        raise ArgumentTypeError(
+            f"collectives is {what}; legal is an object with the methods of hp_dtensor.Collectives"
+        )
     return given
 
 
@@ -297,7 +313,7 @@ def fully_shard(
         dp_mesh_dims: the axes of ``mesh`` that carry data, where all parameters are DTensors on the
             whole of it, replicated over these axes. Folding several into one makes a process group.
         min_shard_numel: parameters of fewer elements stay whole on every rank; their gradients are
-            all-reduced.
+            all-reduced. Of a DTensor the largest part that any rank has counts.
         direct_bytes: from how many bytes per rank on a parameter is gathered straight into place;
             smaller ones travel packed and are copied. By default a number for the backend that
             serves the device: 64 KiB on gloo, 256 KiB on NCCL; ``math.inf`` packs all.
@@ -319,7 +335,8 @@ def fully_shard(
     Raises:
         MeshError: not a DeviceMesh, a mesh of more than two axes, without the names that a DTensor
             parameter needs, or overlapping the parameter's own mesh.
-        ModuleError: not a module, one without forward, sharded before, or twice in the list.
+        ModuleError: not a module, one without forward, sharded before, twice in the list, or with
+            a name of its own that a sharded module has too, such as ``reset``.
         ParameterError: a scalar, non-contiguous or elsewhere sharded parameter, one that cannot be
             cut as asked for, or an ignored one that is no parameter.
         ShardingError: another argument has no meaning.
@@ -349,14 +366,14 @@ def fully_shard(
     for parameter in parameters:  # each over its own mesh
         if (fewer := options.reshard_after_forward) is not None and parameter.dim is not None:
             check_reshard(fewer, parameter.axes.shard.size)
-    groups = _groups_of(
-        parameters, TorchCollectives() if collectives is None else collectives, config
-    )
+    with torch.inference_mode(False):  # shards and gradients are written to later, in any mode
+        groups = _groups_of(parameters, check_collectives(collectives), config)
     # Nothing is refused from here on: until here the modules are as they came.
     for group in groups:
         for parameter in group.parameters:
             parameter.note_original()
         group.install_sharded()
+        group.fuse()
     note_managed(modules, selection.ignored)
     _move_buffers(modules, device)
     unit = Unit(modules, groups, options, device)

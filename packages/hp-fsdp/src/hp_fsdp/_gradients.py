@@ -289,11 +289,12 @@ class BucketHooks:
     ) -> None:
         """Hook nothing before `register`; ``large`` says which of ``parameters`` will be.
 
-        ``fused`` are those of them for which `why_not_fused` has no reason.
+        No module is changed before `fuse`; those of ``fused`` have no reason of `why_not_fused`.
         ``reduced`` says which parameters the next reduction is of, in the order to pack them in.
         """
         self._parameters = parameters
         self._large = [i for i in large if parameters[i].is_plain]
+        self._fused = fused
         self._reduced = reduced
         self._rows_of = rows_of
         self._take = take
@@ -301,9 +302,12 @@ class BucketHooks:
         self._chosen: list[int] = []
         self._rows: GradientRows | None = None
         self.on_gradient: Callable[[], None] | None = None  # called where autograd sees none
+
+    def fuse(self) -> None:
+        """Replace the forwards of the modules whose products write the gradients."""
         for i in self._large:
-            is_own = parameters[i].is_unsharded
-            for owner in parameters[i].owners if i in fused else ():
+            is_own = self._parameters[i].is_unsharded
+            for owner in self._parameters[i].owners if i in self._fused else ():
                 if can_fuse(owner.module, owner.name):
                     fuse(owner.module, is_own, partial(self._add_product, i))
                 elif can_fuse_embedding(owner.module, owner.name):

@@ -174,6 +174,7 @@ class ParameterGroup:
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
         self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
+        self._dropped = False  # their gradients, which are reduced all the same
         self._put_aside = False  # some of these gradients are in the dtype of the reduction
         self.collectives = collectives
         # In the way that a user gave, or the same.
@@ -292,6 +293,11 @@ class ParameterGroup:
 
     def _take_memory(self, numel: int) -> Tensor:
         return self.config.buffers.take(numel, self.dtypes.reduce, self.config.device)
+
+    def fuse(self) -> None:
+        """Let products of modules write gradients where ``unfused`` has no reason against it."""
+        if self.bucket_hooks is not None:
+            self.bucket_hooks.fuse()
 
     def install_sharded(self) -> None:
         """Register the sharded parameters with their modules."""
@@ -476,6 +482,7 @@ class ParameterGroup:
 
         The next reduction is of the same parameters as if they were there.
         """
+        self._dropped = True
         for parameter in self.parameters:
             if self._put_aside:
                 parameter.drop_gradient()
@@ -492,6 +499,7 @@ class ParameterGroup:
         chosen = self.reduced()
         self._drop_frozen(chosen)
         self._waiting.update(chosen)
+        self._dropped = False
         if self.dtypes.reduce != self.dtypes.compute:
             self._put_aside = True
             for parameter in self.parameters:
@@ -557,6 +565,7 @@ class ParameterGroup:
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
         self._waiting = set(chosen) if adds_up else set()
+        self._dropped = False
         given = (plan, gradients, rows, used, axes, self.scatters, options)
         if self.streams is not None:
             return StreamedReduction(*given, self.streams)
@@ -667,18 +676,39 @@ class ParameterGroup:
         """
         if self.incomplete:
             return
+        converted = self._converted
         for parameter in self.parameters:
             parameter.take_replacement()
         locals_ = [parameter.local() for parameter in self.parameters]
-        kinds = {(x.dtype, x.device) for x in locals_}
-        if kinds == {(self.layout.shard.dtype, self.layout.shard.device)} and not self.moved:
+        if not converted:
             for view, local in zip(self.layout.shards, locals_, strict=True):
                 if local is not view:
                     view.copy_(local)
         else:
+            self.partial.clear()
             self._lay_out(locals_)
             self._build_unsharded()
         self._put_shards()
+
+    @property
+    def _converted(self) -> bool:
+        """Return whether parameters have memory that the flat shard cannot take over."""
+        shard = self.layout.shard
+        kinds = {(x.dtype, x.device) for x in (each.local() for each in self.parameters)}
+        return kinds != {(shard.dtype, shard.device)} or self.moved
+
+    def check_converted(self) -> None:
+        """Raise `StateError` where `reset_sharded` would lose gradients of earlier backwards.
+
+        All ranks raise that converted their parameters.
+        """
+        if self.gradients_wait and not self._dropped and not self.incomplete and self._converted:
+            names = [self.parameters[i].name for i in sorted(self._waiting)]
+            raise StateError(
+                f"{names} were converted or moved while gradients of theirs wait for a reduction; "
+                "convert them after it, or after zero_grad() of the module, which drops these "
+                "gradients; to go on with them, convert the parameters back"
+            )
 
     def _put_shards(self) -> None:
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):

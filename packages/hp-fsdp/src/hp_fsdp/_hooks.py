@@ -107,7 +107,8 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
     is_root = outside_transforms(_begin, unit, schedule, first)
     if is_root and schedule.device.type != "cpu":
         args, kwargs = move_tensors((args, kwargs), schedule.device)
-    if first and torch.is_grad_enabled() and not inside_transform():
+    # Without parameters nothing is given up or reduced when backward is past.
+    if first and unit.groups and torch.is_grad_enabled() and not inside_transform():
         args, kwargs = _mark_inputs(unit.run, args, kwargs)
     return args, kwargs
 
@@ -140,7 +141,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     if schedule is None:
         raise StateError("a forward ended in a unit in which none began")
     if torch.is_grad_enabled():
-        _expect_backward(unit, schedule, output)
+        output = _expect_backward(unit, schedule, output)
     if module in unit.run.within:
         return output
     unit.waiting.discard(module)
@@ -161,7 +162,11 @@ def _forward_failed(unit: Unit, module: nn.Module) -> None:
             unit.schedule.forward_failed(unit)
 
 
-def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> None:
+def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
+    """Hook what backward comes in by; return the output, with views in place of leaves in it.
+
+    A hook on a leaf, such as the unit's own parameter, would stay for good.
+    """
     if isinstance(output, Tensor):
         tensors = [output] if output.requires_grad else []
     else:
@@ -173,14 +178,22 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> None:
             tensor.register_hook(partial(_before_transform, unit))
         tensors = []
     if tensors:
+        if any([tensor.is_leaf for tensor in tensors]):
+            output = map_tensors(_without_leaf, output)
+            tensors = tensors_with_gradient(output)
         before = partial(_before_backward, unit.run)
         for tensor in tensors:
             tensor.register_hook(before)
         unit.run.expected = True
     elif not unit.hook_gradients(partial(_gradient_came, unit, schedule)):
-        return  # all is frozen: no backward comes through here
+        return output  # all is frozen: no backward comes through here
     unit.expects_backward = True
     unit.note(Event.FORWARD)
+    return output
+
+
+def _without_leaf(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
 
 def _gradient_came(unit: Unit, schedule: Schedule) -> None:

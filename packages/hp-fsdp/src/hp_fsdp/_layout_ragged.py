@@ -111,9 +111,11 @@ def plan_ragged(
     """Return the plan with the smallest share, of those tried, that cuts no atom.
 
     Shares are multiples of 16 bytes, and of the atoms of parameters longer than a share. Parameters
-    keep their order; one moves up where an atom would be cut.
+    keep their order; one moves up where an atom would be cut. An atom is no longer than its
+    parameter.
     """
     numels = [math.prod(shape) for shape in shapes]
+    atoms = [min(atom, max(numel, 1)) for atom, numel in zip(atoms, numels, strict=True)]
     unit = elements_of(ALIGNMENT, itemsize)
     least = max(-(-sum(numels) // degree), 1)
     long = {atom for atom, numel in zip(atoms, numels, strict=True) if numel > least}

@@ -53,6 +53,15 @@ class DataAxes:
         return DataAxes(Axis("alone", Alone(), (rank,)), (*self.replicate, self.shard))
 
 
+def check_member(mesh: DeviceMesh) -> None:
+    """Raise `MeshError` if this rank is not in a mesh; those in it do not."""
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in {mesh}; call fully_shard only on the ranks "
+            f"{mesh.mesh.flatten().tolist()} of the mesh"
+        )
+
+
 def split_axis(axis: Axis, size: int) -> Axis:
     """Return the block of ``size`` neighbours on ``axis`` that this rank is in.
 
@@ -176,7 +185,11 @@ class MeshInfo:
 
     @staticmethod
     def on(mesh: DeviceMesh) -> "MeshInfo":
-        """Return the mesh info of parameters sharded over the last axis of one or two."""
+        """Return the mesh info of parameters sharded over the last axis of one or two.
+
+        Raises `MeshError` on a rank outside of the mesh.
+        """
+        check_member(mesh)
         replicate = (Axis.of(mesh, 0),) if mesh.ndim == 2 else ()
         return MeshInfo(mesh, DataAxes(Axis.of(mesh, mesh.ndim - 1), replicate))
 
@@ -244,6 +257,7 @@ class WholeMeshInfo(MeshInfo):
 
         Folding several axes makes a process group for their ranks.
         """
+        check_member(mesh)
         present = mesh.mesh_dim_names or ()
         for name in (*dims.shard_names, *dims.replicate_names):
             if name not in present:

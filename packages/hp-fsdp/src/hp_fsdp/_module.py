@@ -1,7 +1,7 @@
 """What a sharded module can do besides what it could before: setters, reports, and more."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -35,6 +35,7 @@ from ._torch import (
     TorchState,
     note_state,
     noted_state,
+    parameters_of,
     registers_memory,
     uncompiled_itself,
 )
@@ -147,7 +148,7 @@ class Setters:
                 f"reshard_after_forward is {shown(chosen)}; legal are True, False and None (the "
                 "default); an int, the number of ranks to reshard to, only fully_shard takes"
             )
-        self._edit(recurse, reshard_after_forward=reshard_after_forward)
+        _edit(self, recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -156,11 +157,11 @@ class Setters:
 
         A forward gathers anew what an optimizer wrote to in between.
         """
-        self._edit(recurse, reshard_after_backward=reshard_after_backward)
+        _edit(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather parameters for backward (the default), or not: it needs none of this unit's."""
-        self._edit(False, unshard_in_backward=unshard_in_backward)
+        _edit(self, False, unshard_in_backward=unshard_in_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -172,19 +173,19 @@ class Setters:
         drops them, that of torch's optimizers does not see them.
         """
         sync = requires_gradient_sync
-        self._edit(recurse, gradient_sync=sync, all_reduce=sync)
+        _edit(self, recurse, gradient_sync=sync, all_reduce=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over the replicas in backward (the default), or only reduce-scatter them.
 
         What is scattered adds up, seen by nobody, until a backward sums it.
         """
-        self._edit(recurse, all_reduce=requires_all_reduce)
+        _edit(self, recurse, all_reduce=requires_all_reduce)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Switch gradient synchronisation off inside the block, for all units in this module."""
-        before = [(unit, unit.options) for unit in self._units(True)]
+        before = [(unit, unit.options) for unit in _units(self, True)]
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -199,7 +200,7 @@ class Setters:
 
         Only the last one waits for reductions and puts gradients on the parameters.
         """
-        self._edit(True, is_last_backward=is_last_backward)
+        _edit(self, True, is_last_backward=is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Divide the sum of the ranks' gradients by ``factor``; 1.0 leaves the sum.
@@ -211,7 +212,7 @@ class Setters:
         given: object = factor
         if isinstance(given, bool) or not isinstance(given, int | float | None):
             raise ArgumentTypeError(f"factor is {shown(given)}; legal are numbers above 0 and None")
-        self._edit(recurse, divide=None if factor is None else float(factor))
+        _edit(self, recurse, divide=None if factor is None else float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do the same as `set_gradient_divide_factor`, under the name that came before it."""
@@ -219,38 +220,45 @@ class Setters:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Only sum while communicating, and divide afterwards."""
-        self._edit(False, force_sum=enable)
+        _edit(self, False, force_sum=enable)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[Tensor], Any], *, stream: torch.Stream | None = None
+        self, hook: Callable[[Tensor], Any] | None, *, stream: torch.Stream | None = None
     ) -> None:
-        """Call ``hook`` once per group and reduction with the flat reduced gradient.
+        """Call ``hook`` once per group and reduction with the flat reduced gradient; None: nothing.
 
         That is the result of the reduce-scatter, or of the all-reduce where there are replicas;
         what the hook writes to it ends in the gradients. With ``stream`` it runs there, otherwise
         on an accelerator on the stream of the reduction, while backward goes on. Raises
         `ShardingError` for a stream where this package reduces over replicas itself.
         """
-        unit = self._unit()
+        unit = _unit(self)
+        if hook is None:
+            _edit(self, False, hook=None)
+            return
         if not callable(hook):
-            raise ArgumentTypeError(f"hook is {shown(hook)}; legal is a function of a tensor")
+            raise ArgumentTypeError(
+                f"hook is {shown(hook)}; legal are a function of a tensor, and None"
+            )
         if stream is not None and any(group.axes.replicate for group in unit.groups):
             raise ShardingError("a stream for the hook is legal only on a mesh of one axis")
-        self._edit(False, hook=ReductionHook(function=hook, stream=stream))
+        _edit(self, False, hook=ReductionHook(function=hook, stream=stream))
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Start the gathers of ``modules`` when this module's forward begins, instead of the next.
 
-        Raises `ModuleError` for a module that is not sharded.
+        None restores the gather of the next in learned order. Raises `ModuleError` for a
+        module that is not sharded.
         """
-        self._unit().forward_prefetch = _units_of(modules)
+        _unit(self).forward_prefetch = None if modules is None else _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
         """Start the gathers of ``modules`` when this module's backward begins.
 
-        Raises `ModuleError` for a module that is not sharded.
+        None restores the gather of the one before in learned order. Raises `ModuleError` for a
+        module that is not sharded.
         """
-        self._unit().backward_prefetch = _units_of(modules)
+        _unit(self).backward_prefetch = None if modules is None else _units_of(modules)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -274,7 +282,7 @@ class Setters:
 
         Raises `ShardingError` for anything but 1, 2, ...
         """
-        self._edit(recurse, in_flight=max_input_buffers)
+        _edit(self, recurse, in_flight=max_input_buffers)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -284,7 +292,7 @@ class Setters:
         Making a group waits for all of its ranks.
         """
         made: dict[tuple[int, ...], DataAxes] = {}
-        for unit in self._units(recurse):
+        for unit in _units(self, recurse):
             for group in unit.groups:
                 axes = group.axes
                 if enable and axes.shard.size > 1 and axes.shard.ranks not in made:
@@ -295,7 +303,7 @@ class Setters:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next pass begin on its device only after ``event``; for one pass."""
-        schedule = self._unit().schedule
+        schedule = _unit(self).schedule
         if schedule is None:
             raise StateError("an event after an optimizer step needs a forward before it")
         schedule.starts_after = event
@@ -307,8 +315,8 @@ class Setters:
         gathers under way, whose memory must differ. Raises `ShardingError` for a unit with
         parameters on several meshes, `ArgumentTypeError` for an object of another kind.
         """
-        for group in self._groups_for(
-            comm, "__call__(output_tensor, input_tensor, group, async_op)"
+        for group in _groups_for(
+            self, comm, "__call__(output_tensor, input_tensor, group, async_op)"
         ):
             group.gathers = CustomAllGather(comm)
 
@@ -319,23 +327,8 @@ class Setters:
         `set_custom_all_gather` does.
         """
         call = "__call__(output_tensor, input_tensor, group, op, async_op)"
-        for group in self._groups_for(comm, call):
+        for group in _groups_for(self, comm, call):
             group.scatters = CustomReduceScatter(comm, group.collectives)
-
-    def _groups_for(self, comm: object, call: str) -> Sequence[ParameterGroup]:
-        if isinstance(comm, type) or not isinstance(comm, Communication):
-            raise ArgumentTypeError(
-                f"comm is {shown(comm)}; legal is an object with allocate(size, *, dtype, device) "
-                f"and {call}"
-            )
-        groups = self._unit().groups
-        ranks = {group.axes.shard.ranks for group in groups if group.axes.shard.size > 1}
-        if len(ranks) > 1:
-            raise ShardingError(
-                f"the unit shards parameters over several meshes, of ranks {sorted(ranks)}; one "
-                "object to communicate by is legal only for one mesh"
-            )
-        return groups
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate in memory that the process group registers, where its backend has such.
@@ -343,7 +336,7 @@ class Setters:
         That takes a copy before and after each call. Raises `StateError` after
         `set_custom_all_gather` or `set_custom_reduce_scatter`, which may come later.
         """
-        groups = self._unit().groups
+        groups = _unit(self).groups
         for way in (way for group in groups for way in (group.gathers, group.scatters)):
             if isinstance(way, CustomAllGather | CustomReduceScatter) and not isinstance(
                 way.given, GROUP_MEMORY
@@ -367,24 +360,44 @@ class Setters:
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept both, under torch's name for it: gathers here are always asynchronous."""
 
-    def _unit(self) -> Unit:
-        unit = unit_of(cast(nn.Module, self))
-        if unit is None:
-            raise ModuleStateError(f"{type(self).__name__} was not given to fully_shard")
-        return unit
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        found = [self._unit()]
-        for module in cast(nn.Module, self).modules() if recurse else ():
-            unit = unit_of(module)
-            if unit is not None and unit not in found:
-                found.append(unit)
-        return found
+def _unit(module: object) -> Unit:
+    """Return the unit of a sharded module: no method, whose name a user's class may have too."""
+    unit = unit_of(cast(nn.Module, module))
+    if unit is None:
+        raise ModuleStateError(f"{type(module).__name__} was not given to fully_shard")
+    return unit
 
-    def _edit(self, recurse: bool, **changes: Any) -> None:
-        edited = [(unit, replace(unit.options, **changes)) for unit in self._units(recurse)]
-        for unit, options in edited:
-            unit.options = options
+
+def _units(module: object, recurse: bool) -> list[Unit]:
+    found = [_unit(module)]
+    for inner in cast(nn.Module, module).modules() if recurse else ():
+        unit = unit_of(inner)
+        if unit is not None and unit not in found:
+            found.append(unit)
+    return found
+
+
+def _edit(module: object, recurse: bool, **changes: Any) -> None:
+    edited = [(unit, replace(unit.options, **changes)) for unit in _units(module, recurse)]
+    for unit, options in edited:
+        unit.options = options
+
+
+def _groups_for(module: object, comm: object, call: str) -> Sequence[ParameterGroup]:
+    if isinstance(comm, type) or not isinstance(comm, Communication):
+        raise ArgumentTypeError(
+            f"comm is {shown(comm)}; legal is an object with allocate(size, *, dtype, device) "
+            f"and {call}"
+        )
+    groups = _unit(module).groups
+    ranks = {group.axes.shard.ranks for group in groups if group.axes.shard.size > 1}
+    if len(ranks) > 1:
+        raise ShardingError(
+            f"the unit shards parameters over several meshes, of ranks {sorted(ranks)}; one "
+            "object to communicate by is legal only for one mesh"
+        )
+    return groups
 
 
 def _unsupported(name: str, instead: str) -> NoReturn:
@@ -451,7 +464,7 @@ class FSDPModule(Setters):
         With ``async_op`` returns at once; ``wait()`` on the handle, or the next forward, completes
         it. Not recursive.
         """
-        unit = self._unit()
+        unit = _unit(self)
         unit.gather()
         handle = UnshardHandle(unit)
         if async_op:
@@ -461,7 +474,7 @@ class FSDPModule(Setters):
 
     def reshard(self) -> None:
         """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
-        unit = self._unit()
+        unit = _unit(self)
         unit.reshard()
         unit.finish_copies()  # what follows may write to the shards
 
@@ -472,7 +485,7 @@ class FSDPModule(Setters):
         with or without ``set_to_none``, what backwards left that is not reduced yet. Outside of a
         backward, waits for reductions under way.
         """
-        units = self._units(True)
+        units = _units(self, True)
         drop_gradients(units)
         cast(Any, super()).zero_grad(set_to_none)
         for unit in units:
@@ -488,11 +501,11 @@ class FSDPModule(Setters):
         unit of the same root is resharded, and gradients that are not reduced yet (those of
         `no_sync` too) are dropped. Sharded gradients stay. Communicates nothing new.
         """
-        unit = self._unit()
+        unit = _unit(self)
         if unit.schedule is not None:
             unit.schedule.reset()
         else:
-            error = first_error(each.reset for each in self._units(True))
+            error = first_error(each.reset for each in _units(self, True))
             if error is not None:
                 raise error
 
@@ -506,19 +519,20 @@ class FSDPModule(Setters):
         One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
         are on the parameters. For schedules of a pipeline, which run many backwards a step.
         """
-        schedule = self._unit().schedule
+        schedule = _unit(self).schedule
         if schedule is not None:
-            schedule.reduce_all(reversed(self._units(True)))
+            schedule.reduce_all(reversed(_units(self, True)))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters in this module, sharded or not, as modules have them.
 
         Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
-        one that splits backward in two looks for the gradients of the unsharded parameters.
+        one that splits backward in two looks for the gradients of the unsharded parameters. All
+        ranks call it there, or none.
         """
         # Asked of this unit first: a clip looks at all parameters in every step.
-        if recurse and self._unit().options.in_pipeline:
-            for unit in self._units(True):
+        if recurse and _unit(self).options.in_pipeline:
+            for unit in _units(self, True):
                 if unit.awaits_split_backward:
                     unit.gather(in_pass=True)
                     unit.unshard()
@@ -526,7 +540,7 @@ class FSDPModule(Setters):
 
     def plan_report(self) -> PlanReport:
         """Return bytes, padding and placement of all groups in this module, each with its unit."""
-        paths = {self._unit(): ["(root)"]}
+        paths = {_unit(self): ["(root)"]}
         for path, module in cast(nn.Module, self).named_modules():
             unit = unit_of(module)
             if unit is not None and path:
@@ -538,16 +552,12 @@ class FSDPModule(Setters):
     def _get_fsdp_state(self) -> Any:
         return noted_state(cast(nn.Module, self))
 
-    def _finish_pipeline(self) -> None:
-        # A schedule told the units not to reduce, and reads gradients of sharded parameters next.
-        self.reduce_gradients()
-        for unit in self._units(True):
-            unit.reshard()
-
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
-        units = self._units(True)
+        units = _units(self, True)
         for unit in units:
+            if unit.schedule is not None:
+                unit.schedule.finish_early()
             unit.reshard()
             unit.finish_copies()
         module = cast(Any, super())._apply(fn, recurse)
@@ -565,14 +575,39 @@ def _no_copy(self: object, _: object) -> NoReturn:
     )
 
 
+def _finish_pipeline(module: FSDPModule) -> None:
+    # A schedule told the units not to reduce, and reads gradients of sharded parameters next.
+    module.reduce_gradients()
+    for unit in _units(module, True):
+        unit.reshard()
+
+
 def show_to_torch(module: FSDPModule) -> None:
     """Show torch's callers what they read of its own sharded modules."""
-    unit, own = module._unit(), cast(nn.Module, module)
+    unit, own = _unit(module), cast(nn.Module, module)
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         return post_forward(unit, own, output)
 
-    note_state(own, TorchState(module._finish_pipeline, partial(pre_forward, unit), after))
+    note_state(
+        own, TorchState(partial(_finish_pipeline, module), partial(pre_forward, unit), after)
+    )
+
+
+def hidden_names(module: nn.Module) -> list[str]:
+    """Return the names of `FSDPModule` that a module or its class has of its own."""
+    own: list[Container[str]] = [
+        vars(each) for each in type(module).__mro__ if each not in (nn.Module, fsdp.FSDPModule)
+    ]
+    registered = (module.named_children(), module.named_buffers(recurse=False))
+    own += [vars(module), parameters_of(module), *map(dict, registered)]
+    return [name for name in _names() if any(name in each for each in own)]
+
+
+@cache
+def _names() -> list[str]:
+    names = {name for name in dir(FSDPModule) if not name.startswith("__")}
+    return sorted(names.difference(dir(nn.Module)))
 
 
 @cache

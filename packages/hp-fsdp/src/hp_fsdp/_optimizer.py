@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, starmap, zip_longest
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -169,9 +170,9 @@ def sharded_optimizer(
 
     ``cls`` is one of torch's optimizers that update every element alone, made with ``kwargs``;
     results are those of ``cls`` on the parameters one by one. The parameter groups, the state and
-    its ``state_dict`` are per parameter, as torch's. A parameter without gradient is skipped, and
-    from then on updated apart from its neighbours; those that ``add_param_group`` adds are stepped
-    one by one. Communicates nothing.
+    its ``state_dict`` are per parameter, as torch's; what is put into the state counts from the
+    next step on. A parameter without gradient is skipped, and from then on updated apart from its
+    neighbours; those that ``add_param_group`` adds are stepped one by one. Communicates nothing.
 
     Raises `ModuleError` for a module that has nothing sharded to train, `ShardingError` for an
     optimizer of another kind.
@@ -231,6 +232,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._made = False
         super().__init__(list(parameters), dict(self._inner.defaults))
         self._made = True
+        self._listed = [list(group["params"]) for group in self.param_groups]
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -249,9 +251,21 @@ class FlatOptimizer(torch.optim.Optimizer):
             added = self.param_groups[-1]
             self._inner.add_param_group({**added, "params": list(added["params"])})
             self._others += added["params"]
+            self._listed.append(list(added["params"]))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters from their gradients; ``closure`` runs first, with gradients."""
+        """Update all parameters from their gradients; ``closure`` runs first, with gradients.
+
+        Raises `StateError` where the parameters of a group are not those that it was made with.
+        """
+        for number, (group, listed) in enumerate(zip(self.param_groups, self._listed, strict=True)):
+            if not _are_same(group["params"], listed):
+                raise StateError(
+                    f"the parameters of group {number} were changed; freeze those that are not to "
+                    "be stepped, give others to add_param_group, or make the optimizer anew"
+                )
+        if not self._is_shown():
+            self._take_state()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -315,6 +329,33 @@ class FlatOptimizer(torch.optim.Optimizer):
         for other in self._others:
             if other in self._inner.state:
                 self.state[other] = self._inner.state[other]
+        own = (piece.parameter for segment in self._segments for piece in segment.pieces)
+        self._views: list[dict[str, Any]] = [self.state[p] for p in own if p in self.state]
+        self._values = list(chain.from_iterable(map(dict.values, self._views)))
+        self._states = list(self.state.values())
+
+    def _is_shown(self) -> bool:
+        """Return whether ``state`` is what `_show_state` made it, and nothing was put into it."""
+        values = chain.from_iterable(map(dict.values, self._views))
+        return _are_same(self.state.values(), self._states) and _are_same(values, self._values)
+
+    @torch.no_grad()
+    def _take_state(self) -> None:
+        """Step with what ``state`` has now; it was loaded, or someone put it there."""
+        self._inner.state.clear()
+        self._split(self._loaded)
+        for segment in self._segments:
+            first = self.state.get(segment.pieces[0].parameter, {})
+            self._inner.state[segment.flat] = {
+                key: self._joined(segment, key) if _is_sharded(value) else _own(value)
+                for key, value in first.items()
+            }
+            if not first:
+                del self._inner.state[segment.flat]
+        for other in self._others:
+            if other in self.state:
+                self._inner.state[other] = self.state[other]
+        self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state per parameter; what a segment has once, each parameter has of its own.
@@ -328,24 +369,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         }
         return found
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state per parameter, this optimizer's or that of ``cls`` on the parameters."""
         super().load_state_dict(state_dict)
-        self._inner.state.clear()
-        self._split(self._loaded)
-        for segment in self._segments:
-            first = self.state.get(segment.pieces[0].parameter, {})
-            self._inner.state[segment.flat] = {
-                key: self._joined(segment, key) if _is_sharded(value) else value
-                for key, value in first.items()
-            }
-            if not first:
-                del self._inner.state[segment.flat]
-        for other in self._others:
-            if other in self.state:
-                self._inner.state[other] = self.state[other]
-        self._show_state()
+        self._take_state()
 
     def _loaded(self, piece: Piece) -> object:
         """Return what a parameter's state has once, such as its step number."""
@@ -363,6 +390,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             part = piece.owner.part
             part(piece.cut(flat)).copy_(part(loaded))
         return flat
+
+
+def _are_same(found: Iterable[object], known: Iterable[object]) -> bool:
+    """Return whether both have the same objects, without a call in Python for each."""
+    return all(starmap(is_, zip_longest(found, known, fillvalue=...)))
 
 
 def _has_gradient(piece: Piece) -> bool:

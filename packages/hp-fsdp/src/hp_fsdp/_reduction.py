@@ -392,6 +392,15 @@ class Reduction:
         """Return whether the reduce-scatter, and with it the packed gradients, is still alive."""
         return self._scattering is not None
 
+    @property
+    def ends_early(self) -> bool:
+        """Return whether it is finished in backward, for hooks, which one rank alone may have.
+
+        Not a sum over two axes of what is kept whole: its end starts the second one, which has to
+        come in the same place on all ranks.
+        """
+        return self.hooked and (self.scattering or not self._sums)
+
     def finish_scatter(self) -> None:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
         if self._scattering is not None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hp_dtensor import Axis
-
 from ._errors import StateError, first_error
 from ._extensions import attached
 from ._group import ParameterGroup
@@ -47,17 +45,21 @@ class Schedule:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        """Take over all units under ``root``, also from the schedules of its parts."""
+        """Take over all units under ``root``, also from the schedules of its parts.
+
+        What these have under way is ended, as it was begun on all ranks.
+        """
         self._root = root
-        self.units: list[Unit] = []
-        for module in root.modules():
-            unit = unit_of(module)
-            if unit is not None and unit not in self.units:
-                if unit.schedule is not None:
-                    unit.schedule.check_no_backward()
-                unit.schedule = self
-                unit.join(len(self.units), self.paths)
-                self.units.append(unit)
+        found = dict.fromkeys(map(unit_of, root.modules()))
+        self.units = [unit for unit in found if unit is not None]
+        for part in dict.fromkeys(unit.schedule for unit in self.units):
+            if part is not None:
+                part.check_no_backward()
+                part.finish_early()
+                part.wait_for_optimizer()
+        for number, unit in enumerate(self.units):
+            unit.schedule = self
+            unit.join(number, self.paths)
         self.device = self.units[0].device
         self._name_groups()
         # The host writes to memory that copies from the CPU read.
@@ -80,7 +82,7 @@ class Schedule:
         self._ahead = 0
         self._reductions: list[Reduction] = []
         self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
-        self._hooked: list[Reduction] = []  # those of them whose parameters have hooks
+        self._hooked: list[Reduction] = []  # those of them that end early
         self._in_flight = 1
         self._late: Unit | None = None  # gathered when the unit that backward is in was left
 
@@ -102,16 +104,21 @@ class Schedule:
                 group.streams = None if streams is None else streams.named(group.path)
 
     def _split_axes(self) -> None:
-        """Make the process groups of units that reshard to fewer ranks, one per set of ranks."""
-        made: dict[tuple[tuple[int, ...], int], Axis] = {}
-        for unit in self.units:
-            size = unit.options.reshard_after_forward
-            for group in unit.groups if size not in (None, True, False) else ():
-                axis = group.axes.shard
-                key = (axis.ranks, int(size or 0))
-                if axis.size > 1 and key not in made:
-                    made[key] = split_axis(axis, key[1])
-                group.post_forward_axis = made.get(key)
+        """Make the process groups of units that reshard to fewer ranks, one per set of ranks.
+
+        Those that the schedules of parts made are used.
+        """
+        chosen = [
+            (group, (group.axes.shard.ranks, int(size or 0)))
+            for unit in self.units
+            for size in [unit.options.reshard_after_forward]
+            for group in (unit.groups if size not in (None, True, False) else ())
+        ]
+        made = {key: group.post_forward_axis for group, key in chosen if group.post_forward_axis}
+        for group, key in chosen:
+            if key not in made and group.axes.shard.size > 1:
+                made[key] = split_axis(group.axes.shard, key[1])
+            group.post_forward_axis = made.get(key)
 
     def check_no_backward(self) -> None:
         """Raise `StateError` if an earlier backward never came to its end."""
@@ -155,9 +162,7 @@ class Schedule:
             self._checked = True
             self._warn_of_divisors()
             self._warn_of_added()
-        if self.starts_after is not None:
-            self.starts_after.wait()
-            self.starts_after = None
+        self.wait_for_optimizer()
         self._begun, self._ended = [], []
         self._begin_order = self._orders[root][0] if root in self._orders else []
         self._order = []
@@ -170,6 +175,12 @@ class Schedule:
             if unit.in_pass or unit.stale:
                 unit.reshard()
         release_gradients(self.units)
+
+    def wait_for_optimizer(self) -> None:
+        """Let the device wait for the event after an optimizer step that was set, once."""
+        if self.starts_after is not None:
+            self.starts_after.wait()
+            self.starts_after = None
 
     def _warn_of_divisors(self) -> None:
         """Warn where units divide their gradients by different numbers."""
@@ -380,7 +391,7 @@ class Schedule:
             self._reductions.append(begun)
             if begun.scattering:
                 self._scattering.append(begun)
-            if begun.hooked:
+            if begun.ends_early:
                 self._hooked.append(begun)
 
     def _make_room(self) -> None:

@@ -154,8 +154,7 @@ class ParameterSelection:
     def _dim(
         self, parameter: nn.Parameter, name: str, placement: object, degree: int
     ) -> int | None:
-        local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
-        if local.numel() < self.least_numel:
+        if _largest_numel(parameter) < self.least_numel:
             return None
         if placement is None:
             return _default_dim(parameter, degree)
@@ -164,18 +163,39 @@ class ParameterSelection:
                 f"shard_placement_fn gives {shown(placement)} for {name}; legal are Shard(dim), "
                 "None, and torch's ShardPlacementResult of one of them and a mesh"
             )
-        dim, ndim = placement.dim, local.ndim
+        dim, ndim = placement.dim, parameter.ndim
         if not -ndim <= dim < ndim:
             raise InvalidParameterError(
                 f"{name} has {ndim} dimensions, so it has no dim {dim} to shard"
             )
         dim %= ndim
-        if dim and local.shape[dim] % degree:
+        degrees = [*_own_degrees(parameter, dim), degree]
+        if dim and parameter.shape[dim] % math.prod(degrees):
             raise UnsupportedParameterError(
-                f"dim {dim} of {name}, of size {local.shape[dim]}, does not divide over {degree} "
-                "ranks; only dim 0 may be cut unevenly"
+                f"dim {dim} of {name}, of size {parameter.shape[dim]}, does not divide over "
+                f"{' x '.join(map(str, degrees))} ranks; only dim 0 may be cut unevenly"
             )
         return dim
+
+
+def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
+    """Return the sizes of the axes that shard ``dim`` of a parameter already."""
+    if not isinstance(parameter, DTensor):
+        return []
+    own = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return [size for placement, size in own if placement.is_shard(dim)]
+
+
+def _largest_numel(parameter: nn.Parameter) -> int:
+    """Return the elements of the largest part that any rank has of a parameter.
+
+    What ranks decide, they decide by this: their own parts differ where axes cut unevenly.
+    """
+    parts = (
+        -(-size // math.prod(_own_degrees(parameter, dim)))
+        for dim, size in enumerate(parameter.shape)
+    )
+    return math.prod(parts)
 
 
 def _default_dim(parameter: nn.Parameter, degree: int) -> int:
@@ -186,15 +206,13 @@ def _default_dim(parameter: nn.Parameter, degree: int) -> int:
     """
     if not isinstance(parameter, DTensor):
         return 0
-    own = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    sizes = [size for placement, size in own if placement.is_shard(0)]
+    sizes = _own_degrees(parameter, 0)
     if not sizes or parameter.shape[0] >= math.prod(sizes) * degree:
         return 0
     free = (
         dim
         for dim in range(1, parameter.ndim)
-        if parameter.shape[dim] % degree == 0
-        if not any(placement.is_shard(dim) for placement in parameter.placements)
+        if parameter.shape[dim] % degree == 0 and not _own_degrees(parameter, dim)
     )
     return next(free, 0)
 

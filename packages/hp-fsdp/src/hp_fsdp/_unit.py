@@ -321,8 +321,11 @@ class Unit:
             for group in self.groups:
                 group.undo_replacements()
             raise ParameterError("; ".join(refusals))
-        for group in self.groups if not refusals else ():
-            group.reset_sharded()
+        if not refusals:
+            for group in self.groups:
+                group.check_converted()
+            for group in self.groups:
+                group.reset_sharded()
 
     def take_attached(self) -> None:
         """Gather by the all-gather hooks that shards got since `fully_shard`, in groups of theirs.
@@ -340,11 +343,12 @@ class Unit:
     def compare(self, act: Act) -> None:
         """Compare what the ranks of the unit's axes do next, unless that was done before.
 
-        Each act of each unit is compared once, before it communicates for the first time: one
-        all-gather of 32 bytes over each axis. So ranks that come to their units in different orders
-        learn of it before wrong parameters are gathered, or a rank waits for one that never comes.
-        The collectives that a user passes do not see this. Raises `DisagreementError` on every rank
-        of the axes if it is not the same on all of them.
+        Each act of each unit is compared once, before it communicates for the first time, by an
+        all-gather over each axis: 32 bytes of each rank, over a second axis those of the first. So
+        ranks that come to their units in different orders learn of it before wrong parameters are
+        gathered, or a rank waits for one that never comes. The collectives that a user passes do
+        not see this. Raises `DisagreementError` on every rank of the axes if it is not the same on
+        all of them.
         """
         if act in self._compared or self._paths is None or not self.groups:
             return
