@@ -5,13 +5,16 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -20,9 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.futures import Future as TorchFuture
 
 from .loop import Trainer
-from .options import PREVIOUS, RUN_FILE
+from .options import PREVIOUS, RUN_FILE, checkpoints_beside, other_checkpoint
+
+METADATA_FILE = ".metadata"  # of torch's checkpoints
 
 # One entry for each tensor: ranks of a pipeline have different ones.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -124,12 +130,28 @@ class Checkpoints:
             shutil.rmtree(steps[older], ignore_errors=True)
 
 
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read."""
+
+
 def load(trainer: Trainer, folder: Path) -> None:
-    """Fill ``trainer`` in place with what `Checkpoints` wrote under the same degrees."""
+    """Fill ``trainer`` in place with what `Checkpoints` wrote under the same degrees.
+
+    Raises `CheckpointError`, on all ranks alike, which names a damaged file and the checkpoints
+    beside this one that are whole.
+    """
+    found: list[str | None] = [_damage(folder)]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, found[0])
+    _raise_damage(folder, found)
     state = _state(trainer)
     settings = [{**group, "params": ()} for group in trainer.optimizer.param_groups]
-    with _alone_in_silence():
-        dcp_load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    try:
+        with _alone_in_silence():
+            dcp_load(state, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        _raise_damage(folder, [str(each[0]) for each in error.failures.values()])
     set_state_dict(
         trainer.model,
         trainer.optimizer,
@@ -141,6 +163,55 @@ def load(trainer: Trainer, folder: Path) -> None:
         group.update({**own, "params": group["params"]})  # this run's, not the saved one's
     fields = json.loads((folder / RUN_FILE).read_text())
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
+
+
+class _Reader(FileSystemReader):
+    """Reads one file after another, so that what raises is known to be of that file."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), planner).wait()
+            except Exception as error:
+                raise CheckpointError(_unreadable(Path(self.path) / name, error)) from None
+        done: TorchFuture[None] = TorchFuture()
+        done.set_result(None)
+        return done
+
+
+def _damage(folder: Path) -> str | None:
+    """Return which file is not there or shorter than what was written; read one file only."""
+    path = folder / METADATA_FILE
+    try:
+        needed: dict[str, int] = {}
+        for stored in FileSystemReader(folder).read_metadata().storage_data.values():
+            end = stored.offset + stored.length
+            needed[stored.relative_path] = max(end, needed.get(stored.relative_path, 0))
+        for name, size in needed.items():
+            path = folder / name
+            if (found := path.stat().st_size) < size:
+                return f"{path} is damaged: it has {found:,} bytes of {size:,}"
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise whatever it likes
+        return _unreadable(path, error)
+    return None
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    missing = isinstance(error, FileNotFoundError)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
+    return f"{path} is " + ("missing" if missing else f"damaged and cannot be read ({reason})")
+
+
+def _raise_damage(folder: Path, found: Iterable[str | None]) -> None:
+    """Raise unless nothing was found, with the checkpoints beside this one that are whole."""
+    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
+    if not reasons:
+        return
+    whole = [path for path in checkpoints_beside(folder) if _damage(path) is None]
+    raise CheckpointError(f"{'; '.join(reasons)}; {other_checkpoint(whole)}")
 
 
 def _sync_folder(folder: Path) -> None:

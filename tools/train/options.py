@@ -208,6 +208,23 @@ def name_degrees(dims: Mapping[str, Any]) -> str:
     return " ".join(f"{n}={dims[n]}" for n in names if dims[n] not in (None, 1)) or "all degrees 1"
 
 
+def checkpoints_beside(folder: Path) -> list[Path]:
+    """Return the other checkpoints in a checkpoint's folder, the latest first, whole or not."""
+    run = Path(os.path.abspath(folder)).parent
+    names = [name.rpartition("-") for name in os.listdir(run)]
+    steps = [int(step) for stem, _, step in names if stem == CHECKPOINT and step.isdecimal()]
+    all_names = [CHECKPOINT, PREVIOUS, *(f"{CHECKPOINT}-{n}" for n in sorted(steps, reverse=True))]
+    found = [folder.parent / name for name in all_names]
+    return [each for each in found if os.path.isdir(each) and not _same_path(each, folder)]
+
+
+def other_checkpoint(whole: Sequence[Path]) -> str:
+    """Return what to do where a checkpoint is damaged and those beside it are ``whole``."""
+    if not whole:
+        return "no other beside it is whole"
+    return f"go on from another, --resume {' or '.join(map(str, whole))}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return the number with its noun, in the plural where it is not one."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
@@ -642,7 +659,8 @@ def _saved_run(folder: Path) -> _SavedRun:
 
 def _read_fields(path: Path) -> Mapping[str, Any]:
     """Return what a checkpoint says about its run, with every field that a run goes on from."""
-    remedy = "the checkpoint is damaged, go on from another"
+    beside = [each for each in checkpoints_beside(path.parent) if os.path.isfile(each / RUN_FILE)]
+    remedy = f"the checkpoint is damaged; {other_checkpoint(beside)}"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

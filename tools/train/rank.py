@@ -24,7 +24,7 @@ from hp_dtensor import Collectives, RecordingCollectives
 from hp_ep import ExpertConfigError
 from hp_mesh import ParallelMesh
 
-from .checkpoint import Checkpoints, load
+from .checkpoint import CheckpointError, Checkpoints, load
 from .config import ModelError, TransformersConfig
 from .data import Samples
 from .hugging_face import build_transformers, forward_alone
@@ -41,8 +41,8 @@ from .text import TextError, read_corpus
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# What is refused of a model or of options on every rank alike, before anything is communicated.
-REFUSALS = (ModelError, TextError, ContextParallelError, ExpertConfigError)
+# What is refused of a model, a checkpoint or options, before the first step, on every rank alike.
+REFUSALS = (ModelError, TextError, CheckpointError, ContextParallelError, ExpertConfigError)
 
 
 class Refused(ValueError):
@@ -127,8 +127,8 @@ def _run(options: Options) -> bool:
 def _train_alone(options: Options, device: torch.device) -> tuple[bool, Report | None]:
     with _refusals():
         trainer = _reference(options, device)
-    if options.resume is not None:
-        load(trainer, options.resume)
+        if options.resume is not None:
+            load(trainer, options.resume)
     report = Report(options, trainer.step)
     stopped = _train(trainer, options, report, None, Profiler(options.profile, options.out))
     report.totals(peak_memory(device), {})
@@ -147,8 +147,8 @@ def _train_together(options: Options, device: torch.device) -> tuple[bool, Repor
     collectives = RecordingCollectives(profiler.collectives)
     with _refusals():
         trainer = _spread(options, mesh, device, collectives)
-    if options.resume is not None:
-        load(trainer, options.resume)
+        if options.resume is not None:
+            load(trainer, options.resume)
     report = Report(options, trainer.step) if dist.get_rank() == 0 else None
     stopped = _train(trainer, options, report, collectives, profiler)
     peak = largest_of_ranks(peak_memory(device), mesh, device)

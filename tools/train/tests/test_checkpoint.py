@@ -1,12 +1,13 @@
 """Checkpoints on one process: what bears the name is whole."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from train.checkpoint import Checkpoints, load
+from train.checkpoint import CheckpointError, Checkpoints, load
 from train.config import ModelConfig, TrainConfig
 from train.data import Samples
 from train.loop import Trainer
@@ -87,3 +88,46 @@ def test_the_last_checkpoints_stay_with_their_steps(tmp_path: Path) -> None:
     checkpoints.finish()
     assert {path.name for path in tmp_path.iterdir()} == found.keys()
     assert _step(tmp_path / "checkpoint") == 6
+
+
+def _saved_twice(run: Path) -> Path:
+    """Return the latest of two checkpoints, of step 2; ``checkpoint-1`` lies beside it."""
+    trainer, checkpoints = _trainer(), Checkpoints(run / "checkpoint", {}, keep=2)
+    for _ in range(2):
+        trainer.train_step(DATA)
+        checkpoints.start(trainer)
+        checkpoints.finish()
+    return run / "checkpoint"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _turn(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    path.write_bytes(content)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("harm", [_cut, _turn, _empty, Path.unlink])
+def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(
+    tmp_path: Path, name: str, harm: Callable[[Path], object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    latest = _saved_twice(tmp_path)
+    harm(latest / name)
+    with pytest.raises(CheckpointError) as raised:
+        load(_trainer(), latest)
+    said = str(raised.value)
+    assert f"{latest / name}" in said
+    assert said.endswith(f"; go on from another, --resume {tmp_path / 'checkpoint-1'}")
+    assert "\n" not in said
+    assert capfd.readouterr().err == ""
+    _empty(tmp_path / "checkpoint-1" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="; no other beside it is whole$"):
+        load(_trainer(), latest)

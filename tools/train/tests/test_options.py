@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,16 @@ def test_all_that_differs_from_the_checkpoint_is_named(
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / RUN_FILE).write_text(content)
     with pytest.raises(OptionsError, match=f"{tmp_path / RUN_FILE} .*; the checkpoint is damaged"):
+        parse(["--resume", str(tmp_path)])
+
+
+def test_of_a_damaged_checkpoint_the_others_are_named(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    for step in (9, 10):
+        shutil.copytree(tmp_path / CHECKPOINT, tmp_path / f"{CHECKPOINT}-{step}")
+    (tmp_path / CHECKPOINT / RUN_FILE).write_text("{")
+    others = [str(tmp_path / f"{CHECKPOINT}-{step}") for step in (10, 9)]
+    with pytest.raises(OptionsError, match=f"; go on from another, --resume {' or '.join(others)}"):
         parse(["--resume", str(tmp_path)])
 
 

@@ -207,3 +207,35 @@ def test_what_the_packages_refuse_of_a_model_is_one_message_of_all_ranks(tmp_pat
     assert done.status == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("train: error: the model has attention dropout 0.1 in training")
+
+
+TINY = {
+    "model_type": "built-in",
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "intermediate_size": 16, "moe_intermediate_size": 8},
+}
+
+
+def _tiny(folder: Path) -> list[str]:
+    """Return the words of a run of two ranks that takes no time."""
+    model = folder / "tiny.json"
+    model.write_text(json.dumps(TINY))
+    return ["--model", str(model), "--batch-size", "4", "--seq-len", "16"]
+
+
+def _refused(*words: str) -> str:
+    """Return the one line of standard error of a run that ends with status 2."""
+    done = run_program(PROGRAM, words, timeout=500)
+    assert done.status == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _train(out, *_tiny(tmp_path), *_two(2), "--checkpoint-every", "1", "--keep", "2")
+    damaged = out / "checkpoint" / "__1_0.distcp"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    line = _refused("--resume", str(out), "--out", str(tmp_path / "other"))
+    assert line.startswith(f"train: error: {damaged} is damaged and cannot be read (")
+    assert line.endswith(f"; go on from another, --resume {out / 'checkpoint-1'}")
