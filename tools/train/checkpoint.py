@@ -175,7 +175,7 @@ class _Reader(FileSystemReader):
         for name, items in by_file.items():
             try:
                 super().read_data(replace(plan, items=items), planner).wait()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - what torch's reader raises of any bytes
                 raise CheckpointError(_unreadable(Path(self.path) / name, error)) from None
         done: TorchFuture[None] = TorchFuture()
         done.set_result(None)

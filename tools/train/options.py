@@ -157,6 +157,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     _check_samples(corpus, train, bool(given.eval_every))
     model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size, dims.tp)
     _check_degrees(dims, model, train)
+    _check_dropout(dims, model, compare)
     schedule, stages = _stages(given, dims, model, train.accumulate)
     done = 0 if saved is None else int(saved.fields["step"])
     if given.resume == AUTO and given.steps is not None and 0 < given.steps == done:
@@ -514,6 +515,27 @@ def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig
             f"batch-size={train.batch_size} cannot be cut into accumulate={train.accumulate} parts "
             f"for {ranks} data-parallel ranks; use a multiple of {ranks * train.accumulate}"
         )
+
+
+def _check_dropout(dims: ParallelDims, model: AnyModelConfig, compare: int) -> None:
+    """Raise where dropout cannot be that of one process, or of a whole sequence."""
+    found = model.dropouts if isinstance(model, TransformersConfig) else {}
+    of_attention = {name: value for name, value in found.items() if "att" in name}
+    remedy = "set it to 0 in the configuration of the model"
+    if dims.cp > 1 and of_attention:
+        raise OptionsError(
+            f"cp={dims.cp} with {_words_of(of_attention)}: dropout of attention is not supported "
+            f"where ranks hold parts of a sequence; use cp=1, or {remedy}"
+        )
+    if compare and found:
+        raise OptionsError(
+            f"--compare with {_words_of(found)}: ranks and one process drop other numbers, so that "
+            f"their losses differ; leave --compare out, or {remedy}"
+        )
+
+
+def _words_of(numbers: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in numbers.items())
 
 
 def _inherited(given: argparse.Namespace) -> dict[str, Any]:

@@ -129,5 +129,5 @@ def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(
     assert "\n" not in said
     assert capfd.readouterr().err == ""
     _empty(tmp_path / "checkpoint-1" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match="; no other beside it is whole$"):
+    with pytest.raises(CheckpointError, match=r"; no other beside it is whole$"):
         load(_trainer(), latest)

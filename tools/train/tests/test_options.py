@@ -503,3 +503,34 @@ def test_numbers_that_a_configuration_leaves_out_are_those_of_the_library(tmp_pa
     path.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2, **fields}))
     with pytest.raises(ModelError, match="bert with is_decoder=False, which sees the tokens"):
         parse(words)
+
+
+def test_dropout_is_refused_where_it_cannot_be_that_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    shape = {"n_layer": 2, "n_embd": 64, "n_head": 4}
+    words = ["--model", str(path), "--procs", "2"]
+
+    def write(**fields: float) -> None:
+        path.write_text(json.dumps({"model_type": "gpt2", **shape, **fields}))
+
+    write()  # the library's default is 0.1
+    with pytest.raises(OptionsError) as raised:
+        parse([*words, "--compare"])
+    said = str(raised.value)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        assert f" {name}=0.1" in said
+    assert said.endswith("; leave --compare out, or set it to 0 in the configuration of the model")
+    assert parse(words).compare == 0
+    with pytest.raises(
+        OptionsError, match=r"^cp=2 with attn_pdrop=0\.1: dropout of .*; use cp=1, or"
+    ):
+        parse([*words, "--cp", "2"])
+    write(attn_pdrop=0)
+    assert parse([*words, "--cp", "2"]).dims.cp == 2
+    write(attn_pdrop=0, resid_pdrop=0, embd_pdrop=0.0)
+    assert parse([*words, "--compare"]).compare == 60
+    fields = json.loads((CATALOGUE / "qwen3-moe-tiny.json").read_text())
+    path.write_text(json.dumps({**fields, "model_type": "mixtral", "router_jitter_noise": 0.5}))
+    with pytest.raises(OptionsError, match=r"--compare with router_jitter_noise=0\.5: "):
+        parse([*words, "--compare"])
