@@ -22,9 +22,9 @@ HELD = ".lock"  # in the folder of a run, while it goes on
 def main(argv: Sequence[str]) -> int:
     """Run the trainer with the words of a command line and return the exit status.
 
-    Bad options end with one message and status 2 before torch is loaded; so do too few GPUs, which
-    torch counts, before a rank starts. With ``RANK`` and ``WORLD_SIZE`` in the environment
-    (torchrun, or the launcher) this process is that rank.
+    Bad options end with one message and status 2 before torch is loaded; so do too few GPUs and an
+    unknown compiler, which torch tells, before a rank starts. With ``RANK`` and ``WORLD_SIZE`` in
+    the environment (torchrun, or the launcher) this process is that rank.
     """
     with contextlib.ExitStack() as held:
         return _main(argv, held)
@@ -39,6 +39,8 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         options = parse(argv, int(os.environ["WORLD_SIZE"]) if joins else None)
         if options.device == "cuda" and not joins:
             _check_gpus(options.world_size)
+        if options.compile is not None and RENDEZVOUS not in os.environ:
+            _check_compiler(options.compile)
         # A cluster's ranks agree on a folder that was not given once they have joined.
         # The launcher has made it for the ranks that it started, and holds it.
         if leads and RENDEZVOUS not in os.environ and (options.out_given or not joins):
@@ -87,6 +89,17 @@ def _check_gpus(processes: int) -> None:
             f"machine has {counted(found, 'GPU')}; use "
             + (f"--procs {found} or fewer, or " if found > 1 else "--procs 1 or " * found)
             + "--device cpu"
+        )
+
+
+def _check_compiler(name: str) -> None:
+    import torch
+
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        usual = torch.compiler.list_backends()
+        raise OptionsError(
+            f"compile={name} is no compiler of torch's; use {', '.join(usual)}, or aot_eager or "
+            "eager, which generate no code"
         )
 
 
