@@ -34,6 +34,10 @@ METADATA_FILE = ".metadata"  # of torch's checkpoints
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
+class WriteError(OSError):
+    """A checkpoint was not written."""
+
+
 class Checkpoints:
     """The latest checkpoint of a run, in ``folder``, written while the run goes on.
 
@@ -56,13 +60,17 @@ class Checkpoints:
         """Copy parameters, AdamW's state, step and samples consumed, and begin to write them.
 
         Waits for the write before this one. A process without others writes at once.
+
+        Raises:
+            WriteError: A checkpoint was not written, this one or the one before.
         """
         self.finish()
-        if _first():
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
-        _barrier()
         self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
+        if _first():
+            with self._said():
+                shutil.rmtree(self._partial, ignore_errors=True)
+                self._partial.mkdir(parents=True)
+        _barrier()
         state = _state(trainer)
         if self._group is None:
             with _alone_in_silence(), self._said():
@@ -74,49 +82,73 @@ class Checkpoints:
             found = async_save(state, checkpoint_id=folder, process_group=group)
             self._writing = cast("Future[Any]", found)
 
-    def poll(self) -> None:
-        """Give the folder its name if what is under way has been written."""
-        if self._writing is not None and self._writing.done():
-            self._complete()
+    def poll(self) -> bool:
+        """Give the folder its name if what is under way has been written.
+
+        Returns whether it could not be written, for which `finish` raises, on all ranks that call
+        it: the ranks must agree on when they do.
+        """
+        if self._writing is None or not self._writing.done():
+            return False
+        if self._writing.exception() is not None:
+            return True
+        self._complete()
+        return False
 
     def finish(self) -> None:
-        """Wait until what is under way has been written on all ranks, and named."""
+        """Wait until what is under way has been written on all ranks, and named.
+
+        Raises:
+            WriteError: It was not written.
+        """
         if self._writing is not None:
             self._complete()
         _barrier()
 
     def _complete(self) -> None:
         writing, self._writing = self._writing, None
-        if writing is not None:
-            with self._said():
+        with self._said():
+            if writing is not None:
                 writing.result()  # the first rank's comes when all have written
-        if _first():
-            with (self._partial / RUN_FILE).open("w") as file:
-                file.write(json.dumps(self._fields, indent=1))
-                file.flush()
-                os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
-            _sync_folder(self._partial)
-            previous = self._folder.with_name(PREVIOUS)
-            if self._folder.exists():
-                shutil.rmtree(previous, ignore_errors=True)
-                os.replace(self._folder, previous)
-            os.replace(self._partial, self._folder)
-            _sync_folder(self._folder.parent)  # before the one before is removed
-            if self._keep > 1 and (step := _step_of(previous)) is not None:
-                self._retire(previous, step)
+            if _first():
+                self._take_name()
+
+    def _take_name(self) -> None:
+        with (self._partial / RUN_FILE).open("w") as file:
+            file.write(json.dumps(self._fields, indent=1))
+            file.flush()
+            os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
+        _sync_folder(self._partial)
+        previous = self._folder.with_name(PREVIOUS)
+        if self._folder.exists():
             shutil.rmtree(previous, ignore_errors=True)
+            os.replace(self._folder, previous)
+        os.replace(self._partial, self._folder)
+        _sync_folder(self._folder.parent)  # before the one before is removed
+        if self._keep > 1 and (step := _step_of(previous)) is not None:
+            self._retire(previous, step)
+        shutil.rmtree(previous, ignore_errors=True)
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
-        """Say in one line what torch says in a traceback of each rank."""
+        """Say in one line what torch says in a traceback of each rank; leave no part behind."""
         try:
             yield
-        except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
-            free = shutil.disk_usage(self._partial).free // 2**20  # a full disk has other names
-            raise OSError(
+        except (CheckpointException, OSError) as error:
+            of_all = isinstance(error, CheckpointException)
+            failures = error.failures.items() if isinstance(error, CheckpointException) else ()
+            reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in failures) or str(error)
+            # A full disk has many names; this is looked at before the first rank makes room.
+            free = shutil.disk_usage(self._folder.parent).free // 2**20
+            if of_all:
+                _barrier()
+            if _first():
+                shutil.rmtree(self._partial, ignore_errors=True)
+            before = f"{self._folder}, the one before it, stays"
+            raise WriteError(
                 f"the checkpoint of step {self._fields['step']} was not written to {self._partial} "
-                f"({reasons}), where {free:,} MiB are free; the one before it stays"
+                f"({' '.join(reasons.split())}), where {free:,} MiB are free; "
+                + (before if self._folder.exists() else "there is none before it")
             ) from None
 
     def _retire(self, previous: Path, step: int) -> None:

@@ -24,12 +24,12 @@ from hp_dtensor import Collectives, RecordingCollectives
 from hp_ep import ExpertConfigError
 from hp_mesh import ParallelMesh
 
-from .checkpoint import CheckpointError, Checkpoints, load
+from .checkpoint import CheckpointError, Checkpoints, WriteError, load
 from .config import ModelError, TransformersConfig
 from .data import Samples
 from .hugging_face import build_transformers, forward_alone
 from .launch import RENDEZVOUS, STOPPED_STATUS, USAGE_STATUS, note_failure
-from .loop import Trainer, largest_of_ranks
+from .loop import Diverged, Trainer, largest_of_ranks
 from .memory import peak_memory
 from .model import Forward, LanguageModel, build_model, call_built_in
 from .options import CHECKPOINT, Options, default_out
@@ -43,6 +43,8 @@ GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # What is refused of a model, a checkpoint or options, before the first step, on every rank alike.
 REFUSALS = (ModelError, TextError, CheckpointError, ContextParallelError, ExpertConfigError)
+# What ends a run on every rank alike, and says all that there is to know.
+ENDS = (WriteError, Diverged)
 
 
 class Refused(ValueError):
@@ -54,15 +56,20 @@ def run_rank(options: Options) -> int:
 
     A rank that fails prints its own traceback, tells the launcher when, and is gone at once:
     closing its groups in order would wait for peers that wait for it. What all ranks refuse is one
-    message and status 2. After SIGTERM the step under way is the last, it is saved, and the status
-    is that of the signal.
+    message and status 2; what ends them all, one message and status 1. After SIGTERM the step under
+    way is the last, it is saved, and the status is that of the signal.
     """
     try:
         stopped = record(_run)(options)
-    except Refused as refused:
+    except (Refused, *ENDS) as error:
         if RENDEZVOUS in os.environ or os.environ.get("RANK", "0") == "0":
-            print(f"train: error: {refused}", file=sys.stderr, flush=True)
-        os._exit(USAGE_STATUS)
+            print(f"train: error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, Refused):
+            os._exit(USAGE_STATUS)
+        if RENDEZVOUS in os.environ:
+            note_failure(int(os.environ["RANK"]))
+        sys.stdout.flush()
+        os._exit(1)
     except BaseException:  # noqa: BLE001 - whatever it is, it ends this rank and is shown
         if RENDEZVOUS in os.environ:
             note_failure(int(os.environ["RANK"]))
@@ -84,7 +91,7 @@ def _refusals() -> Iterator[None]:
 class _Termination:
     """SIGTERM, which ranks hear at different times, agreed on after each step.
 
-    Making one makes a process group, over which each `agreed` communicates one number: no group of
+    Making one makes a process group, over which each `agreed` communicates two numbers: no group of
     the mesh has all ranks.
     """
 
@@ -96,13 +103,13 @@ class _Termination:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard = True
 
-    def agreed(self) -> bool:
-        """Return whether any rank has heard it."""
+    def agreed(self, failed: bool) -> tuple[bool, bool]:
+        """Return whether any rank has heard it, and whether any has ``failed``."""
         if self._group is None:
-            return self._heard
-        heard = torch.tensor(int(self._heard))
-        dist.all_reduce(heard, dist.ReduceOp.MAX, group=self._group)
-        return bool(heard)
+            return self._heard, failed
+        found = torch.tensor([self._heard, failed], dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found[0]), bool(found[1])
 
     def close(self) -> None:
         """Let the signal end this process again."""
@@ -192,12 +199,14 @@ def _train(
         before = {} if collectives is None else collectives.by_axis
         if report is not None:
             report.step(result, peak_memory(trainer.device), moved)
-        checkpoints.poll()
+        heard, failed = termination.agreed(checkpoints.poll())
+        if failed:
+            checkpoints.finish()
         due = options.checkpoint_every and trainer.step % options.checkpoint_every == 0
         if due and not trainer.skipped:  # what gives no finite gradients replaces no checkpoint
             checkpoints.start(trainer)
             saved = trainer.step
-        stopped = termination.agreed() and trainer.step < options.steps
+        stopped = heard and trainer.step < options.steps
     profiler.close()
     if saved != trainer.step:
         checkpoints.start(trainer)

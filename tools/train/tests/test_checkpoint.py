@@ -57,11 +57,15 @@ def test_a_write_that_is_cut_off_never_becomes_the_latest(
             raise OSError("no space left")
 
         broken.setattr(torch, "save", fail)
-        said = (
-            r"of step 2 was not written to .*partial \(rank 0: no space left\), where .* free; the"
-        )
-        with pytest.raises(OSError, match=said):
+        said = r"of step 2 was not written to .*partial \(rank 0: no space left\), where .* free; "
+        with pytest.raises(OSError, match=said) as raised:
             checkpoints.start(trainer)
+        assert str(raised.value).endswith(f"; {folder}, the one before it, stays")
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+        with pytest.raises(OSError, match=r"; there is none before it$"):
+            Checkpoints(tmp_path / "other" / "checkpoint", {}).start(trainer)
+        assert not [*(tmp_path / "other").iterdir()]
+        (tmp_path / "other").rmdir()
     assert _step(folder) == 1
     checkpoints.start(trainer)
     checkpoints.finish()

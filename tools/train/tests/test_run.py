@@ -248,3 +248,40 @@ def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> Non
     line = _refused("--resume", str(out), "--out", str(tmp_path / "other"))
     assert line.startswith(f"train: error: {damaged} is damaged and cannot be read (")
     assert line.endswith(f"; go on from another, --resume {out / 'checkpoint-1'}")
+
+
+# Files grow no larger than this: the model's cannot be written, the log can.
+FULL = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def _ended_alike(out: Path, path: str, *words: str) -> str:
+    """Return what two ranks said alike before they ended with status 1, without a traceback."""
+    done = run_program(path, [*words, "--out", str(out), "--procs", "2"], timeout=500)
+    assert done.status == 1
+    ranks, line = done.stderr.splitlines()
+    assert ranks == "2 ranks failed alike, with exit status 1"
+    return line
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    program, out = tmp_path / "full.py", tmp_path / "out"
+    program.write_text(FULL)
+    words = [*_tiny(tmp_path), "--steps", "39", "--checkpoint-every", "20"]
+    line = _ended_alike(out, str(program), PROGRAM, *words)
+    assert line.startswith("train: error: the checkpoint of step 20 was not written to ")
+    assert line.endswith("; there is none before it")
+    assert not [*out.glob("checkpoint*")]
+    assert 20 <= len((out / "log.jsonl").read_text().splitlines()) < 39  # told before the end
+
+
+def test_a_run_that_diverges_ends_with_one_line(tmp_path: Path) -> None:
+    words = ["--lr", "1e30", "--warmup-steps", "0", "--steps", "30"]
+    line = _ended_alike(tmp_path / "out", PROGRAM, *_tiny(tmp_path), *words)
+    assert line.startswith("train: error: the gradients' norm was ")
+    assert line.endswith("go on from an older checkpoint")
