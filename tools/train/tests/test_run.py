@@ -253,6 +253,7 @@ def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> Non
 # Files grow no larger than this: the model's cannot be written, the log can.
 FULL = """
 import resource, runpy, signal, sys
+sys.dont_write_bytecode = True
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 sys.argv = sys.argv[1:]
