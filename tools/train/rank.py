@@ -92,57 +92,57 @@ class _Termination:
     """SIGTERM, which ranks hear at different times, agreed on after each step.
 
     Making one makes a process group, over which each `agreed` communicates two numbers: no group of
-    the mesh has all ranks.
+    the mesh has all ranks. From then on the signal ends this process no more: what is left after
+    the last step, as the summary, is made.
     """
 
     def __init__(self) -> None:
-        self._heard = False
+        self.heard = False  # by this rank
+        self.stopped = False  # the run, by it, before its last step
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._previous = signal.signal(signal.SIGTERM, self._hear)
+        signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard = True
+        self.heard = True
 
     def agreed(self, failed: bool) -> tuple[bool, bool]:
         """Return whether any rank has heard it, and whether any has ``failed``."""
         if self._group is None:
-            return self._heard, failed
-        found = torch.tensor([self._heard, failed], dtype=torch.int32)
+            return self.heard, failed
+        found = torch.tensor([self.heard, failed], dtype=torch.int32)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return bool(found[0]), bool(found[1])
 
-    def close(self) -> None:
-        """Let the signal end this process again."""
-        signal.signal(signal.SIGTERM, self._previous)
+    def leave(self) -> None:
+        """Drop the group, which nothing may hold when it is destroyed."""
+        self._group = None
 
 
 def _run(options: Options) -> bool:
     """Return whether the run has been stopped before its last step."""
     torch.set_num_threads(1)
     device = _device(options)
-    if options.reference:
-        stopped, report = _train_alone(options, device)
-    else:
-        stopped, report = _train_together(options, device)
-        if report is not None and options.compare and not stopped:
-            _follow_reference(options, report)
+    train = _train_alone if options.reference else _train_together
+    termination, report = train(options, device)
     if report is not None:
+        if options.compare and not termination.stopped:
+            _follow_reference(options, report, termination)
         report.finish()
-    return stopped
+    return termination.stopped
 
 
-def _train_alone(options: Options, device: torch.device) -> tuple[bool, Report | None]:
+def _train_alone(options: Options, device: torch.device) -> tuple[_Termination, Report | None]:
     with _refusals():
         trainer = _reference(options, device)
         if options.resume is not None:
             load(trainer, options.resume)
     report = Report(options, trainer.step)
-    stopped = _train(trainer, options, report, None, Profiler(options.profile, options.out))
+    termination = _train(trainer, options, report, None, Profiler(options.profile, options.out))
     report.totals(peak_memory(device), {})
-    return stopped, report
+    return termination, report
 
 
-def _train_together(options: Options, device: torch.device) -> tuple[bool, Report | None]:
+def _train_together(options: Options, device: torch.device) -> tuple[_Termination, Report | None]:
     """Train with the other ranks and leave them; the rank that leads returns the report so far."""
     _join(options)
     check_agreement(options)
@@ -157,7 +157,7 @@ def _train_together(options: Options, device: torch.device) -> tuple[bool, Repor
         if options.resume is not None:
             load(trainer, options.resume)
     report = Report(options, trainer.step) if dist.get_rank() == 0 else None
-    stopped = _train(trainer, options, report, collectives, profiler)
+    termination = _train(trainer, options, report, collectives, profiler)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
         report.totals(peak, collectives.by_axis)
@@ -169,7 +169,7 @@ def _train_together(options: Options, device: torch.device) -> tuple[bool, Repor
     del mesh
     gc.collect()
     dist.destroy_process_group()
-    return stopped, report
+    return termination, report
 
 
 def _train(
@@ -178,17 +178,14 @@ def _train(
     report: Report | None,
     collectives: RecordingCollectives | None,
     profiler: Profiler,
-) -> bool:
-    """Train up to the last step, or to SIGTERM, and save; return whether it was the signal.
-
-    ``report`` is told about each step.
-    """
-    data, stopped = _samples(options), False
+) -> _Termination:
+    """Train up to the last step, or to SIGTERM, and save; ``report`` is told about each step."""
+    data = _samples(options)
     first = saved = trainer.step
     checkpoints = Checkpoints(options.out / CHECKPOINT, options.identity, options.keep)
     termination = _Termination()
     before: Mapping[str, Counts] = {}
-    while trainer.step < options.steps and not stopped:
+    while trainer.step < options.steps and not termination.stopped:
         profiler.before(trainer.step + 1, trainer.model)
         with _refusals() if trainer.step == first else contextlib.nullcontext():
             result = trainer.train_step(data)
@@ -206,20 +203,20 @@ def _train(
         if due and not trainer.skipped:  # what gives no finite gradients replaces no checkpoint
             checkpoints.start(trainer)
             saved = trainer.step
-        stopped = heard and trainer.step < options.steps
+        termination.stopped = heard and trainer.step < options.steps
     profiler.close()
     if saved != trainer.step:
         checkpoints.start(trainer)
     checkpoints.finish()
-    termination.close()
-    return stopped
+    termination.leave()
+    return termination
 
 
-def _follow_reference(options: Options, report: Report) -> None:
-    """Make the first steps again in this process alone, for the report to compare."""
+def _follow_reference(options: Options, report: Report, termination: _Termination) -> None:
+    """Make the first steps again in this process alone, for the report to compare, to SIGTERM."""
     trainer = _reference(options, _device(options))
     data = _samples(options)
-    while trainer.step < min(options.steps, options.compare):
+    while trainer.step < min(options.steps, options.compare) and not termination.heard:
         report.reference_step(trainer.train_step(data))
 
 

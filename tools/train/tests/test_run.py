@@ -286,3 +286,36 @@ def test_a_run_that_diverges_ends_with_one_line(tmp_path: Path) -> None:
     line = _ended_alike(tmp_path / "out", PROGRAM, *_tiny(tmp_path), *words)
     assert line.startswith("train: error: the gradients' norm was ")
     assert line.endswith("go on from an older checkpoint")
+
+
+# The launcher hears SIGTERM when all steps of the run, and the first of the comparison, are made.
+ENDED = """
+import os, runpy, signal, sys, time
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+from train.report import Report
+
+step = Report.reference_step
+def stop(self, result):
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1.0)
+    step(self, result)
+Report.reference_step = stop
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_what_is_left_after_the_last_step_is_made_though_the_run_is_told_to_end(
+    tmp_path: Path,
+) -> None:
+    program, out = tmp_path / "ended.py", tmp_path / "out"
+    program.write_text(ENDED)
+    words = [PROGRAM, *_tiny(tmp_path), *_two(2), "--compare", "--out", str(out)]
+    done = run_program(str(program), words, timeout=500)
+    assert (done.status, done.stderr) == (143, "SIGTERM: ending 2 ranks\n")
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["reference_max_rel_diff"] < 1e-12
+    assert "1 of 2 steps: SIGTERM came" in done.stdout
+    assert str(out / "checkpoint") in done.stdout
+    assert (out / "loss.png").is_file()
