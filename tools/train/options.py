@@ -279,7 +279,12 @@ def _parser() -> argparse.ArgumentParser:
         help="then make the first steps again on one process and compare the losses; "
         f"{COMPARED_STEPS} steps without a number, as in the run without options; 0 makes none",
     )
-    run("--eval-every", type=int, metavar="N", help="every N steps the loss of held-out text")
+    run(
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="every N steps, and at the end, the loss of held-out text",
+    )
     data = parser.add_argument_group("data").add_argument
     data(
         "--data",

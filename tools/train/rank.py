@@ -191,7 +191,9 @@ def _train(
             result = trainer.train_step(data)
         profiler.after(trainer.step)
         moved = _difference({} if collectives is None else collectives.by_axis, before)
-        if options.eval_every and trainer.step % options.eval_every == 0:
+        if options.eval_every and (
+            trainer.step % options.eval_every == 0 or trainer.step == options.steps
+        ):
             result = replace(result, eval_loss=trainer.evaluate(data))
         before = {} if collectives is None else collectives.by_axis
         if report is not None:

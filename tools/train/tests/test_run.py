@@ -67,6 +67,14 @@ def test_the_reference_is_one_process_without_traffic(tmp_path: Path) -> None:
     assert [step for step, _, _ in losses] == [1]
 
 
+def test_held_out_text_is_looked_at_in_the_end_too(tmp_path: Path) -> None:
+    words = [*_tiny(tmp_path), "--reference", "--steps", "3", "--eval-every", "2"]
+    _, _, shown = _train(tmp_path / "out", *words)
+    records = [json.loads(x) for x in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [record["eval_loss"] is not None for record in records] == [False, True, True]
+    assert f"held-out loss {records[2]['eval_loss']:.4f}" in shown
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
