@@ -97,6 +97,7 @@ class Options:
             "dtype": self.dtype,
             "text": self.digest,
             "model": _digest_of(self.model),
+            "model_fields": _fields_of(self.model),
             "seq_len": self.train.seq_len,
             "held_out": self.eval_every > 0,
             "options": dict(self.inherited),
@@ -105,7 +106,8 @@ class Options:
     @property
     def common(self) -> dict[str, Any]:
         """Return what all ranks must agree on, which read it each for itself."""
-        own = {name: value for name, value in self.identity.items() if name != "options"}
+        apart = ("options", "model_fields")  # of which there is a digest
+        own = {name: value for name, value in self.identity.items() if name not in apart}
         names = (
             *("steps", "done", "device", "reference", "checkpoint_activations", "compile"),
             *("schedule", "stages_per_rank", "eval_every", "checkpoint_every", "profile"),
@@ -471,6 +473,11 @@ def _with_vocabulary(
         raise OptionsError(
             f"vocab-size={size} is too small for tokens up to {needed - 1}; use {needed} or more, "
             "or name the tokenizer of the data"
+            + (
+                f", or the --token-dtype of .bin files, which are read as {corpus.bin_dtype}"
+                if corpus.bin_dtype
+                else ""
+            )
         )
     if isinstance(model, TransformersConfig):
         return model.with_vocabulary(size)
@@ -554,9 +561,13 @@ def _inherited(given: argparse.Namespace) -> dict[str, Any]:
     return words
 
 
+def _fields_of(model: AnyModelConfig) -> dict[str, Any]:
+    return dict(model.fields) if isinstance(model, TransformersConfig) else asdict(model)
+
+
 def _digest_of(model: AnyModelConfig) -> str:
     """Return a short name for a model's configuration."""
-    found = model.fields if isinstance(model, TransformersConfig) else asdict(model)
+    found = _fields_of(model)
     kind = found.get("model_type", "built-in")
     return f"{kind}-{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:8]}"
 
@@ -733,9 +744,18 @@ def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
     """Refuse to go on where ``identity`` is not the checkpoint's, and name all that differs."""
     now, then = _in_words(identity), _in_words(saved.fields)
     differing = [name for name in then if name in now and now[name] != then[name]]
+    if "model" in differing and "model_fields" in saved.fields:  # older ones have the digest alone
+        now |= _model_words(identity)
+        then |= _model_words(saved.fields)
+        named = [name for name in {**then, **now} if name.startswith("model.")]
+        differing.remove("model")
+        differing += [name for name in named if now.get(name) != then.get(name)]
     reasons = []
     if names := [name for name in differing if name != "text"]:
-        had, has = (" ".join(f"{n}={words[n]}" for n in names) for words in (then, now))
+        had, has = (
+            " ".join(f"{n}={words[n]}" if n in words else f"no {n}" for n in names)
+            for words in (then, now)
+        )
         reasons.append(
             f"the checkpoint in {saved.folder} has {had}, this run {has}; a run goes on with the "
             "same processes, degrees, order, seed and dtype, model and samples: leave them out"
@@ -756,11 +776,18 @@ def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
 def _in_words(identity: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields as a command line would give them, those of ``dims`` among them."""
     flat = {**identity, **identity.get("dims", {})}
-    flat = {name: value for name, value in flat.items() if name not in ("dims", "options")}
+    apart = ("dims", "options", "model_fields")
+    flat = {name: value for name, value in flat.items() if name not in apart}
     return {
         name: ",".join(value) if isinstance(value, list | tuple) else str(value)
         for name, value in flat.items()
     }
+
+
+def _model_words(identity: Mapping[str, Any]) -> dict[str, str]:
+    """Return the numbers of a model, under names that say that they are its own."""
+    found = json.loads(json.dumps(identity["model_fields"]))
+    return {f"model.{name}": str(value) for name, value in found.items()}
 
 
 def _either(given: Any, saved: _SavedRun | None, name: str, default: Any) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -53,7 +54,7 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         # Once on each node of a cluster: one may lack what others have.
         if not joins or RENDEZVOUS in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             who = "" if leads else f"rank {os.environ['RANK']}: "
-            print(f"train: error: {who}{error}", file=sys.stderr)
+            print(f"train: error: {who}{_in_option_words(str(error), joins)}", file=sys.stderr)
         return USAGE_STATUS
     if joins or options.reference:
         from .rank import run_rank  # loads torch
@@ -66,6 +67,13 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         return launch([sys.executable, str(Path(__file__).resolve().parent), *words], number)
     _import_for_ranks(options)
     return launch(partial(main, words), number)
+
+
+def _in_option_words(message: str, joins: bool) -> str:
+    """Return a message of hp-mesh with the names of this program's options for its numbers."""
+    names = {"world_size": "WORLD_SIZE" if joins else "procs", "global_batch": "batch-size"}
+    names["seq_len"] = "seq-len"
+    return re.sub(rf"\b({'|'.join(names)})(?==)", lambda found: names[found[1]], message)
 
 
 def _import_for_ranks(options: Options) -> None:

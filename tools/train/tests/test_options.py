@@ -226,7 +226,7 @@ def test_wrong_degrees_end_with_status_2_before_torch_is_loaded() -> None:
         [sys.executable, "-c", program, tools, "--tp", "3"], capture_output=True, text=True
     )
     assert done.stdout.split() == ["2", "False"]
-    assert done.stderr == "train: error: tp=3 does not divide world_size=4; use 1, 2 or 4\n"
+    assert done.stderr == "train: error: tp=3 does not divide procs=4; use 1, 2 or 4\n"
 
 
 @pytest.mark.parametrize(
@@ -308,6 +308,11 @@ def test_the_vocabulary_is_that_of_the_tokens_in_a_size_that_can_be_cut(tmp_path
     words = ["--data", str(tmp_path / "t.npy")]
     with pytest.raises(OptionsError, match="vocab-size=256 is too small for tokens up to 299"):
         parse(words)
+    (np.arange(5000, dtype=np.uint16) % 300).tofile(tmp_path / "t.bin")
+    wide = ["--data", str(tmp_path / "t.bin"), "--token-dtype", "uint32"]
+    hint = r", or the --token-dtype of \.bin files, which are read as uint32$"
+    with pytest.raises(OptionsError, match=hint):
+        parse(wide)
     asked = parse([*words, "--vocab-size", "301"])
     assert isinstance(asked.model, ModelConfig)
     assert asked.model.vocab_size == 301
@@ -470,6 +475,39 @@ def test_a_run_goes_on_where_it_was_and_as_safely(tmp_path: Path) -> None:
     assert (again.device, again.keep, again.dtype) == ("cuda", 3, "float32")
     with pytest.raises(OptionsError, match="none of the steps of this run; use some of 6:65"):
         parse(["--resume", str(tmp_path), "--profile", "1:5"])
+
+
+def test_what_differs_in_a_model_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {"model_type": "built-in", "num_hidden_layers": 3}
+    path.write_text(json.dumps(fields))
+    _checkpoint(tmp_path, parse(["--model", str(path)]))
+    path.write_text(json.dumps({**fields, "num_hidden_layers": 4, "rope_theta": 5.0}))
+    had = "has model.num_hidden_layers=3 model.rope_theta=10000.0, this run "
+    has = "model.num_hidden_layers=4 model.rope_theta=5.0; a run goes on with the same"
+    with pytest.raises(OptionsError) as raised:
+        parse(["--resume", str(tmp_path)])
+    assert had + has in str(raised.value)
+    saved = tmp_path / CHECKPOINT / RUN_FILE
+    older = {name: x for name, x in json.loads(saved.read_text()).items() if name != "model_fields"}
+    saved.write_text(json.dumps(older))
+    with pytest.raises(
+        OptionsError, match=r" has model=built-in-\w+, this run model=built-in-\w+;"
+    ):
+        parse(["--resume", str(tmp_path)])
+
+
+def test_what_a_model_lacks_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = json.loads((CATALOGUE / "llama-tiny.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    _checkpoint(tmp_path, parse(["--model", str(path), "--procs", "1"]))
+    path.write_text(json.dumps({**fields, "rms_norm_eps": 0.5}))
+    with pytest.raises(
+        OptionsError, match=r"no model\.rms_norm_eps, this run model\.rms_norm_eps=0"
+    ):
+        parse(["--resume", str(tmp_path)])
 
 
 def test_what_ranks_must_agree_on_tells_other_texts_steps_and_rates_apart(text: str) -> None:
