@@ -183,7 +183,9 @@ def load(trainer: Trainer, folder: Path) -> None:
         with _alone_in_silence():
             dcp_load(state, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        _raise_damage(folder, [str(each[0]) for each in error.failures.values()])
+        causes = [each[0] for each in error.failures.values()]
+        known = [str(each) for each in causes if isinstance(each, CheckpointError)]
+        _raise_damage(folder, known or [_unreadable(folder, each) for each in causes])
     set_state_dict(
         trainer.model,
         trainer.optimizer,
@@ -231,7 +233,7 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-def _unreadable(path: Path, error: Exception) -> str:
+def _unreadable(path: Path, error: BaseException) -> str:
     missing = isinstance(error, FileNotFoundError)
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
     return f"{path} is " + ("missing" if missing else f"damaged and cannot be read ({reason})")

@@ -135,12 +135,12 @@ class TransformersConfig:
     @property
     def dropouts(self) -> dict[str, float]:
         """Return the probabilities of what is random in training, by their names, but zeros."""
-        numbers = {**self.numbers, **self.numbers.get("text_config", {})}
+        numbers = {**self.numbers, **(self.numbers.get("text_config") or {})}
         return {
             name: value
             for name, value in numbers.items()
             if any(word in name for word in _RANDOM) and not name.startswith(_OTHER_HEADS)
-            if isinstance(value, int | float) and value > 0
+            if type(value) in (int, float) and value > 0
         }
 
     def with_vocabulary(self, size: int) -> "TransformersConfig":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,13 @@ def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(
     _empty(tmp_path / "checkpoint-1" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"; no other beside it is whole$"):
         load(_trainer(), latest)
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
+    latest = _saved_twice(tmp_path)
+    deeper = Trainer(build_model(replace(TINY, num_hidden_layers=3), 0), SHORT)
+    with pytest.raises(CheckpointError) as raised:
+        load(deeper, latest)
+    said = str(raised.value)
+    assert said.startswith(f"{latest} is damaged and cannot be read (RuntimeError: Missing key")
+    assert "blocks.2" in said

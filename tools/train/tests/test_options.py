@@ -564,7 +564,7 @@ def test_dropout_is_refused_where_it_cannot_be_that_of_one_process(tmp_path: Pat
         OptionsError, match=r"^cp=2 with attn_pdrop=0\.1: dropout of .*; use cp=1, or"
     ):
         parse([*words, "--cp", "2"])
-    write(attn_pdrop=0)
+    write(attn_pdrop=0, scale_attn_dropped=True)  # which is no probability
     assert parse([*words, "--cp", "2"]).dims.cp == 2
     write(attn_pdrop=0, resid_pdrop=0, embd_pdrop=0.0)
     assert parse([*words, "--compare"]).compare == 60
