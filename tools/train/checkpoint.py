@@ -5,13 +5,16 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -20,12 +23,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.futures import Future as TorchFuture
 
 from .loop import Trainer
-from .options import PREVIOUS, RUN_FILE
+from .options import PREVIOUS, RUN_FILE, checkpoints_beside, other_checkpoint
+
+METADATA_FILE = ".metadata"  # of torch's checkpoints
 
 # One entry for each tensor: ranks of a pipeline have different ones.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class WriteError(OSError):
+    """A checkpoint was not written."""
 
 
 class Checkpoints:
@@ -50,13 +60,17 @@ class Checkpoints:
         """Copy parameters, AdamW's state, step and samples consumed, and begin to write them.
 
         Waits for the write before this one. A process without others writes at once.
+
+        Raises:
+            WriteError: A checkpoint was not written, this one or the one before.
         """
         self.finish()
-        if _first():
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
-        _barrier()
         self._fields = {**self._identity, "step": trainer.step, "samples": trainer.samples}
+        if _first():
+            with self._said():
+                shutil.rmtree(self._partial, ignore_errors=True)
+                self._partial.mkdir(parents=True)
+        _barrier()
         state = _state(trainer)
         if self._group is None:
             with _alone_in_silence(), self._said():
@@ -68,49 +82,73 @@ class Checkpoints:
             found = async_save(state, checkpoint_id=folder, process_group=group)
             self._writing = cast("Future[Any]", found)
 
-    def poll(self) -> None:
-        """Give the folder its name if what is under way has been written."""
-        if self._writing is not None and self._writing.done():
-            self._complete()
+    def poll(self) -> bool:
+        """Give the folder its name if what is under way has been written.
+
+        Returns whether it could not be written, for which `finish` raises, on all ranks that call
+        it: the ranks must agree on when they do.
+        """
+        if self._writing is None or not self._writing.done():
+            return False
+        if self._writing.exception() is not None:
+            return True
+        self._complete()
+        return False
 
     def finish(self) -> None:
-        """Wait until what is under way has been written on all ranks, and named."""
+        """Wait until what is under way has been written on all ranks, and named.
+
+        Raises:
+            WriteError: It was not written.
+        """
         if self._writing is not None:
             self._complete()
         _barrier()
 
     def _complete(self) -> None:
         writing, self._writing = self._writing, None
-        if writing is not None:
-            with self._said():
+        with self._said():
+            if writing is not None:
                 writing.result()  # the first rank's comes when all have written
-        if _first():
-            with (self._partial / RUN_FILE).open("w") as file:
-                file.write(json.dumps(self._fields, indent=1))
-                file.flush()
-                os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
-            _sync_folder(self._partial)
-            previous = self._folder.with_name(PREVIOUS)
-            if self._folder.exists():
-                shutil.rmtree(previous, ignore_errors=True)
-                os.replace(self._folder, previous)
-            os.replace(self._partial, self._folder)
-            _sync_folder(self._folder.parent)  # before the one before is removed
-            if self._keep > 1 and (step := _step_of(previous)) is not None:
-                self._retire(previous, step)
+            if _first():
+                self._take_name()
+
+    def _take_name(self) -> None:
+        with (self._partial / RUN_FILE).open("w") as file:
+            file.write(json.dumps(self._fields, indent=1))
+            file.flush()
+            os.fsync(file.fileno())  # as torch does with the tensors, before all get the name
+        _sync_folder(self._partial)
+        previous = self._folder.with_name(PREVIOUS)
+        if self._folder.exists():
             shutil.rmtree(previous, ignore_errors=True)
+            os.replace(self._folder, previous)
+        os.replace(self._partial, self._folder)
+        _sync_folder(self._folder.parent)  # before the one before is removed
+        if self._keep > 1 and (step := _step_of(previous)) is not None:
+            self._retire(previous, step)
+        shutil.rmtree(previous, ignore_errors=True)
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
-        """Say in one line what torch says in a traceback of each rank."""
+        """Say in one line what torch says in a traceback of each rank; leave no part behind."""
         try:
             yield
-        except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
-            free = shutil.disk_usage(self._partial).free // 2**20  # a full disk has other names
-            raise OSError(
+        except (CheckpointException, OSError) as error:
+            of_all = isinstance(error, CheckpointException)
+            failures = error.failures.items() if isinstance(error, CheckpointException) else ()
+            reasons = "; ".join(f"rank {rank}: {each[0]}" for rank, each in failures) or str(error)
+            # A full disk has many names; this is looked at before the first rank makes room.
+            free = shutil.disk_usage(self._folder.parent).free // 2**20
+            if of_all:
+                _barrier()
+            if _first():
+                shutil.rmtree(self._partial, ignore_errors=True)
+            before = f"{self._folder}, the one before it, stays"
+            raise WriteError(
                 f"the checkpoint of step {self._fields['step']} was not written to {self._partial} "
-                f"({reasons}), where {free:,} MiB are free; the one before it stays"
+                f"({' '.join(reasons.split())}), where {free:,} MiB are free; "
+                + (before if self._folder.exists() else "there is none before it")
             ) from None
 
     def _retire(self, previous: Path, step: int) -> None:
@@ -124,12 +162,30 @@ class Checkpoints:
             shutil.rmtree(steps[older], ignore_errors=True)
 
 
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read."""
+
+
 def load(trainer: Trainer, folder: Path) -> None:
-    """Fill ``trainer`` in place with what `Checkpoints` wrote under the same degrees."""
+    """Fill ``trainer`` in place with what `Checkpoints` wrote under the same degrees.
+
+    Raises `CheckpointError`, on all ranks alike, which names a damaged file and the checkpoints
+    beside this one that are whole.
+    """
+    found: list[str | None] = [_damage(folder)]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, found[0])
+    _raise_damage(folder, found)
     state = _state(trainer)
     settings = [{**group, "params": ()} for group in trainer.optimizer.param_groups]
-    with _alone_in_silence():
-        dcp_load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    try:
+        with _alone_in_silence():
+            dcp_load(state, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        causes = [each[0] for each in error.failures.values()]
+        known = [str(each) for each in causes if isinstance(each, CheckpointError)]
+        _raise_damage(folder, known or [_unreadable(folder, each) for each in causes])
     set_state_dict(
         trainer.model,
         trainer.optimizer,
@@ -141,6 +197,55 @@ def load(trainer: Trainer, folder: Path) -> None:
         group.update({**own, "params": group["params"]})  # this run's, not the saved one's
     fields = json.loads((folder / RUN_FILE).read_text())
     trainer.step, trainer.samples = int(fields["step"]), int(fields["samples"])
+
+
+class _Reader(FileSystemReader):
+    """Reads one file after another, so that what raises is known to be of that file."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), planner).wait()
+            except Exception as error:  # noqa: BLE001 - what torch's reader raises of any bytes
+                raise CheckpointError(_unreadable(Path(self.path) / name, error)) from None
+        done: TorchFuture[None] = TorchFuture()
+        done.set_result(None)
+        return done
+
+
+def _damage(folder: Path) -> str | None:
+    """Return which file is not there or shorter than what was written; read one file only."""
+    path = folder / METADATA_FILE
+    try:
+        needed: dict[str, int] = {}
+        for stored in FileSystemReader(folder).read_metadata().storage_data.values():
+            end = stored.offset + stored.length
+            needed[stored.relative_path] = max(end, needed.get(stored.relative_path, 0))
+        for name, size in needed.items():
+            path = folder / name
+            if (found := path.stat().st_size) < size:
+                return f"{path} is damaged: it has {found:,} bytes of {size:,}"
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise whatever it likes
+        return _unreadable(path, error)
+    return None
+
+
+def _unreadable(path: Path, error: BaseException) -> str:
+    missing = isinstance(error, FileNotFoundError)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
+    return f"{path} is " + ("missing" if missing else f"damaged and cannot be read ({reason})")
+
+
+def _raise_damage(folder: Path, found: Iterable[str | None]) -> None:
+    """Raise unless nothing was found, with the checkpoints beside this one that are whole."""
+    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
+    if not reasons:
+        return
+    whole = [path for path in checkpoints_beside(folder) if _damage(path) is None]
+    raise CheckpointError(f"{'; '.join(reasons)}; {other_checkpoint(whole)}")
 
 
 def _sync_folder(folder: Path) -> None:

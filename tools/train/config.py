@@ -17,6 +17,9 @@ SEEDS = range(-(2**63 // SEED_STRIDE), 2**63 // SEED_STRIDE)
 # The words of transformers' plans of tensor parallelism that are known here.
 TP_WORDS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 HELD_OUT_SHARE, MOST_HELD_OUT = 20, 512  # one sample of so many, and no more than so many
+# Words in the names of transformers' numbers of what is random in training, and the first words of
+# those of heads that no causal language model has.
+_RANDOM, _OTHER_HEADS = ("drop", "jitter"), ("classifier", "summary")
 CATALOGUE = Path(__file__).parent / "catalogue"
 BUILT_IN = "built-in"  # the model type of configurations of this trainer's own model
 
@@ -128,6 +131,17 @@ class TransformersConfig:
     def shape(self) -> ModelShape:
         """Return the sizes from which the work of a step follows."""
         return ModelShape.from_config(self.numbers)
+
+    @property
+    def dropouts(self) -> dict[str, float]:
+        """Return the probabilities of what is random in training, by their names, but zeros."""
+        numbers = {**self.numbers, **(self.numbers.get("text_config") or {})}
+        return {
+            name: value
+            for name, value in numbers.items()
+            if any(word in name for word in _RANDOM) and not name.startswith(_OTHER_HEADS)
+            if type(value) in (int, float) and value > 0
+        }
 
     def with_vocabulary(self, size: int) -> "TransformersConfig":
         """Return the same model for another number of tokens."""

@@ -59,10 +59,10 @@ def launch(program: Program, world_size: int) -> int:
     ranks all that this process has imported; it must hold no thread and no GPU by then.
     The ranks find each other through a file store and get ``RANK``, ``LOCAL_RANK`` and
     ``WORLD_SIZE``. What they write to standard error is kept and shown when one fails, that of the
-    rank that failed first before the others', and alone where the ranks refuse to run, which they
-    do together. SIGTERM
-    is sent on and they get time to save and end, until a second signal; SIGINT and SIGHUP end all
-    of them at once. The ranks also end by themselves when this process is gone (`watch_parent`).
+    rank that failed first before the others', once where they say the same, and alone where the
+    ranks refuse to run, which they do together. SIGTERM is sent on and they get time to save and
+    end, until a second signal; SIGINT and SIGHUP end all of them at once. The ranks also end by
+    themselves when this process is gone (`watch_parent`).
     """
     with tempfile.TemporaryDirectory(prefix="train-") as name, _signals_raise():
         folder = Path(name)
@@ -252,6 +252,12 @@ def _failures(processes: list[_Process], folder: Path) -> list[Failure]:
 
 
 def _explain(failures: list[Failure], folder: Path) -> None:
+    said = [(failure.status, _standard_error(folder, failure.rank)) for failure in failures]
+    if len(said) > 1 and len({*said}) == 1 and said[0][1]:
+        status, text = said[0]
+        sys.stderr.write(f"{len(said)} ranks failed alike, with exit status {status}\n{text}")
+        sys.stderr.flush()
+        return
     for failure in failures[:1]:
         sys.stderr.write(f"{failure}\n{_standard_error(folder, failure.rank)}")
     for failure in failures[1:]:

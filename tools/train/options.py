@@ -97,6 +97,7 @@ class Options:
             "dtype": self.dtype,
             "text": self.digest,
             "model": _digest_of(self.model),
+            "model_fields": _fields_of(self.model),
             "seq_len": self.train.seq_len,
             "held_out": self.eval_every > 0,
             "options": dict(self.inherited),
@@ -105,7 +106,8 @@ class Options:
     @property
     def common(self) -> dict[str, Any]:
         """Return what all ranks must agree on, which read it each for itself."""
-        own = {name: value for name, value in self.identity.items() if name != "options"}
+        apart = ("options", "model_fields")  # of which there is a digest
+        own = {name: value for name, value in self.identity.items() if name not in apart}
         names = (
             *("steps", "done", "device", "reference", "checkpoint_activations", "compile"),
             *("schedule", "stages_per_rank", "eval_every", "checkpoint_every", "profile"),
@@ -157,6 +159,7 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Options:
     _check_samples(corpus, train, bool(given.eval_every))
     model = _with_vocabulary(read_model(given.model), corpus, given.vocab_size, dims.tp)
     _check_degrees(dims, model, train)
+    _check_dropout(dims, model, compare)
     schedule, stages = _stages(given, dims, model, train.accumulate)
     done = 0 if saved is None else int(saved.fields["step"])
     if given.resume == AUTO and given.steps is not None and 0 < given.steps == done:
@@ -206,6 +209,23 @@ def name_degrees(dims: Mapping[str, Any]) -> str:
     """Return the degrees of `ParallelDims.to_dict` that are not 1, in words."""
     names = (*DEGREES, "ulysses_degree")
     return " ".join(f"{n}={dims[n]}" for n in names if dims[n] not in (None, 1)) or "all degrees 1"
+
+
+def checkpoints_beside(folder: Path) -> list[Path]:
+    """Return the other checkpoints in a checkpoint's folder, the latest first, whole or not."""
+    run = Path(os.path.abspath(folder)).parent
+    names = [name.rpartition("-") for name in os.listdir(run)]
+    steps = [int(step) for stem, _, step in names if stem == CHECKPOINT and step.isdecimal()]
+    all_names = [CHECKPOINT, PREVIOUS, *(f"{CHECKPOINT}-{n}" for n in sorted(steps, reverse=True))]
+    found = [folder.parent / name for name in all_names]
+    return [each for each in found if os.path.isdir(each) and not _same_path(each, folder)]
+
+
+def other_checkpoint(whole: Sequence[Path]) -> str:
+    """Return what to do where a checkpoint is damaged and those beside it are ``whole``."""
+    if not whole:
+        return "no other beside it is whole"
+    return f"go on from another, --resume {' or '.join(map(str, whole))}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -261,7 +281,12 @@ def _parser() -> argparse.ArgumentParser:
         help="then make the first steps again on one process and compare the losses; "
         f"{COMPARED_STEPS} steps without a number, as in the run without options; 0 makes none",
     )
-    run("--eval-every", type=int, metavar="N", help="every N steps the loss of held-out text")
+    run(
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="every N steps, and at the end, the loss of held-out text",
+    )
     data = parser.add_argument_group("data").add_argument
     data(
         "--data",
@@ -448,6 +473,11 @@ def _with_vocabulary(
         raise OptionsError(
             f"vocab-size={size} is too small for tokens up to {needed - 1}; use {needed} or more, "
             "or name the tokenizer of the data"
+            + (
+                f", or the --token-dtype of .bin files, which are read as {corpus.bin_dtype}"
+                if corpus.bin_dtype
+                else ""
+            )
         )
     if isinstance(model, TransformersConfig):
         return model.with_vocabulary(size)
@@ -499,6 +529,27 @@ def _check_degrees(dims: ParallelDims, model: AnyModelConfig, train: TrainConfig
         )
 
 
+def _check_dropout(dims: ParallelDims, model: AnyModelConfig, compare: int) -> None:
+    """Raise where dropout cannot be that of one process, or of a whole sequence."""
+    found = model.dropouts if isinstance(model, TransformersConfig) else {}
+    of_attention = {name: value for name, value in found.items() if "att" in name}
+    remedy = "set it to 0 in the configuration of the model"
+    if dims.cp > 1 and of_attention:
+        raise OptionsError(
+            f"cp={dims.cp} with {_words_of(of_attention)}: dropout of attention is not supported "
+            f"where ranks hold parts of a sequence; use cp=1, or {remedy}"
+        )
+    if compare and found:
+        raise OptionsError(
+            f"--compare with {_words_of(found)}: ranks and one process drop other numbers, so that "
+            f"their losses differ; leave --compare out, or {remedy}"
+        )
+
+
+def _words_of(numbers: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in numbers.items())
+
+
 def _inherited(given: argparse.Namespace) -> dict[str, Any]:
     """Return the words that a run which goes on from this one takes; paths from the root."""
     words = {name: getattr(given, name) for name in INHERITED}
@@ -510,9 +561,13 @@ def _inherited(given: argparse.Namespace) -> dict[str, Any]:
     return words
 
 
+def _fields_of(model: AnyModelConfig) -> dict[str, Any]:
+    return dict(model.fields) if isinstance(model, TransformersConfig) else asdict(model)
+
+
 def _digest_of(model: AnyModelConfig) -> str:
     """Return a short name for a model's configuration."""
-    found = model.fields if isinstance(model, TransformersConfig) else asdict(model)
+    found = _fields_of(model)
     kind = found.get("model_type", "built-in")
     return f"{kind}-{hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:8]}"
 
@@ -642,7 +697,8 @@ def _saved_run(folder: Path) -> _SavedRun:
 
 def _read_fields(path: Path) -> Mapping[str, Any]:
     """Return what a checkpoint says about its run, with every field that a run goes on from."""
-    remedy = "the checkpoint is damaged, go on from another"
+    beside = [each for each in checkpoints_beside(path.parent) if os.path.isfile(each / RUN_FILE)]
+    remedy = f"the checkpoint is damaged; {other_checkpoint(beside)}"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -688,9 +744,18 @@ def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
     """Refuse to go on where ``identity`` is not the checkpoint's, and name all that differs."""
     now, then = _in_words(identity), _in_words(saved.fields)
     differing = [name for name in then if name in now and now[name] != then[name]]
+    if "model" in differing and "model_fields" in saved.fields:  # older ones have the digest alone
+        now |= _model_words(identity)
+        then |= _model_words(saved.fields)
+        named = [name for name in {**then, **now} if name.startswith("model.")]
+        differing.remove("model")
+        differing += [name for name in named if now.get(name) != then.get(name)]
     reasons = []
     if names := [name for name in differing if name != "text"]:
-        had, has = (" ".join(f"{n}={words[n]}" for n in names) for words in (then, now))
+        had, has = (
+            " ".join(f"{n}={words[n]}" if n in words else f"no {n}" for n in names)
+            for words in (then, now)
+        )
         reasons.append(
             f"the checkpoint in {saved.folder} has {had}, this run {has}; a run goes on with the "
             "same processes, degrees, order, seed and dtype, model and samples: leave them out"
@@ -711,11 +776,18 @@ def _check_same(identity: Mapping[str, Any], saved: _SavedRun) -> None:
 def _in_words(identity: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields as a command line would give them, those of ``dims`` among them."""
     flat = {**identity, **identity.get("dims", {})}
-    flat = {name: value for name, value in flat.items() if name not in ("dims", "options")}
+    apart = ("dims", "options", "model_fields")
+    flat = {name: value for name, value in flat.items() if name not in apart}
     return {
         name: ",".join(value) if isinstance(value, list | tuple) else str(value)
         for name, value in flat.items()
     }
+
+
+def _model_words(identity: Mapping[str, Any]) -> dict[str, str]:
+    """Return the numbers of a model, under names that say that they are its own."""
+    found = json.loads(json.dumps(identity["model_fields"]))
+    return {f"model.{name}": str(value) for name, value in found.items()}
 
 
 def _either(given: Any, saved: _SavedRun | None, name: str, default: Any) -> Any:

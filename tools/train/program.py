@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -22,9 +23,9 @@ HELD = ".lock"  # in the folder of a run, while it goes on
 def main(argv: Sequence[str]) -> int:
     """Run the trainer with the words of a command line and return the exit status.
 
-    Bad options end with one message and status 2 before torch is loaded; so do too few GPUs, which
-    torch counts, before a rank starts. With ``RANK`` and ``WORLD_SIZE`` in the environment
-    (torchrun, or the launcher) this process is that rank.
+    Bad options end with one message and status 2 before torch is loaded; so do too few GPUs and an
+    unknown compiler, which torch tells, before a rank starts. With ``RANK`` and ``WORLD_SIZE`` in
+    the environment (torchrun, or the launcher) this process is that rank.
     """
     with contextlib.ExitStack() as held:
         return _main(argv, held)
@@ -39,6 +40,8 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         options = parse(argv, int(os.environ["WORLD_SIZE"]) if joins else None)
         if options.device == "cuda" and not joins:
             _check_gpus(options.world_size)
+        if options.compile is not None and RENDEZVOUS not in os.environ:
+            _check_compiler(options.compile)
         # A cluster's ranks agree on a folder that was not given once they have joined.
         # The launcher has made it for the ranks that it started, and holds it.
         if leads and RENDEZVOUS not in os.environ and (options.out_given or not joins):
@@ -51,7 +54,7 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         # Once on each node of a cluster: one may lack what others have.
         if not joins or RENDEZVOUS in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             who = "" if leads else f"rank {os.environ['RANK']}: "
-            print(f"train: error: {who}{error}", file=sys.stderr)
+            print(f"train: error: {who}{_in_option_words(str(error), joins)}", file=sys.stderr)
         return USAGE_STATUS
     if joins or options.reference:
         from .rank import run_rank  # loads torch
@@ -64,6 +67,13 @@ def _main(argv: Sequence[str], held: contextlib.ExitStack) -> int:
         return launch([sys.executable, str(Path(__file__).resolve().parent), *words], number)
     _import_for_ranks(options)
     return launch(partial(main, words), number)
+
+
+def _in_option_words(message: str, joins: bool) -> str:
+    """Return a message of hp-mesh with the names of this program's options for its numbers."""
+    names = {"world_size": "WORLD_SIZE" if joins else "procs", "global_batch": "batch-size"}
+    names["seq_len"] = "seq-len"
+    return re.sub(rf"\b({'|'.join(names)})(?==)", lambda found: names[found[1]], message)
 
 
 def _import_for_ranks(options: Options) -> None:
@@ -87,6 +97,17 @@ def _check_gpus(processes: int) -> None:
             f"machine has {counted(found, 'GPU')}; use "
             + (f"--procs {found} or fewer, or " if found > 1 else "--procs 1 or " * found)
             + "--device cpu"
+        )
+
+
+def _check_compiler(name: str) -> None:
+    import torch
+
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        usual = torch.compiler.list_backends()
+        raise OptionsError(
+            f"compile={name} is no compiler of torch's; use {', '.join(usual)}, or aot_eager or "
+            "eager, which generate no code"
         )
 
 

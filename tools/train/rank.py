@@ -24,12 +24,12 @@ from hp_dtensor import Collectives, RecordingCollectives
 from hp_ep import ExpertConfigError
 from hp_mesh import ParallelMesh
 
-from .checkpoint import Checkpoints, load
+from .checkpoint import CheckpointError, Checkpoints, WriteError, load
 from .config import ModelError, TransformersConfig
 from .data import Samples
 from .hugging_face import build_transformers, forward_alone
 from .launch import RENDEZVOUS, STOPPED_STATUS, USAGE_STATUS, note_failure
-from .loop import Trainer, largest_of_ranks
+from .loop import Diverged, Trainer, largest_of_ranks
 from .memory import peak_memory
 from .model import Forward, LanguageModel, build_model, call_built_in
 from .options import CHECKPOINT, Options, default_out
@@ -41,8 +41,10 @@ from .text import TextError, read_corpus
 
 GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# What is refused of a model or of options on every rank alike, before anything is communicated.
-REFUSALS = (ModelError, TextError, ContextParallelError, ExpertConfigError)
+# What is refused of a model, a checkpoint or options, before the first step, on every rank alike.
+REFUSALS = (ModelError, TextError, CheckpointError, ContextParallelError, ExpertConfigError)
+# What ends a run on every rank alike, and says all that there is to know.
+ENDS = (WriteError, Diverged)
 
 
 class Refused(ValueError):
@@ -54,15 +56,20 @@ def run_rank(options: Options) -> int:
 
     A rank that fails prints its own traceback, tells the launcher when, and is gone at once:
     closing its groups in order would wait for peers that wait for it. What all ranks refuse is one
-    message and status 2. After SIGTERM the step under way is the last, it is saved, and the status
-    is that of the signal.
+    message and status 2; what ends them all, one message and status 1. After SIGTERM the step under
+    way is the last, it is saved, and the status is that of the signal.
     """
     try:
         stopped = record(_run)(options)
-    except Refused as refused:
+    except (Refused, *ENDS) as error:
         if RENDEZVOUS in os.environ or os.environ.get("RANK", "0") == "0":
-            print(f"train: error: {refused}", file=sys.stderr, flush=True)
-        os._exit(USAGE_STATUS)
+            print(f"train: error: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, Refused):
+            os._exit(USAGE_STATUS)
+        if RENDEZVOUS in os.environ:
+            note_failure(int(os.environ["RANK"]))
+        sys.stdout.flush()
+        os._exit(1)
     except BaseException:  # noqa: BLE001 - whatever it is, it ends this rank and is shown
         if RENDEZVOUS in os.environ:
             note_failure(int(os.environ["RANK"]))
@@ -84,58 +91,58 @@ def _refusals() -> Iterator[None]:
 class _Termination:
     """SIGTERM, which ranks hear at different times, agreed on after each step.
 
-    Making one makes a process group, over which each `agreed` communicates one number: no group of
-    the mesh has all ranks.
+    Making one makes a process group, over which each `agreed` communicates two numbers: no group of
+    the mesh has all ranks. From then on the signal ends this process no more: what is left after
+    the last step, as the summary, is made.
     """
 
     def __init__(self) -> None:
-        self._heard = False
+        self.heard = False  # by this rank
+        self.stopped = False  # the run, by it, before its last step
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._previous = signal.signal(signal.SIGTERM, self._hear)
+        signal.signal(signal.SIGTERM, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard = True
+        self.heard = True
 
-    def agreed(self) -> bool:
-        """Return whether any rank has heard it."""
+    def agreed(self, failed: bool) -> tuple[bool, bool]:
+        """Return whether any rank has heard it, and whether any has ``failed``."""
         if self._group is None:
-            return self._heard
-        heard = torch.tensor(int(self._heard))
-        dist.all_reduce(heard, dist.ReduceOp.MAX, group=self._group)
-        return bool(heard)
+            return self.heard, failed
+        found = torch.tensor([self.heard, failed], dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found[0]), bool(found[1])
 
-    def close(self) -> None:
-        """Let the signal end this process again."""
-        signal.signal(signal.SIGTERM, self._previous)
+    def leave(self) -> None:
+        """Drop the group, which nothing may hold when it is destroyed."""
+        self._group = None
 
 
 def _run(options: Options) -> bool:
     """Return whether the run has been stopped before its last step."""
     torch.set_num_threads(1)
     device = _device(options)
-    if options.reference:
-        stopped, report = _train_alone(options, device)
-    else:
-        stopped, report = _train_together(options, device)
-        if report is not None and options.compare and not stopped:
-            _follow_reference(options, report)
+    train = _train_alone if options.reference else _train_together
+    termination, report = train(options, device)
     if report is not None:
+        if options.compare and not termination.stopped:
+            _follow_reference(options, report, termination)
         report.finish()
-    return stopped
+    return termination.stopped
 
 
-def _train_alone(options: Options, device: torch.device) -> tuple[bool, Report | None]:
+def _train_alone(options: Options, device: torch.device) -> tuple[_Termination, Report | None]:
     with _refusals():
         trainer = _reference(options, device)
-    if options.resume is not None:
-        load(trainer, options.resume)
+        if options.resume is not None:
+            load(trainer, options.resume)
     report = Report(options, trainer.step)
-    stopped = _train(trainer, options, report, None, Profiler(options.profile, options.out))
+    termination = _train(trainer, options, report, None, Profiler(options.profile, options.out))
     report.totals(peak_memory(device), {})
-    return stopped, report
+    return termination, report
 
 
-def _train_together(options: Options, device: torch.device) -> tuple[bool, Report | None]:
+def _train_together(options: Options, device: torch.device) -> tuple[_Termination, Report | None]:
     """Train with the other ranks and leave them; the rank that leads returns the report so far."""
     _join(options)
     check_agreement(options)
@@ -147,10 +154,10 @@ def _train_together(options: Options, device: torch.device) -> tuple[bool, Repor
     collectives = RecordingCollectives(profiler.collectives)
     with _refusals():
         trainer = _spread(options, mesh, device, collectives)
-    if options.resume is not None:
-        load(trainer, options.resume)
+        if options.resume is not None:
+            load(trainer, options.resume)
     report = Report(options, trainer.step) if dist.get_rank() == 0 else None
-    stopped = _train(trainer, options, report, collectives, profiler)
+    termination = _train(trainer, options, report, collectives, profiler)
     peak = largest_of_ranks(peak_memory(device), mesh, device)
     if report is not None:
         report.totals(peak, collectives.by_axis)
@@ -162,7 +169,7 @@ def _train_together(options: Options, device: torch.device) -> tuple[bool, Repor
     del mesh
     gc.collect()
     dist.destroy_process_group()
-    return stopped, report
+    return termination, report
 
 
 def _train(
@@ -171,46 +178,47 @@ def _train(
     report: Report | None,
     collectives: RecordingCollectives | None,
     profiler: Profiler,
-) -> bool:
-    """Train up to the last step, or to SIGTERM, and save; return whether it was the signal.
-
-    ``report`` is told about each step.
-    """
-    data, stopped = _samples(options), False
+) -> _Termination:
+    """Train up to the last step, or to SIGTERM, and save; ``report`` is told about each step."""
+    data = _samples(options)
     first = saved = trainer.step
     checkpoints = Checkpoints(options.out / CHECKPOINT, options.identity, options.keep)
     termination = _Termination()
     before: Mapping[str, Counts] = {}
-    while trainer.step < options.steps and not stopped:
+    while trainer.step < options.steps and not termination.stopped:
         profiler.before(trainer.step + 1, trainer.model)
         with _refusals() if trainer.step == first else contextlib.nullcontext():
             result = trainer.train_step(data)
         profiler.after(trainer.step)
         moved = _difference({} if collectives is None else collectives.by_axis, before)
-        if options.eval_every and trainer.step % options.eval_every == 0:
+        if options.eval_every and (
+            trainer.step % options.eval_every == 0 or trainer.step == options.steps
+        ):
             result = replace(result, eval_loss=trainer.evaluate(data))
         before = {} if collectives is None else collectives.by_axis
         if report is not None:
             report.step(result, peak_memory(trainer.device), moved)
-        checkpoints.poll()
+        heard, failed = termination.agreed(checkpoints.poll())
+        if failed:
+            checkpoints.finish()
         due = options.checkpoint_every and trainer.step % options.checkpoint_every == 0
         if due and not trainer.skipped:  # what gives no finite gradients replaces no checkpoint
             checkpoints.start(trainer)
             saved = trainer.step
-        stopped = termination.agreed() and trainer.step < options.steps
+        termination.stopped = heard and trainer.step < options.steps
     profiler.close()
     if saved != trainer.step:
         checkpoints.start(trainer)
     checkpoints.finish()
-    termination.close()
-    return stopped
+    termination.leave()
+    return termination
 
 
-def _follow_reference(options: Options, report: Report) -> None:
-    """Make the first steps again in this process alone, for the report to compare."""
+def _follow_reference(options: Options, report: Report, termination: _Termination) -> None:
+    """Make the first steps again in this process alone, for the report to compare, to SIGTERM."""
     trainer = _reference(options, _device(options))
     data = _samples(options)
-    while trainer.step < min(options.steps, options.compare):
+    while trainer.step < min(options.steps, options.compare) and not termination.heard:
         report.reference_step(trainer.train_step(data))
 
 

@@ -165,6 +165,9 @@ class Report:
         if summary["reference_max_rel_diff"] is not None:
             difference = summary["reference_max_rel_diff"]
             rows.append(("largest difference", f"{difference:.1e} relative to one process"))
+        made, asked = len(self._reference), min(self._options.steps, self._options.compare)
+        if made < asked and self._step == self._options.steps:
+            rows.append(("compared", f"{made} of {counted(asked, 'step')}: SIGTERM came"))
         rows += [
             ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s (median step)"),
             ("peak memory", f"{_size(self._peak_memory)} (largest rank)"),

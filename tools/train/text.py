@@ -48,14 +48,16 @@ class Corpus:
     """Tokens in the order of the text, in one part or one per array file.
 
     ``vocab_size`` is that of the tokenizer, None where the files are tokens and no tokenizer was
-    named; ``largest`` is the largest token at both ends of such files, else 0. ``digest`` is a
-    short name for the tokens: a run goes on from a checkpoint of the same ones only.
+    named; ``largest`` is the largest token at both ends of such files, else 0, and ``bin_dtype``
+    what those of them that do not say it were read as. ``digest`` is a short name for the tokens: a
+    run goes on from a checkpoint of the same ones only.
     """
 
     parts: "tuple[Part, ...]"
     digest: str
     vocab_size: int | None
     largest: int = 0
+    bin_dtype: str | None = None
     unit: str = "byte"
 
 
@@ -82,12 +84,14 @@ def read_corpus(source: Source) -> Corpus:
             raise TextError(
                 f"data has token arrays ({arrays[0]}) and text ({others[0]}); give one kind"
             )
-        parts = tuple(_tokens_of(path, source.token_dtype or TOKEN_DTYPES[0]) for path in arrays)
+        dtype = source.token_dtype or TOKEN_DTYPES[0]
+        parts = tuple(_tokens_of(path, dtype) for path in arrays)
         return Corpus(
             parts=parts,
             digest=_digest_of_arrays(parts),
             vocab_size=None if source.tokenizer is None else _vocabulary(tokenizer),
             largest=max(map(_largest, parts)),
+            bin_dtype=dtype if any(path.suffix == ".bin" for path in arrays) else None,
             unit="token",
         )
     if tokenizer is None:

@@ -1,12 +1,14 @@
 """Checkpoints on one process: what bears the name is whole."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from train.checkpoint import Checkpoints, load
+from train.checkpoint import CheckpointError, Checkpoints, load
 from train.config import ModelConfig, TrainConfig
 from train.data import Samples
 from train.loop import Trainer
@@ -56,11 +58,15 @@ def test_a_write_that_is_cut_off_never_becomes_the_latest(
             raise OSError("no space left")
 
         broken.setattr(torch, "save", fail)
-        said = (
-            r"of step 2 was not written to .*partial \(rank 0: no space left\), where .* free; the"
-        )
-        with pytest.raises(OSError, match=said):
+        said = r"of step 2 was not written to .*partial \(rank 0: no space left\), where .* free; "
+        with pytest.raises(OSError, match=said) as raised:
             checkpoints.start(trainer)
+        assert str(raised.value).endswith(f"; {folder}, the one before it, stays")
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+        with pytest.raises(OSError, match=r"; there is none before it$"):
+            Checkpoints(tmp_path / "other" / "checkpoint", {}).start(trainer)
+        assert not [*(tmp_path / "other").iterdir()]
+        (tmp_path / "other").rmdir()
     assert _step(folder) == 1
     checkpoints.start(trainer)
     checkpoints.finish()
@@ -87,3 +93,56 @@ def test_the_last_checkpoints_stay_with_their_steps(tmp_path: Path) -> None:
     checkpoints.finish()
     assert {path.name for path in tmp_path.iterdir()} == found.keys()
     assert _step(tmp_path / "checkpoint") == 6
+
+
+def _saved_twice(run: Path) -> Path:
+    """Return the latest of two checkpoints, of step 2; ``checkpoint-1`` lies beside it."""
+    trainer, checkpoints = _trainer(), Checkpoints(run / "checkpoint", {}, keep=2)
+    for _ in range(2):
+        trainer.train_step(DATA)
+        checkpoints.start(trainer)
+        checkpoints.finish()
+    return run / "checkpoint"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _turn(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    path.write_bytes(content)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("harm", [_cut, _turn, _empty, Path.unlink])
+def test_a_damaged_file_is_named_with_the_checkpoints_that_are_whole(
+    tmp_path: Path, name: str, harm: Callable[[Path], object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    latest = _saved_twice(tmp_path)
+    harm(latest / name)
+    with pytest.raises(CheckpointError) as raised:
+        load(_trainer(), latest)
+    said = str(raised.value)
+    assert f"{latest / name}" in said
+    assert said.endswith(f"; go on from another, --resume {tmp_path / 'checkpoint-1'}")
+    assert "\n" not in said
+    assert capfd.readouterr().err == ""
+    _empty(tmp_path / "checkpoint-1" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"; no other beside it is whole$"):
+        load(_trainer(), latest)
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
+    latest = _saved_twice(tmp_path)
+    deeper = Trainer(build_model(replace(TINY, num_hidden_layers=3), 0), SHORT)
+    with pytest.raises(CheckpointError) as raised:
+        load(deeper, latest)
+    said = str(raised.value)
+    assert said.startswith(f"{latest} is damaged and cannot be read (RuntimeError: Missing key")
+    assert "blocks.2" in said

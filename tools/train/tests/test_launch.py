@@ -72,6 +72,11 @@ def test_the_rank_that_failed_first_is_shown_first(capfd: pytest.CaptureFixture[
     ]
 
 
+def test_what_ranks_say_alike_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(_python(RANK + "time.sleep(0.2 * rank); sys.exit('full')"), 3) == 1
+    assert capfd.readouterr().err == "3 ranks failed alike, with exit status 1\nfull\n"
+
+
 def test_a_killed_rank_is_the_cause_and_ends_the_others(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

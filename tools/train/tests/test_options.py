@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,16 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: str) -> None:
         parse(["--resume", str(tmp_path)])
 
 
+def test_of_a_damaged_checkpoint_the_others_are_named(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, parse([]))
+    for step in (9, 10):
+        shutil.copytree(tmp_path / CHECKPOINT, tmp_path / f"{CHECKPOINT}-{step}")
+    (tmp_path / CHECKPOINT / RUN_FILE).write_text("{")
+    others = [str(tmp_path / f"{CHECKPOINT}-{step}") for step in (10, 9)]
+    with pytest.raises(OptionsError, match=f"; go on from another, --resume {' or '.join(others)}"):
+        parse(["--resume", str(tmp_path)])
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_that_a_checkpoint_lacks_is_named(tmp_path: Path, name: str) -> None:
     _checkpoint(tmp_path, parse([]))
@@ -215,7 +226,7 @@ def test_wrong_degrees_end_with_status_2_before_torch_is_loaded() -> None:
         [sys.executable, "-c", program, tools, "--tp", "3"], capture_output=True, text=True
     )
     assert done.stdout.split() == ["2", "False"]
-    assert done.stderr == "train: error: tp=3 does not divide world_size=4; use 1, 2 or 4\n"
+    assert done.stderr == "train: error: tp=3 does not divide procs=4; use 1, 2 or 4\n"
 
 
 @pytest.mark.parametrize(
@@ -297,6 +308,11 @@ def test_the_vocabulary_is_that_of_the_tokens_in_a_size_that_can_be_cut(tmp_path
     words = ["--data", str(tmp_path / "t.npy")]
     with pytest.raises(OptionsError, match="vocab-size=256 is too small for tokens up to 299"):
         parse(words)
+    (np.arange(5000, dtype=np.uint16) % 300).tofile(tmp_path / "t.bin")
+    wide = ["--data", str(tmp_path / "t.bin"), "--token-dtype", "uint32"]
+    hint = r", or the --token-dtype of \.bin files, which are read as uint32$"
+    with pytest.raises(OptionsError, match=hint):
+        parse(wide)
     asked = parse([*words, "--vocab-size", "301"])
     assert isinstance(asked.model, ModelConfig)
     assert asked.model.vocab_size == 301
@@ -461,6 +477,39 @@ def test_a_run_goes_on_where_it_was_and_as_safely(tmp_path: Path) -> None:
         parse(["--resume", str(tmp_path), "--profile", "1:5"])
 
 
+def test_what_differs_in_a_model_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {"model_type": "built-in", "num_hidden_layers": 3}
+    path.write_text(json.dumps(fields))
+    _checkpoint(tmp_path, parse(["--model", str(path)]))
+    path.write_text(json.dumps({**fields, "num_hidden_layers": 4, "rope_theta": 5.0}))
+    had = "has model.num_hidden_layers=3 model.rope_theta=10000.0, this run "
+    has = "model.num_hidden_layers=4 model.rope_theta=5.0; a run goes on with the same"
+    with pytest.raises(OptionsError) as raised:
+        parse(["--resume", str(tmp_path)])
+    assert had + has in str(raised.value)
+    saved = tmp_path / CHECKPOINT / RUN_FILE
+    older = {name: x for name, x in json.loads(saved.read_text()).items() if name != "model_fields"}
+    saved.write_text(json.dumps(older))
+    with pytest.raises(
+        OptionsError, match=r" has model=built-in-\w+, this run model=built-in-\w+;"
+    ):
+        parse(["--resume", str(tmp_path)])
+
+
+def test_what_a_model_lacks_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = json.loads((CATALOGUE / "llama-tiny.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    _checkpoint(tmp_path, parse(["--model", str(path), "--procs", "1"]))
+    path.write_text(json.dumps({**fields, "rms_norm_eps": 0.5}))
+    with pytest.raises(
+        OptionsError, match=r"no model\.rms_norm_eps, this run model\.rms_norm_eps=0"
+    ):
+        parse(["--resume", str(tmp_path)])
+
+
 def test_what_ranks_must_agree_on_tells_other_texts_steps_and_rates_apart(text: str) -> None:
     plain = parse([]).common
     assert parse([]).common == plain
@@ -492,3 +541,34 @@ def test_numbers_that_a_configuration_leaves_out_are_those_of_the_library(tmp_pa
     path.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2, **fields}))
     with pytest.raises(ModelError, match="bert with is_decoder=False, which sees the tokens"):
         parse(words)
+
+
+def test_dropout_is_refused_where_it_cannot_be_that_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    shape = {"n_layer": 2, "n_embd": 64, "n_head": 4}
+    words = ["--model", str(path), "--procs", "2"]
+
+    def write(**fields: float) -> None:
+        path.write_text(json.dumps({"model_type": "gpt2", **shape, **fields}))
+
+    write()  # the library's default is 0.1
+    with pytest.raises(OptionsError) as raised:
+        parse([*words, "--compare"])
+    said = str(raised.value)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        assert f" {name}=0.1" in said
+    assert said.endswith("; leave --compare out, or set it to 0 in the configuration of the model")
+    assert parse(words).compare == 0
+    with pytest.raises(
+        OptionsError, match=r"^cp=2 with attn_pdrop=0\.1: dropout of .*; use cp=1, or"
+    ):
+        parse([*words, "--cp", "2"])
+    write(attn_pdrop=0, scale_attn_dropped=True)  # which is no probability
+    assert parse([*words, "--cp", "2"]).dims.cp == 2
+    write(attn_pdrop=0, resid_pdrop=0, embd_pdrop=0.0)
+    assert parse([*words, "--compare"]).compare == 60
+    fields = json.loads((CATALOGUE / "qwen3-moe-tiny.json").read_text())
+    path.write_text(json.dumps({**fields, "model_type": "mixtral", "router_jitter_noise": 0.5}))
+    with pytest.raises(OptionsError, match=r"--compare with router_jitter_noise=0\.5: "):
+        parse([*words, "--compare"])

@@ -59,6 +59,30 @@ def test_too_few_gpus_are_one_line(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--procs 3 --dp-shard 2", "dp_shard=2 is not procs=3"),
+        ("--procs 3", "dp_shard=3 does not divide batch-size=8; use 1, 2, 4 or 8"),
+        ("--cp 4 --seq-len 250", "seq-len=250"),
+    ],
+)
+def test_messages_have_the_names_of_options(
+    capsys: pytest.CaptureFixture[str], words: str, text: str
+) -> None:
+    assert text in _refusal(capsys, *words.split())
+
+
+def test_an_unknown_compiler_is_one_line_that_names_the_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    line = _refusal(capsys, "--compile", "nosuch", "--out", str(out))
+    assert line.startswith("train: error: compile=nosuch is no compiler of torch's; use ")
+    assert {"inductor", "eager", "aot_eager"} <= set(re.findall(r"\w+", line))
+    assert not out.exists()
+
+
 def test_one_thing_is_not_in_the_plural() -> None:
     assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
 

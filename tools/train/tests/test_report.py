@@ -133,3 +133,17 @@ def test_a_run_that_was_stopped_says_after_which_step(
     report.finish()
     assert re.search(r"stopped +by SIGTERM after step 1, and saved", capsys.readouterr().out)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_comparison_that_was_cut_off_says_how_far_it_came(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--out", str(tmp_path), "--seq-len", "32", "--steps", "2", "--compare", "2"]
+    report = Report(parse(words))
+    for step in (1, 2):
+        report.step(_result(step, 5.0), 0, {})
+    report.reference_step(_result(1, 5.0))
+    report.finish()
+    printed = capsys.readouterr().out
+    assert re.search(r"compared +1 of 2 steps: SIGTERM came", printed)
+    assert re.search(r"largest difference +0\.0e\+00", printed)

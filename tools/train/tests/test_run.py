@@ -67,6 +67,14 @@ def test_the_reference_is_one_process_without_traffic(tmp_path: Path) -> None:
     assert [step for step, _, _ in losses] == [1]
 
 
+def test_held_out_text_is_looked_at_in_the_end_too(tmp_path: Path) -> None:
+    words = [*_tiny(tmp_path), "--reference", "--steps", "3", "--eval-every", "2"]
+    _, _, shown = _train(tmp_path / "out", *words)
+    records = [json.loads(x) for x in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [record["eval_loss"] is not None for record in records] == [False, True, True]
+    assert f"held-out loss {records[2]['eval_loss']:.4f}" in shown
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -199,11 +207,123 @@ def test_a_pipeline_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 def test_what_the_packages_refuse_of_a_model_is_one_message_of_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    fields = json.loads((CATALOGUE / "qwen3-tiny.json").read_text())
+    shape = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "rotary_dim": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     model = tmp_path / "model.json"
-    model.write_text(json.dumps({**fields, "attention_dropout": 0.1}))
+    model.write_text(json.dumps({"model_type": "gptj", **shape}))
     words = ["--model", str(model), "--cp", "2", "--batch-size", "4", "--seq-len", "32", *_two(1)]
     done = run_program(PROGRAM, ["--out", str(tmp_path / "out"), *words], timeout=500)
     assert done.status == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("train: error: the model has attention dropout 0.1 in training")
+    assert line.startswith(
+        "train: error: no module of GPTJForCausalLM takes its attention from the registry"
+    )
+
+
+TINY = {
+    "model_type": "built-in",
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "intermediate_size": 16, "moe_intermediate_size": 8},
+}
+
+
+def _tiny(folder: Path) -> list[str]:
+    """Return the words of a run of two ranks that takes no time."""
+    model = folder / "tiny.json"
+    model.write_text(json.dumps(TINY))
+    return ["--model", str(model), "--batch-size", "4", "--seq-len", "16"]
+
+
+def _refused(*words: str) -> str:
+    """Return the one line of standard error of a run that ends with status 2."""
+    done = run_program(PROGRAM, words, timeout=500)
+    assert done.status == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_damaged_checkpoint_is_one_message_of_all_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _train(out, *_tiny(tmp_path), *_two(2), "--checkpoint-every", "1", "--keep", "2")
+    damaged = out / "checkpoint" / "__1_0.distcp"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    line = _refused("--resume", str(out), "--out", str(tmp_path / "other"))
+    assert line.startswith(f"train: error: {damaged} is damaged and cannot be read (")
+    assert line.endswith(f"; go on from another, --resume {out / 'checkpoint-1'}")
+
+
+# Files grow no larger than this: the model's cannot be written, the log can.
+FULL = """
+import resource, runpy, signal, sys
+sys.dont_write_bytecode = True
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def _ended_alike(out: Path, path: str, *words: str) -> str:
+    """Return what two ranks said alike before they ended with status 1, without a traceback."""
+    done = run_program(path, [*words, "--out", str(out), "--procs", "2"], timeout=500)
+    assert done.status == 1
+    ranks, line = done.stderr.splitlines()
+    assert ranks == "2 ranks failed alike, with exit status 1"
+    return line
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    program, out = tmp_path / "full.py", tmp_path / "out"
+    program.write_text(FULL)
+    words = [*_tiny(tmp_path), "--steps", "39", "--checkpoint-every", "20"]
+    line = _ended_alike(out, str(program), PROGRAM, *words)
+    assert line.startswith("train: error: the checkpoint of step 20 was not written to ")
+    assert line.endswith("; there is none before it")
+    assert not [*out.glob("checkpoint*")]
+    assert 20 <= len((out / "log.jsonl").read_text().splitlines()) < 39  # told before the end
+
+
+def test_a_run_that_diverges_ends_with_one_line(tmp_path: Path) -> None:
+    words = ["--lr", "1e30", "--warmup-steps", "0", "--steps", "30"]
+    line = _ended_alike(tmp_path / "out", PROGRAM, *_tiny(tmp_path), *words)
+    assert line.startswith("train: error: the gradients' norm was ")
+    assert line.endswith("go on from an older checkpoint")
+
+
+# The launcher hears SIGTERM when all steps of the run, and the first of the comparison, are made.
+ENDED = """
+import os, runpy, signal, sys, time
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+from train.report import Report
+
+step = Report.reference_step
+def stop(self, result):
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1.0)
+    step(self, result)
+Report.reference_step = stop
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_what_is_left_after_the_last_step_is_made_though_the_run_is_told_to_end(
+    tmp_path: Path,
+) -> None:
+    program, out = tmp_path / "ended.py", tmp_path / "out"
+    program.write_text(ENDED)
+    words = [PROGRAM, *_tiny(tmp_path), *_two(2), "--compare", "--out", str(out)]
+    done = run_program(str(program), words, timeout=500)
+    assert (done.status, done.stderr) == (143, "SIGTERM: ending 2 ranks\n")
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["reference_max_rel_diff"] < 1e-12
+    assert "1 of 2 steps: SIGTERM came" in done.stdout
+    assert str(out / "checkpoint") in done.stdout
+    assert (out / "loss.png").is_file()
