@@ -131,16 +131,19 @@ def tests(session: nox.Session, package: str) -> None:
 def quick(session: nox.Session) -> None:
     """Lint, type-check and test packages in short, after each change of a line: ``-- hp-cp``.
 
-    Of each test that starts ranks one case is run. The rest is the other sessions' to find.
+    Of each test that starts ranks one case is run, and none that takes seconds by itself. The rest
+    is the other sessions' to find. Files of tests go to two processes.
     """
     chosen, options = chosen_packages(session)
-    install(session, *chosen, extras=(*TEST_TOOLS, *test_requirements(*chosen), "mypy", "ruff"))
+    tools = (*TEST_TOOLS, "pytest-xdist", "mypy", "ruff")
+    install(session, *chosen, extras=(*tools, *test_requirements(*chosen)))
+    fast = ("--fast", "--numprocesses=2", "--dist=loadfile")
     for package in chosen:
         session.run("ruff", "check", f"packages/{package}")
         session.run("ruff", "format", "--check", f"packages/{package}")
         session.run("mypy", "-p", import_name(package))
         session.run("mypy", f"packages/{package}/tests")
-        session.run("pytest", f"packages/{package}/tests", "--fast", *options)
+        session.run("pytest", f"packages/{package}/tests", *fast, *options)
 
 
 @nox.session

@@ -107,6 +107,22 @@ def test_no_test_at_all_is_refused(tmp_path: Path) -> None:
     assert "--every 0 runs no test" in result.stderr
 
 
+def test_fast_leaves_out_cases_on_ranks_but_the_first_and_what_is_slow(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n\nboth = pytest.mark.parametrize('n', range(2))\n\n"
+        "@both\ndef test_alone(n):\n    print('alone', n)\n\n"
+        "@both\ndef test_on(n, ranks):\n    print('on ranks', n)\n\n"
+        "@pytest.mark.slow\ndef test_slow():\n    print('slow')\n"
+    )
+    ini = tmp_path / "pytest.ini"
+    ini.write_text("[pytest]\nmarkers = slow\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "--fast", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    said = re.findall(r"(alone|on ranks|slow) ?(\d?)$", result.stdout, re.MULTILINE)
+    assert said == [("alone", "0"), ("alone", "1"), ("on ranks", "0")]
+    assert "3 passed, 2 deselected" in result.stdout
+
+
 def test_repeated_tests_run_in_rounds_with_fixtures_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(
         "import pytest\n\n@pytest.fixture\ndef seen():\n    return []\n\n"

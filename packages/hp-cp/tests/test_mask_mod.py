@@ -81,6 +81,7 @@ FUNCTIONS = (
 CAUSAL = MaskSpec(causal=True)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(case=cases(), function=st.sampled_from(FUNCTIONS), tile=st.sampled_from([3, 128]))
 def test_simulated_ranks_equal_the_definition_with_the_planned_bytes(

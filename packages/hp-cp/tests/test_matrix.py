@@ -184,6 +184,7 @@ def test_every_mode_mask_layout_and_ratio_of_heads_is_dense_attention_in_fp64(
     assert wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_mode_mask_layout_and_ratio_of_heads_is_as_exact_as_one_process_in_fp32(
     ranks: Any, n: int

@@ -84,6 +84,7 @@ def test_a_heads_bits_do_not_depend_on_the_heads_beside_it(dtype: torch.dtype, r
         assert torch.equal(part_lse, together[:, heads])
 
 
+@pytest.mark.slow
 @COMPILES
 @pytest.mark.parametrize(
     ("dtype", "other"),
@@ -111,6 +112,7 @@ def test_a_fused_merge_gives_what_the_operations_give(
             torch.testing.assert_close(made, reference, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.slow
 @COMPILES
 def test_an_attention_with_fused_merges_is_that_of_the_operations() -> None:
     q, k, v, _ = inputs(2, 2, 40)

@@ -220,6 +220,7 @@ def bytes_of_lse(case: Case, rank: int) -> int:
     return 2 * 8 * len(case.indices[rank]) * (case.heads[0] - heads)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(case=cases(), two_axes=st.booleans())
 def test_simulated_ranks_equal_the_definition_with_the_planned_bytes(

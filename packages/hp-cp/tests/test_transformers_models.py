@@ -175,6 +175,7 @@ def on_rank(rank: int, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str
     return found
 
 
+@pytest.mark.slow
 def test_models_of_each_kind_have_what_one_process_has(ranks: Any) -> None:
     for answers in ranks(2).run(on_rank, list(EQUAL.values())):
         for kind, found in zip(EQUAL, answers, strict=True):

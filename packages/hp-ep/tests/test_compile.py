@@ -59,6 +59,7 @@ COMPILED.append((torch.float32, "inductor"))
 LONGER = [(torch.float64, "inductor"), (torch.bfloat16, "inductor")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "backend"),
     [*COMPILED, *(pytest.param(*case, marks=pytest.mark.long) for case in LONGER)],

@@ -279,6 +279,7 @@ def alike(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> boo
     return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", ["copy", *(pytest.param(o, marks=pytest.mark.long) for o in OPTIONS if o != "copy")]
 )

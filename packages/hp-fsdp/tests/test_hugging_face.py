@@ -124,6 +124,7 @@ def trained(rank: int, world: int, by: str, tied: bool, folder: str) -> Trained:
         return Trained(losses, norms, restored and again and same, first, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_accelerate_trains_saves_and_loads_with_the_bits_of_torch(ranks: Ranks, tied: bool) -> None:
     found = {}

@@ -12,7 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="of each test that starts ranks run one case: for a change that has just been made",
+        help="of each test on ranks one case, and none marked slow: for a change just made",
     )
     parser.addoption(
         "--every",
@@ -46,10 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests that start no ranks, and the first case of each that does."""
+    """Return what is not marked slow: tests that start no ranks, the first case of each that does."""
     seen: set[tuple[object, str]] = set()
     kept = []
     for item in items:
+        if item.get_closest_marker("slow"):
+            continue
         test = (item.parent, getattr(item, "originalname", item.name))
         if "ranks" not in getattr(item, "fixturenames", ()) or test not in seen:
             kept.append(item)
