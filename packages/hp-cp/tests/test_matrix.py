@@ -158,6 +158,7 @@ def test_what_is_no_number_is_an_error_without_bound() -> None:
     assert over_ranks([errors_between(exact, exact), found]) == [Errors(torch.inf, torch.inf)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "seq_len", "step"),
     [
