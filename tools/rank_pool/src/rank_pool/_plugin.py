@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return tests without ranks, and of those on ranks the first case; none that is marked slow."""
+    """Return tests without ranks, and the first case of each on ranks; none that is marked slow."""
     seen: set[tuple[object, str]] = set()
     kept = []
     for item in items:
