@@ -32,6 +32,10 @@ class Chosen(Net):
         return logits
 
 
+DIFFERENT = {
+    "other shapes": "shape (3, 8) cut along dim 0, trains on rank 0, shape (4, 8) cut",
+    "frozen": "shape (3, 8) cut along dim 0, trains on rank 0, shape (3, 8) cut along dim 0, is",
+}
 # What rank 1 does otherwise than the others, and what each message says of it.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "another order": ({"order": (0, 2, 1)}, "rank 1 is to gather blocks.2 for forward"),
@@ -96,6 +100,27 @@ def test_a_disagreement_that_only_reductions_show_is_found_on_all_replicas(ranks
         assert worst(found, reference(4, Chosen)) < 1e-12
 
 
+def moved(rank: int) -> str:
+    """Exchange two blocks on rank 1 after sharding, before the first forward."""
+    model: Any = make(Net)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh_of((2,), NAMES[1]))
+    if rank == 1:
+        model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
+    with pytest.raises(DisagreementError) as caught:
+        loss_of(model, tokens(rank))
+    return str(caught.value)
+
+
+def test_modules_that_changed_places_on_one_rank_are_found_before_their_weights_mix(
+    ranks: Ranks,
+) -> None:
+    said = ranks(2).run(moved)
+    assert said[0] == said[1]
+    assert "rank 1 is to gather blocks.1 for forward" in said[0]
+    assert "order of fully_shard's calls is 1 on rank 0, 2 on rank 1" in said[0]
+
+
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 @pytest.mark.parametrize(
     ("case", "act"), [("other shapes", "gather"), ("frozen", "reduce the gradients of")]
@@ -106,7 +131,7 @@ def test_units_that_differ_between_ranks_are_named(
     for said, _ in ranks(2).run(disagree, case, (2,), {"layout": layout}):
         assert f"rank 0 is to {act} blocks.1" in said
         assert f"rank 1 is to {act} blocks.1" in said
-        assert "its parameters there differ" in said
+        assert f"its parameters there differ: table is {DIFFERENT[case]}" in said
 
 
 def compared(rank: int, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -162,6 +187,13 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+SAID = {
+    "granularity": "offsets is ...",
+    "layout": "layout is ExactLayout on rank 0, RaggedLayout on rank 1, and 1 more",
+    "reduction": "divisor of gradients is 2 on rank 0, 1 on rank 1",
+}
+
+
 def differently(rank: int, option: str) -> str:
     """Shard with another option on each rank, of layers whose shards have the same size."""
     torch.manual_seed(0)
@@ -177,4 +209,4 @@ def differently(rank: int, option: str) -> str:
 def test_options_that_differ_between_ranks_are_found(ranks: Ranks, option: str) -> None:
     said = ranks(2).run(differently, option)
     assert said[0] == said[1]
-    assert "its parameters there differ" in said[0]
+    assert f"its parameters there differ: {SAID[option]}" in said[0]

@@ -57,9 +57,10 @@ class Schedule:
                 part.check_no_backward()
                 part.finish_early()
                 part.wait_for_optimizer()
+        made = sorted(self.units, key=lambda unit: unit.made)
         for number, unit in enumerate(self.units):
             unit.schedule = self
-            unit.join(number, self.paths)
+            unit.join(number, made.index(unit), self.paths)
         self.device = self.units[0].device
         self._name_groups()
         # The host writes to memory that copies from the CPU read.

@@ -1,10 +1,11 @@
 """What one `fully_shard` call manages: modules, parameter groups, options, and their states."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ._schedule import Schedule
 
 UNIT_ATTRIBUTE = "_fully_shard_unit"
+_made = itertools.count()
 
 
 class Act(Enum):
@@ -89,7 +91,8 @@ class Unit:
         self.schedule: Schedule | None = None  # for what runs the unit; not used below
         self.forward_prefetch: tuple[Unit, ...] | None = None  # None: the next in learned order
         self.backward_prefetch: tuple[Unit, ...] | None = None
-        self._number = 0
+        self.made = next(_made)  # before units of later calls
+        self._number = self._place_made = 0
         self._paths: Callable[[], list[str]] | None = None
         self._compared: set[Act] = set()
         self._gradient_hooks: list[RemovableHandle] = []
@@ -101,9 +104,12 @@ class Unit:
         for module in self.modules:
             module.register_load_state_dict_post_hook(self._after_load)
 
-    def join(self, number: int, paths: Callable[[], list[str]]) -> None:
-        """Take the unit's number among those under one root, and what tells where they all are."""
-        self._number, self._paths = number, paths
+    def join(self, number: int, place_made: int, paths: Callable[[], list[str]]) -> None:
+        """Take the unit's number among those under one root, and what tells where they all are.
+
+        ``place_made`` is its place among them in the order of `fully_shard` calls.
+        """
+        self._number, self._place_made, self._paths = number, place_made, paths
 
     def gather(self, in_pass: bool = False) -> None:
         """Start the all-gathers of the groups that are sharded; a pass answers for what it does.
@@ -344,11 +350,11 @@ class Unit:
         """Compare what the ranks of the unit's axes do next, unless that was done before.
 
         Each act of each unit is compared once, before it communicates for the first time, by an
-        all-gather over each axis: 32 bytes of each rank, over a second axis those of the first. So
+        all-gather over each axis: 8 bytes of each rank, over a second axis those of the first. So
         ranks that come to their units in different orders learn of it before wrong parameters are
         gathered, or a rank waits for one that never comes. The collectives that a user passes do
-        not see this. Raises `DisagreementError` on every rank of the axes if it is not the same on
-        all of them.
+        not see this. Where it is not the same on all ranks of the axes, these tell each other what
+        it is, and every one of them raises `DisagreementError`.
         """
         if act in self._compared or self._paths is None or not self.groups:
             return
@@ -361,60 +367,102 @@ class Unit:
         axes = [a for a in axes if a.size > 1 and isinstance(a.group, dist.ProcessGroup)]
         if axes:
             device = self.groups[0].config.device
-            own = (_ACTS.index(act), self._number, self._fingerprint(act))
-            found = _exchange(axes, own, device)
-            if len({each[1:] for each in found}) > 1:
-                raise DisagreementError(_difference(found, self._paths()))
+            facts = self._facts(act)
+            if not _agree(axes, (act.name, self._number, facts), device):
+                doing = act.value.format(self._paths()[self._number])
+                own = _Told(axes[0].ranks[axes[0].index], act.name, self._number, doing, facts)
+                raise DisagreementError(_difference(_tell(axes, own)))
         self._compared.add(act)
 
-    def _fingerprint(self, act: Act) -> int:
-        facts: list[object] = [
-            (p.name, tuple(p.shape), p.dim, act is not Act.REDUCTION or i in reduced)
-            for group in self.groups
-            for reduced in [set(group.reduced())]
-            for i, p in enumerate(group.parameters)
-        ]
-        layouts = [
-            (str(group.layout.plan), str(group.dtypes), str(group.layout.shard.dtype))
-            for group in self.groups
-        ]
-        if act is Act.REDUCTION:
-            facts += [self.options.divisor(group.reduce_axes.size) for group in self.groups]
-        found = hashlib.blake2b(repr((facts, layouts)).encode(), digest_size=8)
-        return int.from_bytes(found.digest(), "big", signed=True)
+    def _facts(self, act: Act) -> dict[str, str]:
+        """Return what must be the same on all ranks, by what it is called in an error."""
+        facts = {_PLACE_MADE: str(self._place_made)}
+        for number, group in enumerate(self.groups):
+            of = f" of dtype group {number}" if number else ""
+            reduced, layout = set(group.reduced()), group.layout
+            for i, p in enumerate(group.parameters):
+                trains = "trains" if i in reduced or act is not Act.REDUCTION else "is frozen"
+                facts[p.name] = f"shape {tuple(p.shape)} cut along dim {p.dim}, {trains}"
+            facts[f"layout{of}"] = type(layout).__name__
+            facts[f"dtypes{of}"] = f"{layout.shard.dtype}, {group.dtypes}"
+            facts[f"offsets{of}"] = str(layout.plan)
+            if act is Act.REDUCTION:
+                divisor = self.options.divisor(group.reduce_axes.size)
+                facts[f"divisor of gradients{of}"] = f"{divisor:g}"
+        return facts
 
 
-_ACTS = tuple(Act)
-_Fingerprint = tuple[int, int, int, int]  # rank, act, unit, digest of what the unit has
+_PLACE_MADE = "place among these units in the order of fully_shard's calls"
 
 
-def _exchange(
-    axes: Sequence[Axis], own: tuple[int, int, int], device: torch.device
-) -> list[_Fingerprint]:
-    """Return the fingerprints of all ranks of the axes, the same on each of them."""
-    rank = axes[0].ranks[axes[0].index]
-    table = torch.tensor([rank, *own], dtype=torch.int64, device=device)
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank says of what it was about to do: of which unit, by its number and in words."""
+
+    rank: int
+    act: str
+    unit: int
+    doing: str
+    facts: dict[str, str]
+
+
+def _agree(axes: Sequence[Axis], own: object, device: torch.device) -> bool:
+    """Return whether all ranks of the axes have the same, which all of them learn."""
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
+    found = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
     for axis in axes:
-        (table,) = TorchCollectives().all_gather(axis, [table]).wait()
-    return sorted(tuple(row) for row in table.view(-1, 4).tolist())
+        (found,) = TorchCollectives().all_gather(axis, [found]).wait()
+    return len(set(found.flatten().tolist())) == 1
 
 
-def _difference(found: Iterable[_Fingerprint], paths: Sequence[str]) -> str:
-    alike: dict[tuple[int, int, int], list[int]] = {}
-    for rank, act, unit, digest in found:
-        alike.setdefault((act, unit, digest), []).append(rank)
+def _tell(axes: Sequence[Axis], own: _Told) -> list[_Told]:
+    """Return what all ranks of the axes say, the same on each of them."""
+    told = [own]
+    for axis in axes:
+        parts: list[list[_Told]] = [[]] * axis.size
+        dist.all_gather_object(parts, told, group=cast(dist.ProcessGroup, axis.group))
+        told = [each for part in parts for each in part]
+    return sorted(told, key=lambda each: each.rank)
+
+
+def _difference(told: Sequence[_Told]) -> str:
+    doing: dict[tuple[str, str], list[int]] = {}
+    for each in told:
+        doing.setdefault((each.doing, str(each.facts)), []).append(each.rank)
     lines = [
-        (f"rank {ranks[0]} is to " if len(ranks) == 1 else f"ranks {ranks} are to ")
-        + _ACTS[act].value.format(paths[unit] if unit < len(paths) else f"unit {unit}")
-        for (act, unit, _), ranks in alike.items()
+        (f"rank {ranks[0]} is to " if len(ranks) == 1 else f"ranks {ranks} are to ") + what
+        for (what, _), ranks in doing.items()
     ]
-    what = "all ranks must run the same units in the same order"
-    if len({(act, unit) for act, unit, _ in alike}) == 1:
-        what = (
-            "its parameters there differ in names, shapes, dtypes, in how they are laid out, in "
-            "what trains or in how gradients are divided"
-        )
-    return f"{', '.join(lines)}; {what}"
+    if len({(each.act, each.unit) for each in told}) > 1:
+        return f"{', '.join(lines)}; all ranks must run the same units in the same order"
+    names = dict.fromkeys(name for each in told for name in each.facts)
+    differ = [name for name in names if len({each.facts.get(name) for each in told}) > 1]
+    said: dict[str, list[int]] = {}
+    for each in told:
+        said.setdefault(each.facts.get(differ[0], "nothing"), []).append(each.rank)
+    values = ", ".join(
+        f"{_around(value, list(said))} on {'rank' if len(ranks) == 1 else 'ranks'} "
+        f"{ranks[0] if len(ranks) == 1 else ranks}"
+        for value, ranks in said.items()
+    )
+    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+    hint = ""
+    if differ[0] == _PLACE_MADE:
+        hint = "; shard the same modules in the same order, and do not move them afterwards"
+    return f"{', '.join(lines)}; its parameters there differ: {differ[0]} is {values}{more}{hint}"
+
+
+def _around(value: str, others: Sequence[str], shown: int = 80) -> str:
+    """Return a long value from a little before its first difference from others on."""
+    if len(value) <= shown:
+        return value
+    first = min(
+        next((i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), shown)
+        for other in others
+        if other != value
+    )
+    start = max(0, first - shown // 2)
+    return ("..." if start else "") + value[start : start + shown] + "..."
 
 
 class _Reshard:
