@@ -309,6 +309,7 @@ def real(rank: int, cases: list[Case]) -> list[list[Tensor]]:
     return [on_rank(case, rank, cp_mesh(case.n), TorchCollectives()) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 4])
 def test_real_ranks_equal_the_definition(ranks: Any, n: int) -> None:
     cases = real_cases(n)

@@ -140,6 +140,7 @@ class Limited(PlainBackend):
         return super().backward(grad, *rest, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "documents"), [(1, 70_000), (2, 40_000), (70_000, 1)])
 def test_more_squares_than_a_grid_has_places_are_several_launches(
     batch: int, documents: int
@@ -171,6 +172,7 @@ def test_more_squares_than_a_grid_has_places_are_several_launches(
         torch.testing.assert_close(alone(result), reference, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sdpa", PackedPlain()], ids=["alone", "packed"])
 @pytest.mark.parametrize("layout", [Greedy(4), PerDocument()], ids=repr)
 def test_sums_of_documents_cost_as_many_operations_for_few_as_for_many(

@@ -183,6 +183,7 @@ def test_models_of_each_kind_have_what_one_process_has(ranks: Any) -> None:
             assert all(type(x) is float and x <= BOUND for x in found.values()), (kind, found)
 
 
+@pytest.mark.slow
 def test_models_of_each_kind_are_refused_before_anything_is_sent(ranks: Any) -> None:
     cases = [(model_type, options) for model_type, options, _ in REFUSED.values()]
     for answers in ranks(2).run(on_rank, cases):
