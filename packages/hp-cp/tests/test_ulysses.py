@@ -24,7 +24,7 @@ def exchange_of(
     door: SimulatedCollectives, layout: Layout, seq_len: int, shares: tuple[HeadShare, ...]
 ) -> Exchange:
     chunks = layout.chunks(len(shares), seq_len)
-    return Exchange(peers=Peers.on(door.axis(), door), chunks=chunks, shares=shares)
+    return Exchange.of(Peers.on(door.axis(), door), chunks, shares)
 
 
 @settings(deadline=None, max_examples=40)
@@ -92,7 +92,7 @@ def test_some_ranks_of_an_axis_exchange_among_themselves(
         place = members.index(door.axis().index)
         peers = Peers(door.axis(), members, place, door)
         chunks = tuple((range(i * seq_len, (i + 1) * seq_len),) for i in range(degree))
-        exchange = Exchange(peers=peers, chunks=chunks, shares=shares)
+        exchange = Exchange.of(peers, chunks, shares)
         return rows_to_heads(q + rank, q + rank, q + rank, exchange)[0]
 
     for i, held in enumerate(SimulatedWorld(groups * degree).run(rank)):

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor as theirs
 from rank_pool import RankPool, cached
 from torch import Tensor
@@ -23,6 +22,7 @@ from hp_dtensor import (
     RecordingCollectives,
     Replicate,
     Shard,
+    TorchCollectives,
     distribute_tensor,
     explain,
     plan_transfer,
@@ -259,9 +259,10 @@ def renewed(rank: int) -> tuple[Any, ...]:
         return ()
     seen = []
     for mesh in (first, second):
-        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as call:
-            y = redistribute(source(rank, mesh), (S0, S0))
-        groups = [c.kwargs["group"] for c in call.call_args_list]
+        torchs = TorchCollectives()
+        with mock.patch.object(torchs, "all_to_all", wraps=torchs.all_to_all) as call:
+            y = redistribute(source(rank, mesh), (S0, S0), collectives=torchs)
+        groups = [c.args[0].group for c in call.call_args_list]
         own = [mesh.get_group(axis) for axis in range(2)]
         seen.append((y.device_mesh is mesh, [group in own for group in groups]))
     return (first == second, *seen)

@@ -21,11 +21,11 @@ from ._layouts import Chunks, Layout, told_length
 from ._lineage import check_lineage
 from ._masks import MaskSpec
 from ._mesh import RankGroups, check_equal_lengths, rank_groups_of
-from ._plan import AttentionPlan, HeadShare, executed_part_of, plan_attention, rank_plan_of
+from ._plan import AttentionPlan, executed_part_of, plan_attention, rank_plan_of
 from ._routes import Schedule
 from ._schedules import RankSchedule, attend, rank_schedule_of
 from ._torch import keep_eager
-from ._ulysses import Exchange, heads_to_rows, rows_to_heads, swap_halves
+from ._ulysses import Exchange, heads_of, heads_to_rows, rows_to_heads, swap_halves
 from .kernels._choose import choose_backends
 from .kernels._interface import PLAIN, AttentionBackend, Dropout, ScoreOptions
 from .kernels._sdpa import hardware_of
@@ -225,9 +225,9 @@ class BoundAttention:
     """All that is the same in every call with tensors and options like these, on one rank.
 
     It keeps no tensors, groups or meshes. ``order`` are the dims of a tensor as ``[batch, rows,
-    heads, size]``, and ``back`` those of such a one as the caller has them. ``sinks`` are the heads
-    that this rank has with Ulysses. ``asks``: ranks compare their lengths, from which that of the
-    whole is inferred.
+    heads, size]``, and ``back`` those of such a one as the caller has them. ``heads`` are the query
+    and the kv heads of each rank of Ulysses, ``sinks`` the query heads of this one. ``asks``: ranks
+    compare their lengths, from which that of the whole is inferred.
     """
 
     plan: AttentionPlan
@@ -235,7 +235,7 @@ class BoundAttention:
     order: list[int]
     back: list[int]
     chunks: Chunks
-    shares: tuple[HeadShare, ...]
+    heads: tuple[tuple[range, ...], tuple[range, ...]]
     sinks: slice
     asks: bool
 
@@ -316,7 +316,7 @@ def _bind(
         order=order,
         back=[order.index(dim) for dim in range(4)],
         chunks=mine.chunks,
-        shares=mine.shares,
+        heads=heads_of(mine.shares),
         sinks=as_slice(mine.share.q),
         asks=options.whole_length is None,
     )
@@ -353,7 +353,8 @@ def sharded_attention(
         q = swap_halves(q, groups.ring)
         home = partial(swap_halves, peers=groups.ring, back=True)
     elif plan.ulysses_degree > 1:
-        exchange = Exchange(peers=groups.ulysses, chunks=bound.chunks, shares=bound.shares)
+        q_heads, kv_heads = bound.heads
+        exchange = Exchange(peers=groups.ulysses, chunks=bound.chunks, q=q_heads, kv=kv_heads)
         q, k, v = rows_to_heads(q, k, v, exchange)
         home = partial(heads_to_rows, exchange=exchange)
         sinks = None if sinks is None else sinks[bound.sinks]

@@ -49,7 +49,9 @@ from .kernels._interface import ScoreOptions
 class RankSchedule:
     """What one rank of a schedule computes, receives and sends; keeps no tensors and no groups.
 
-    ``batches`` are, by source, the blocks as they are launched and merged.
+    ``batches`` are, by source, the blocks as they are launched and merged. What is gathered has
+    ``rows`` in all, of which this rank sends ``sent``; all ranks' pieces of these come in
+    ``regions`` by one all-gather, or point to point where that is None.
     """
 
     plan: AttentionPlan
@@ -61,6 +63,9 @@ class RankSchedule:
     n: int
     kernel: BlockKernel
     places: tuple[Ranges, ...]
+    rows: int
+    sent: Ranges
+    regions: Ranges | None
     own_rows: Ranges
     own_place: range | None  # of this rank's rows in those that are gathered, if they are one range
     origin: Origin
@@ -95,6 +100,7 @@ def rank_schedule_of(
     part = executed_part_of(plan, rank, backends.windows, where)
     own_rows = whole(part.lengths[rank])
     one = mine.places and len(mine.places[rank]) <= 1
+    alike = groups.ring.whole and len({tuple(map(len, held)) for held in mine.places}) == 1
     return RankSchedule(
         plan=plan,
         part=part,
@@ -107,6 +113,13 @@ def rank_schedule_of(
         n=groups.ring.size,
         kernel=kernel,
         places=mine.places,
+        rows=sum(part.lengths),
+        sent=local_rows(map(len, mine.places[rank])) if mine.places else (),
+        regions=tuple(
+            range(held[0].start, held[-1].stop) for held in zip(*mine.places, strict=True)
+        )
+        if alike
+        else None,
         own_rows=own_rows,
         own_place=next(iter(mine.places[rank]), range(0)) if one else None,
         origin=Origin(plan),
@@ -205,11 +218,10 @@ def _gather(k: Tensor, v: Tensor, schedule: RankSchedule, calls: PendingWork) ->
     """
     places, rank = schedule.places, schedule.rank
     given = k.transpose(0, 1), v.transpose(0, 1)
-    every = tuple(x.new_empty((sum(schedule.part.lengths), *x.shape[1:])) for x in given)
-    mine = _ranges_of(given, local_rows(map(len, places[rank])))
-    if len({tuple(map(len, held)) for held in places}) == 1 and calls.peers.whole:
-        regions = [range(held[0].start, held[-1].stop) for held in zip(*places, strict=True)]
-        work = calls.all_gather(mine, _ranges_of(every, regions))
+    every = tuple([x.new_empty((schedule.rows, *x.shape[1:])) for x in given])
+    mine = _ranges_of(given, schedule.sent)
+    if schedule.regions is not None:
+        work = calls.all_gather(mine, _ranges_of(every, schedule.regions))
     else:
         parts = {s: _ranges_of(every, held) for s, held in enumerate(places) if held}
         for room, part in zip(parts.pop(rank, ()), mine, strict=True):
@@ -356,8 +368,7 @@ class _Scattered:
         self._own = own
         self._like = like
         self._calls = calls
-        places = schedule.places[schedule.rank] if schedule.places else ()
-        self._mine = local_rows(map(len, places))
+        self._mine = schedule.sent
         self._coming: tuple[dict[int, list[Tensor]], Work] | None = None
 
     def add(self, source: int, share: KVGradient | None, spent: Pair | None) -> None:

@@ -318,7 +318,7 @@ def exchange_around(
     at = [order.index(dim) for dim in range(4)]
     q, k, v = (x.permute(order) for x in (q, k, v))
     q, k, v = rows_to_heads(q, k, v, exchange)
-    repeats = exchange.shares[groups.ulysses.index].repeats  # the module groups heads evenly
+    repeats = plan.heads[groups.ulysses.index].repeats  # the module groups heads evenly
     k, v = (repeat_heads(x, repeats) for x in (k, v))
     q, k, v = (x.permute(at) for x in (q, k, v))
     shape = (*q.shape[:3], v.shape[3])

@@ -10,6 +10,7 @@ all ranks have equally many heads of each tensor, those of all ranks are packed 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from operator import mul
 from typing import Any
@@ -22,16 +23,56 @@ from ._layouts import Chunks, lengths_of, out_of_order
 from ._mesh import Peers, RankGroups
 from ._plan import AttentionPlan, HeadShare, rank_plan_of
 
-HeadRanges = Sequence[Sequence[range]]
+HeadRanges = tuple[tuple[range, ...], ...]  # of each tensor, the heads of each rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Who trades rows for heads: ``chunks`` and ``shares`` of each of ``peers``, in their order."""
+    """Who trades rows for heads: ``chunks``, query and kv heads of each of ``peers``, in order."""
 
     peers: Peers
     chunks: Chunks
-    shares: tuple[HeadShare, ...]
+    q: tuple[range, ...]
+    kv: tuple[range, ...]
+
+    @staticmethod
+    def of(peers: Peers, chunks: Chunks, shares: Sequence[HeadShare]) -> "Exchange":
+        """Return the exchange of peers with these shares of the heads."""
+        q, kv = heads_of(shares)
+        return Exchange(peers=peers, chunks=chunks, q=q, kv=kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor's heads in a block of some ranks' units: where they are in either, and how many.
+
+    ``count`` are the heads of each of ``ranks``, of ``unit`` steps each.
+    """
+
+    ranks: int
+    held: range
+    count: int
+    unit: int
+    at: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How some tensors' heads are packed for each rank: in units of ``step`` elements.
+
+    ``units`` are those of a head of each tensor, ``counts`` those of each rank. Ranks are one block
+    if all have as many heads of each tensor, else a block each; ``blocks`` has the part of each
+    tensor in each. Of each tensor ``heads`` are all, and ``disjoint`` says whether each head is one
+    rank's alone.
+    """
+
+    step: int
+    units: tuple[int, ...]
+    counts: tuple[int, ...]
+    blocks: tuple[tuple[Part, ...], ...]
+    heads: tuple[int, ...]
+    disjoint: tuple[bool, ...]
 
 
 Move = Callable[[Sequence[Tensor], HeadRanges, Exchange], list[Tensor]]
@@ -40,7 +81,12 @@ Move = Callable[[Sequence[Tensor], HeadRanges, Exchange], list[Tensor]]
 def exchange_of(plan: AttentionPlan, groups: RankGroups) -> Exchange:
     """Return the Ulysses exchange of this rank and its neighbours."""
     mine = rank_plan_of(plan, groups.rank)
-    return Exchange(peers=groups.ulysses, chunks=mine.chunks, shares=mine.shares)
+    return Exchange.of(groups.ulysses, mine.chunks, mine.shares)
+
+
+def heads_of(shares: Sequence[HeadShare]) -> tuple[tuple[range, ...], tuple[range, ...]]:
+    """Return the query and the kv heads of each rank."""
+    return tuple(share.q for share in shares), tuple(share.kv for share in shares)
 
 
 def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
@@ -50,7 +96,7 @@ def rows_to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[
     every rank that reads it. One all-to-all; backward one more, in which the copies of a head sum
     in rank order.
     """
-    heads = [[h.q for h in exchange.shares], *[[h.kv for h in exchange.shares]] * 2]
+    heads = exchange.q, exchange.kv, exchange.kv
     out: tuple[Tensor, ...] = _Exchanged.apply(_to_heads, _to_rows, exchange, heads, q, k, v)  # type: ignore[no-untyped-call]
     return out
 
@@ -60,7 +106,7 @@ def heads_to_rows(x: Tensor, exchange: Exchange) -> Tensor:
 
     The inverse of `rows_to_heads` for q. One all-to-all; backward one more.
     """
-    heads = [[h.q for h in exchange.shares]]
+    heads = (exchange.q,)
     (out,) = _Exchanged.apply(_to_rows, _to_heads, exchange, heads, x)  # type: ignore[no-untyped-call]
     result: Tensor = out
     return result
@@ -84,34 +130,30 @@ class _Exchanged(torch.autograd.Function):
 def _to_heads(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -> list[Tensor]:
     """Send every peer its heads of this rank's rows; return this rank's heads of all rows."""
     batch, rows = tensors[0].shape[:2]
-    step, units = _units(tensors)
-    counts = _counts(heads, units)
-    send = tensors[0].new_empty(rows * batch * sum(counts) * step)
-    blocks = _blocks(send, counts, heads, rows, batch, step)
-    for block, of_block in zip(blocks, zip(*_by_block(heads), strict=True), strict=True):
-        at = 0
-        for x, held, unit in zip(tensors, of_block, units, strict=True):
-            ranks = block.shape[0]
-            count = len(held) // ranks
-            stop = at + count * unit
-            part = x[:, :, held.start : held.stop].unflatten(2, (ranks, -1))
-            _heads(block[:, :, :, at:stop], count, unit).copy_(part.permute(2, 1, 0, 3, 4))
-            at = stop
-    mine, lengths = counts[exchange.peers.index], lengths_of(exchange.chunks)
+    packing = packing_of(heads, tuple([x.shape[3] for x in tensors]))
+    step, index = packing.step, exchange.peers.index
+    send = tensors[0].new_empty(rows * batch * sum(packing.counts) * step)
+    for block, parts in zip(_blocks(send, packing, rows, batch), packing.blocks, strict=True):
+        for x, part in zip(tensors, parts, strict=True):
+            held = x[:, :, part.held.start : part.held.stop].unflatten(2, (part.ranks, part.count))
+            _heads(block[:, :, :, part.at : part.stop], part.count, part.unit).copy_(
+                held.permute(2, 1, 0, 3, 4)
+            )
+    mine, lengths = packing.counts[index], lengths_of(exchange.chunks)
     per_row = batch * step
     received = exchange.peers.all_to_all(
         send,
-        [rows * per_row * count for count in counts],
+        [rows * per_row * count for count in packing.counts],
         [length * per_row * mine for length in lengths],
     ).view(sum(lengths), batch, mine, step)
     whole = sort_rows(received, exchange.chunks, 0)
-    held_here = [len(of_ranks[exchange.peers.index]) for of_ranks in heads]
-    sizes = [count * unit for count, unit in zip(held_here, units, strict=True)]
+    held_here = [len(of_ranks[index]) for of_ranks in heads]
+    sizes = [count * unit for count, unit in zip(held_here, packing.units, strict=True)]
     # Parts that autograd takes for tensors of their own: a caller may change one in place.
-    parts = whole.transpose(0, 1).unsafe_split_with_sizes(sizes, dim=2)
+    made = whole.transpose(0, 1).unsafe_split_with_sizes(sizes, dim=2)
     return [
         x if unit == 1 else _heads(x, count, unit).data
-        for x, count, unit in zip(parts, held_here, units, strict=True)
+        for x, count, unit in zip(made, held_here, packing.units, strict=True)
     ]
 
 
@@ -121,33 +163,33 @@ def _to_rows(tensors: Sequence[Tensor], heads: HeadRanges, exchange: Exchange) -
     Heads that come from several ranks are summed, in rank order.
     """
     batch = tensors[0].shape[0]
-    step, units = _units(tensors)
+    packing = packing_of(heads, tuple([x.shape[3] for x in tensors]))
     index, lengths = exchange.peers.index, lengths_of(exchange.chunks)
-    counts = _counts(heads, units)
-    rows, per_row = lengths[index], batch * step
+    rows, per_row = lengths[index], batch * packing.step
+    mine = packing.counts[index]
     received = exchange.peers.all_to_all(
-        _by_rank(tensors, step, units, exchange.chunks).flatten(),
-        [length * per_row * counts[index] for length in lengths],
-        [rows * per_row * count for count in counts],
+        _by_rank(tensors, packing, exchange.chunks).flatten(),
+        [length * per_row * mine for length in lengths],
+        [rows * per_row * count for count in packing.counts],
     )
-    blocks = _blocks(received, counts, heads, rows, batch, step)
-    return [_assemble(blocks, heads, units, i) for i in range(len(tensors))]
+    blocks = _blocks(received, packing, rows, batch)
+    return [_assemble(blocks, packing, i) for i in range(len(tensors))]
 
 
-def _by_rank(tensors: Sequence[Tensor], step: int, units: Sequence[int], chunks: Chunks) -> Tensor:
+def _by_rank(tensors: Sequence[Tensor], packing: Packing, chunks: Chunks) -> Tensor:
     """Return ``[rows, batch, units, step]`` of all tensors, the rows of each rank in turn."""
     order = out_of_order(chunks)
     if len(tensors) == 1 and not order:  # dense for a batch of one
         return tensors[0].transpose(0, 1)
     batch, length = tensors[0].shape[:2]
-    count = sum(x.shape[2] * unit for x, unit in zip(tensors, units, strict=True))
-    send = tensors[0].new_empty((length, batch, count, step))
+    count = sum(x.shape[2] * unit for x, unit in zip(tensors, packing.units, strict=True))
+    send = tensors[0].new_empty((length, batch, count, packing.step))
     places = send.split([len(chunk) for held in chunks for chunk in held]) if order else [send]
     start = 0
     for i in order or [0]:
         stop = start + len(places[i])
         at = 0
-        for x, unit in zip(tensors, units, strict=True):
+        for x, unit in zip(tensors, packing.units, strict=True):
             end = at + x.shape[2] * unit
             _heads(places[i][:, :, at:end], x.shape[2], unit).copy_(
                 x[:, start:stop].transpose(0, 1)
@@ -157,16 +199,33 @@ def _by_rank(tensors: Sequence[Tensor], step: int, units: Sequence[int], chunks:
     return send
 
 
-def _units(tensors: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """Return the greatest size that all head sizes are multiples of, and how many times."""
-    sizes = [x.shape[3] for x in tensors]
+@lru_cache(maxsize=256)
+def packing_of(heads: HeadRanges, sizes: tuple[int, ...]) -> Packing:
+    """Return how tensors of these head sizes are packed.
+
+    Their greatest common divisor is the step.
+    """
     step = math.gcd(*sizes)
-    return step, [size // step if step else 1 for size in sizes]
-
-
-def _counts(heads: HeadRanges, units: Sequence[int]) -> list[int]:
-    """Return how many units of all tensors' heads each rank has."""
-    return [sum(map(mul, map(len, of_rank), units)) for of_rank in zip(*heads, strict=True)]
+    units = tuple(size // step if step else 1 for size in sizes)
+    alike = all(len(held[0]) * len(held) == held[-1].stop for held in heads)
+    by_block = [[range(held[-1].stop)] for held in heads] if alike else heads
+    blocks = []
+    for of_block in zip(*by_block, strict=True):
+        parts, at = [], 0
+        for tensor, held in enumerate(of_block):
+            ranks, unit = (len(heads[tensor]) if alike else 1), units[tensor]
+            count = len(held) // ranks
+            parts.append(Part(ranks, held, count, unit, at, at + count * unit))
+            at += count * unit
+        blocks.append(tuple(parts))
+    return Packing(
+        step=step,
+        units=units,
+        counts=tuple(sum(map(mul, map(len, held), units)) for held in zip(*heads, strict=True)),
+        blocks=tuple(blocks),
+        heads=tuple(max(part.stop for part in held) for held in heads),
+        disjoint=tuple(all(a.stop <= b.start for a, b in pairwise(held)) for held in by_block),
+    )
 
 
 def _heads(x: Tensor, heads: int, unit: int) -> Tensor:
@@ -174,43 +233,31 @@ def _heads(x: Tensor, heads: int, unit: int) -> Tensor:
     return x if unit == 1 else x.unflatten(-2, (heads, unit)).flatten(-2)
 
 
-def _assemble(blocks: Sequence[Tensor], heads: HeadRanges, units: Sequence[int], i: int) -> Tensor:
+def _assemble(blocks: Sequence[Tensor], packing: Packing, i: int) -> Tensor:
     """Return all heads of tensor ``i`` out of what each rank sent."""
-    starts = _counts(heads[:i], units) if i else [0] * len(blocks)
-    held_by, unit = _by_block(heads)[i], units[i]
-    _, rows, batch, _, width = blocks[0].shape
-    width *= unit
-    disjoint = all(a.stop <= b.start for a, b in pairwise(held_by))
-    shape = (batch, rows, max(held.stop for held in held_by), width)
-    dtype = blocks[0].dtype
-    out = blocks[0].new_empty(shape)
-    if not disjoint:
+    _, rows, batch, _, step = blocks[0].shape
+    shape = batch, rows, packing.heads[i], step * packing.units[i]
+    disjoint, dtype = packing.disjoint[i], blocks[0].dtype
+    if disjoint:
+        out = blocks[0].new_empty(shape)
+    else:
         out = blocks[0].new_zeros(shape, dtype=accumulator(dtype))
-    for block, start, held in zip(blocks, starts, held_by, strict=False):
-        ranks = block.shape[0]
-        count = len(held) // ranks
-        part = block[:, :, :, start : start + count * unit]
-        part = _heads(part, count, unit).permute(2, 1, 0, 3, 4)
-        place = out[:, :, held.start : held.stop].unflatten(2, (ranks, -1))
+    for block, parts in zip(blocks, packing.blocks, strict=True):
+        part = parts[i]
+        came = _heads(block[:, :, :, part.at : part.stop], part.count, part.unit)
+        came = came.permute(2, 1, 0, 3, 4)
+        place = out[:, :, part.held.start : part.held.stop].unflatten(2, (part.ranks, part.count))
         if disjoint:
-            place.copy_(part)
+            place.copy_(came)
         else:
-            place.add_(part)
-    return out.to(dtype)
+            place.add_(came)
+    return out if disjoint else out.to(dtype)
 
 
-def _by_block(heads: HeadRanges) -> HeadRanges:
-    """Return the heads of each tensor in each block: of all ranks at once if all have as many."""
-    if all(len(held[0]) * len(held) == held[-1].stop for held in heads):
-        return [[range(held[-1].stop)] for held in heads]
-    return heads
-
-
-def _blocks(
-    flat: Tensor, counts: Sequence[int], heads: HeadRanges, rows: int, batch: int, step: int
-) -> list[Tensor]:
+def _blocks(flat: Tensor, packing: Packing, rows: int, batch: int) -> Sequence[Tensor]:
     """Return views of a flat buffer, ``[ranks, rows, batch, count, step]`` of each block."""
-    if len(_by_block(heads)[0]) == 1:
+    counts, step = packing.counts, packing.step
+    if len(packing.blocks) == 1:
         return [flat.view(len(counts), rows, batch, counts[0], step)]
     parts = flat.split([rows * batch * count * step for count in counts])
     return [part.view(1, rows, batch, n, step) for part, n in zip(parts, counts, strict=True)]

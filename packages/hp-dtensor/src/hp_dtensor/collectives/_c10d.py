@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import (  # the option structs of the coalesced methods
     AllgatherOptions,
     AllreduceCoalescedOptions,
+    AllToAllOptions,
     ReduceScatterOptions,
 )
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -37,6 +38,7 @@ def _first(owner: Any, *names: str) -> Any:
 _gather_function = _first(dist, "all_gather_single", "all_gather_into_tensor")
 _c10d_gather_single = _first(ProcessGroup, "all_gather_single", "_allgather_base")
 _c10d_scatter_single = _first(ProcessGroup, "reduce_scatter_single", "_reduce_scatter_base")
+_c10d_exchange = _first(ProcessGroup, "all_to_all_single", "alltoall_base")
 _c10d_gather = _first(
     ProcessGroup, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
 )
@@ -64,6 +66,15 @@ def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> An
 
 def _reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: ProcessGroup) -> Any:
     return _direct(_c10d_scatter_single, ReduceScatterOptions(), group, output, input, op=op)
+
+
+def _all_to_all_single(
+    output: Tensor, input: Tensor, receive: list[int], send: list[int], group: ProcessGroup
+) -> Any:
+    if input.is_complex() or output.dtype != input.dtype:  # the latter raises
+        how: dict[str, Any] = {"group": group, "async_op": True}
+        return dist.all_to_all_single(output, input, receive or None, send or None, **how)
+    return _direct(_c10d_exchange, AllToAllOptions(), group, output, input, receive, send)
 
 
 _OPS: dict[ReduceOp, Any] = {
@@ -253,14 +264,8 @@ class TorchCollectives:
             place = output = input.new_empty((rows, *input.shape[1:]))
         else:
             (place,), copy_out = _dense([output])
-        work = dist.all_to_all_single(
-            place,
-            input,
-            None if receive_splits is None else list(receive_splits),
-            None if send_splits is None else list(send_splits),
-            group=_group(axis),
-            async_op=True,
-        )
+        receive, send = ([] if x is None else list(x) for x in (receive_splits, send_splits))
+        work = _all_to_all_single(place, input, receive, send, _group(axis))
         return _Pending([work], [output], [input, place], copy_out)
 
     def send_recv(
