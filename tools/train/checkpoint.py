@@ -35,7 +35,7 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class WriteError(OSError):
-    """A checkpoint was not written."""
+    """A checkpoint, or the log, was not written."""
 
 
 class Checkpoints:

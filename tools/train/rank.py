@@ -43,7 +43,7 @@ GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # What is refused of a model, a checkpoint or options, before the first step, on every rank alike.
 REFUSALS = (ModelError, TextError, CheckpointError, ContextParallelError, ExpertConfigError)
-# What ends a run on every rank alike, and says all that there is to know.
+# What ends a run, on every rank alike but for a log, and says all that there is to know.
 ENDS = (WriteError, Diverged)
 
 

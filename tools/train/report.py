@@ -4,6 +4,7 @@ import datetime
 import json
 import math
 import os
+import shutil
 import statistics
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .checkpoint import WriteError
 from .loop import StepResult
 from .options import CHECKPOINT, LOG_FILE, Options, counted, name_degrees
 from .plot import largest_difference, plot_losses
@@ -62,7 +64,11 @@ class Report:
         )
 
     def step(self, result: StepResult, peak_memory: int, traffic: Mapping[str, Counts]) -> None:
-        """Show and log one step, with this rank's traffic of the step by axis."""
+        """Show and log one step, with this rank's traffic of the step by axis.
+
+        Raises:
+            WriteError: It was not written to the log.
+        """
         speed = result.tokens / result.seconds
         self._speeds.append(speed)
         self._note(result.step, result.loss, result.eval_loss)
@@ -74,9 +80,7 @@ class Report:
             "peak_memory_bytes": peak_memory,
             "bytes_by_axis": _plain(traffic),
         }
-        self._log.write(json.dumps({name: _or_none(value) for name, value in record.items()}))
-        self._log.write("\n")
-        self._log.flush()
+        self._write({name: _or_none(value) for name, value in record.items()})
         moved = "  ".join(
             f"{axis} {_size(received)}" for axis, (_, received) in sorted(traffic.items())
         )
@@ -99,6 +103,17 @@ class Report:
             or result.step == self._options.steps
             or not math.isfinite(result.grad_norm),
         )
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        try:
+            self._log.write(json.dumps(record) + "\n")
+            self._log.flush()
+        except OSError as error:
+            free = shutil.disk_usage(self._options.out).free // 2**20
+            raise WriteError(
+                f"step {record['step']} was not written to {self._options.out / LOG_FILE} "
+                f"({error.strerror}), where {free:,} MiB are free"
+            ) from None
 
     def reference_step(self, result: StepResult) -> None:
         """Keep one loss of the single-process reference, and show it now and then."""

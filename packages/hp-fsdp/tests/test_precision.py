@@ -1,6 +1,7 @@
 """Mixed precision: what is computed, reduced, stored and returned in which dtype."""
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -238,6 +239,28 @@ def fp16_sum(rank: int) -> Tensor:
 def test_a_mean_in_float16_does_not_overflow(ranks: Ranks) -> None:
     for found in ranks(4).run(fp16_sum):
         assert torch.equal(found, torch.full((4, 2), 30000.0).half().float())
+
+
+def complex_step(layer: nn.Linear, rank: int) -> Tensor:
+    """Run a step of complex numbers; return the gradient."""
+    x = torch.tensor([[1 + 2j, rank - 1j]], dtype=torch.complex64)
+    layer(x).abs().square().sum().backward()
+    return full(cast(Tensor, layer.weight.grad))
+
+
+def complex_gradients(rank: int) -> tuple[Tensor, Tensor]:
+    """Return the gradient with a policy for real numbers, and the mean of those of one process."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(2, 4, bias=False, dtype=torch.complex64)
+    expected = sum(complex_step(copy.deepcopy(model), each) for each in range(2)) / 2
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    fully_shard(model, mesh_of((2,), ("fsdp",)), mp_policy=policy)
+    return complex_step(model, rank), cast(Tensor, expected)
+
+
+def test_complex_parameters_keep_their_dtype_whatever_the_policy(ranks: Ranks) -> None:
+    for found, expected in ranks(2).run(complex_gradients):
+        torch.testing.assert_close(found, expected)
 
 
 def widened(rank: int) -> tuple[Any, Any]:

@@ -289,6 +289,18 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_one_line(tmp_path
     assert 20 <= len((out / "log.jsonl").read_text().splitlines()) < 39  # told before the end
 
 
+def test_a_log_that_cannot_be_written_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    program, out = tmp_path / "full.py", tmp_path / "out"
+    program.write_text(FULL)
+    words = [PROGRAM, *_tiny(tmp_path), "--reference", "--steps", "500", "--out", str(out)]
+    done = run_program(str(program), words, timeout=500)
+    assert done.status == 1
+    (line,) = done.stderr.splitlines()
+    whole = (out / "log.jsonl").read_text().count("\n")
+    assert line.startswith(f"train: error: step {whole + 1} was not written to ")
+    assert f"{out / 'log.jsonl'} (File too large), where " in line
+
+
 def test_a_run_that_diverges_ends_with_one_line(tmp_path: Path) -> None:
     words = ["--lr", "1e30", "--warmup-steps", "0", "--steps", "30"]
     line = _ended_alike(tmp_path / "out", PROGRAM, *_tiny(tmp_path), *words)

@@ -124,11 +124,12 @@ class Dtypes:
 def choose_dtypes(policy: MixedPrecisionPolicy, stored: torch.dtype) -> Dtypes:
     """Return the dtypes of a group whose shards are of dtype ``stored``.
 
-    Parameters of integers are left as they are; gradients are reduced in the dtype that they are
-    computed in, unless the policy says otherwise.
+    Integers and complex numbers are left as they are; gradients are reduced in the dtype that they
+    are computed in, unless the policy says otherwise.
     """
-    floating = stored.is_floating_point
-    compute = policy.param_dtype if floating and policy.param_dtype is not None else stored
+    if not stored.is_floating_point:
+        return Dtypes(compute=stored, reduce=stored)
+    compute = policy.param_dtype or stored
     return Dtypes(compute=compute, reduce=policy.reduce_dtype or compute)
 
 
