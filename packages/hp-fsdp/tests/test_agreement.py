@@ -188,8 +188,8 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 SAID = {
-    "granularity": "offsets is ...",
-    "layout": "layout is ExactLayout on rank 0, RaggedLayout on rank 1, and 1 more",
+    "granularity": "all of the offsets is ...",
+    "layout": "the layout is ExactLayout on rank 0, RaggedLayout on rank 1, and 1 more",
     "reduction": "divisor of gradients is 2 on rank 0, 1 on rank 1",
 }
 
@@ -203,6 +203,24 @@ def differently(rank: int, option: str) -> str:
         model(torch.ones(2, 4)).sum().backward()
     model.reset()
     return str(caught.value)
+
+
+def named_as_a_fact(rank: int) -> str:
+    """Freeze on one rank a parameter that is called as what a disagreement may name."""
+    model: Any = nn.Linear(2, 4)
+    for name in ("layout", "dtypes", "offsets"):
+        setattr(model, name, nn.Parameter(torch.ones(4)))
+    model.layout.requires_grad_(rank == 0)
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    with pytest.raises(DisagreementError) as caught:
+        model(torch.ones(2, 2)).sum().backward()
+    model.reset()
+    return str(caught.value)
+
+
+def test_a_parameter_of_any_name_is_compared(ranks: Ranks) -> None:
+    for said in ranks(2).run(named_as_a_fact):
+        assert "layout is shape (4,) cut along dim 0, trains on rank 0" in said
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))

@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from hp_mesh.planner import Cluster, ModelShape, TrainSpec
 
+# What every configuration of a decoder says.
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+
 
 @st.composite
 def shapes(draw: st.DrawFn, *, experts: bool | None = None) -> ModelShape:

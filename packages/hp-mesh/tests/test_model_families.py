@@ -11,6 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hp_mesh import ParallelDims, ParallelDimsError
 from hp_mesh.planner import ModelShape
 
+from .plan_strategies import SMALL
+
 # What decoders of text do not have is not counted: positions that are learned, words of a second
 # kind, projections of the embedding, and pictures or sounds beside the text. LFM2 without
 # convolutions, which no file has, makes its feed-forward parts smaller.
@@ -85,13 +87,6 @@ def test_layers_that_their_fields_do_not_tell_are_refused_by_family(family: str,
 def test_experts_are_read_by_the_names_of_every_family(
     fields: dict[str, Any], experts: int, shared: int, width: int
 ) -> None:
-    config = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 128,
-        "intermediate_size": 96,
-        "num_experts_per_tok": 2,
-    }
+    config = {**SMALL, "intermediate_size": 96, "num_experts_per_tok": 2}
     shape = ModelShape.from_config({**config, **fields})
     assert (shape.experts, shape.shared_ffn, shape.expert_ffn) == (experts, shared, width)

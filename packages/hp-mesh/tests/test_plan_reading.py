@@ -10,6 +10,8 @@ import transformers
 from hp_mesh import ParallelDims, ParallelDimsError
 from hp_mesh.planner import MODELS, ModelShape
 
+from .plan_strategies import SMALL
+
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": 12,
@@ -260,16 +262,8 @@ def test_every_field_that_a_configuration_lacks_is_named() -> None:
 )
 @pytest.mark.parametrize("value", [{"a": 1}, "8", -1, 2.5])
 def test_a_size_that_is_no_number_is_named_wherever_it_is_used(name: str, value: object) -> None:
-    config = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 128,
-        "intermediate_size": 96,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "v_head_dim": 16,
-    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+    config = {**SMALL, **experts, "intermediate_size": 96, "v_head_dim": 16}
     assert ModelShape.from_config(config).experts == 4
     with pytest.raises(ParallelDimsError, match=r"given; use an integer of at least 0"):
         ModelShape.from_config({**config, name: value})

@@ -58,9 +58,10 @@ class Schedule:
                 part.finish_early()
                 part.wait_for_optimizer()
         made = sorted(self.units, key=lambda unit: unit.made)
+        places = {unit: place for place, unit in enumerate(made)}
         for number, unit in enumerate(self.units):
             unit.schedule = self
-            unit.join(number, made.index(unit), self.paths)
+            unit.join(number, places[unit], self.paths)
         self.device = self.units[0].device
         self._name_groups()
         # The host writes to memory that copies from the CPU read.

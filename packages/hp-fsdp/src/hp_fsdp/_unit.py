@@ -375,7 +375,10 @@ class Unit:
         self._compared.add(act)
 
     def _facts(self, act: Act) -> dict[str, str]:
-        """Return what must be the same on all ranks, by what it is called in an error."""
+        """Return what must be the same on all ranks, by what it is called in an error.
+
+        All but parameters have spaces in their names.
+        """
         facts = {_PLACE_MADE: str(self._place_made)}
         for number, group in enumerate(self.groups):
             of = f" of dtype group {number}" if number else ""
@@ -383,9 +386,9 @@ class Unit:
             for i, p in enumerate(group.parameters):
                 trains = "trains" if i in reduced or act is not Act.REDUCTION else "is frozen"
                 facts[p.name] = f"shape {tuple(p.shape)} cut along dim {p.dim}, {trains}"
-            facts[f"layout{of}"] = type(layout).__name__
-            facts[f"dtypes{of}"] = f"{layout.shard.dtype}, {group.dtypes}"
-            facts[f"offsets{of}"] = str(layout.plan)
+            facts[f"the layout{of}"] = type(layout).__name__
+            facts[f"all of the dtypes{of}"] = f"{layout.shard.dtype}, {group.dtypes}"
+            facts[f"all of the offsets{of}"] = str(layout.plan)
             if act is Act.REDUCTION:
                 divisor = self.options.divisor(group.reduce_axes.size)
                 facts[f"divisor of gradients{of}"] = f"{divisor:g}"
@@ -430,7 +433,7 @@ def _difference(told: Sequence[_Told]) -> str:
     for each in told:
         doing.setdefault((each.doing, str(each.facts)), []).append(each.rank)
     lines = [
-        (f"rank {ranks[0]} is to " if len(ranks) == 1 else f"ranks {ranks} are to ") + what
+        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} to {what}"
         for (what, _), ranks in doing.items()
     ]
     if len({(each.act, each.unit) for each in told}) > 1:
@@ -441,15 +444,17 @@ def _difference(told: Sequence[_Told]) -> str:
     for each in told:
         said.setdefault(each.facts.get(differ[0], "nothing"), []).append(each.rank)
     values = ", ".join(
-        f"{_around(value, list(said))} on {'rank' if len(ranks) == 1 else 'ranks'} "
-        f"{ranks[0] if len(ranks) == 1 else ranks}"
-        for value, ranks in said.items()
+        f"{_around(value, list(said))} on {_ranks(ranks)}" for value, ranks in said.items()
     )
     more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
     hint = ""
     if differ[0] == _PLACE_MADE:
         hint = "; shard the same modules in the same order, and do not move them afterwards"
     return f"{', '.join(lines)}; its parameters there differ: {differ[0]} is {values}{more}{hint}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 
 def _around(value: str, others: Sequence[str], shown: int = 80) -> str:
