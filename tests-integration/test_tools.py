@@ -1,5 +1,6 @@
 """The repository's own tools."""
 
+import os
 import re
 import subprocess
 import sys
@@ -180,6 +181,22 @@ def polling_threads(rank: int) -> tuple[int, float]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads threads' names from /proc")
 def test_groups_of_tests_share_the_one_thread_that_polls(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(2).run(polling_threads) == [(1, 4.0)] * 2
+
+
+def policy(rank: int) -> int:
+    return os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies of Linux")
+def test_no_process_of_tests_is_interrupted_by_one_that_wakes_up(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    assert policy(0) == os.SCHED_BATCH
+    assert ranks(2).run(policy) == [os.SCHED_BATCH] * 2
+
+
+def test_torch_has_one_thread_in_the_process_of_tests() -> None:
+    assert torch.get_num_threads() == 1
 
 
 def gathered_whole(rank: int) -> tuple[bool, set[str]]:
