@@ -120,8 +120,10 @@ class _Termination:
 
 def _run(options: Options) -> bool:
     """Return whether the run has been stopped before its last step."""
-    torch.set_num_threads(1)
     device = _device(options)
+    torch.set_num_threads(1)
+    if device.type == "cpu":
+        _share_processors()
     train = _train_alone if options.reference else _train_together
     termination, report = train(options, device)
     if report is not None:
@@ -129,6 +131,17 @@ def _run(options: Options) -> bool:
             _follow_reference(options, report, termination)
         report.finish()
     return termination.stopped
+
+
+def _share_processors() -> None:
+    """Let no rank, and no thread of gloo in it, interrupt another because it has been woken up.
+
+    Whoever sends a message holds the lock of its connection: interrupted by the reader, it keeps a
+    thread of gloo busy with asking for that lock.
+    """
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        with contextlib.suppress(OSError):  # not allowed here: slower
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _train_alone(options: Options, device: torch.device) -> tuple[_Termination, Report | None]:
