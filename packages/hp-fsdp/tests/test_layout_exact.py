@@ -116,7 +116,7 @@ def test_packed_parameters_are_copied_to_their_places_at_once_or_one_by_one(
     start, end = degree * plan.packed_start, degree * (plan.packed_start + plan.packed_numel)
     full[start:end] = ranks.flatten()
     with mock.patch.object(_layout_exact, "PERMUTED_NUMEL", 2**30 if at_once else 0):
-        _layout_exact._CopyOut(plan, full).run()
+        _layout_exact.copy_out_of(plan, full)()
     for i in plan.packed:
         assert torch.equal(plan.full[i].whole(full), wholes[i])
 

@@ -183,7 +183,7 @@ def early() -> Any:
     """Give packed gradients back before the reduce-scatter has read them."""
 
     def finish(self: Reduction) -> None:
-        self._scattering = None
+        self.scattering = None
         self._give_back()
 
     return mock.patch.object(StreamedReduction, "finish_scatter", finish)

@@ -17,13 +17,15 @@ class Buffer(Protocol):
     values again does not look to autograd like a change of what it saved. A buffer begins
     allocated, because torch makes views of existing memory only.
 
-    Memory belongs to the collectives that use it. Between `lend` and `returned` it is never freed,
-    resized or given to anyone else: `free` leaves it to the collective, whose own references keep
-    it alive, and the next `allocate` gets new memory, with a new ``tensor`` and ``writable``.
+    Memory belongs to the collectives that use it. While it is ``lent``, which is set before one is
+    started and taken back when waiting for it returned, it is never freed, resized or given to
+    anyone else: `free` leaves it to the collective, whose own references keep it alive, and the
+    next `allocate` gets new memory, with a new ``tensor`` and ``writable``.
     """
 
     tensor: Tensor
     writable: Tensor
+    lent: bool
 
     @property
     def available(self) -> bool:
@@ -32,14 +34,6 @@ class Buffer(Protocol):
 
     def allocate(self) -> None:
         """Get memory; the contents are arbitrary. New memory if the last is still lent."""
-        ...
-
-    def lend(self) -> None:
-        """Note, before it is started, that a collective uses the memory."""
-        ...
-
-    def returned(self) -> None:
-        """Note that waiting for the collective returned: nothing uses the memory any more."""
         ...
 
     def free(self) -> None:
@@ -107,14 +101,6 @@ class ResizeBuffer:
             tensor = self._make()
             self.tensor, self.writable, self.lent = tensor, tensor.data, False
             self._storage = tensor.untyped_storage()
-
-    def lend(self) -> None:
-        """Note, before it is started, that a collective uses the memory."""
-        self.lent = True
-
-    def returned(self) -> None:
-        """Note that waiting for the collective returned: nothing uses the memory any more."""
-        self.lent = False
 
     def free(self) -> None:
         """Give the memory back, unless it is lent; views become unreadable."""
@@ -235,14 +221,15 @@ class RingBuffer:
             self._view()
         self._slot.owner = self
 
-    def lend(self) -> None:
-        """Note, before it is started, that a collective uses the memory."""
-        self._slot.lent = True
+    @property
+    def lent(self) -> bool:
+        """Return whether a collective uses the slot's memory."""
+        return self._slot.lent
 
-    def returned(self) -> None:
-        """Note that waiting for the collective returned: nothing uses the memory any more."""
-        if self._memory is self._slot.memory:
-            self._slot.lent = False
+    @lent.setter
+    def lent(self, lent: bool) -> None:
+        if self._memory is self._slot.memory:  # not another one by now
+            self._slot.lent = lent
 
     def free(self) -> None:
         """Release the slot; its memory stays with a collective that it is lent to."""

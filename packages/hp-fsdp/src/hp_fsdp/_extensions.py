@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor import Axis, Collectives
 
 from ._buffers import ResizeBuffer
 from ._errors import (
@@ -29,8 +29,8 @@ from ._mesh import MeshInfo
 from ._offsets import GradientRows, ShardSpec, rows_by_rank
 from ._param import Owner, RaggedParameter, ShardedParameter
 from ._states import ParameterState
-from ._streams import Streams
-from ._torch import is_extended, preserved_versions, writes_to
+from ._streams import Streams, Waitable
+from ._torch import inside_backward, is_extended, preserved_versions, writes_to
 
 
 class ExtendedLayout:
@@ -92,7 +92,7 @@ class ExtendedLayout:
 
     def gather(
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None
-    ) -> Work | None:
+    ) -> Waitable | None:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
         if not self._inputs:
             return None
@@ -105,17 +105,17 @@ class ExtendedLayout:
             output.allocate()
         flats = [output.writable.view(torch.uint8) for output in self._outputs]
         for output in self._outputs:
-            output.lend()
+            output.lent = True
         return flats
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Waitable) -> None:
         """Wait for the all-gather; from then on its memory is used by nobody else."""
         work.wait()
         for output in self._outputs:
-            output.returned()
+            output.lent = False
         self._inputs = []
 
-    def finish_gather(self, work: Work | None) -> None:
+    def finish_gather(self, work: Waitable | None) -> None:
         """Get memory for the tensors inside of full ones, after `wait`."""
         for storage, size in self._inner:
             if storage.nbytes() != size:  # some are views of what was gathered
@@ -144,7 +144,7 @@ class ExtendedLayout:
             for output in self._outputs
         ]
 
-    def gather_block(self, axis: Axis, collectives: Collectives) -> Work | None:
+    def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
         """Start an all-gather over a smaller axis of what `save_block` copied."""
         if not self._block:
             return None
@@ -378,8 +378,8 @@ class ExtendedGroup(ParameterGroup):
             )
 
     @torch.no_grad()
-    def _finish_gather(self) -> None:
-        super()._finish_gather()
+    def _show_unsharded(self) -> None:
+        self.layout.finish_gather(self._work)
         parameters = cast("list[ExtendedParameter]", self.parameters)
         if self.layout.renewed:
             for parameter in parameters:
@@ -392,7 +392,9 @@ class ExtendedGroup(ParameterGroup):
                 self.layout.hold(inner)
         if self._unsharded_new:
             self._list_parameters()
+            self.note_training(backward=inside_backward())
             self._unsharded_new = False
+        self.table.show_unsharded()
 
     def _writes(self) -> int:
         return sum(writes_to(p.sharded) + writes_to(p.part(p.sharded)) for p in self.parameters)

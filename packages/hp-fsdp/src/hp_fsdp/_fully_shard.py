@@ -25,7 +25,7 @@ from ._errors import (
 )
 from ._extensions import ExtendedGroup, ExtendedParameter
 from ._group import ParameterGroup, RaggedGroup
-from ._hooks import register_post_forward
+from ._hooks import end_in_hook
 from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
 from ._module import FSDPModule, hidden_names, sharded_class, show_to_torch
 from ._offsets import direct_bytes_of
@@ -38,7 +38,7 @@ from ._select import (
     note_managed,
     select_parameters,
 )
-from ._torch import backend_of, composed_by, note_composed, noted_state
+from ._torch import backend_of, composed_by, has_forward_hooks, note_composed, noted_state
 from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
 
 LayoutName = Literal["exact", "ragged"]
@@ -372,15 +372,16 @@ def fully_shard(
     for group in groups:
         for parameter in group.parameters:
             parameter.note_original()
-        group.install_sharded()
+        group.table.show_sharded()
         group.fuse()
     note_managed(modules, selection.ignored)
     _move_buffers(modules, device)
     unit = Unit(modules, groups, options, device)
-    register_post_forward(unit)
     sharded: list[FSDPModule] = []
     for each, own in zip(modules, classes, strict=True):
         each.__dict__[UNIT_ATTRIBUTE] = unit
+        if has_forward_hooks(each):
+            end_in_hook(unit, each)  # after those
         note_composed(each)
         each.__class__ = own
         if isinstance(each, FSDPModule):

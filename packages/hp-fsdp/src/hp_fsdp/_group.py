@@ -1,10 +1,9 @@
 """One group: parameters of one dtype that are gathered and reduced in one collective each."""
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from operator import attrgetter, getitem, is_, setitem
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import is_
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hp_dtensor import Axis, Collectives, RaggedTensor, Work
+from hp_dtensor import Axis, Collectives, RaggedTensor
 
 from ._errors import StateError
 from ._gradients import BucketHooks, why_not_fused
@@ -34,21 +33,18 @@ from ._reduction import (
     StreamedReduction,
 )
 from ._states import AFTER, Event, ParameterState, advance
-from ._streams import Streams
+from ._streams import Streams, Waitable
+from ._table import ParameterTable
 from ._torch import (
-    are_parts,
     gradient_of,
-    graph_task,
     local_of,
-    named,
     named_range,
+    profiled,
     trains,
     uncompiled,
     writes_to,
 )
 
-# Runs what an iterator does for each of many, without a call in Python for each.
-_run: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
 
@@ -118,18 +114,18 @@ class Layout(Protocol):
 
     def gather(
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None
-    ) -> Work | None:
+    ) -> Waitable | None:
         """Start the one all-gather over ``axis``; None where there is nothing to send.
 
         What is sent is copied beside the computation where there are ``streams``.
         """
         ...
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Waitable) -> None:
         """Wait for the all-gather; from then on its memory is used by nobody else."""
         ...
 
-    def finish_gather(self, work: Work | None) -> None:
+    def finish_gather(self, work: Waitable | None) -> None:
         """Bring what arrived to its place, after `wait`."""
         ...
 
@@ -137,7 +133,7 @@ class Layout(Protocol):
         """Copy, of what was gathered, this rank's part among ``size`` neighbours."""
         ...
 
-    def gather_block(self, axis: Axis, collectives: Collectives) -> Work | None:
+    def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
         """Start an all-gather over a smaller axis of what `save_block` copied."""
         ...
 
@@ -180,10 +176,11 @@ class ParameterGroup:
         # In the way that a user gave, or the same.
         self.gathers: Collectives = collectives
         self.scatters: Collectives = collectives
-        self._work: Work | None = None
+        self._work: Waitable | None = None
         self.noted: tuple[int, int] | None = None  # since when writes are watched
+        self._chosen: list[int] | None = None  # what the next reduction is of, once known
         self._plan: ReductionPlan | None = None
-        self._reduced: list[int] = []  # what the plan has
+        self._planned: list[int] = []  # what the plan is of
         wholes = []
         for parameter in self.parameters:
             whole = cast(Tensor, parameter.original()).detach()
@@ -233,24 +230,17 @@ class ParameterGroup:
             parameter.build_unsharded(full)
         self._fulls = self.layout.fulls
         self.layout.free()
-        self._addresses = self._found_addresses()
         self._list_parameters()
         if self.bucket_hooks is not None:
             self.bucket_hooks.register()
 
     def _list_parameters(self) -> None:
         """List what every gather, reshard and reduction goes through, made once for many steps."""
-        self._sharded = [each.sharded for each in self.parameters]
-        self._unsharded = [each.unsharded for each in self.parameters]
-        self._locals = [each.local_view for each in self.parameters]
-        self._in_order = [self._sharded[i] for i in self.order]
-        owners = [(each, owner) for each in self.parameters for owner in each.owners]
-        self._registries = [owner.registry for _, owner in owners]
-        self._names = [owner.name for _, owner in owners]
-        self._sharded_at = [each.sharded for each, _ in owners]
-        self._unsharded_at = [each.unsharded for each, _ in owners]
-        self._training: list[bool] = []
+        flat = (self.layout.shards, [self.layout.shard]) if self.flat else ((), ())
+        self.table = ParameterTable(self.parameters, *flat)
+        self._in_order = [self.table.sharded[i] for i in self.order]
         self._plain = all(each.is_plain for each in self.parameters)
+        self._chosen = None
         self._plan = None
 
     def _hook_gradients(self) -> None:
@@ -299,59 +289,37 @@ class ParameterGroup:
         if self.bucket_hooks is not None:
             self.bucket_hooks.fuse()
 
-    def install_sharded(self) -> None:
-        """Register the sharded parameters with their modules."""
-        _run(map(setitem, self._registries, self._names, self._sharded_at))
-
-    def _install_unsharded(self) -> None:
-        """Register the unsharded parameters, which train if the sharded ones do.
-
-        In backward none stops to train: what was frozen since its forward is not reduced.
-        """
-        training = list(map(trains, self._sharded))
-        if graph_task() < 0:
-            if training != list(map(trains, self._unsharded)):
-                for unsharded, train in zip(self._unsharded, training, strict=True):
-                    unsharded.requires_grad_(train)
-            self._training = training  # as both were in the last forward
-        elif training != self._training:
-            for unsharded, train in zip(self._unsharded, training, strict=True):
-                if train:
-                    unsharded.requires_grad_(train)
-        _run(map(setitem, self._registries, self._names, self._unsharded_at))
-
-    @property
-    def _sharded_installed(self) -> bool:
-        """Return whether the sharded parameters, and nothing else, are registered."""
-        try:
-            return all(map(is_, map(getitem, self._registries, self._names), self._sharded_at))
-        except KeyError:
-            return False  # one was removed
-
     def gather(self) -> None:
         """Start the all-gather unless it was started or has arrived."""
-        before = self.state
+        before, layout = self.state, self.layout
         fewer = before is ParameterState.POST_FORWARD
         if not fewer and before is not ParameterState.SHARDED:
             return
-        if self.layout.shard.is_meta:
+        if layout.shard.is_meta:
             raise no_memory(self.parameters, self.path)
+        axis = self.axes.shard
         try:
             if fewer and self.post_forward_axis is not None:
                 axis = self.post_forward_axis
                 with named_range("all_gather", self.path, axis.name):
-                    self._work = self.layout.gather_block(axis, self.gathers)
+                    self._work = layout.gather_block(axis, self.gathers)
+            elif profiled():
+                with named_range("all_gather", self.path, axis.name):
+                    self._work = layout.gather(axis, self.gathers, self.streams)
             else:
-                axis = self.axes.shard
-                given = (axis, self.gathers, self.streams)
-                gather = self.layout.gather
-                self._work = named("all_gather", self.path, axis.name, gather, *given)
+                self._work = layout.gather(axis, self.gathers, self.streams)
+            if not fewer:
                 self.noted = None
             self.state = AFTER[Event.GATHER][before]
         except BaseException:
             self._work, self.state = None, before
-            self.layout.free()
+            layout.free()
             raise
+
+    @property
+    def available(self) -> bool:
+        """Return whether there is memory to gather into, or nothing to gather."""
+        return self.state not in RESTING or self.layout.available
 
     @property
     def incomplete(self) -> bool:
@@ -397,31 +365,34 @@ class ParameterGroup:
         if self.state in RESTING:
             self.gather()
         if self.state is ParameterState.GATHERING:
-            if self._work is not None:
-                named("wait_all_gather", self.path, "", self._wait, self._work)
-            named("show_unsharded", self.path, "", self._show_unsharded)
+            if profiled():
+                with named_range("wait_all_gather", self.path):
+                    self._wait()
+                with named_range("show_unsharded", self.path):
+                    self._show_unsharded()
+            else:
+                self._wait()
+                self._show_unsharded()
             self.state = AFTER[Event.ARRIVE][self.state]
             self._work = None
             if self.post_forward_axis is not None:
                 self.layout.drop_block()
 
+    def _wait(self) -> None:
+        if self._work is not None:
+            try:
+                self.layout.wait(self._work)
+            except Exception:  # an interrupt says nothing of the gather: it can be awaited again
+                self._return_to_sharded()
+                raise
+
     def _show_unsharded(self) -> None:
-        self._finish_gather()
-        self._install_unsharded()
-
-    def _wait(self, work: Work) -> None:
-        try:
-            self.layout.wait(work)
-        except Exception:  # an interrupt says nothing of the gather: it can be awaited again
-            self._return_to_sharded()
-            raise
-
-    def _finish_gather(self) -> None:
         self.layout.finish_gather(self._work)
         if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
             for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
                 parameter.move_unsharded(full)
             self._fulls = self.layout.fulls
+        self.table.show_unsharded()
 
     def reshard(self) -> None:
         """Register sharded parameters and free the gathered ones; a gather under way is awaited."""
@@ -432,19 +403,18 @@ class ParameterGroup:
             self.layout.drop_block()
         elif self.state is ParameterState.UNSHARDED:
             # In this order an exception in between leaves nothing that is shown and not readable.
-            self.install_sharded()
+            self.table.show_sharded()
             self.state = AFTER[Event.RESHARD][self.state]
             self.layout.free()
 
     def _stop_gather(self) -> None:
         """Wait for a gather under way, if there is one, and come back to sharded."""
-        if self._work is not None:
-            self._wait(self._work)
+        self._wait()
         self._return_to_sharded()
 
     def _return_to_sharded(self) -> None:
         self._work = None
-        self.install_sharded()
+        self.table.show_sharded()
         self.state = advance(self.state, Event.RESET)
         self.layout.drop_block()
         self.layout.free()
@@ -456,7 +426,7 @@ class ParameterGroup:
         elif self.state is ParameterState.UNSHARDED:
             with torch.no_grad():
                 self.layout.save_block(self.post_forward_axis.size)
-            self.install_sharded()
+            self.table.show_sharded()
             self.state = advance(self.state, Event.RESHARD_TO_FEWER)
             self.layout.free()
 
@@ -468,6 +438,7 @@ class ParameterGroup:
         self.drop_gradients()
         self.partial.clear()
         self._waiting.clear()
+        self._chosen = None
         self._stop_gather()
 
     def finish_copies(self) -> None:
@@ -511,11 +482,10 @@ class ParameterGroup:
         Those that train, and those that were frozen while gradients of theirs waited. So all ranks
         choose the same, whichever parameters each of them used.
         """
-        training = list(map(trains, self._in_order))
-        if all(training):
-            return self.order
-        waiting = self._waiting
-        return [i for i, train in zip(self.order, training, strict=True) if train or i in waiting]
+        if self._chosen is None:
+            pairs = zip(self.order, map(trains, self._in_order), strict=True)
+            self._chosen = [i for i, train in pairs if train or i in self._waiting]
+        return self._chosen
 
     def check_unfrozen(self) -> None:
         """Raise `StateError` where parameters train that did not when gradients began to wait.
@@ -537,56 +507,54 @@ class ParameterGroup:
         for i in set(self.order).difference(chosen):
             self.parameters[i].drop_gradient()
 
-    def reduce(self, options: Options) -> Reduction | None:
+    def reduce(self, options: Options, hooked: bool) -> Reduction | None:
         """Start the reduction of the gradients, zeros where there are none; None if all frozen.
 
-        What no rank used gets no gradient.
+        What no rank used gets no gradient. ``hooked``: there may be hooks on reduced gradients.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.reduce(options)
-        chosen = self.reduced()
+                return self.reduce(options, hooked)
+        chosen, plan = self.reduced(), self._plan
         if len(chosen) < len(self.parameters):
             self._drop_frozen(chosen)
             if not chosen:
                 return None
-        plan = self._plan
-        if plan is None or self._reduced != chosen:
-            self._plan = plan = self._plan_of(chosen)
-            self._reduced = list(chosen)
-            self._reduced_unsharded = [self._unsharded[i] for i in chosen]
+        if plan is None or self._planned is not chosen:
+            if plan is None or self._planned != chosen:
+                self._plan = plan = self._plan_of(chosen)
+            self._planned = chosen
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.bucket_hooks is not None:
             rows, used = self.bucket_hooks.finish(chosen, self.collectives)
         else:
-            gradients, used = self._take_gradients(chosen)
-        self._put_aside = False
+            gradients, used = self._take_gradients(plan)
         axes = self.reduce_axes
-        adds_up = not options.all_reduce and any(axis.size > 1 for axis in axes.replicate)
-        self._waiting = set(chosen) if adds_up else set()
-        self._dropped = False
-        given = (plan, gradients, rows, used, axes, self.scatters, options)
+        adds_up = not options.all_reduce and any([axis.size > 1 for axis in axes.replicate])
+        if adds_up or self._waiting:
+            self._waiting, self._chosen = set(chosen if adds_up else ()), None
+        self._put_aside = self._dropped = False
+        given = (plan, gradients, rows, used, axes, self.scatters, options, hooked)
         if self.streams is not None:
             return StreamedReduction(*given, self.streams)
         return Reduction(*given)
 
-    def _take_gradients(self, chosen: Sequence[int]) -> tuple[list[Tensor], list[bool]]:
+    def _take_gradients(self, plan: ReductionPlan) -> tuple[list[Tensor], list[bool]]:
         """Return gradients, zeros where there are none, and where there are."""
         if not self._plain or self._put_aside:
-            found = [self.parameters[i].take_gradient(self.collectives) for i in chosen]
+            found = [each.take_gradient(self.collectives) for each in plan.parameters]
         else:
-            unsharded = self._reduced_unsharded
-            found = list(map(gradient_of, unsharded))
-            for each in unsharded:
+            found = list(map(gradient_of, plan.unsharded))
+            for each in plan.unsharded:
                 each.grad = None
-        used = [gradient is not None for gradient in found]
-        if all(used):
-            gradients = cast("list[Tensor]", found)
+        if not any(map(is_, found, plan.nothing)):
+            used, gradients = plan.all_used, cast("list[Tensor]", found)
         else:
+            used = [gradient is not None for gradient in found]
             gradients = [
-                self.parameters[i].no_gradient() if gradient is None else gradient
-                for i, gradient in zip(chosen, found, strict=True)
+                parameter.no_gradient() if gradient is None else gradient
+                for parameter, gradient in zip(plan.parameters, found, strict=True)
             ]
         if not all(map(Tensor.is_contiguous, gradients)):
             gradients = [gradient.contiguous() for gradient in gradients]
@@ -598,6 +566,7 @@ class ParameterGroup:
             parameters=[self.parameters[i] for i in chosen],
             rows=self._rows_of(chosen),
             dtype=self.dtypes.reduce,
+            device=self.config.device,
             shard=self.layout.shard,
             partial=self.partial,
             buffers=self.config.buffers,
@@ -616,41 +585,34 @@ class ParameterGroup:
         """
         if self._plan is None:
             return None
-        found = [cast(Tensor, self._sharded[i].grad) for i in members]
-        first = self._reduced.index(members[0]) if members[0] in self._reduced else 0
+        found = [cast(Tensor, self.table.sharded[i].grad) for i in members]
+        first = self._planned.index(members[0]) if members[0] in self._planned else 0
         end = first + len(members)
-        if self._reduced[first:end] != list(members):
+        if self._planned[first:end] != list(members):
             return None
         for output in self._plan.outputs:
             ours = all(map(is_, found, output.gradients[first:end]))
-            if ours and self._are_parts(output.locals_[first:end], found):
+            parts = map(type(self.parameters[0]).part, found)
+            if ours and all(map(is_, output.locals_[first:end], parts)):
                 return output, self._plan.rows.held[first][0]
         return None
 
-    def in_place(self, backward: bool = False) -> bool:
-        """Return whether modules have the group's parameters, and those the flat shard's memory.
-
-        The group rests. A ``backward`` gathers what its forward did, wherever parameters were moved
-        in between.
-        """
-        if not self._sharded_installed:
-            return False
-        return backward or (self._are_parts(self._locals, self._sharded) and not self.moved)
-
-    def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
-        return are_parts(parts, tensors)
-
     @property
-    def moved(self) -> bool:
-        """Return whether the memory of a shard is no longer the flat shard's.
+    def in_place(self) -> bool:
+        """Return whether modules have the group's parameters, and those the flat shard's memory."""
+        return self.table.is_shown() and self.table.is_in_place()
 
-        Sending a tensor to another process moves its storage to shared memory, on the CPU.
+    def note_training(self, backward: bool = False, shown: bool = False) -> None:
+        """Let the next reduction, and unsharded parameters, go by which sharded ones train.
+
+        Not unsharded ones that are ``shown``, which a user may have frozen. In backward none stops
+        to train: what was frozen since its forward is not reduced.
         """
-        return self._found_addresses() != self._addresses
-
-    def _found_addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self.layout.shards)) if self.flat else []
+        self._chosen = None
+        for sharded, unsharded in zip(self.table.sharded, self.table.unsharded, strict=True):
+            trains = sharded.requires_grad
+            if trains != unsharded.requires_grad and not shown and (trains or not backward):
+                unsharded.requires_grad_(trains)
 
     def refusals(self) -> list[str]:
         """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""
@@ -695,7 +657,7 @@ class ParameterGroup:
         """Return whether parameters have memory that the flat shard cannot take over."""
         shard = self.layout.shard
         kinds = {(x.dtype, x.device) for x in (each.local() for each in self.parameters)}
-        return kinds != {(shard.dtype, shard.device)} or self.moved
+        return kinds != {(shard.dtype, shard.device)} or self.table.moved()
 
     def check_converted(self) -> None:
         """Raise `StateError` where `reset_sharded` would lose gradients of earlier backwards.
@@ -714,7 +676,7 @@ class ParameterGroup:
         for parameter, view in zip(self.parameters, self.layout.shards, strict=True):
             parameter.put(view)
         self._list_parameters()
-        self.install_sharded()
+        self.table.show_sharded()
 
     @torch.no_grad()
     def keep(self, chosen: Sequence[int]) -> None:
@@ -770,13 +732,6 @@ class RaggedGroup(ParameterGroup):
             buffers=config.buffers,
             pinned=config.pinned and not locals_[0].is_meta,
         )
-
-    def _are_parts(self, parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Return whether ``parts`` are this rank's of tensors that are laid out as parameters."""
-        return all(map(is_, parts, map(_ragged_part, tensors)))
-
-
-_ragged_part = attrgetter("local")
 
 
 @cache

@@ -1,5 +1,6 @@
 """What runs before and after the forward and the backward of a unit's modules."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from ._errors import StateError, UnsupportedError
 from ._precision import cast_floating, map_tensors, move_tensors, tensors_with_gradient
 from ._schedule import Schedule
-from ._states import Event, GradientState
+from ._states import AFTER, Event, GradientState
 from ._torch import (
     apply_untransformed,
+    compiler,
     graph_task,
     inside_backward,
     inside_transform,
@@ -32,18 +34,16 @@ Kwargs = dict[str, Any]
 def run_forward(
     unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
-    """Call ``forward`` on gathered parameters; a hook in it calls `post_forward`, or else this.
-
-    A hook of the module's own ends a forward, so that hooks which a user registers later see the
-    parameters resharded, as under torch's ``fully_shard``.
-    """
+    """Call ``forward`` on gathered parameters; a hook in it ends it, or else this does."""
     if module in unit.running and not (unit.sharded or unit.stale or inside_backward()):
         return _run_within(unit, module, forward, args, kwargs)
+    plain = compiler() is None  # then nothing needs to be kept from it
     try:
-        args, kwargs = pre_forward(unit, module, args, kwargs)
+        args, kwargs = (_pre_forward if plain else pre_forward)(unit, module, args, kwargs)
         output = forward(*args, **kwargs)
-        # A class may call its forward without the hooks of a module.
-        return post_forward(unit, module, output) if module in unit.running else output
+        if module not in unit.running and graph_task() < 0:
+            return output  # a hook has ended it
+        return (_post_forward if plain else post_forward)(unit, module, output)
     except BaseException:
         _forward_failed(unit, module)
         raise
@@ -61,24 +61,30 @@ def _run_within(
     run.within = (*before, module)
     try:
         args, kwargs = _cast_inputs(unit, args, kwargs)
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
+        return output if module in unit.ended_by_hook else post_forward(unit, module, output)
     finally:
         run.within = before
 
 
-def register_post_forward(unit: Unit) -> None:
-    """Let every module of the unit end its forward with `post_forward`."""
+def end_in_hook(unit: Unit, module: nn.Module) -> None:
+    """Let a hook end the module's forward from now on, before those that are registered later.
+
+    So these see the parameters resharded, as under torch's ``fully_shard``. Without other hooks
+    `run_forward` does it, and a module without any is called in fewer steps.
+    """
 
     @uncompiled
     def hook(module: nn.Module, _: Args, output: Any) -> Any:
-        return post_forward(unit, module, output)
+        ended = module not in unit.running and graph_task() < 0
+        return output if ended else post_forward(unit, module, output)
 
-    for module in unit.modules:
-        module.register_forward_hook(hook)
+    if module not in unit.ended_by_hook:
+        unit.ended_by_hook.add(module)
+        nn.Module.register_forward_hook(module, hook)
 
 
-@uncompiled
-def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Gather; return the inputs, cast, and marked so that the end of backward is seen."""
     schedule = unit.schedule
     if schedule is None:
@@ -91,7 +97,7 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
         outside_transforms(_gather_now, unit)
         if torch.is_grad_enabled() and unit.gradients is GradientState.EMPTY:
             # No forward announced these gradients (reentrant checkpointing runs it without).
-            unit.note(Event.BACKWARD)
+            unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
             schedule.begin_backward()
         return args, kwargs
     if schedule.in_backward:
@@ -99,24 +105,25 @@ def pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> tu
     # A module that never ended, or that runs within itself, starts its unit over.
     first = module not in unit.waiting or module in unit.running
     if first:
-        unit.forget_forward()
+        unit.running.clear()
         unit.waiting.update(unit.modules)
         unit.expects_backward = False
         unit.run = Run(unit)
     unit.running.add(module)
-    is_root = outside_transforms(_begin, unit, schedule, first)
-    if is_root and schedule.device.type != "cpu":
-        args, kwargs = move_tensors((args, kwargs), schedule.device)
-    # Without parameters nothing is given up or reduced when backward is past.
-    if first and unit.groups and torch.is_grad_enabled() and not inside_transform():
-        args, kwargs = _mark_inputs(unit.run, args, kwargs)
+    transformed = inside_transform()
+    if first:
+        begin = schedule.pre_forward
+        is_root = outside_transforms(begin, unit.run) if transformed else begin(unit.run)
+        if is_root and schedule.device.type != "cpu":
+            args, kwargs = move_tensors((args, kwargs), schedule.device)
+    if transformed:
+        outside_transforms(unit.unshard)
+    else:
+        unit.unshard()
+        # Without parameters nothing is given up or reduced when backward is past.
+        if first and unit.groups and torch.is_grad_enabled():
+            args, kwargs = _mark_inputs(unit.run, args, kwargs)
     return args, kwargs
-
-
-def _begin(unit: Unit, schedule: Schedule, first: bool) -> bool:
-    is_root = first and schedule.pre_forward(unit.run)
-    unit.unshard()
-    return is_root
 
 
 def _gather_now(unit: Unit) -> None:
@@ -131,7 +138,7 @@ def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return args, kwargs
 
 
-def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
+def _post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Expect the backward, reshard, and return the output, cast."""
     dtype = unit.options.precision.output_dtype
     output = output if dtype is None else cast_floating(output, dtype)
@@ -148,11 +155,17 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     unit.running.discard(module)
     if not unit.waiting:
         try:
-            outside_transforms(schedule.end_forward, unit)
+            if inside_transform():
+                outside_transforms(schedule.end_forward, unit)
+            else:
+                schedule.end_forward(unit)
         except BaseException:
             schedule.forward_failed(unit)
             raise
     return output
+
+
+pre_forward, post_forward = uncompiled(_pre_forward), uncompiled(_post_forward)
 
 
 def _forward_failed(unit: Unit, module: nn.Module) -> None:
@@ -167,10 +180,7 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
 
     A hook on a leaf, such as the unit's own parameter, would stay for good.
     """
-    if isinstance(output, Tensor):
-        tensors = [output] if output.requires_grad else []
-    else:
-        tensors = tensors_with_gradient(output)
+    tensors = tensors_with_gradient(output)
     if inside_transform():
         # Its backwards come and go unseen, several on one graph: the parameters stay, and are back
         # for one that comes after others. Only gradients of parameters end up anywhere.
@@ -184,11 +194,12 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
         before = partial(_before_backward, unit.run)
         for tensor in tensors:
             tensor.register_hook(before)
+        unit.run.output = weakref.ref(tensors[0]) if len(tensors) == 1 else None
         unit.run.expected = True
     elif not unit.hook_gradients(partial(_gradient_came, unit, schedule)):
         return output  # all is frozen: no backward comes through here
     unit.expects_backward = True
-    unit.note(Event.FORWARD)
+    unit.gradients = AFTER[Event.FORWARD][unit.gradients]
     return output
 
 
@@ -197,7 +208,7 @@ def _without_leaf(tensor: Tensor) -> Tensor:
 
 
 def _gradient_came(unit: Unit, schedule: Schedule) -> None:
-    unit.note(Event.BACKWARD)
+    unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
     schedule.begin_backward()
 
 
@@ -222,16 +233,16 @@ def _before_backward(run: Run, gradient: Tensor) -> None:
 def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return the inputs; those that take a gradient tell when backward is past.
 
-    Without any, the end of the whole backward will do.
+    Where that is the output of the unit before, its own hook tells. Without any, the end of the
+    whole backward will do.
     """
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-        run.marked = args[0].requires_grad
-        marks = run.marked
-        return (apply_untransformed(_AfterBackward, run, *args) if marks else args), kwargs
-    tensors = tensors_with_gradient((args, kwargs))
-    if not tensors:
+    alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    tensors = list(args) if alone else tensors_with_gradient((args, kwargs))
+    run.marked = tensors[0].requires_grad if alone else bool(tensors)
+    if not run.marked or (len(tensors) == 1 and run.follow(tensors[0])):
         return args, kwargs
-    run.marked = True
+    if alone:
+        return apply_untransformed(_AfterBackward, run, *args), kwargs
     marked = iter(apply_untransformed(_AfterBackward, run, *tensors))
     args, kwargs = map_tensors(
         lambda tensor: next(marked) if tensor.requires_grad else tensor, (args, kwargs)
@@ -249,8 +260,6 @@ class _AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        unit = ctx.run.unit
-        # While gradients of parameters tell of backward more may come: its end reduces.
-        if not unit.hooks_gradients and unit.schedule is not None:
-            unit.schedule.backward_left(ctx.run)
+        if ctx.run.unit.schedule is not None:
+            ctx.run.unit.schedule.backward_left(ctx.run)
         return None, *gradients

@@ -1,14 +1,14 @@
 """The shards that torch's ``fully_shard`` makes, gathered by one collective without a copy-out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor import Axis, Collectives, TorchCollectives
 
 from ._buffers import Buffer, Buffers, Resize, as_bytes, in_own_storage
 from ._offsets import (
@@ -21,7 +21,7 @@ from ._offsets import (
     round_up,
     rows_by_rank,
 )
-from ._streams import Streams, gather_copy
+from ._streams import Streams, Waitable, gather_copy
 
 # Up to so many packed elements one indexed copy costs less than a copy for each parameter.
 PERMUTED_NUMEL = 2**14
@@ -188,7 +188,7 @@ class ExactLayout:
             self._sent = Resize().buffer(self.plan.shard_numel, dtype, device)
         self._send_from(self.shard if self._sent is None else self._sent.tensor)
         self._outputs: list[Tensor] = []
-        self._copy_out: _CopyOut | None = None
+        self._copy_out: Callable[[], object] | None = None
         self._block: list[Tensor] = []
         if self._output is not None:
             self._wire(self._output.writable)
@@ -208,7 +208,8 @@ class ExactLayout:
         self._outputs = [
             as_bytes(_narrow(memory, degree * start, degree * n)) for start, n in plan.segments
         ]
-        self._copy_out = _CopyOut(plan, memory) if plan.packed_numel else None
+        self._copy_out = copy_out_of(plan, memory) if plan.packed_numel else None
+        self._started_by: Collectives | None = None  # what `_start` starts the gather by
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
         """Return the offsets of the gradients of the parameters at ``chosen``, rank by rank."""
@@ -221,44 +222,52 @@ class ExactLayout:
 
     def gather(
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None
-    ) -> Work | None:
+    ) -> Waitable | None:
         """Start the group's one all-gather over ``axis``; None where there is nothing to send."""
         output = self._output
         if output is None or not self._inputs:
             return None
-        self._allocate(output)
-        if self.plan.degree == 1:
+        output.allocate()
+        if output.tensor is not self._memory:
+            self._renew(output)
+        if self._sent is not None or self.plan.degree == 1:
+            return self._gather_copy(output, axis, collectives, streams)
+        if self._started_by is not collectives:
+            self._start = starter(collectives, axis, self._inputs, self._outputs)
+            self._started_by = collectives
+        output.lent = True
+        return self._start()
+
+    def _gather_copy(
+        self, output: Buffer, axis: Axis, collectives: Collectives, streams: Streams | None
+    ) -> Waitable | None:
+        """Gather what is copied first, to another dtype or device; one rank only copies."""
+        sent = self._sent
+        if sent is None or self.plan.degree == 1:
             if streams is not None:
-                output.lend()
+                output.lent = True
                 with streams.gather.after_current("copy_shard"):
                     output.writable.copy_(self.shard, non_blocking=True)
                 return streams.gather.begun()
             output.writable.copy_(self.shard, non_blocking=True)
             return None
-        if self._sent is not None:
-            self._sent.allocate()
-            if self._sent.tensor is not self._source:
-                with torch.inference_mode(False):
-                    self._send_from(self._sent.tensor)
-            self._sent.lend()
-            if streams is not None:
-                output.lend()
-                return gather_copy(
-                    streams.gather,
-                    self._sent.writable,
-                    self.shard,
-                    partial(collectives.all_gather, axis, self._inputs, self._outputs),
-                )
-            self._sent.writable.copy_(self.shard, non_blocking=True)
-        output.lend()
-        return collectives.all_gather(axis, self._inputs, self._outputs)
-
-    def _allocate(self, output: Buffer) -> None:
-        output.allocate()
-        if output.tensor is not self._memory:
+        sent.allocate()
+        if sent.tensor is not self._source:
             with torch.inference_mode(False):
-                self._wire(output.writable)
-                self._view(output.tensor)
+                self._send_from(sent.tensor)
+        sent.lent = True
+        start = partial(collectives.all_gather, axis, self._inputs, self._outputs)
+        if streams is not None:
+            output.lent = True
+            return gather_copy(streams.gather, sent.writable, self.shard, start)
+        sent.writable.copy_(self.shard, non_blocking=True)
+        output.lent = True
+        return start()
+
+    def _renew(self, output: Buffer) -> None:
+        with torch.inference_mode(False):
+            self._wire(output.writable)
+            self._view(output.tensor)
 
     def save_block(self, size: int) -> None:
         """Copy what this rank is to hold between forward and backward among ``size`` neighbours.
@@ -271,31 +280,33 @@ class ExactLayout:
             for output in self._outputs
         ]
 
-    def gather_block(self, axis: Axis, collectives: Collectives) -> Work | None:
+    def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
         """Start an all-gather over a smaller axis of what `save_block` copied."""
         if self._output is None or not self._block:
             return None
-        self._allocate(self._output)
-        self._output.lend()
+        self._output.allocate()
+        if self._output.tensor is not self._memory:
+            self._renew(self._output)
+        self._output.lent = True
         return collectives.all_gather(axis, self._block, self._outputs)
 
     def drop_block(self) -> None:
         """Release what `save_block` copied."""
         self._block = []
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Waitable) -> None:
         """Wait for the all-gather; from then on its memory is used by nobody else."""
         work.wait()
         if self._output is not None:
-            self._output.returned()
+            self._output.lent = False
         if self._sent is not None:
-            self._sent.returned()
+            self._sent.lent = False
             self._sent.free()
 
-    def finish_gather(self, work: Work | None) -> None:
+    def finish_gather(self, work: Waitable | None) -> None:
         """Copy the packed parameters to their places, after `wait`."""
         if work is not None and self._copy_out is not None:
-            self._copy_out.run()
+            self._copy_out()
 
     def free(self) -> None:
         """Give back the memory of the gather, or leave it to a collective that may still use it."""
@@ -305,45 +316,45 @@ class ExactLayout:
             self._sent.free()
 
 
-class _CopyOut:
-    """Copies packed parameters from where they arrived, rank by rank, to their own places.
+def starter(
+    collectives: Collectives, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Callable[[], Waitable]:
+    """Return what starts the same all-gather in every step; torch's looks things up only here."""
+    if type(collectives) is TorchCollectives and len(inputs) == 1 < axis.size:
+        return collectives.prepare_all_gather(axis, inputs[0], outputs[0])
+    return partial(collectives.all_gather, axis, inputs, outputs)
 
-    Few elements go in one indexed copy. Otherwise those along dim 0 go in one split, those along
-    another dimension one by one.
+
+def copy_out_of(plan: GroupPlan, memory: Tensor) -> Callable[[], object]:
+    """Return what copies packed parameters from where they arrived, rank by rank, to their places.
+
+    ``memory`` is the flat output. Few elements go in one indexed copy. Otherwise those along dim 0
+    go in one split, those along another dimension one by one.
     """
+    degree, numel, packed = plan.degree, plan.packed_numel, plan.packed
+    arrived = _narrow(memory, degree * plan.packed_start, degree * numel)
+    first = plan.full[packed[0]].start
+    if plan.full_numel - first <= PERMUTED_NUMEL:
+        order, target = _packed_order(plan, first, memory.device), as_bytes(memory[first:])
+        return partial(torch.index_select, as_bytes(arrived), 0, order, out=target)
+    rows = arrived.view(degree, numel)
+    plain = [i for i in packed if not plan.specs[i].dim]
+    widths = [plan.specs[i].shard_numel for i in plain]
+    source, places = rows[:, : sum(widths)], [plan.full[i].runs(memory) for i in plain]
+    rearranged = []
+    for i in (i for i in packed if plan.specs[i].dim):
+        spec, start = plan.specs[i], plan.starts[i] - plan.packed_start
+        place = spec.by_rank(plan.full[i].whole(memory))
+        part = rows[:, start : start + spec.shard_numel]
+        rearranged.append((place, part.view(place.shape)))
 
-    def __init__(self, plan: GroupPlan, memory: Tensor) -> None:
-        """View ``memory``, the flat output."""
-        degree, numel, packed = plan.degree, plan.packed_numel, plan.packed
-        arrived = _narrow(memory, degree * plan.packed_start, degree * numel)
-        first = plan.full[packed[0]].start
-        self._order: Tensor | None = None
-        self._widths: list[int] = []
-        self._rearranged: list[tuple[Tensor, Tensor]] = []
-        if plan.full_numel - first <= PERMUTED_NUMEL:
-            self._arrived, self._target = as_bytes(arrived), as_bytes(memory[first:])
-            self._order = _packed_order(plan, first, memory.device)
-            return
-        rows = arrived.view(degree, numel)
-        plain = [i for i in packed if not plan.specs[i].dim]
-        self._widths = [plan.specs[i].shard_numel for i in plain]
-        self._arrived = rows[:, : sum(self._widths)]
-        self._places = [plan.full[i].runs(memory) for i in plain]
-        for i in (i for i in packed if plan.specs[i].dim):
-            spec, start = plan.specs[i], plan.starts[i] - plan.packed_start
-            place = spec.by_rank(plan.full[i].whole(memory))
-            part = rows[:, start : start + spec.shard_numel]
-            self._rearranged.append((place, part.view(place.shape)))
-
-    def run(self) -> None:
-        """Copy."""
-        if self._order is not None:
-            torch.index_select(self._arrived, 0, self._order, out=self._target)
-            return
-        if self._widths:
-            torch.split_with_sizes_copy(self._arrived, self._widths, dim=1, out=self._places)
-        for place, part in self._rearranged:
+    def copy_out() -> None:
+        if widths:
+            torch.split_with_sizes_copy(source, widths, dim=1, out=places)
+        for place, part in rearranged:
             place.copy_(part)
+
+    return copy_out
 
 
 def _packed_order(plan: GroupPlan, first: int, device: torch.device) -> Tensor:

@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor import Axis, Collectives
 
 from ._buffers import Buffer, Buffers, Resize, as_bytes, in_own_storage
+from ._layout_exact import starter
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
-from ._streams import Streams, gather_copy
+from ._streams import Streams, Waitable, gather_copy
 
 TRIES = 64  # shares of one step before the next step
 
@@ -213,6 +214,7 @@ class RaggedLayout:
             for start, shape in zip(self.plan.starts, self.plan.shapes, strict=True)
         ]
         self._outputs = [as_bytes(self._output.writable)]
+        self._started_by: Collectives | None = None  # what `_start` starts the gather by
         self._memory = memory  # last: an interrupt before it lets the next gather begin again
 
     def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
@@ -226,54 +228,59 @@ class RaggedLayout:
 
     def gather(
         self, axis: Axis, collectives: Collectives, streams: Streams | None = None
-    ) -> Work | None:
+    ) -> Waitable | None:
         """Start the all-gather of the share over ``axis``."""
-        self._allocate()
-        inputs, outputs = self._inputs, self._outputs
-        if self._sent is not None:
-            self._sent.allocate()
-            self._sent.lend()
-            source = self._sent.writable
-            inputs = [as_bytes(source)]
-            if streams is not None:
-                self._output.lend()
-                start = partial(collectives.all_gather, axis, inputs, outputs)
-                return gather_copy(streams.gather, source, self.shard, start)
-            source.copy_(self.shard, non_blocking=True)
-        self._output.lend()
-        return collectives.all_gather(axis, inputs, outputs)
-
-    def _allocate(self) -> None:
         self._output.allocate()
         if self._output.tensor is not self._memory:
-            with torch.inference_mode(False):
-                self._view(self._output.tensor)
+            self._renew()
+        if self._sent is None:
+            if self._started_by is not collectives:
+                self._start = starter(collectives, axis, self._inputs, self._outputs)
+                self._started_by = collectives
+            self._output.lent = True
+            return self._start()
+        self._sent.allocate()
+        self._sent.lent = True
+        source = self._sent.writable
+        start = partial(collectives.all_gather, axis, [as_bytes(source)], self._outputs)
+        if streams is not None:
+            self._output.lent = True
+            return gather_copy(streams.gather, source, self.shard, start)
+        source.copy_(self.shard, non_blocking=True)
+        self._output.lent = True
+        return start()
+
+    def _renew(self) -> None:
+        with torch.inference_mode(False):
+            self._view(self._output.tensor)
 
     def save_block(self, size: int) -> None:
         """Copy what this rank is to hold between forward and backward among ``size`` neighbours."""
         self._block = self._output.writable.view(size, -1)[self._index % size].clone()
 
-    def gather_block(self, axis: Axis, collectives: Collectives) -> Work | None:
+    def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
         """Start an all-gather over a smaller axis of what `save_block` copied."""
         if self._block is None:
             return None
-        self._allocate()
-        self._output.lend()
+        self._output.allocate()
+        if self._output.tensor is not self._memory:
+            self._renew()
+        self._output.lent = True
         return collectives.all_gather(axis, [as_bytes(self._block)], self._outputs)
 
     def drop_block(self) -> None:
         """Release what `save_block` copied."""
         self._block = None
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Waitable) -> None:
         """Wait for the all-gather; from then on its memory is used by nobody else."""
         work.wait()
-        self._output.returned()
+        self._output.lent = False
         if self._sent is not None:
-            self._sent.returned()
+            self._sent.lent = False
             self._sent.free()
 
-    def finish_gather(self, work: Work | None) -> None:
+    def finish_gather(self, work: Waitable | None) -> None:
         """Do nothing: what arrived is in its place."""
 
     def free(self) -> None:

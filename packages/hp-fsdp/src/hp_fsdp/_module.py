@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.utils.hooks import RemovableHandle
 
 from ._custom import Communication, CustomAllGather, CustomReduceScatter
 from ._errors import (
@@ -26,7 +27,7 @@ from ._errors import (
     shown,
 )
 from ._group import ParameterGroup
-from ._hooks import post_forward, pre_forward, run_forward
+from ._hooks import end_in_hook, post_forward, pre_forward, run_forward
 from ._mesh import DataAxes, new_axis
 from ._options import ReductionHook
 from ._schedule import drop_gradients, release_gradients
@@ -457,6 +458,12 @@ class FSDPModule(Setters):
         own: Any = self
         forward: Callable[..., Any] = super().__call__  # type: ignore[misc]
         return run_forward(own.__dict__[UNIT_ATTRIBUTE], own, forward, args, kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a forward hook as every module does; it sees the sharded parameters."""
+        own: Any = self
+        end_in_hook(own.__dict__[UNIT_ATTRIBUTE], own)
+        return cast(RemovableHandle, cast(Any, super()).register_forward_hook(*args, **kwargs))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters: one all-gather per dtype over the shard axis.

@@ -75,7 +75,7 @@ class Segment:
         Where no piece has one, neither has ``flat``; return False where only some have: `split`
         then. Raises `StateError` if the group was laid out anew.
         """
-        if self._group.layout.shard is not self._shard or self._group.moved:
+        if self._group.layout.shard is not self._shard or self._group.table.moved():
             raise StateError(
                 "parameters were converted or moved after the optimizer was made; make it anew"
             )
@@ -195,7 +195,7 @@ def sharded_optimizer(
         if unit is not None and unit not in units:
             units.append(unit)
             unit.reshard()
-            if not all(group.in_place() for group in unit.groups):
+            if not all(group.in_place for group in unit.groups):
                 unit.reset_sharded(final=True)
             groups += unit.groups
     segments = [segment for group in groups for segment in segments_of(group)]

@@ -3,7 +3,8 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,11 @@ class Owner:
 class ShardedParameter:
     """A parameter of a group: ``sharded``, a DTensor, and ``unsharded``, a view of the gather.
 
-    ``sharded`` keeps its identity for life: optimizers hold it.
+    ``sharded`` keeps its identity for life: optimizers hold it. ``part`` returns this rank's part
+    of a tensor that is laid out as it.
     """
+
+    part: Callable[[Any], Tensor] = staticmethod(local_of)
 
     def __init__(
         self,
@@ -131,10 +135,6 @@ class ShardedParameter:
             if present is not None and present is not self.sharded:
                 return present
         return self.sharded
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that is laid out as the sharded parameter."""
-        return local_of(cast(DTensor, tensor))
 
     def put(self, view: Tensor) -> None:
         """Make ``view`` the memory of the sharded parameter, which may be another than before."""
@@ -280,6 +280,8 @@ class RaggedParameter(ShardedParameter):
     ``sharded`` is a ragged tensor of hp-dtensor.
     """
 
+    part = staticmethod(attrgetter("local"))
+
     def __init__(
         self,
         original: nn.Parameter,
@@ -301,10 +303,6 @@ class RaggedParameter(ShardedParameter):
         """Take the run lengths that the plan gives, over the flattened leading dims."""
         runs = RaggedShard(tuple(range(leading)), sizes)
         self._runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], runs)
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that is laid out as the sharded parameter."""
-        return cast(Tensor, cast(RaggedTensor, tensor).local)
 
     def build_sharded(self, local: Tensor) -> None:
         """Create the sharded parameter over ``local``, this rank's part."""

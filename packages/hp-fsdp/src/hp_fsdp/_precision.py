@@ -102,6 +102,8 @@ def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def tensors_with_gradient(value: Any) -> list[Tensor]:
     """Return the tensors in ``value`` that require a gradient, in the order of `map_tensors`."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:

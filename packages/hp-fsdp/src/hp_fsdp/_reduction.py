@@ -1,14 +1,15 @@
 """Reductions: from the packed gradients of one group to the gradients of its sharded parameters."""
 
-from collections.abc import Sequence
-from operator import attrgetter, is_
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from sys import getrefcount
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives, Work
+from hp_dtensor import Axis, Collectives, TorchCollectives
 
 from ._buffers import Buffers, ResizeBuffer
 from ._errors import StateError
@@ -16,16 +17,17 @@ from ._mesh import DataAxes
 from ._offsets import GradientRows
 from ._options import Options
 from ._param import ShardedParameter
-from ._streams import Begun, SideStream, Streams
+from ._streams import Begun, SideStream, Streams, Waitable
 from ._torch import (
     any_hooks_after_gradient,
-    gradient_of,
-    named,
+    averages,
+    have_no_gradients,
     named_range,
     pack_rank_major,
+    profiled,
+    set_gradients,
     storage_references,
     tensor_references,
-    trains,
 )
 
 _dtype_of = attrgetter("dtype")
@@ -113,12 +115,14 @@ class ReducedGradients:
         self._marks = [vars(each) for each in self.gradients]
         self._references = self._counted()
 
-    def _counted(self) -> list[int]:
-        tensors, storage = self._tensors, self._storage
-        references = [*map(getrefcount, tensors), *tensor_references(tensors)]
-        # What a user marked them with.
-        marks = [*map(trains, self.gradients), *map(len, self._marks)]
-        return [*references, *marks, getrefcount(storage), storage_references(storage)]
+    def _counted(self) -> int:
+        """Return how many hold the memory or one of the tensors, or have put an attribute there.
+
+        It is least where no one does, and so a sum says it.
+        """
+        found = getrefcount(self._storage) + sum(storage_references([self._storage]))
+        found += sum(map(getrefcount, self._tensors)) + sum(map(len, self._marks))
+        return found + sum(map(tensor_references, self._tensors))
 
     @property
     def held(self) -> bool:
@@ -145,7 +149,7 @@ class ReducedGradients:
         found = self._runs.get((start, length))
         if found is None:
             found = self._runs[start, length] = self.flat[start : start + length]
-            self._references[-1] += 1  # of the memory
+            self._references += 1
         return found
 
 
@@ -162,6 +166,7 @@ class ReductionPlan:
         parameters: Sequence[ShardedParameter],
         rows: GradientRows,
         dtype: torch.dtype,
+        device: torch.device,
         shard: Tensor,
         partial: PartialSum,
         buffers: Buffers,
@@ -171,30 +176,43 @@ class ReductionPlan:
         self.offloaded = offloaded
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]
+        self.unsharded = [parameter.unsharded for parameter in parameters]
         self.rows = rows
         self.dtype = dtype
+        self.device = device
         self.shard = shard
         self.partial = partial
         self.buffers = buffers
         self.rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
+        self.gaps = rows.gaps[::-1]  # so that what is put there moves no other
         self.has_empty = any(not extent.spec.numel for extent in rows.extents)
         self.outputs: list[ReducedGradients] = []
         self._all_used: dict[tuple[torch.dtype, int], Tensor] = {}
         self._zeros: dict[tuple[torch.dtype, int], Tensor] = {}
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
+        self.all_used = [True] * len(self.parameters)
         self.numel = rows.numel
         self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
-        self._divided: tuple[Options, int, tuple[float | None, float | None]] | None = None
+        self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
 
-    def divisors(self, options: Options, size: int) -> tuple[float | None, float | None]:
-        """Return what to divide by before and after a sum over ``size`` ranks.
+    def prepared(
+        self, options: Options, axes: DataAxes, collectives: Collectives
+    ) -> "tuple[Division, StartScatter]":
+        """Return what a reduction divides by, and what starts its reduce-scatter.
 
-        Options are frozen, so what was worked out holds as long as they are the same.
+        Options and axes are frozen, so what was worked out holds as long as they are the same.
         """
-        known = self._divided
-        if known is None or known[0] is not options or known[1] != size:
-            known = self._divided = options, size, _divisors(options, size, self.dtype)
-        return known[2]
+        known = self._prepared
+        if (
+            known is None
+            or known[0] is not options
+            or known[1] is not axes
+            or known[2] is not collectives
+        ):
+            division = Division.of(options, axes, self.dtype, self.device)
+            start = _start_of(collectives, axes.shard, division.op, self.device)
+            known = self._prepared = options, axes, collectives, division, start
+        return known[3], known[4]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -236,7 +254,7 @@ class ReductionPlan:
     @property
     def without_gradients(self) -> bool:
         """Return whether no sharded parameter has a gradient."""
-        return all(map(is_, map(gradient_of, self.sharded), self.nothing))
+        return have_no_gradients(self.sharded)
 
     def release(self) -> None:
         """Give back the memory of gradients that no parameter has, if it is worth the while."""
@@ -269,6 +287,8 @@ class Reduction:
     ``used`` says of which parameters this rank has gradients; the others, zeros here, get one only
     if another rank has.
     Of ``options`` counts what they are now: the factor, the hook, whether replicas are summed.
+    ``hooked``: parameters may have hooks that run once gradients are reduced. As long as
+    ``scattering`` is there, the packed gradients are alive.
     """
 
     def __init__(
@@ -280,53 +300,58 @@ class Reduction:
         axes: DataAxes,
         collectives: Collectives,
         options: Options,
+        hooked: bool,
     ) -> None:
         self._plan = plan
-        self._axes = axes
         self._collectives = collectives
         self._options = options
-        shards = axes.shard.size
-        self._before, self._after = plan.divisors(options, axes.size if axes.replicate else shards)
-        self._op: Literal["sum", "avg"] = "sum" if self._after else "avg"
-        self._sums = [a for a in axes.replicate if a.size > 1] if axes.replicate else []
+        self._hooked = hooked and any_hooks_after_gradient(plan.sharded)
+        division, start = plan.prepared(options, axes, collectives)
+        self._after, self._op = division.after, division.op
+        self._sums = list(division.sums)
         self._ready = True
-        # Hooks that run once gradients are reduced.
-        self.hooked = any_hooks_after_gradient(plan.sharded)
-        self._scattering: Work | None = None
-        self._summing: Work | None = None
+        self.scattering: Waitable | None = None
+        self._summing: Waitable | None = None
         self._gradients = gradients  # released when they are packed
         self._used = used
         self._output: ReducedGradients | None = None
         self._flat: Tensor | None = None  # this rank's reduced row, flags included
         self._rows: Tensor | None = None
         self._copies = rows is None  # not those that were written in place
-        if shards > 1:
-            self._rows = self._pack(rows)
-            self._scattering = self._scatter(axes.shard, self._rows)
+        if axes.shard.size > 1:
+            self._rows = rows = self._pack(rows, division.before)
+            self._flat = self._target(rows)
+            if profiled():
+                with named_range("reduce_scatter", plan.path, axes.shard.name):
+                    self.scattering = self._scatter(axes.shard, start, rows, self._flat)
+            else:
+                self.scattering = self._scatter(axes.shard, start, rows, self._flat)
         elif self._sums or options.hook is not None:
-            self._begin_sum(self._pack(rows))
+            self._begin_sum(self._pack(rows, division.before))
 
-    def _pack(self, rows: Tensor | None) -> Tensor:
-        flat = rows
-        if flat is None:
-            flat = named("pack_gradients", self._plan.path, "", self._packed)
-        if self._before:
+    def _pack(self, rows: Tensor | None, before: float | None) -> Tensor:
+        if rows is None and profiled():
+            with named_range("pack_gradients", self._plan.path):
+                rows = self._packed()
+        elif rows is None:
+            rows = self._packed()
+        if before:
             where = self._plan.rows
             if where.flags_apart:
-                flat.div_(self._before)
+                rows.div_(before)
             else:  # a flag could become zero
-                flat.view(where.degree, -1)[:, : where.flags].div_(self._before)
-        return flat
+                rows.view(where.degree, -1)[:, : where.flags].div_(before)
+        return rows
 
     def _packed(self) -> Tensor:
         plan, pieces = self._plan, self._gradients
         rows = plan.rows
-        flat = plan.buffers.take(plan.numel, plan.dtype, pieces[0].device)
+        flat = plan.buffers.take(plan.numel, plan.dtype, plan.device)
         for i, spec in plan.rearranged:
             pieces[i] = spec.by_rank(pieces[i]).contiguous()
         if len(set(map(_dtype_of, pieces))) > 1:
             pieces = [piece.to(plan.dtype) for piece in pieces]
-        for i, start, end in reversed(rows.gaps):
+        for i, start, end in plan.gaps:
             shape = (rows.degree, end - start)
             if not rows.flags_apart and start <= rows.flags < end:
                 gap = plan.flags(self._used, shape, rows.flags - start, pieces[0])
@@ -344,25 +369,19 @@ class Reduction:
         """Return memory for the reduced row: that of the gradients, if nothing comes between."""
         plan = self._plan
         # Where hooks step an optimizer in backward, gradients are not to outlive it.
-        if not self.hooked and (self._options.all_reduce or not self._sums):
+        if not self._hooked and (self._options.all_reduce or not self._sums):
             self._output = plan.output()
         if self._output is not None and _is_alike(self._output.flat, rows):
             return self._output.flat
         return rows.new_empty(plan.rows.reduced_numel)
 
-    def _scatter(self, axis: Axis, rows: Tensor) -> Work:
-        self._flat = flat = self._target(rows)
-        what, path, scatter = "reduce_scatter", self._plan.path, self._collectives.reduce_scatter
-        if self._plan.rows.flags_apart:
-            return named(what, path, axis.name, self._scatter_with_flags, axis, rows, flat)
-        return named(what, path, axis.name, scatter, axis, [rows], [flat], op=self._op)
-
-    def _scatter_with_flags(self, axis: Axis, rows: Tensor, flat: Tensor) -> Work:
-        where, count = self._plan.rows, len(self._used)
-        flags = self._plan.flags(self._used, (axis.size, count), 0, rows)
+    def _scatter(self, axis: Axis, start: "StartScatter", rows: Tensor, flat: Tensor) -> Waitable:
+        where = self._plan.rows
+        if not where.flags_apart:
+            return start(flat, rows)
+        flags = self._plan.flags(self._used, (axis.size, len(self._used)), 0, rows)
         if self._copies and where.numel <= COPIED_NUMEL:
-            sent = torch.cat((rows.view(axis.size, where.flags), flags), 1).view(-1)
-            return self._collectives.reduce_scatter(axis, [sent], [flat], op=self._op)
+            return start(flat, torch.cat((rows.view(axis.size, where.flags), flags), 1).view(-1))
         outputs = [flat[: where.flags], flat[where.flags :]]
         inputs = [rows, flags.flatten()]
         return self._collectives.reduce_scatter(axis, inputs, outputs, op=self._op)
@@ -378,7 +397,7 @@ class Reduction:
             plan.partial.clear()
             self._summing = self._sum(self._sums.pop(0))
 
-    def _sum(self, axis: Axis) -> Work:
+    def _sum(self, axis: Axis) -> Waitable:
         flats = [] if self._flat is None else [self._flat]
         try:
             with named_range("all_reduce", self._plan.path, axis.name):
@@ -388,31 +407,31 @@ class Reduction:
             raise
 
     @property
-    def scattering(self) -> bool:
-        """Return whether the reduce-scatter, and with it the packed gradients, is still alive."""
-        return self._scattering is not None
-
-    @property
     def ends_early(self) -> bool:
         """Return whether it is finished in backward, for hooks, which one rank alone may have.
 
         Not a sum over two axes of what is kept whole: its end starts the second one, which has to
         come in the same place on all ranks.
         """
-        return self.hooked and (self.scattering or not self._sums)
+        return self._hooked and (self.scattering is not None or not self._sums)
 
     def finish_scatter(self) -> None:
         """Wait for the reduce-scatter, release its input, start the all-reduce of HSDP."""
-        if self._scattering is not None:
+        if self.scattering is not None:
             try:
-                named("wait_reduce_scatter", self._plan.path, "", self._scattering.wait)
+                if profiled():
+                    with named_range("wait_reduce_scatter", self._plan.path):
+                        self.scattering.wait()
+                else:
+                    self.scattering.wait()
             except Exception:  # it has ended, with this error; an interrupt says nothing of it
-                self._scattering, self._ready = None, False
+                self.scattering, self._ready = None, False
                 self._lose_output()
                 raise
-            self._scattering = None
+            self.scattering = None
             self._give_back()
-            self._begin_sum(cast(Tensor, self._flat))
+            if self._sums and self._flat is not None:
+                self._begin_sum(self._flat)
 
     def _give_back(self) -> None:
         if self._rows is not None:
@@ -421,7 +440,7 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for everything; afterwards nothing of this reduction is in flight."""
-        if self._scattering is not None:
+        if self.scattering is not None:
             self.finish_scatter()
         while self._summing is not None:
             try:
@@ -444,9 +463,9 @@ class Reduction:
         if self._summing is not None:
             self._summing.wait()
             self._summing = None
-        if self._scattering is not None:
-            self._scattering.wait()
-            self._scattering = None
+        if self.scattering is not None:
+            self.scattering.wait()
+            self.scattering = None
             self._give_back()
         self._release_output()
 
@@ -462,21 +481,20 @@ class Reduction:
             self._output.in_flight = False
 
     def _put_gradients(self) -> None:
-        plan, used = self._plan, self._used_by_any()
-        output = self._results()
+        plan, used = self._plan, self._used if all(self._used) else self._used_by_any()
+        locals_ = self._results()
         made = plan.nothing if self._output is None else self._output.gradients
         if self._output is not None and all(used) and plan.without_gradients:
-            for sharded, gradient in zip(plan.sharded, made, strict=True):
-                sharded.grad = gradient
+            set_gradients(plan.sharded, self._output.gradients)
             return
-        parts = zip(plan.parameters, output, made, used, strict=True)
+        parts = zip(plan.parameters, locals_, made, used, strict=True)
         for parameter, local, gradient, is_used in parts:
             if is_used:
                 parameter.add_gradient(local, gradient)
 
     def _used_by_any(self) -> list[bool]:
         """Return which parameters any rank used; reads flags only where this rank did not."""
-        if self._flat is None or all(self._used):
+        if self._flat is None:
             return self._used
         first = self._plan.rows.flags
         return self._flat[first : first + len(self._used)].ne(0).tolist()
@@ -500,10 +518,10 @@ class Reduction:
         """Return the reduced values after the user's hook, divided."""
         if self._options.hook is not None:
             self._options.hook(values[:])  # a view of its own, so that it counts if it is kept
-        return values.div_(self._after) if self._after and self._after != 1.0 else values
+        return values.div_(self._after) if self._after else values
 
     def _divided(self, reduced: Tensor) -> Tensor:
-        return reduced.div_(self._after) if self._after and self._after != 1.0 else reduced
+        return reduced.div_(self._after) if self._after else reduced
 
 
 class StreamedReduction(Reduction):
@@ -524,23 +542,29 @@ class StreamedReduction(Reduction):
         axes: DataAxes,
         collectives: Collectives,
         options: Options,
+        hooked: bool,
         streams: Streams,
     ) -> None:
         self._streams = streams
         self._made: list[Tensor] | None = None
         self._ended: Begun | None = None
         self._held: list[Tensor] = []  # what a side stream uses, until the end was waited for
-        super().__init__(plan, gradients, rows, used, axes, collectives, options)
+        super().__init__(plan, gradients, rows, used, axes, collectives, options, hooked)
         try:
             self._go_on()
         except BaseException:  # of a collective that may still write to the result
             self._lose_output()
             raise
 
-    def _scatter(self, axis: Axis, rows: Tensor) -> Work:
-        # The result is memory of this stream; the packed rows, of the current one, are kept.
+    def _target(self, rows: Tensor) -> Tensor:
+        # The result is memory of this stream.
         with self._streams.reduce.after_current():
-            work = super()._scatter(axis, rows)
+            return super()._target(rows)
+
+    def _scatter(self, axis: Axis, start: "StartScatter", rows: Tensor, flat: Tensor) -> Waitable:
+        # The packed rows, memory of the current stream, are kept.
+        with self._streams.reduce.after_current():
+            work = super()._scatter(axis, start, rows, flat)
             work.wait()  # lets this stream wait, and with gloo the host
         return self._streams.reduce.begun()
 
@@ -555,12 +579,12 @@ class StreamedReduction(Reduction):
                 with streams.offload.after_current("copy_gradients"):
                     self._made = [self._on_cpu(self._divided(each)) for each in self._gradients]
                 # The gradients are kept until `finish_scatter`.
-                self._ended = self._scattering = streams.offload.begun()
+                self._ended = self.scattering = streams.offload.begun()
             return
         side = streams.all_reduce if self._sums else streams.reduce
         with side.after_current():
-            if self._scattering is not None:
-                self._scattering.wait()
+            if self.scattering is not None:
+                self.scattering.wait()
             # Another stream may be lent the memory of the last sum, or of a result that was cast.
             self._held = [x for x in (self._flat, self._plan.partial.flat) if x is not None]
             super()._begin_sum(self._flat)
@@ -622,21 +646,53 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.device == other.device
 
 
-def _divisors(options: Options, size: int, dtype: torch.dtype) -> tuple[float | None, float | None]:
-    """Return what to divide gradients by before and after a sum; None, None for a mean.
+StartScatter = Callable[[Tensor, Tensor], Waitable]  # of the output and the input
 
-    float16 overflows in large sums: about half the factor, in powers of two, comes before.
+
+def _start_of(
+    collectives: Collectives, axis: Axis, op: Literal["sum", "avg"], device: torch.device
+) -> StartScatter:
+    """Return what starts the same reduce-scatter each time; torch's looks things up only here."""
+    divides = op == "sum" or averages(axis.group, device)
+    if type(collectives) is TorchCollectives and divides and axis.size > 1:
+        return collectives.prepare_reduce_scatter(axis, op)
+    return lambda output, rows: collectives.reduce_scatter(axis, [rows], [output], op=op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """What gradients are divided by before and after their sum, and over which axes that goes on.
+
+    ``op`` is an average where the communication divides: then nothing comes after.
     """
-    mean = options.divide is None and options.reduction == "mean"
-    factor = None if mean else options.divisor(size)
-    small = dtype == torch.float16 and size > 1
-    if factor is None:
-        if not (options.force_sum or small):
-            return None, None
-        factor = float(size)
-    if not small:
-        return None, factor
-    before = 1.0
-    while factor % before == 0 and factor / before > before:
-        before *= 2
-    return before, factor / before
+
+    before: float | None
+    after: float | None
+    op: Literal["sum", "avg"]
+    sums: tuple[Axis, ...]
+
+    @staticmethod
+    def of(
+        options: Options, axes: DataAxes, dtype: torch.dtype, device: torch.device
+    ) -> "Division":
+        """Return it for gradients that are reduced in ``dtype`` over ``axes``.
+
+        float16 overflows in large sums: about half the factor, in powers of two, comes before.
+        """
+        sums = tuple(axis for axis in axes.replicate if axis.size > 1)
+        before, factor = None, None
+        if options.divide is not None or options.reduction != "mean":
+            factor = options.divisor(axes.size)
+        elif options.force_sum or (dtype == torch.float16 and axes.size > 1):
+            factor = float(axes.size)
+        elif not sums and options.hook is None and not averages(axes.shard.group, device):
+            factor = float(axes.shard.size)  # once, at the end, and not as each sum ends
+        if factor is not None and dtype == torch.float16 and axes.size > 1:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            factor /= before
+        after = factor if factor != 1.0 else None
+        return Division(
+            before=before, after=after, op="avg" if factor is None else "sum", sums=sums
+        )

@@ -9,13 +9,13 @@ from torch import nn
 
 from ._errors import StateError, first_error
 from ._extensions import attached
-from ._group import ParameterGroup
 from ._mesh import split_axis
 from ._options import Options
 from ._reduction import Reduction
 from ._select import added_parameters
-from ._states import Event, GradientState
+from ._states import AFTER, Event, GradientState
 from ._streams import Streams
+from ._table import ParameterTable
 from ._torch import call_after_backward
 from ._unit import Act, Run, Unit, unit_of
 
@@ -86,6 +86,8 @@ class Schedule:
         self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
         self._hooked: list[Reduction] = []  # those of them that end early
         self._in_flight = 1
+        self._table: ParameterTable | None = None  # of all units
+        self._hooks = False  # some sharded parameter may have hooks on its reduced gradient
         self._late: Unit | None = None  # gathered when the unit that backward is in was left
 
     def paths(self) -> list[str]:
@@ -144,14 +146,14 @@ class Schedule:
         self._begun.append(unit)
         order = self._begin_order
         self._following &= position < len(order) and order[position] is unit
-        if unit.stale:
+        if unit.stays and unit.stale:
             unit.reshard()  # an optimizer stepped since
-        unit.gather(in_pass=True)
+        unit.gather_checked(Act.FORWARD)
         if unit.forward_prefetch is not None:
             for chosen in unit.forward_prefetch:
-                self._prefetch(chosen)
+                chosen.gather_checked(Act.FORWARD, ahead=True)
         elif self._following and position + 1 < len(order):
-            self._prefetch(order[position + 1])
+            order[position + 1].gather_checked(Act.FORWARD, ahead=True)
         return unit is self._pass_root
 
     def _begin_pass(self, root: Unit) -> None:
@@ -174,9 +176,28 @@ class Schedule:
         for unit in self.units:
             if unit.waiting and unit is not root:
                 unit.forget_forward()
-            if unit.in_pass or unit.stale:
+            if unit.in_pass or (unit.stays and unit.stale):
                 unit.reshard()
         release_gradients(self.units)
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Check the parameters of all units, so that no gather of the pass has to.
+
+        Looked at as one table they are mostly as they were. Unsharded ones that stayed with the
+        modules may have been changed there.
+        """
+        table = self._joined_table()
+        changed = table.note_training() or not (table.is_shown() and table.is_in_place())
+        for unit in self.units:
+            if changed or unit.stays:
+                unit.check_parameters(backward=False)
+
+    def _joined_table(self) -> ParameterTable:
+        tables = [group.table for unit in self.units for group in unit.groups]
+        if self._table is None or not self._table.joins(tables):
+            self._table = ParameterTable.join(tables)
+        return self._table
 
     def wait_for_optimizer(self) -> None:
         """Let the device wait for the event after an optimizer step that was set, once."""
@@ -211,10 +232,6 @@ class Schedule:
                 stacklevel=2,
             )
 
-    def _prefetch(self, unit: Unit) -> None:
-        if unit.can_gather:
-            unit.gather(in_pass=True)
-
     def end_forward(self, unit: Unit) -> None:
         """End a unit's forward, with modules of its list unrun if the root says so.
 
@@ -226,7 +243,7 @@ class Schedule:
             unit.forget_forward()
         if not unit.expects_backward:
             unit.end_without_backward()
-        elif not unit.hooks_gradients:
+        elif not unit.gradient_hooks:
             self._reshard_after_forward(unit)
         run = unit.run
         if run.order is self._order:  # it began in this pass
@@ -279,22 +296,39 @@ class Schedule:
             self._in_flight = max([unit.options.in_flight for unit in self.units])
             self._walked, self._ahead, self._late = None, 0, None
             call_after_backward(self._finish_backward)
+            table = self._joined_table()
+            if table.training_changed() or not table.is_shown():
+                for unit in self.units:
+                    unit.check_parameters(backward=True)
+            self._hooks = table.hooked()
 
     def backward_reached(self, run: Run) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
-        run.unit.note(Event.BACKWARD)
+        follower = run.follower
+        if follower is not None and follower.backward == self._backwards and self.in_backward:
+            self.backward_left(follower)
+        unit = run.unit
+        unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
         if not self.in_backward:
             self.begin_backward()
         if run.backward == self._backwards:  # by another of its outputs
-            if run.unit.options.unshard_in_backward:
-                run.unit.gather(in_pass=True)
+            if unit.options.unshard_in_backward:
+                unit.gather_checked(Act.BACKWARD)
             return
-        self._walk_to(run, run.end)
+        if run.order is self._walked and self._ahead == run.end + 1:
+            self._ahead = run.end
+        else:
+            self._walk_to(run, run.end)
         self._reach(run)
 
     def backward_left(self, run: Run) -> None:
         """Note that a unit's backward is past; reduces its gradients."""
-        self._walk_to(run, run.begin)
+        if run.unit.gradient_hooks:
+            return  # while gradients of parameters tell of backward more may come: its end reduces
+        if run.order is self._walked and self._ahead == run.begin + 1:
+            self._ahead = run.begin
+        else:
+            self._walk_to(run, run.begin)
         run.left = True
         self._finish_unit(run.unit)
 
@@ -326,7 +360,7 @@ class Schedule:
             self._ahead -= 1
             run, ended = self._walked[self._ahead]
             if ended and run.expected and not run.reached and self._last:
-                run.unit.note(Event.BACKWARD)
+                run.unit.gradients = AFTER[Event.BACKWARD][run.unit.gradients]
                 self._reach(run)
             elif not ended and run.marked and run.reached and not run.left and self._last:
                 run.left = True
@@ -338,10 +372,11 @@ class Schedule:
         if unit.packs_early:
             self._make_room()  # its gradients are packed from here on
         if unit.options.unshard_in_backward:
-            unit.gather(in_pass=True)
+            unit.gather_checked(Act.BACKWARD)
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
-                self._prefetch_backward(chosen)
+                if chosen.options.unshard_in_backward:
+                    chosen.gather_checked(Act.BACKWARD, ahead=True)
             return
         order, before = self._end_order, self._cursor - 1
         at: int | None = before
@@ -356,45 +391,35 @@ class Schedule:
             self._end_order, self._cursor = order, at
             # The last in the order is the root, whose backward lasts to the end.
             first = len(order) - 1 - LATE_UNITS <= at < len(order) - 1
-            if at and first and unit.adds_to_peak:
-                self._late = order[at - 1]
-            elif at:
-                self._prefetch_backward(order[at - 1])
-
-    def _prefetch_backward(self, unit: Unit) -> None:
-        if unit.options.unshard_in_backward:
-            self._prefetch(unit)
+            if at and order[at - 1].options.unshard_in_backward:
+                if first and unit.adds_to_peak:
+                    self._late = order[at - 1]
+                else:
+                    order[at - 1].gather_checked(Act.BACKWARD, ahead=True)
 
     def _finish_unit(self, unit: Unit) -> None:
         if not unit.finish_backward():
             return
         if self._late is not None:
             late, self._late = self._late, None
-            self._prefetch_backward(late)
+            late.gather_checked(Act.BACKWARD, ahead=True)
         if unit.options.gradient_sync:
             self._reduce(unit, unit.options)
 
-    def _reduce_if_synchronised(self, unit: Unit) -> None:
-        """Reduce all gradients of the backwards since the last reduction, if told to."""
-        if unit.unreduced and unit.options.gradient_sync:
-            self._reduce(unit, unit.options)
-
     def _reduce(self, unit: Unit, options: Options) -> None:
+        """Start a unit's reductions; earlier ones are waited for so that few are in flight."""
         unit.compare(Act.REDUCTION)
         unit.unreduced = False
         for group in reversed(unit.groups):
-            self._start_reduction(group, options)
-
-    def _start_reduction(self, group: ParameterGroup, options: Options) -> None:
-        """Start a group's reduction; earlier ones are waited for so that few are in flight."""
-        self._make_room()
-        begun = group.reduce(options)
-        if begun is not None:
-            self._reductions.append(begun)
-            if begun.scattering:
-                self._scattering.append(begun)
-            if begun.ends_early:
-                self._hooked.append(begun)
+            if self._scattering or self._hooked:
+                self._make_room()
+            begun = group.reduce(options, self._hooks)
+            if begun is not None:
+                self._reductions.append(begun)
+                if begun.scattering:
+                    self._scattering.append(begun)
+                if self._hooks and begun.ends_early:
+                    self._hooked.append(begun)
 
     def _make_room(self) -> None:
         """Wait for reduce-scatters, so that with one more packed gradient few enough are alive."""
@@ -418,7 +443,8 @@ class Schedule:
                 self._finish_unit(unit)
             if last:
                 # What earlier backwards left in units that this one did not reach.
-                self._reduce_if_synchronised(unit)
+                if unit.unreduced and unit.options.gradient_sync:
+                    self._reduce(unit, unit.options)
                 if unit.waiting:
                     unit.forget_forward()
         if last:
@@ -464,7 +490,10 @@ class Schedule:
         """
         self.check_no_backward()
         self.in_backward = True
+        self._hooks = True
         for unit in units:
+            for group in unit.groups:
+                group.note_training(shown=True)
             if unit.unreduced or any(group.partial.waits for group in unit.groups):
                 self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()

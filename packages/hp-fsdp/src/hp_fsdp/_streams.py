@@ -18,13 +18,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hp_dtensor import Work
-
 from ._torch import named_range
+
+
+class Waitable(Protocol):
+    """A collective under way; c10d's own works are such."""
+
+    def wait(self) -> object:
+        """Let the current stream wait for it, and the host where there is none."""
+        ...
 
 
 class SideStream:
@@ -58,7 +65,7 @@ class SideStream:
             before.wait_stream(self._stream)
             raise
 
-    def begun(self, work: Work | None = None) -> "Begun":
+    def begun(self, work: Waitable | None = None) -> "Begun":
         """Return what waits for all that this stream was given until now, and for ``work``."""
         return Begun(self._stream.record_event(), self._current, work)
 
@@ -76,29 +83,32 @@ class SideStream:
 
 
 class Begun:
-    """A `Work` that was started on a side stream."""
+    """What was started on a side stream."""
 
     def __init__(
-        self, event: torch.Event, current: Callable[[], torch.Stream], work: Work | None
+        self, event: torch.Event, current: Callable[[], torch.Stream], work: Waitable | None
     ) -> None:
         self._event = event
         self._current = current
         self._work = work
 
-    def wait(self) -> list[Tensor]:
-        """Let the current stream wait; return the outputs of the collective, if there is one."""
+    def wait(self) -> None:
+        """Let the current stream wait, for the collective too, if there is one."""
         self._current().wait_event(self._event)
-        return [] if self._work is None else self._work.wait()
+        if self._work is not None:
+            self._work.wait()
 
     def synchronize(self) -> None:
         """Wait on the host, for what the host reads."""
         self._event.synchronize()
 
 
-def gather_copy(side: SideStream, sent: Tensor, shard: Tensor, start: Callable[[], Work]) -> Work:
+def gather_copy(
+    side: SideStream, sent: Tensor, shard: Tensor, start: Callable[[], Waitable]
+) -> Waitable:
     """Copy a shard to where and in which dtype it is sent, and start its gather, beside.
 
-    The computation waits for both with the gather's `Work`, so that neither holds up what it is
+    The computation waits for both with what is returned, so that neither holds up what it is
     given until then. A gather that ends on the stream that it is started on is waited for too.
     """
     with side.after_current("copy_shard"):

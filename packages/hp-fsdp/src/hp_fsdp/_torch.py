@@ -6,6 +6,7 @@ Tried with torch 2.13.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -68,30 +69,17 @@ def set_local(parameter: DTensor, local: Tensor) -> None:
     parameter._local_tensor = local
 
 
-_parts_of = attrgetter("_local_tensor")
+# The local tensor itself; ``to_local`` returns a new view, with autograd history.
+local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+# How many holders a tensor has, autograd's graphs among them; there is no public counter.
+tensor_references: Callable[[Tensor], int] = cast(Any, Tensor)._use_count
+_storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_pointer_of = attrgetter("_cdata")
 
 
-def are_parts(parts: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Return whether ``parts`` are the local tensors of ``tensors``, the very same ones."""
-    return all(map(is_, parts, map(_parts_of, tensors)))
-
-
-def local_of(tensor: DTensor) -> Tensor:
-    """Return the local tensor itself; ``to_local`` returns a new view, with autograd history."""
-    return tensor._local_tensor
-
-
-_use_count: Callable[[Tensor], int] = cast(Any, Tensor)._use_count
-
-
-def tensor_references(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how many holders each tensor has, autograd's graphs among them; no public counter."""
-    return list(map(_use_count, tensors))
-
-
-def storage_references(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and other holders a storage has; there is no public counter."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+def storage_references(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+    """Return how many tensors and other holders each storage has; there is no public counter."""
+    return list(map(_storage_use_count, map(_pointer_of, storages)))
 
 
 def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> None:
@@ -119,7 +107,7 @@ def uncompiled(function: F) -> F:
 
     @uncompiled_itself
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if _compiler() is None else disabled)(*args, **kwargs)
+        return (function if compiler() is None else disabled)(*args, **kwargs)
 
     return cast(F, call)
 
@@ -144,7 +132,7 @@ def inside_backward() -> bool:
 # Whether a transform of ``torch.func`` runs; there is no public question.
 inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Which compiler looks at the frames that run, None where none does.
-_compiler: Callable[[], object] = get_eval_frame_callback
+compiler: Callable[[], object] = get_eval_frame_callback
 
 
 def outside_transforms(function: Callable[..., R], *args: Any) -> R:
@@ -173,16 +161,16 @@ def apply_untransformed(
     return own.apply(context, *map(_tensor_alive, tensors))
 
 
-_profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
+# Whether somebody profiles; there is no public question.
+profiled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 
 
 def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[object]:
     """Name what runs inside in a profile: what it does, of which module, over which axis.
 
-    ``torch.profiler.record_function`` takes 7 us where nobody profiles; whether somebody does has
-    no public question.
+    ``torch.profiler.record_function`` takes 7 us where nobody profiles.
     """
-    if not _profiled():
+    if not profiled():
         return nullcontext()
     over = f" over {axis}" if axis else ""
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
@@ -190,7 +178,7 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
 
 def named(what: str, path: str, axis: str, function: Callable[..., R], *args: Any, **how: Any) -> R:
     """Call a function in a `named_range`, which where nobody profiles takes four calls more."""
-    if not _profiled():
+    if not profiled():
         return function(*args, **how)
     with named_range(what, path, axis):
         return function(*args, **how)
@@ -217,17 +205,47 @@ def hooks_after_gradient(parameter: nn.Parameter) -> dict[int, Callable[[Tensor]
 # Asked of all parameters in every step: `map` makes no call in Python for them.
 trains: Callable[[Tensor], bool] = attrgetter("requires_grad")
 gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+# Inside of it attributes of tensors are read and written twice as fast: nothing looks for a
+# ``__torch_function__`` of their class, which DTensors have switched off.
+plain_attributes: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+
+
+def have_no_gradients(tensors: Iterable[Tensor]) -> bool:
+    """Return whether none of the tensors has a gradient."""
+    with plain_attributes():
+        return all(map(is_, map(gradient_of, tensors), repeat(None)))
+
+
+def set_gradients(tensors: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+    """Make ``gradients`` those of the tensors, one each."""
+    with plain_attributes():
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
+
+
+def training(tensors: Iterable[Tensor]) -> list[bool]:
+    """Return which of the tensors take a gradient."""
+    with plain_attributes():
+        return list(map(trains, tensors))
+
+
 _hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def any_hooks_after_gradient(parameters: Iterable[nn.Parameter]) -> bool:
     """Return whether any of them has `hooks_after_gradient`."""
-    return any(map(_hooks_of, parameters))
+    with plain_attributes():
+        return any(map(_hooks_of, parameters))
 
 
 def writes_to(tensor: Tensor) -> int:
     """Return how often a tensor or a view of it was written to; there is no public counter."""
     return tensor._version
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether forward hooks are registered with a module; there is no public question."""
+    return bool(module._forward_hooks)
 
 
 def composed_by(module: nn.Module) -> set[str]:
@@ -322,6 +340,14 @@ def backend_of(group: object, device: torch.device) -> str:
     except RuntimeError:
         return ""
     return str(found.name())
+
+
+def averages(group: object, device: torch.device) -> bool:
+    """Return whether a process group may divide by itself what it sums on a device.
+
+    One that is simulated, or that a user wrote, may.
+    """
+    return backend_of(group, device) not in ("gloo", "fake", "mpi")
 
 
 # Torch's own objects to communicate by in memory of the process group.

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -39,35 +40,50 @@ class Act(Enum):
     REDUCTION = "reduce the gradients of {}"
 
 
-@dataclass(slots=True, eq=False)
 class Run:
     """One forward of a unit, and how far its backward is.
 
     ``expected``: backward can be seen to reach it. ``marked``: and to leave it. ``backward``: the
     number of the last one that did. ``order``: the begins (False) and ends (True) of all runs of
-    its pass, in which its own have the positions ``begin`` and ``end``. ``within``: the
+    its pass, in which its own have the positions ``begin`` and ``end``. ``output``: the one tensor
+    that backward comes in by, if there is one. ``follower``: the run that took it for its only
+    input with a gradient, so that this one's backward begins where that one's ends. ``within``: the
     modules that are called from calls of their own.
     """
 
-    unit: "Unit"
-    expected: bool = False
-    marked: bool = False
-    reached: bool = False
-    left: bool = False
-    backward: int = 0
+    # Most of them stay as they are here for a while, and a step makes many runs.
+    expected = marked = reached = left = False
+    backward = 0
     order: "list[tuple[Run, bool]] | None" = None
-    begin: int = -1
-    end: int = -1
+    begin = end = -1
+    output: "weakref.ref[Tensor] | None" = None
+    follower: "Run | None" = None
     within: tuple[nn.Module, ...] = ()
+
+    def __init__(self, unit: "Unit") -> None:
+        self.unit = unit
+
+    def follow(self, tensor: Tensor) -> bool:
+        """Begin where the run that ended last does, if ``tensor`` is what came out of it."""
+        if self.order is None or self.begin < 1:
+            return False
+        before, ended = self.order[self.begin - 1]
+        if not ended or before.output is None or before.output() is not tensor:
+            return False
+        before.follower = self
+        return True
 
 
 class Unit:
     """The modules of one call, their groups (one per dtype), and where their step is.
 
     Beside the states of parameters (of each group) and gradients: ``in_pass``, gathered by a pass
-    of the schedule, not by hand; ``unreduced``, gradients of earlier backwards wait for a
+    of the schedule, not by hand; ``stays``, since the last gather parameters were to stay, where a
+    user might change them; ``unreduced``, gradients of earlier backwards wait for a
     reduction; ``waiting`` and ``running``, modules that have yet to end, and of these those that
-    have begun; ``expects_backward`` and ``run``, of the forward under way or the last one.
+    have begun; ``gradient_hooks``, where gradients of parameters tell of backward;
+    ``expects_backward`` and ``run``, of the forward under way or the last one;
+    ``ended_by_hook``, modules whose forward hooks end them.
     """
 
     def __init__(
@@ -78,14 +94,16 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.modules = tuple(modules)
-        self.groups = tuple(groups)
+        self._take_groups(groups)
         self.options = options
         self.device = device
         self.gradients = GradientState.EMPTY
         self.in_pass = False
         self.unreduced = False
+        self.stays = False
         self.waiting: set[nn.Module] = set()
         self.running: set[nn.Module] = set()
+        self.ended_by_hook: set[nn.Module] = set()
         self.expects_backward = False
         self.run = Run(self)
         self.schedule: Schedule | None = None  # for what runs the unit; not used below
@@ -95,7 +113,7 @@ class Unit:
         self._number = self._place_made = 0
         self._paths: Callable[[], list[str]] | None = None
         self._compared: set[Act] = set()
-        self._gradient_hooks: list[RemovableHandle] = []
+        self.gradient_hooks: list[RemovableHandle] = []
         # Also those inside, whose state may be asked for alone; the next gather sees what came.
         owners = [o.module for g in groups for p in g.parameters for o in p.owners]
         for module in dict.fromkeys([*self.modules, *owners]):
@@ -103,6 +121,16 @@ class Unit:
             module.register_load_state_dict_pre_hook(_Reshard(self))
         for module in self.modules:
             module.register_load_state_dict_post_hook(self._after_load)
+
+    def _take_groups(self, groups: Sequence[ParameterGroup]) -> None:
+        """Take the groups; say whether gradients are packed as they come, in memory of their own.
+
+        With a ring neither that nor the next gather adds to the peak.
+        """
+        self.groups = tuple(groups)
+        self.packs_early = any(group.bucket_hooks is not None for group in groups)
+        self.in_ring = any(isinstance(group.config.buffers, Ring) for group in groups)
+        self.adds_to_peak = self.packs_early and not self.in_ring
 
     def join(self, number: int, place_made: int, paths: Callable[[], list[str]]) -> None:
         """Take the unit's number among those under one root, and what tells where they all are.
@@ -112,34 +140,53 @@ class Unit:
         self._number, self._place_made, self._paths = number, place_made, paths
 
     def gather(self, in_pass: bool = False) -> None:
-        """Start the all-gathers of the groups that are sharded; a pass answers for what it does.
+        """Check the parameters and start the all-gathers of the groups that are sharded.
 
-        Raises `ParameterError` for parameters that were removed, or replaced by what cannot take
-        their place, `StateError` for those without memory, `DisagreementError` where ranks gather
-        other units.
+        A pass answers for what it gathers. Raises `ParameterError` for parameters that were
+        removed, or replaced by what cannot take their place, `StateError` for those without memory,
+        `DisagreementError` where ranks gather other units.
         """
         backward = graph_task() >= 0
-        resting = False
-        for group in self.groups:
-            if group.state in RESTING:
-                resting = True
-                if not group.in_place(backward):
-                    self.reset_sharded(final=True)
-                    break
         if not in_pass and self.stale:
             self.reshard()
-            resting = True
-        if resting:
+        self.check_parameters(backward)
+        self.gather_checked(Act.BACKWARD if backward else Act.FORWARD, in_pass or self.in_pass)
+        if not in_pass:
+            self.note_writes()
+
+    def check_parameters(self, backward: bool) -> None:
+        """Take over what was changed from outside: replaced, converted, frozen or unfrozen.
+
+        Of groups that rest. A ``backward`` gathers what its forward did, wherever parameters were
+        moved in between. Raises `ParameterError` for what cannot be taken over.
+        """
+        resting = [group for group in self.groups if group.state in RESTING]
+        if not all([g.table.is_shown() if backward else g.in_place for g in resting]):
+            self.reset_sharded(final=True)
+        for group in self.groups:
+            group.note_training(backward, shown=group not in resting)
+
+    def gather_checked(self, act: Act, in_pass: bool = True, ahead: bool = False) -> None:
+        """Do as `gather`, of parameters that were checked: a pass does that for all units at once.
+
+        Not ``ahead`` of its time where a ring has no memory for it yet.
+        """
+        for group in self.groups:
+            if group.state in RESTING:
+                break
+        else:
+            return
+        if ahead and self.in_ring and not all([group.available for group in self.groups]):
+            return
+        if act is Act.FORWARD and self.packs_early:
             for group in self.groups:
-                if group.bucket_hooks is not None and not backward:
-                    group.check_unfrozen()
-            act = Act.BACKWARD if backward else Act.FORWARD
-            if act not in self._compared:
-                self.compare(act)
-            self.in_pass |= in_pass
-            for group in self.groups:
-                group.gather()
-        if not in_pass or not (backward or torch.is_grad_enabled()):
+                group.check_unfrozen()
+        if act not in self._compared:
+            self.compare(act)
+        self.in_pass, self.stays = in_pass, False
+        for group in self.groups:
+            group.gather()
+        if act is Act.FORWARD and not torch.is_grad_enabled():
             self.note_writes()
 
     def unshard(self) -> None:
@@ -152,17 +199,19 @@ class Unit:
         self.in_pass = False
         if len(self.groups) == 1:
             self.groups[0].reshard()
-        elif (error := first_error(group.reshard for group in self.groups)) is not None:
+        elif (error := first_error([group.reshard for group in self.groups])) is not None:
             raise error
 
     def reshard_to_fewer(self) -> None:
         """Reshard to the smaller number of ranks that the options say."""
+        self.stays = True
         for group in self.groups:
             group.reshard_to_fewer()
             group.note_writes()
 
     def note_writes(self) -> None:
         """Watch for writes to the shards, while parameters stay gathered."""
+        self.stays = True
         for group in self.groups:
             group.note_writes()
 
@@ -181,7 +230,7 @@ class Unit:
 
     def reset(self) -> None:
         """Forget the step under way."""
-        self.note(Event.RESET)
+        self.gradients = AFTER[Event.RESET][self.gradients]
         self.in_pass = self.unreduced = False
         self.forget_forward()
         self.unhook_gradients()
@@ -200,31 +249,10 @@ class Unit:
         return any([group.state in RESTING for group in self.groups])
 
     @property
-    def can_gather(self) -> bool:
-        """Return whether there is something to gather, and memory for all of it."""
-        resting = False
-        for group in self.groups:
-            if group.state in RESTING:
-                if not group.layout.available:
-                    return False
-                resting = True
-        return resting
-
-    @property
     def awaits_split_backward(self) -> bool:
         """Return whether a pipeline schedule may be about to run a part of a backward."""
         waits = self.unreduced or self.gradients is GradientState.EXPECTED
         return self.options.in_pipeline and waits and self.sharded and not inside_backward()
-
-    @property
-    def packs_early(self) -> bool:
-        """Return whether gradients are packed as they come."""
-        return any([group.bucket_hooks is not None for group in self.groups])
-
-    @property
-    def adds_to_peak(self) -> bool:
-        """Return whether `packs_early` takes memory, and so does the next gather: not of a ring."""
-        return self.packs_early and not isinstance(self.groups[0].config.buffers, Ring)
 
     @property
     def gathering(self) -> bool:
@@ -234,21 +262,14 @@ class Unit:
     @property
     def stale(self) -> bool:
         """Return whether what is gathered is not what the shards say any more."""
-        stale = False
-        for group in self.groups:
-            stale |= group.noted is not None and group.stale
-        return stale
-
-    def note(self, event: Event) -> None:
-        """Move the state of the gradients."""
-        self.gradients = AFTER[event][self.gradients]
+        return any([group.stale for group in self.groups])
 
     def finish_backward(self) -> bool:
         """Reshard, and leave the gradients to a reduction; return whether there was a backward."""
         if self.gradients is GradientState.EMPTY:
             return False
-        self.note(Event.REDUCE)
-        if self._gradient_hooks:
+        self.gradients = AFTER[Event.REDUCE][self.gradients]
+        if self.gradient_hooks:
             self.unhook_gradients()
         if self.options.reshard_after_backward:
             self.reshard()
@@ -277,32 +298,27 @@ class Unit:
         For outputs in which no tensor can be hooked: objects of unknown type, or nothing at all
         where the module keeps its results to itself.
         """
-        if not self._gradient_hooks:
+        if not self.gradient_hooks:
 
             def call(_: Tensor) -> None:
                 came()
 
-            self._gradient_hooks = [
+            self.gradient_hooks = [
                 parameter.unsharded.register_post_accumulate_grad_hook(call)
                 for group in self.groups
                 for parameter in group.parameters
                 if parameter.sharded.requires_grad
             ]
-            self._call_on_gradient(came if self._gradient_hooks else None)
-        return bool(self._gradient_hooks)
-
-    @property
-    def hooks_gradients(self) -> bool:
-        """Return whether gradients of parameters tell of backward."""
-        return bool(self._gradient_hooks)
+            self._call_on_gradient(came if self.gradient_hooks else None)
+        return bool(self.gradient_hooks)
 
     def unhook_gradients(self) -> None:
         """Remove the hooks on gradients."""
-        if self._gradient_hooks:
+        if self.gradient_hooks:
             self._call_on_gradient(None)
-            for handle in self._gradient_hooks:
+            for handle in self.gradient_hooks:
                 handle.remove()
-            self._gradient_hooks = []
+            self.gradient_hooks = []
 
     def _call_on_gradient(self, came: Callable[[], None] | None) -> None:
         for group in self.groups:
@@ -343,7 +359,7 @@ class Unit:
         self.unhook_gradients()
         self.reshard()
         self.finish_copies()
-        self.groups = tuple(made for group in self.groups for made in split_attached(group))
+        self._take_groups([made for group in self.groups for made in split_attached(group)])
         self._compared.clear()
 
     def compare(self, act: Act) -> None:

@@ -21,6 +21,7 @@ from ._interface import (
     Group,
     Parts,
     ReduceOp,
+    Waitable,
     Work,
     as_tensors,
     check_divisible,
@@ -47,21 +48,25 @@ _c10d_scatter = _first(
 )
 
 
+def _asynchronous(options: Any, op: Any = None) -> Any:
+    options.asyncOp = True
+    if op is not None:
+        options.reduceOp = op
+    return options
+
+
 def _direct(start: Callable[..., Any], options: Any, *args: Any, op: Any = None) -> Any:
     """Start a collective by the group's own method and return c10d's work.
 
     torch's public functions take a third longer on the host, and have none of several tensors.
     """
-    options.asyncOp = True
-    if op is not None:
-        options.reduceOp = op
-    return start(*args, options)
+    return start(*args, _asynchronous(options, op))
 
 
 def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Any:
     if input.is_complex():
         return _gather_function(output, input, group=group, async_op=True)
-    return _direct(_c10d_gather_single, AllgatherOptions(), group, output, input)
+    return _c10d_gather_single(group, output, input, _GATHERED)
 
 
 def _reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: ProcessGroup) -> Any:
@@ -84,6 +89,10 @@ _OPS: dict[ReduceOp, Any] = {
     "prod": dist.ReduceOp.PRODUCT,
     "avg": dist.ReduceOp.AVG,
 }
+
+# What c10d only reads, made once.
+_GATHERED = _asynchronous(AllgatherOptions())
+_SCATTERED = {name: _asynchronous(ReduceScatterOptions(), op) for name, op in _OPS.items()}
 
 _Pair = tuple[Tensor, Tensor]
 Finish = Callable[[list[Tensor]], None]  # what is left to do with the outputs
@@ -144,6 +153,27 @@ class _Pending:
         return self._outputs
 
 
+class _Single:
+    """What `_Pending` is for one work and nothing to do after it: two calls, as steps have many.
+
+    c10d's work raises its error each time that it is waited for, and can be waited for again after
+    an interrupt.
+    """
+
+    __slots__ = ("_input", "_output", "_work")
+
+    def __init__(self, work: Any, output: Tensor, input: Tensor) -> None:
+        self._work = work
+        self._output = output
+        self._input: Tensor | None = input
+
+    def wait(self) -> list[Tensor]:
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._input = None
+        return [self._output]
+
+
 class TorchCollectives:
     """`Collectives` on ``torch.distributed``; keeps no state, so instances are interchangeable.
 
@@ -162,7 +192,7 @@ class TorchCollectives:
             return _Done(_copied(inputs, outputs))
         if outputs is not None and _is_one_pair(inputs, outputs):
             work = _all_gather_single(outputs[0], inputs[0], _group(axis))
-            return _Pending([work], list(outputs), inputs)
+            return _Single(work, outputs[0], inputs[0])
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n * axis.size)
         dense, finish = (outs, None) if outputs is None else _dense(outs)
@@ -183,6 +213,65 @@ class TorchCollectives:
         works, error = _started(starts)
         return _Pending(works, outs, inputs, finish, error)
 
+    def prepare_all_gather(
+        self, axis: Axis, input: Tensor, output: Tensor
+    ) -> Callable[[], Waitable]:
+        """Return what starts the same all-gather each time that it is called.
+
+        Everything is looked up and checked here, once, so that a call takes the host's time of
+        ``torch.distributed`` alone. The caller keeps both tensors alive until it has waited.
+
+        Args:
+            axis: Axis of two or more ranks, with a process group.
+            input: Contiguous tensor that each rank gives.
+            output: Contiguous tensor of as many times its elements as the axis has ranks.
+
+        Returns:
+            A function without arguments; ``wait()`` of what it returns raises what the collective
+            did, each time that it is called.
+
+        Raises:
+            ValueError: The axis is simulated, or has one rank.
+
+        Example:
+            >>> start = TorchCollectives().prepare_all_gather(axis, shard, whole)
+            >>> start().wait()
+        """
+        group = _prepared_group(axis)
+        if input.is_complex():
+            return partial(_all_gather_single, output, input, group)
+        return partial(_c10d_gather_single, group, output, input, _GATHERED)
+
+    def prepare_reduce_scatter(
+        self, axis: Axis, op: ReduceOp = "sum"
+    ) -> Callable[[Tensor, Tensor], Waitable]:
+        """Return what starts a reduce-scatter of one contiguous tensor over an axis.
+
+        As with `prepare_all_gather` everything but the tensors is looked up once.
+
+        Args:
+            axis: Axis of two or more ranks, with a process group.
+            op: What is done; an average only where the backend has it.
+
+        Returns:
+            A function of the output and the input, which has as many times its elements as the axis
+            has ranks. The caller keeps both alive until it has waited.
+
+        Raises:
+            ValueError: The axis is simulated, or has one rank.
+
+        Example:
+            >>> start = TorchCollectives().prepare_reduce_scatter(axis)
+            >>> start(own, rows).wait()
+        """
+        group, options = _prepared_group(axis), _SCATTERED[op]
+
+        def start(output: Tensor, input: Tensor) -> Waitable:
+            work: Waitable = _c10d_scatter_single(group, output, input, options)
+            return work
+
+        return start
+
     def reduce_scatter(
         self,
         axis: Axis,
@@ -194,10 +283,9 @@ class TorchCollectives:
         if axis.size == 1:
             return _Done(_copied(inputs, outputs))
         check_divisible(axis, inputs)
-        if outputs is not None and _is_one_pair(inputs, outputs):
-            reduce, finish = _reduction(op, axis, inputs)
-            work = _reduce_scatter_single(outputs[0], inputs[0], reduce, _group(axis))
-            return _Pending([work], list(outputs), inputs, finish)
+        if op != "avg" and outputs is not None and _is_one_pair(inputs, outputs):
+            work = _c10d_scatter_single(_group(axis), outputs[0], inputs[0], _SCATTERED[op])
+            return _Single(work, outputs[0], inputs[0])
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
         dense, copy_back = (outs, None) if outputs is None else _dense(outs)
@@ -436,6 +524,12 @@ def _group(axis: Axis) -> dist.ProcessGroup:
         f"axis {axis.name!r} is simulated; pass collectives=, those that the simulated world gave "
         f"this rank, as a {type(axis.group).__name__} is no process group"
     )
+
+
+def _prepared_group(axis: Axis) -> dist.ProcessGroup:
+    if axis.size == 1:
+        raise ValueError(f"axis {axis.name!r} has one rank, so that there is nothing to prepare")
+    return _group(axis)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

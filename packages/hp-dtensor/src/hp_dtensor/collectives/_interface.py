@@ -126,6 +126,14 @@ def check_divisible(axis: Axis, inputs: Sequence[Tensor]) -> None:
             )
 
 
+class Waitable(Protocol):
+    """What was started: a `Work`, or c10d's own, which returns no tensors."""
+
+    def wait(self) -> object:
+        """Wait until the outputs are complete for use on the caller's stream."""
+        ...
+
+
 @runtime_checkable
 class Work(Protocol):
     """A collective under way.
