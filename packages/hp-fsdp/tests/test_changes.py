@@ -128,6 +128,11 @@ def moved(model: Any, rank: int) -> None:
         parameter.to_local().share_memory_()
 
 
+def moved_and_written(model: Any, rank: int) -> None:
+    moved(model, rank)
+    written(model, rank)
+
+
 def held(model: Any, rank: int) -> None:
     loss_of(model, tokens(rank, 5)).backward()
     model.held = [(p.grad, full(p.grad)) for p in model.parameters()]
@@ -217,6 +222,7 @@ CHANGES: dict[str, Change] = {
     "step": stepped,
     "load": loaded,
     "move": moved,
+    "move and write": moved_and_written,
     "hold gradients": held,
     "mark gradients": marked,
     "zero gradients": zeros,

@@ -93,9 +93,15 @@ def test_simulated_gather_reassembles_every_parameter(
 
 
 @relaxed
-@given(shapes, degrees, st.randoms(use_true_random=False), st.booleans())
-def test_packed_parameters_are_copied_to_their_places_at_once_or_one_by_one(
-    shapes: Shapes, degree: int, random: Any, at_once: bool
+@given(
+    shapes,
+    st.integers(1, 9),
+    degrees,
+    st.randoms(use_true_random=False),
+    st.sampled_from(["at once", "split", "alike"]),
+)
+def test_packed_parameters_are_copied_to_their_places(
+    shapes: Shapes, times: int, degree: int, random: Any, how: str
 ) -> None:
     specs = []
     for shape in shapes:
@@ -103,6 +109,9 @@ def test_packed_parameters_are_copied_to_their_places_at_once_or_one_by_one(
         if dim:
             shape = (*shape[:dim], shape[dim] * degree, *shape[dim + 1 :])
         specs.append(ShardSpec(shape=shape, dim=dim, degree=degree))
+    specs *= times  # alike, at one distance
+    if how == "alike" and random.random() < 0.3:
+        random.shuffle(specs)  # or at many
     plan = plan_group(specs, degree, 4, 1 << 30)
     assume(plan.packed_numel)
     wholes = [torch.rand(spec.shape) for spec in specs]
@@ -115,7 +124,11 @@ def test_packed_parameters_are_copied_to_their_places_at_once_or_one_by_one(
     full = torch.full((plan.full_numel,), torch.nan)
     start, end = degree * plan.packed_start, degree * (plan.packed_start + plan.packed_numel)
     full[start:end] = ranks.flatten()
-    with mock.patch.object(_layout_exact, "PERMUTED_NUMEL", 2**30 if at_once else 0):
+    limits: dict[str, Any] = {
+        "PERMUTED_NUMEL": 2**30 if how == "at once" else 0,
+        "ALIKE": 0 if how == "alike" else 2**30,
+    }
+    with mock.patch.multiple(_layout_exact, **limits):
         _layout_exact.copy_out_of(plan, full)()
     for i in plan.packed:
         assert torch.equal(plan.full[i].whole(full), wholes[i])

@@ -25,6 +25,8 @@ from ._streams import Streams, Waitable, gather_copy
 
 # Up to so many packed elements one indexed copy costs less than a copy for each parameter.
 PERMUTED_NUMEL = 2**14
+# Where so many of them, or more, are alike, a strided copy of all costs less than their split.
+ALIKE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +331,8 @@ def copy_out_of(plan: GroupPlan, memory: Tensor) -> Callable[[], object]:
     """Return what copies packed parameters from where they arrived, rank by rank, to their places.
 
     ``memory`` is the flat output. Few elements go in one indexed copy. Otherwise those along dim 0
-    go in one split, those along another dimension one by one.
+    go in one split or, where many are alike, in one strided copy of each kind; those along another
+    dimension go one by one.
     """
     degree, numel, packed = plan.degree, plan.packed_numel, plan.packed
     arrived = _narrow(memory, degree * plan.packed_start, degree * numel)
@@ -341,20 +344,49 @@ def copy_out_of(plan: GroupPlan, memory: Tensor) -> Callable[[], object]:
     plain = [i for i in packed if not plan.specs[i].dim]
     widths = [plan.specs[i].shard_numel for i in plain]
     source, places = rows[:, : sum(widths)], [plan.full[i].runs(memory) for i in plain]
-    rearranged = []
+    copies = []
+    series = series_of([(plan.starts[i], plan.full[i].start) for i in plain], widths)
+    if ALIKE * len(series) <= len(plain):
+        for begin, count, (step, full_step) in series:
+            i, width = plain[begin], widths[begin]
+            shape, start = (degree, count, width), plan.starts[i] - plan.packed_start
+            part = arrived[start:].as_strided(shape, (numel, step, 1))
+            place = memory[plan.full[i].start :].as_strided(shape, (width, full_step, 1))
+            copies.append((place, part))
+        widths = []
     for i in (i for i in packed if plan.specs[i].dim):
         spec, start = plan.specs[i], plan.starts[i] - plan.packed_start
         place = spec.by_rank(plan.full[i].whole(memory))
         part = rows[:, start : start + spec.shard_numel]
-        rearranged.append((place, part.view(place.shape)))
+        copies.append((place, part.view(place.shape)))
 
     def copy_out() -> None:
         if widths:
             torch.split_with_sizes_copy(source, widths, dim=1, out=places)
-        for place, part in rearranged:
+        for place, part in copies:
             place.copy_(part)
 
     return copy_out
+
+
+def series_of(
+    starts: Sequence[tuple[int, int]], widths: Sequence[int]
+) -> list[tuple[int, int, tuple[int, int]]]:
+    """Return how pieces of one width follow at one distance: first piece, how many, distance.
+
+    ``starts`` says where each is and where it goes, and so do the distances.
+    """
+    found: dict[int, list[tuple[int, int, tuple[int, int]]]] = {}
+    for position, (start, width) in enumerate(zip(starts, widths, strict=True)):
+        known = found.setdefault(width, [])
+        if known:
+            first, count, step = known[-1]
+            since = (start[0] - starts[first][0], start[1] - starts[first][1])
+            if count == 1 or since == (count * step[0], count * step[1]):
+                known[-1] = first, count + 1, since if count == 1 else step
+                continue
+        known.append((position, 1, (width, width)))
+    return [each for known in found.values() for each in known]
 
 
 def _packed_order(plan: GroupPlan, first: int, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from sys import getrefcount
 from typing import Literal, cast
 
@@ -16,21 +15,19 @@ from ._errors import StateError
 from ._mesh import DataAxes
 from ._offsets import GradientRows
 from ._options import Options
+from ._packing import Packing
 from ._param import ShardedParameter
 from ._streams import Begun, SideStream, Streams, Waitable
 from ._torch import (
     any_hooks_after_gradient,
     averages,
+    give_gradients,
     have_no_gradients,
     named_range,
-    pack_rank_major,
     profiled,
-    set_gradients,
     storage_references,
     tensor_references,
 )
-
-_dtype_of = attrgetter("dtype")
 
 
 class PartialSum:
@@ -77,8 +74,6 @@ class PartialSum:
         self._flat, self._names, self._used = None, (), []
 
 
-# Up to so many elements one more copy costs less than a second tensor to reduce.
-COPIED_NUMEL = 2**16
 # From there on memory counts more than the time to get it again.
 RELEASED_BYTES = 2**18
 
@@ -183,15 +178,10 @@ class ReductionPlan:
         self.shard = shard
         self.partial = partial
         self.buffers = buffers
-        self.rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
-        self.gaps = rows.gaps[::-1]  # so that what is put there moves no other
-        self.has_empty = any(not extent.spec.numel for extent in rows.extents)
+        self.packing = Packing(rows, dtype, device, buffers)
         self.outputs: list[ReducedGradients] = []
-        self._all_used: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._zeros: dict[tuple[torch.dtype, int], Tensor] = {}
         self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
         self.all_used = [True] * len(self.parameters)
-        self.numel = rows.numel
         self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
         self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
 
@@ -219,46 +209,9 @@ class ReductionPlan:
         """Return the names of the parameters."""
         return tuple(parameter.name for parameter in self.parameters)
 
-    def flags(
-        self, used: Sequence[bool], shape: tuple[int, int], first: int, like: Tensor
-    ) -> Tensor:
-        """Return columns of zeros with the flags of the parameters from column ``first`` on.
-
-        Each is 1 where this rank ``used`` the parameter. What all steps that use everything need is
-        made once.
-        """
-        whole = self._all_used.get((like.dtype, first))
-        if whole is None:
-            with torch.inference_mode(False), torch.no_grad():
-                whole = torch.zeros(shape, dtype=like.dtype, device=like.device)
-                whole[:, first : first + len(used)] = 1
-            self._all_used[like.dtype, first] = whole
-        if all(used):
-            return whole
-        some = whole.clone()
-        for i, is_used in enumerate(used):
-            if not is_used:
-                some[:, first + i].zero_()
-        return some
-
-    def zeros(self, position: int, shape: tuple[int, int], like: Tensor) -> Tensor:
-        """Return the zeros of the gap before a parameter; few are made once."""
-        found = self._zeros.get((like.dtype, position))
-        if found is None:
-            with torch.inference_mode(False), torch.no_grad():
-                found = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            if found.numel() <= COPIED_NUMEL:
-                self._zeros[like.dtype, position] = found
-        return found
-
-    @property
-    def without_gradients(self) -> bool:
-        """Return whether no sharded parameter has a gradient."""
-        return have_no_gradients(self.sharded)
-
     def release(self) -> None:
         """Give back the memory of gradients that no parameter has, if it is worth the while."""
-        if self.is_large and self.outputs and self.without_gradients:
+        if self.is_large and self.outputs and have_no_gradients(self.sharded):
             for known in self.outputs:
                 known.release()
 
@@ -317,7 +270,8 @@ class Reduction:
         self._output: ReducedGradients | None = None
         self._flat: Tensor | None = None  # this rank's reduced row, flags included
         self._rows: Tensor | None = None
-        self._copies = rows is None  # not those that were written in place
+        # In the rows, but where they were written in place, and the layout has no room there.
+        self._has_flags = plan.packing.has_flags if rows is None else not plan.rows.flags_apart
         if axes.shard.size > 1:
             self._rows = rows = self._pack(rows, division.before)
             self._flat = self._target(rows)
@@ -330,40 +284,20 @@ class Reduction:
             self._begin_sum(self._pack(rows, division.before))
 
     def _pack(self, rows: Tensor | None, before: float | None) -> Tensor:
-        if rows is None and profiled():
-            with named_range("pack_gradients", self._plan.path):
-                rows = self._packed()
-        elif rows is None:
-            rows = self._packed()
-        if before:
-            where = self._plan.rows
-            if where.flags_apart:
-                rows.div_(before)
-            else:  # a flag could become zero
-                rows.view(where.degree, -1)[:, : where.flags].div_(before)
-        return rows
-
-    def _packed(self) -> Tensor:
-        plan, pieces = self._plan, self._gradients
-        rows = plan.rows
-        flat = plan.buffers.take(plan.numel, plan.dtype, plan.device)
-        for i, spec in plan.rearranged:
-            pieces[i] = spec.by_rank(pieces[i]).contiguous()
-        if len(set(map(_dtype_of, pieces))) > 1:
-            pieces = [piece.to(plan.dtype) for piece in pieces]
-        for i, start, end in plan.gaps:
-            shape = (rows.degree, end - start)
-            if not rows.flags_apart and start <= rows.flags < end:
-                gap = plan.flags(self._used, shape, rows.flags - start, pieces[0])
+        plan, gradients = self._plan, self._gradients
+        if rows is None:
+            self._gradients = []
+            if profiled():
+                with named_range("pack_gradients", plan.path):
+                    rows = plan.packing.pack(gradients, self._used)
             else:
-                gap = plan.zeros(i, shape, pieces[0])
-            pieces.insert(i, gap)
-        if plan.has_empty:
-            pieces = [piece for piece in pieces if piece.numel()]
-        self._gradients = []
-        if pieces:
-            pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
-        return flat
+                rows = plan.packing.pack(gradients, self._used)
+        if before and self._has_flags:  # a flag could become zero
+            width = plan.rows.flags + len(self._used) if plan.rows.flags_apart else plan.rows.width
+            rows.view(-1, width)[:, : plan.rows.flags].div_(before)
+        elif before:
+            rows.div_(before)
+        return rows
 
     def _target(self, rows: Tensor) -> Tensor:
         """Return memory for the reduced row: that of the gradients, if nothing comes between."""
@@ -376,14 +310,10 @@ class Reduction:
         return rows.new_empty(plan.rows.reduced_numel)
 
     def _scatter(self, axis: Axis, start: "StartScatter", rows: Tensor, flat: Tensor) -> Waitable:
-        where = self._plan.rows
-        if not where.flags_apart:
+        if self._has_flags:
             return start(flat, rows)
-        flags = self._plan.flags(self._used, (axis.size, len(self._used)), 0, rows)
-        if self._copies and where.numel <= COPIED_NUMEL:
-            return start(flat, torch.cat((rows.view(axis.size, where.flags), flags), 1).view(-1))
-        outputs = [flat[: where.flags], flat[where.flags :]]
-        inputs = [rows, flags.flatten()]
+        flags, end = self._plan.packing.flags(self._used, rows.dtype), self._plan.rows.flags
+        inputs, outputs = [rows, flags.flatten()], [flat[:end], flat[end:]]
         return self._collectives.reduce_scatter(axis, inputs, outputs, op=self._op)
 
     def _begin_sum(self, flat: Tensor) -> None:
@@ -484,8 +414,9 @@ class Reduction:
         plan, used = self._plan, self._used if all(self._used) else self._used_by_any()
         locals_ = self._results()
         made = plan.nothing if self._output is None else self._output.gradients
-        if self._output is not None and all(used) and plan.without_gradients:
-            set_gradients(plan.sharded, self._output.gradients)
+        if self._output is not None and all(used):
+            for i in give_gradients(plan.sharded, self._output.gradients):
+                plan.parameters[i].add_gradient(locals_[i])
             return
         parts = zip(plan.parameters, locals_, made, used, strict=True)
         for parameter, local, gradient, is_used in parts:
@@ -518,10 +449,10 @@ class Reduction:
         """Return the reduced values after the user's hook, divided."""
         if self._options.hook is not None:
             self._options.hook(values[:])  # a view of its own, so that it counts if it is kept
-        return values.div_(self._after) if self._after else values
+        return values if self._after is None else values.div_(self._after)
 
     def _divided(self, reduced: Tensor) -> Tensor:
-        return reduced.div_(self._after) if self._after else reduced
+        return reduced if self._after is None else reduced.div_(self._after)
 
 
 class StreamedReduction(Reduction):
@@ -663,11 +594,12 @@ def _start_of(
 class Division:
     """What gradients are divided by before and after their sum, and over which axes that goes on.
 
-    ``op`` is an average where the communication divides: then nothing comes after.
+    ``op`` is an average where the communication divides: then nothing comes after. What does is a
+    tensor of one number on the CPU, for gradients on any device.
     """
 
     before: float | None
-    after: float | None
+    after: Tensor | None
     op: Literal["sum", "avg"]
     sums: tuple[Axis, ...]
 
@@ -692,7 +624,12 @@ class Division:
             while factor % before == 0 and factor / before > before:
                 before *= 2
             factor /= before
-        after = factor if factor != 1.0 else None
+        after = None
+        if factor is not None and factor != 1.0:
+            # A number would be made a tensor, and brought to this dtype, in each step.
+            exact = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+            with torch.inference_mode(False):
+                after = torch.tensor(factor, dtype=exact, device="cpu")
         return Division(
             before=before, after=after, op="avg" if factor is None else "sum", sums=sums
         )

@@ -50,11 +50,11 @@ class ParameterTable:
             for part, same in alike
         ]
         self._shards = list(shards)
-        self._addresses = list(map(Tensor.data_ptr, shards))
-        # Of the memory that shards are parts of: each holds it, until it is moved elsewhere.
         self._flat = list(flat)
+        # Of the memory that shards are parts of: each holds it, until it is moved elsewhere.
         self._storages = [each.untyped_storage() for each in flat]
         self._references = storage_references(self._storages)
+        self._addresses = list(map(Tensor.data_ptr, shards))
         self._joined = list(joined)
         self._training: list[bool] = []
 
@@ -64,7 +64,11 @@ class ParameterTable:
         parameters = [each for table in tables for each in table._parameters]
         shards = [each for table in tables for each in table._shards]
         flat = [each for table in tables for each in table._flat]
-        return ParameterTable(parameters, shards, flat, tables)
+        made = ParameterTable(parameters, shards, flat, tables)
+        # As they were when the tables were made: a shard may have moved since.
+        made._references = [each for table in tables for each in table._references]
+        made._addresses = [each for table in tables for each in table._addresses]
+        return made
 
     def joins(self, tables: "Sequence[ParameterTable]") -> bool:
         """Return whether these are the tables that it was made of."""

@@ -216,11 +216,16 @@ def have_no_gradients(tensors: Iterable[Tensor]) -> bool:
         return all(map(is_, map(gradient_of, tensors), repeat(None)))
 
 
-def set_gradients(tensors: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
-    """Make ``gradients`` those of the tensors, one each."""
+def give_gradients(tensors: Iterable[Tensor], gradients: Iterable[Tensor]) -> list[int]:
+    """Give the tensors that have none their gradient; return the positions of the others."""
+    others = []
     with plain_attributes():
-        for tensor, gradient in zip(tensors, gradients, strict=True):
-            tensor.grad = gradient
+        for position, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+            if tensor.grad is None:
+                tensor.grad = gradient
+            else:
+                others.append(position)
+    return others
 
 
 def training(tensors: Iterable[Tensor]) -> list[bool]:
