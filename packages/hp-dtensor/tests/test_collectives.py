@@ -339,6 +339,53 @@ def test_torch_collectives_give_the_definition(ranks: Callable[[int], RankPool],
         check(program, ranks(n).run(on_gloo, program, n))
 
 
+def prepared(rank: int, n: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
+    """Start what is prepared once over and over, with other numbers each time."""
+    SIZE[0] = n
+    axis, carrier = world_axis(), TorchCollectives()
+    own, whole = torch.zeros(3, dtype=dtype), torch.zeros(3 * n, dtype=dtype)
+    gather = carrier.prepare_all_gather(axis, own, whole)
+    found: dict[str, list[Tensor]] = {"gathered": [], "sum": [], "max": []}
+    for step in range(3):
+        own.copy_(numbers(rank + step, 3))
+        work = gather()
+        work.wait()
+        work.wait()
+        found["gathered"].append(whole.clone())
+    for op in ("sum", "max") if dtype.is_floating_point else ():
+        scatter = carrier.prepare_reduce_scatter(axis, op)
+        for step in range(3):
+            part = torch.zeros(2, dtype=dtype)
+            scatter(part, numbers(rank + step, 2 * n).to(dtype)).wait()
+            found[op].append(part)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_prepared_communicates_each_time_that_it_is_started(
+    ranks: Callable[[int], RankPool], n: int, dtype: torch.dtype
+) -> None:
+    for rank, found in enumerate(ranks(n).run(prepared, n, dtype)):
+        for step, whole in enumerate(found["gathered"]):
+            wanted = torch.cat([numbers(r + step, 3) for r in range(n)]).to(dtype)
+            torch.testing.assert_close(whole, wanted, rtol=0, atol=0)
+        for step, (total, most) in enumerate(zip(found["sum"], found["max"], strict=True)):
+            rows = torch.stack([numbers(r + step, 2 * n) for r in range(n)]).to(dtype)
+            own = rows[:, 2 * rank : 2 * rank + 2]
+            torch.testing.assert_close(total, own.sum(0), rtol=0, atol=0)
+            torch.testing.assert_close(most, own.amax(0), rtol=0, atol=0)
+
+
+def test_nothing_is_prepared_for_one_rank_or_a_simulated_axis() -> None:
+    for ranks_, said in ((1, "has one rank"), (2, "is simulated")):
+        axis = SimulatedCollectives(SimulatedWorld(ranks_), 0).axis()
+        with pytest.raises(ValueError, match=said):
+            TorchCollectives().prepare_all_gather(axis, torch.zeros(1), torch.zeros(2))
+        with pytest.raises(ValueError, match=said):
+            TorchCollectives().prepare_reduce_scatter(axis)
+
+
 def calls_of_lists(rank: int, program: Program, n: int, backend: str) -> list[str]:
     SIZE[0] = n
     group: Any = dist.new_group(list(range(n)), backend=backend)
