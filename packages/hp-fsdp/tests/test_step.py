@@ -1,5 +1,7 @@
 """One step on real ranks against one process, and against torch's fully_shard bit by bit."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -459,3 +461,20 @@ def test_nested_and_plain_inputs_and_outputs(ranks: Ranks) -> None:
     expected = reference(2, Fancy)
     for found in ranks(2).run(fancy_step):
         assert worst(found, expected) < 1e-12
+
+
+def left_after_conversion(rank: int) -> list[bool]:
+    """Return which flat shards are still there once a trained model has another dtype."""
+    model = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    loss_of(model, tokens(rank)).backward()
+    units = [unit_of(module) for module in (*model.blocks, model)]
+    shards = [weakref.ref(g.layout.shard) for unit in units if unit for g in unit.groups]
+    model.float()
+    gc.collect()
+    return [shard() is not None for shard in shards]
+
+
+def test_a_converted_model_does_not_keep_its_old_shards(ranks: Ranks) -> None:
+    for left in ranks(2).run(left_after_conversion):
+        assert len(left) == 4
+        assert not any(left)

@@ -34,7 +34,7 @@ from ._reduction import (
 )
 from ._states import AFTER, Event, ParameterState, advance
 from ._streams import Streams, Waitable
-from ._table import ParameterTable
+from ._table import ParameterTable, are_in_place, are_shown
 from ._torch import (
     gradient_of,
     local_of,
@@ -236,8 +236,9 @@ class ParameterGroup:
 
     def _list_parameters(self) -> None:
         """List what every gather, reshard and reduction goes through, made once for many steps."""
-        flat = (self.layout.shards, [self.layout.shard]) if self.flat else ((), ())
-        self.table = ParameterTable(self.parameters, *flat)
+        layout = self.layout
+        flat = layout.shard if self.flat else None
+        self.table = ParameterTable(self.parameters, layout.shards, flat)
         self._in_order = [self.table.sharded[i] for i in self.order]
         self._plain = all(each.is_plain for each in self.parameters)
         self._chosen = None
@@ -600,7 +601,7 @@ class ParameterGroup:
     @property
     def in_place(self) -> bool:
         """Return whether modules have the group's parameters, and those the flat shard's memory."""
-        return self.table.is_shown() and self.table.is_in_place()
+        return are_shown([self.table]) and are_in_place([self.table])
 
     def note_training(self, backward: bool = False, shown: bool = False) -> None:
         """Let the next reduction, and unsharded parameters, go by which sharded ones train.

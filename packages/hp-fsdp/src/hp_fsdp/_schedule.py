@@ -15,7 +15,7 @@ from ._reduction import Reduction
 from ._select import added_parameters
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
-from ._table import ParameterTable
+from ._table import ParameterTable, are_hooked, are_in_place, are_shown, which_train
 from ._torch import call_after_backward
 from ._unit import Act, Run, Unit, unit_of
 
@@ -86,7 +86,7 @@ class Schedule:
         self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
         self._hooked: list[Reduction] = []  # those of them that end early
         self._in_flight = 1
-        self._table: ParameterTable | None = None  # of all units
+        self._training: list[bool] = []  # which parameters did when the last pass began
         self._hooks = False  # some sharded parameter may have hooks on its reduced gradient
         self._late: Unit | None = None  # gathered when the unit that backward is in was left
 
@@ -184,20 +184,18 @@ class Schedule:
     def _check_parameters(self) -> None:
         """Check the parameters of all units, so that no gather of the pass has to.
 
-        Looked at as one table they are mostly as they were. Unsharded ones that stayed with the
+        Looked at together they are mostly as they were. Unsharded ones that stayed with the
         modules may have been changed there.
         """
-        table = self._joined_table()
-        changed = table.note_training() or not (table.is_shown() and table.is_in_place())
+        tables = self._tables()
+        before, self._training = self._training, which_train(tables)
+        as_before = before == self._training and are_shown(tables) and are_in_place(tables)
         for unit in self.units:
-            if changed or unit.stays:
+            if not as_before or unit.stays:
                 unit.check_parameters(backward=False)
 
-    def _joined_table(self) -> ParameterTable:
-        tables = [group.table for unit in self.units for group in unit.groups]
-        if self._table is None or not self._table.joins(tables):
-            self._table = ParameterTable.join(tables)
-        return self._table
+    def _tables(self) -> list[ParameterTable]:
+        return [group.table for unit in self.units for group in unit.groups]
 
     def wait_for_optimizer(self) -> None:
         """Let the device wait for the event after an optimizer step that was set, once."""
@@ -296,11 +294,11 @@ class Schedule:
             self._in_flight = max([unit.options.in_flight for unit in self.units])
             self._walked, self._ahead, self._late = None, 0, None
             call_after_backward(self._finish_backward)
-            table = self._joined_table()
-            if table.training_changed() or not table.is_shown():
+            tables = self._tables()
+            if which_train(tables) != self._training or not are_shown(tables):
                 for unit in self.units:
                     unit.check_parameters(backward=True)
-            self._hooks = table.hooked()
+            self._hooks = are_hooked(tables)
 
     def backward_reached(self, run: Run) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""

@@ -77,7 +77,7 @@ _storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _pointer_of = attrgetter("_cdata")
 
 
-def storage_references(storages: Sequence[torch.UntypedStorage]) -> list[int]:
+def storage_references(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     """Return how many tensors and other holders each storage has; there is no public counter."""
     return list(map(_storage_use_count, map(_pointer_of, storages)))
 

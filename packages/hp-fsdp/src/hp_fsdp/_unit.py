@@ -21,6 +21,7 @@ from ._extensions import attached, split_attached
 from ._group import RESTING, ParameterGroup
 from ._options import Options
 from ._states import AFTER, Event, GradientState, ParameterState
+from ._table import are_shown
 from ._torch import graph_task, inside_backward
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class Unit:
         moved in between. Raises `ParameterError` for what cannot be taken over.
         """
         resting = [group for group in self.groups if group.state in RESTING]
-        if not all([g.table.is_shown() if backward else g.in_place for g in resting]):
+        if not all([are_shown([g.table]) if backward else g.in_place for g in resting]):
             self.reset_sharded(final=True)
         for group in self.groups:
             group.note_training(backward, shown=group not in resting)
