@@ -1,10 +1,12 @@
 """Units one after another: where the backward of one ends that of the one before begins."""
 
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,12 +20,27 @@ Ranks = Callable[[int], RankPool]
 
 
 class Chain(nn.Module):
-    """Blocks, and a head that some losses have of what comes out on the way."""
+    """Blocks, some of which may be skipped, and a head for what comes out on the way."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.skips = nn.ModuleList(Skipped() for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
+
+
+class Skipped(nn.Module):
+    """Returns its input on some ranks, all if it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.by = 0  # all of the ranks below skip it
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, or not."""
+        skipped = dist.is_initialized() and dist.get_rank() < self.by
+        return x if skipped else cast(Tensor, self.linear(x))
 
 
 def straight(model: Any, x: Tensor) -> list[Tensor]:
@@ -91,6 +108,37 @@ def recomputed(model: Any, x: Tensor) -> list[Tensor]:
     return [model.blocks[3](checkpoint(rest, first, use_reentrant=False))]
 
 
+def cut(model: Any, x: Tensor) -> list[Tensor]:
+    first = model.blocks[0](x)
+    return [model.blocks[1](model.blocks[2](first.detach_().requires_grad_()))]
+
+
+def in_a_thread(model: Any, x: Tensor) -> list[Tensor]:
+    first = model.blocks[0](x)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(model.blocks[1], first).result()
+    return [model.blocks[2](second)]
+
+
+def passed_on(model: Any, x: Tensor) -> list[Tensor]:
+    return [model.blocks[2](model.skips[1](model.skips[0](model.blocks[0](x))))]
+
+
+def frozen_for_one_call(model: Any, x: Tensor) -> list[Tensor]:
+    critic = model.blocks[1].requires_grad_(False)
+    judged = critic(model.blocks[0](x))
+    critic.requires_grad_(True)
+    return [judged, critic(x)]
+
+
+def thawed_inside(model: Any, x: Tensor) -> list[Tensor]:
+    first = model.blocks[0](x)
+    model.blocks[3].requires_grad_(True)
+    found = model.blocks[3](first)
+    model.blocks[2](found)  # the last to run stays gathered
+    return [found]
+
+
 WAYS = [
     straight,
     residual,
@@ -102,6 +150,11 @@ WAYS = [
     left_out,
     twice,
     recomputed,
+    cut,
+    in_a_thread,
+    passed_on,
+    frozen_for_one_call,
+    thawed_inside,
 ]
 Way = Callable[[Any, Tensor], list[Tensor]]
 
@@ -130,11 +183,13 @@ class Root(nn.Module):
 def trained(rank: int, way: Way, apart: bool, options: dict[str, Any]) -> list[Gradients]:
     """Return the gradients of two steps, of one loss or of one loss for each output."""
     model: Any = Root(make(Chain), way)
-    for block in model.inner.blocks:
+    for block in (*model.inner.blocks, *model.inner.skips):
         fully_shard(block, mesh_of((2,), ("fsdp",)), **options)
     fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
     found = []
     for step in range(2):
+        if way is thawed_inside:
+            model.inner.blocks[3].requires_grad_(False)
         outputs = model(batch(rank, step))
         losses = [loss_of([output]) for output in outputs] if apart else [loss_of(outputs)]
         for position, loss in enumerate(losses):
@@ -161,7 +216,10 @@ def expected(way: Way) -> list[Gradients]:
 def test_whatever_else_takes_a_units_output_gradients_are_those_of_one_process(
     ranks: Ranks, way: Way, apart: bool
 ) -> None:
-    for options in ({}, {"reshard_after_forward": False}, {"layout": "ragged"}):
+    cases: list[dict[str, Any]] = [{"reshard_after_forward": True}]
+    if way is not frozen_for_one_call:  # what stays with the modules is frozen there
+        cases += [{}, {"reshard_after_forward": False}, {"layout": "ragged"}]
+    for options in cases:
         for found in ranks(2).run(trained, way, apart, options):
             for one, other in zip(found, expected(way), strict=True):
                 used = {name: other[name] for name in one}
@@ -186,11 +244,40 @@ class Seen(TorchCollectives):
         return super().reduce_scatter(*args, **how)
 
 
+def skipping(rank: int, by: int) -> tuple[list[Gradients], list[int]]:
+    """Return gradients of steps in which ranks below ``by`` skip a unit, and what is sent."""
+    model: Any = Root(make(Chain), passed_on)
+    carrier = Seen()
+    for block in (*model.inner.blocks, *model.inner.skips):
+        fully_shard(block, mesh_of((2,), ("fsdp",)), collectives=carrier)
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    found, calls = [], []
+    for step in range(3):
+        model.inner.skips[0].by = by if step else 0
+        carrier.names.clear()
+        loss_of(model(batch(rank, step))).backward()
+        calls.append(carrier.names.count("reduce"))
+        found.append(gradients(model))
+        model.zero_grad()
+    return found, calls
+
+
+@pytest.mark.parametrize("by", [1, 2])
+def test_a_unit_that_returns_its_input_is_reduced_once_on_all_ranks(ranks: Ranks, by: int) -> None:
+    results = ranks(2).run(skipping, by)
+    for found, calls in results:
+        assert calls == [4, 4, 4]
+        for step, (one, other) in enumerate(zip(found, results[0][0], strict=True)):
+            assert worst(one, other) == 0
+            linear = one.get("inner.skips.0.linear.weight")
+            assert (linear is None) == (step > 0 and by == 2)
+
+
 def order(rank: int) -> tuple[list[str], set[str]]:
     """Return what the second backward starts, and which nodes of autograd are the package's."""
     model: Any = Root(make(Chain), straight)
     carrier = Seen()
-    for block in model.inner.blocks:
+    for block in (*model.inner.blocks, *model.inner.skips):
         fully_shard(block, mesh_of((2,), ("fsdp",)), collectives=carrier)
     fully_shard(model, mesh_of((2,), ("fsdp",)), collectives=RecordingCollectives())
     nodes: set[str] = set()

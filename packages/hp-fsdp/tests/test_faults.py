@@ -491,7 +491,7 @@ class Injection:
     @contextmanager
     def everywhere(self) -> Iterator[None]:
         """Count calls into collectives, works, buffers and layouts."""
-        inside = ("allocate", "lend", "returned", "free", "take", "give")
+        inside = ("allocate", "free", "take", "give")
         outside = (
             "gather",
             "gather_block",

@@ -23,6 +23,7 @@ CASES: dict[str, Callable[[Any, Any], object]] = {
     "buffers is Ring": lambda plain, _: SHARD(plain, buffers=Ring),
     "direct_bytes is '64k'": lambda plain, _: SHARD(plain, direct_bytes="64k"),
     "direct_bytes is True": lambda plain, _: SHARD(plain, direct_bytes=True),
+    "dp_mesh_dims is 'dp'": lambda plain, _: SHARD(plain, dp_mesh_dims="dp"),
     "collectives is 3": lambda plain, _: SHARD(plain, collectives=3),
     "collectives is TorchCollectives": lambda plain, _: SHARD(plain, collectives=TorchCollectives),
     "shard_placement_fn is 'x'": lambda plain, _: SHARD(plain, shard_placement_fn="x"),

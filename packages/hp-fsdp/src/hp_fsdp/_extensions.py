@@ -392,8 +392,8 @@ class ExtendedGroup(ParameterGroup):
                 self.layout.hold(inner)
         if self._unsharded_new:
             self._list_parameters()
-            self.note_training(backward=inside_backward())
             self._unsharded_new = False
+        self.train_as_sharded(inside_backward())
         self.table.show_unsharded()
 
     def _writes(self) -> int:

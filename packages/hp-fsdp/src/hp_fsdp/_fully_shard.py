@@ -65,6 +65,11 @@ def mesh_info_of(mesh: object, dims: DataAxisNames | None) -> MeshInfo:
             f"mesh is {shown(mesh)}; legal are a DeviceMesh of one or two axes, and None for one "
             "axis over the world"
         )
+    if dims is not None and not isinstance(dims, DataAxisNames):
+        raise ArgumentTypeError(
+            f"dp_mesh_dims is {shown(dims)}; legal are DataParallelMeshDims(shard=..., "
+            "replicate=...) and None"
+        )
     if dims is not None:
         return WholeMeshInfo.within(mesh, dims)
     if not 1 <= mesh.ndim <= 2:

@@ -319,7 +319,7 @@ class BucketHooks:
         for i in self._large:
             unsharded = self._parameters[i].unsharded
             if unsharded.is_floating_point():
-                unsharded.requires_grad_(True)  # hooks need it; it is set right with every gather
+                unsharded.requires_grad_(True)  # hooks need it; it is set right when they are shown
                 unsharded.register_post_accumulate_grad_hook(partial(self._add, i))
 
     def _begin(self) -> GradientBucket:

@@ -37,10 +37,11 @@ from ._streams import Streams, Waitable
 from ._table import ParameterTable, are_in_place, are_shown
 from ._torch import (
     gradient_of,
+    graph_task,
     local_of,
     named_range,
     profiled,
-    trains,
+    training,
     uncompiled,
     writes_to,
 )
@@ -178,7 +179,8 @@ class ParameterGroup:
         self.scatters: Collectives = collectives
         self._work: Waitable | None = None
         self.noted: tuple[int, int] | None = None  # since when writes are watched
-        self._chosen: list[int] | None = None  # what the next reduction is of, once known
+        self._training: list[bool] = []  # which sharded parameters did when `train_as_sharded` ran
+        self._stayed = False  # since then the modules had the unsharded ones for a while
         self._plan: ReductionPlan | None = None
         self._planned: list[int] = []  # what the plan is of
         wholes = []
@@ -241,7 +243,7 @@ class ParameterGroup:
         self.table = ParameterTable(self.parameters, layout.shards, flat)
         self._in_order = [self.table.sharded[i] for i in self.order]
         self._plain = all(each.is_plain for each in self.parameters)
-        self._chosen = None
+        self._training = []
         self._plan = None
 
     def _hook_gradients(self) -> None:
@@ -346,6 +348,7 @@ class ParameterGroup:
 
         They are watched from now on, or from the first call since the gather.
         """
+        self._stayed = True
         if self.noted is None:
             self.noted = optimizer_steps(), self._writes()
 
@@ -393,6 +396,8 @@ class ParameterGroup:
             for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
                 parameter.move_unsharded(full)
             self._fulls = self.layout.fulls
+        if graph_task() < 0:
+            self.train_as_sharded()
         self.table.show_unsharded()
 
     def reshard(self) -> None:
@@ -439,7 +444,6 @@ class ParameterGroup:
         self.drop_gradients()
         self.partial.clear()
         self._waiting.clear()
-        self._chosen = None
         self._stop_gather()
 
     def finish_copies(self) -> None:
@@ -483,10 +487,11 @@ class ParameterGroup:
         Those that train, and those that were frozen while gradients of theirs waited. So all ranks
         choose the same, whichever parameters each of them used.
         """
-        if self._chosen is None:
-            pairs = zip(self.order, map(trains, self._in_order), strict=True)
-            self._chosen = [i for i, train in pairs if train or i in self._waiting]
-        return self._chosen
+        flags = training(self._in_order)
+        if all(flags):
+            return self.order
+        waiting = self._waiting
+        return [i for i, trains in zip(self.order, flags, strict=True) if trains or i in waiting]
 
     def check_unfrozen(self) -> None:
         """Raise `StateError` where parameters train that did not when gradients began to wait.
@@ -508,14 +513,14 @@ class ParameterGroup:
         for i in set(self.order).difference(chosen):
             self.parameters[i].drop_gradient()
 
-    def reduce(self, options: Options, hooked: bool) -> Reduction | None:
+    def reduce(self, options: Options) -> Reduction | None:
         """Start the reduction of the gradients, zeros where there are none; None if all frozen.
 
-        What no rank used gets no gradient. ``hooked``: there may be hooks on reduced gradients.
+        What no rank used gets no gradient.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.reduce(options, hooked)
+                return self.reduce(options)
         chosen, plan = self.reduced(), self._plan
         if len(chosen) < len(self.parameters):
             self._drop_frozen(chosen)
@@ -534,9 +539,9 @@ class ParameterGroup:
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any([axis.size > 1 for axis in axes.replicate])
         if adds_up or self._waiting:
-            self._waiting, self._chosen = set(chosen if adds_up else ()), None
+            self._waiting = set(chosen if adds_up else ())
         self._put_aside = self._dropped = False
-        given = (plan, gradients, rows, used, axes, self.scatters, options, hooked)
+        given = (plan, gradients, rows, used, axes, self.scatters, options)
         if self.streams is not None:
             return StreamedReduction(*given, self.streams)
         return Reduction(*given)
@@ -603,17 +608,18 @@ class ParameterGroup:
         """Return whether modules have the group's parameters, and those the flat shard's memory."""
         return are_shown([self.table]) and are_in_place([self.table])
 
-    def note_training(self, backward: bool = False, shown: bool = False) -> None:
-        """Let the next reduction, and unsharded parameters, go by which sharded ones train.
+    def train_as_sharded(self, backward: bool = False) -> None:
+        """Let the unsharded parameters train where the sharded ones do.
 
-        Not unsharded ones that are ``shown``, which a user may have frozen. In backward none stops
-        to train: what was frozen since its forward is not reduced.
+        In backward none stops to train: what was frozen since its forward is not reduced.
         """
-        self._chosen = None
-        for sharded, unsharded in zip(self.table.sharded, self.table.unsharded, strict=True):
-            trains = sharded.requires_grad
-            if trains != unsharded.requires_grad and not shown and (trains or not backward):
-                unsharded.requires_grad_(trains)
+        flags = training(self.table.sharded)
+        if flags != self._training or (self._stayed and not backward):
+            for unsharded, trains in zip(self.table.unsharded, flags, strict=True):
+                if trains != unsharded.requires_grad and (trains or not backward):
+                    unsharded.requires_grad_(trains)
+        if not backward:
+            self._training, self._stayed = flags, False
 
     def refusals(self) -> list[str]:
         """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""

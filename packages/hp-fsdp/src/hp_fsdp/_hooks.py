@@ -41,7 +41,7 @@ def run_forward(
     try:
         args, kwargs = (_pre_forward if plain else pre_forward)(unit, module, args, kwargs)
         output = forward(*args, **kwargs)
-        if module not in unit.running and graph_task() < 0:
+        if module not in unit.running and (graph_task() < 0 or module in unit.ended_by_hook):
             return output  # a hook has ended it
         return (_post_forward if plain else post_forward)(unit, module, output)
     except BaseException:
@@ -129,6 +129,8 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
 def _gather_now(unit: Unit) -> None:
     unit.gather(in_pass=True)
     unit.unshard()
+    for group in unit.groups:
+        group.train_as_sharded(backward=True)
 
 
 def _cast_inputs(unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -176,9 +178,10 @@ def _forward_failed(unit: Unit, module: nn.Module) -> None:
 
 
 def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
-    """Hook what backward comes in by; return the output, with views in place of leaves in it.
+    """Hook what backward comes in by; return the output, with views in place of some tensors.
 
-    A hook on a leaf, such as the unit's own parameter, would stay for good.
+    A hook on a leaf, such as the unit's own parameter, would stay for good, and one on an input
+    that the hook of the unit before is on would tell of both at once.
     """
     tensors = tensors_with_gradient(output)
     if inside_transform():
@@ -188,8 +191,9 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
             tensor.register_hook(partial(_before_transform, unit))
         tensors = []
     if tensors:
-        if any([tensor.is_leaf for tensor in tensors]):
-            output = map_tensors(_without_leaf, output)
+        run = unit.run
+        if any([tensor.is_leaf or run.is_input(tensor) for tensor in tensors]):
+            output = map_tensors(partial(_of_its_own, run), output)
             tensors = tensors_with_gradient(output)
         before = partial(_before_backward, unit.run)
         for tensor in tensors:
@@ -203,8 +207,9 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
     return output
 
 
-def _without_leaf(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+def _of_its_own(run: Run, tensor: Tensor) -> Tensor:
+    shared = tensor.requires_grad and (tensor.is_leaf or run.is_input(tensor))
+    return tensor.view_as(tensor) if shared else tensor
 
 
 def _gradient_came(unit: Unit, schedule: Schedule) -> None:

@@ -90,6 +90,7 @@ def new_axis(axis: Axis, ranks: tuple[int, ...], name: str) -> Axis:
 Own: TypeAlias = tuple[DeviceMesh, tuple[Placement, ...]]  # a DTensor's before sharding
 
 
+@runtime_checkable
 class DataAxisNames(Protocol):
     """The axes of a whole mesh that carry data; torch's ``DataParallelMeshDims`` is one."""
 

@@ -1,6 +1,7 @@
 """`sharded_optimizer`: neighbours in a flat shard are stepped as one tensor."""
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, starmap, zip_longest
 from operator import is_
@@ -24,6 +25,7 @@ from ._errors import (
 from ._group import ParameterGroup
 from ._param import ShardedParameter
 from ._schedule import drop_gradients, release_gradients
+from ._torch import training
 from ._unit import Unit, unit_of
 
 
@@ -67,6 +69,7 @@ class Segment:
             if group.layout.shards[i].numel()
         ]
         self.flat = nn.Parameter(self._shard[first:end])
+        group.table.moved()  # looks at each shard, and counts this view in from now on
 
     @torch.no_grad()
     def take_gradients(self) -> bool:
@@ -172,7 +175,8 @@ def sharded_optimizer(
     results are those of ``cls`` on the parameters one by one. The parameter groups, the state and
     its ``state_dict`` are per parameter, as torch's; what is put into the state counts from the
     next step on. A parameter without gradient is skipped, and from then on updated apart from its
-    neighbours; those that ``add_param_group`` adds are stepped one by one. Communicates nothing.
+    neighbours; those that ``add_param_group`` adds are stepped one by one, as what is frozen now
+    has to be added once it trains: until then steps warn of it. Communicates nothing.
 
     Raises `ModuleError` for a module that has nothing sharded to train, `ShardingError` for an
     optimizer of another kind.
@@ -202,9 +206,11 @@ def sharded_optimizer(
     if not segments and all(group.flat for group in groups):
         raise ModuleError(f"{type(module).__name__} has no sharded parameter that trains")
     sharded = {id(piece.parameter) for segment in segments for piece in segment.pieces}
-    trained = [p for p in module.parameters() if p.requires_grad]
+    named = dict(module.named_parameters())
+    trained = [p for p in named.values() if p.requires_grad]
     others = [p for p in trained if id(p) not in sharded]
-    return FlatOptimizer(cls, trained, segments, others, units, kwargs)
+    frozen = {name: p for name, p in named.items() if not p.requires_grad}
+    return FlatOptimizer(cls, trained, segments, others, units, kwargs, frozen)
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -218,11 +224,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         others: Iterable[nn.Parameter],
         units: Iterable[Unit],
         options: dict[str, Any],
+        frozen: Mapping[str, nn.Parameter],
     ) -> None:
         """Make ``cls`` with ``options`` on the segments; ``others`` are stepped as they are.
 
-        ``parameters`` are all of them, in the order that a state dict numbers them in.
+        ``parameters`` are all of them, in the order that a state dict numbers them in; ``frozen``
+        are none of them, by name.
         """
+        self._frozen = dict(frozen)
         self._segments = list(segments)
         self._others = list(others)
         self._units = list(units)
@@ -264,6 +273,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                     f"the parameters of group {number} were changed; freeze those that are not to "
                     "be stepped, give others to add_param_group, or make the optimizer anew"
                 )
+        if self._frozen and any(training(self._frozen.values())):
+            self._warn_of_unfrozen()
         if not self._is_shown():
             self._take_state()
         loss = None
@@ -283,6 +294,20 @@ class FlatOptimizer(torch.optim.Optimizer):
         if len(self._inner.state) != self._shown:
             self._show_state()
         return loss
+
+    def _warn_of_unfrozen(self) -> None:
+        """Warn, once, of what trains now and is in no group."""
+        added = {id(p) for group in self.param_groups for p in group["params"]}
+        self._frozen = {name: p for name, p in self._frozen.items() if id(p) not in added}
+        unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
+        for name in unfrozen:
+            del self._frozen[name]
+        if unfrozen:
+            warnings.warn(
+                f"{unfrozen} train, and this optimizer does not step them: they were frozen when "
+                "it was made; give them to add_param_group, or to an optimizer of their own",
+                stacklevel=3,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, and what backwards left that is not reduced yet."""

@@ -27,6 +27,7 @@ from ._torch import (
     profiled,
     storage_references,
     tensor_references,
+    training,
 )
 
 
@@ -111,12 +112,13 @@ class ReducedGradients:
         self._references = self._counted()
 
     def _counted(self) -> int:
-        """Return how many hold the memory or one of the tensors, or have put an attribute there.
+        """Return how many hold the memory or one of the tensors, or have put a mark there.
 
         It is least where no one does, and so a sum says it.
         """
         found = getrefcount(self._storage) + sum(storage_references([self._storage]))
         found += sum(map(getrefcount, self._tensors)) + sum(map(len, self._marks))
+        found += sum(training(self.gradients))
         return found + sum(map(tensor_references, self._tensors))
 
     @property
@@ -240,8 +242,7 @@ class Reduction:
     ``used`` says of which parameters this rank has gradients; the others, zeros here, get one only
     if another rank has.
     Of ``options`` counts what they are now: the factor, the hook, whether replicas are summed.
-    ``hooked``: parameters may have hooks that run once gradients are reduced. As long as
-    ``scattering`` is there, the packed gradients are alive.
+    As long as ``scattering`` is there, the packed gradients are alive.
     """
 
     def __init__(
@@ -253,12 +254,11 @@ class Reduction:
         axes: DataAxes,
         collectives: Collectives,
         options: Options,
-        hooked: bool,
     ) -> None:
         self._plan = plan
         self._collectives = collectives
         self._options = options
-        self._hooked = hooked and any_hooks_after_gradient(plan.sharded)
+        self._hooked = any_hooks_after_gradient(plan.sharded)
         division, start = plan.prepared(options, axes, collectives)
         self._after, self._op = division.after, division.op
         self._sums = list(division.sums)
@@ -473,14 +473,13 @@ class StreamedReduction(Reduction):
         axes: DataAxes,
         collectives: Collectives,
         options: Options,
-        hooked: bool,
         streams: Streams,
     ) -> None:
         self._streams = streams
         self._made: list[Tensor] | None = None
         self._ended: Begun | None = None
         self._held: list[Tensor] = []  # what a side stream uses, until the end was waited for
-        super().__init__(plan, gradients, rows, used, axes, collectives, options, hooked)
+        super().__init__(plan, gradients, rows, used, axes, collectives, options)
         try:
             self._go_on()
         except BaseException:  # of a collective that may still write to the result

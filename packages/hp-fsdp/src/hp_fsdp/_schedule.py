@@ -15,7 +15,7 @@ from ._reduction import Reduction
 from ._select import added_parameters
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
-from ._table import ParameterTable, are_hooked, are_in_place, are_shown, which_train
+from ._table import are_in_place, are_shown
 from ._torch import call_after_backward
 from ._unit import Act, Run, Unit, unit_of
 
@@ -86,8 +86,7 @@ class Schedule:
         self._scattering: list[Reduction] = []  # those of them whose packed gradients are alive
         self._hooked: list[Reduction] = []  # those of them that end early
         self._in_flight = 1
-        self._training: list[bool] = []  # which parameters did when the last pass began
-        self._hooks = False  # some sharded parameter may have hooks on its reduced gradient
+        self._turn = 0  # how many passes and backwards have begun
         self._late: Unit | None = None  # gathered when the unit that backward is in was left
 
     def paths(self) -> list[str]:
@@ -148,12 +147,12 @@ class Schedule:
         self._following &= position < len(order) and order[position] is unit
         if unit.stays and unit.stale:
             unit.reshard()  # an optimizer stepped since
-        unit.gather_checked(Act.FORWARD)
+        unit.gather_in_turn(Act.FORWARD, self._turn)
         if unit.forward_prefetch is not None:
             for chosen in unit.forward_prefetch:
-                chosen.gather_checked(Act.FORWARD, ahead=True)
+                chosen.gather_in_turn(Act.FORWARD, self._turn, ahead=True)
         elif self._following and position + 1 < len(order):
-            order[position + 1].gather_checked(Act.FORWARD, ahead=True)
+            order[position + 1].gather_in_turn(Act.FORWARD, self._turn, ahead=True)
         return unit is self._pass_root
 
     def _begin_pass(self, root: Unit) -> None:
@@ -179,23 +178,20 @@ class Schedule:
             if unit.in_pass or (unit.stays and unit.stale):
                 unit.reshard()
         release_gradients(self.units)
-        self._check_parameters()
+        self._check_together(self._begin_order, backward=False)
 
-    def _check_parameters(self) -> None:
-        """Check the parameters of all units, so that no gather of the pass has to.
+    def _check_together(self, units: Iterable[Unit], backward: bool) -> None:
+        """Check the parameters of units that a new pass or backward comes to.
 
-        Looked at together they are mostly as they were. Unsharded ones that stayed with the
-        modules may have been changed there.
+        Looked at together they are mostly as they were. Otherwise each unit is checked, and raises,
+        when it is gathered.
         """
-        tables = self._tables()
-        before, self._training = self._training, which_train(tables)
-        as_before = before == self._training and are_shown(tables) and are_in_place(tables)
-        for unit in self.units:
-            if not as_before or unit.stays:
-                unit.check_parameters(backward=False)
-
-    def _tables(self) -> list[ParameterTable]:
-        return [group.table for unit in self.units for group in unit.groups]
+        self._turn += 1
+        chosen = list(dict.fromkeys(units))
+        tables = [group.table for unit in chosen for group in unit.groups]
+        if are_shown(tables) and (backward or are_in_place(tables)):
+            for unit in chosen:
+                unit.checked = self._turn
 
     def wait_for_optimizer(self) -> None:
         """Let the device wait for the event after an optimizer step that was set, once."""
@@ -294,11 +290,7 @@ class Schedule:
             self._in_flight = max([unit.options.in_flight for unit in self.units])
             self._walked, self._ahead, self._late = None, 0, None
             call_after_backward(self._finish_backward)
-            tables = self._tables()
-            if which_train(tables) != self._training or not are_shown(tables):
-                for unit in self.units:
-                    unit.check_parameters(backward=True)
-            self._hooks = are_hooked(tables)
+            self._check_together(self.units, backward=True)
 
     def backward_reached(self, run: Run) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
@@ -311,7 +303,7 @@ class Schedule:
             self.begin_backward()
         if run.backward == self._backwards:  # by another of its outputs
             if unit.options.unshard_in_backward:
-                unit.gather_checked(Act.BACKWARD)
+                unit.gather_in_turn(Act.BACKWARD, self._turn)
             return
         if run.order is self._walked and self._ahead == run.end + 1:
             self._ahead = run.end
@@ -370,11 +362,11 @@ class Schedule:
         if unit.packs_early:
             self._make_room()  # its gradients are packed from here on
         if unit.options.unshard_in_backward:
-            unit.gather_checked(Act.BACKWARD)
+            unit.gather_in_turn(Act.BACKWARD, self._turn)
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
                 if chosen.options.unshard_in_backward:
-                    chosen.gather_checked(Act.BACKWARD, ahead=True)
+                    chosen.gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
             return
         order, before = self._end_order, self._cursor - 1
         at: int | None = before
@@ -393,14 +385,14 @@ class Schedule:
                 if first and unit.adds_to_peak:
                     self._late = order[at - 1]
                 else:
-                    order[at - 1].gather_checked(Act.BACKWARD, ahead=True)
+                    order[at - 1].gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
 
     def _finish_unit(self, unit: Unit) -> None:
         if not unit.finish_backward():
             return
         if self._late is not None:
             late, self._late = self._late, None
-            late.gather_checked(Act.BACKWARD, ahead=True)
+            late.gather_in_turn(Act.BACKWARD, self._turn, ahead=True)
         if unit.options.gradient_sync:
             self._reduce(unit, unit.options)
 
@@ -411,12 +403,12 @@ class Schedule:
         for group in reversed(unit.groups):
             if self._scattering or self._hooked:
                 self._make_room()
-            begun = group.reduce(options, self._hooks)
+            begun = group.reduce(options)
             if begun is not None:
                 self._reductions.append(begun)
                 if begun.scattering:
                     self._scattering.append(begun)
-                if self._hooks and begun.ends_early:
+                if begun.ends_early:
                     self._hooked.append(begun)
 
     def _make_room(self) -> None:
@@ -488,10 +480,7 @@ class Schedule:
         """
         self.check_no_backward()
         self.in_backward = True
-        self._hooks = True
         for unit in units:
-            for group in unit.groups:
-                group.note_training(shown=True)
             if unit.unreduced or any(group.partial.waits for group in unit.groups):
                 self._reduce(unit, replace(unit.options, all_reduce=True))
         self._finish_reductions()

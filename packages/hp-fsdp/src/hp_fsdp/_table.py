@@ -13,7 +13,7 @@ from operator import getitem, is_, setitem
 from torch import Tensor
 
 from ._param import ShardedParameter
-from ._torch import any_hooks_after_gradient, storage_references, training
+from ._torch import storage_references
 
 # Runs what an iterator does for each of many, without a call in Python for each.
 _run: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
@@ -92,13 +92,3 @@ def are_in_place(tables: Sequence[ParameterTable]) -> bool:
     if references == list(_each([table.references for table in tables])):
         return True
     return not any([table.moved() for table in tables])
-
-
-def which_train(tables: Sequence[ParameterTable]) -> list[bool]:
-    """Return which of the sharded parameters take a gradient."""
-    return training(_each([table.sharded for table in tables]))
-
-
-def are_hooked(tables: Sequence[ParameterTable]) -> bool:
-    """Return whether there are hooks that run when a gradient is reduced."""
-    return any_hooks_after_gradient(_each([table.sharded for table in tables]))

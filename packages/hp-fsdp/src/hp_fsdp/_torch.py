@@ -91,6 +91,19 @@ def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> No
     torch._chunk_cat(list(gradients), dim=0, num_chunks=degree, out=out)
 
 
+_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def runs_after_new_ones(tensor: Tensor) -> bool:
+    """Return whether backward comes to a tensor after all that is computed from now on.
+
+    Of what is ready autograd runs first what was made last, as numbers of its thread tell, which
+    have no public name; and before all of that what adds to a leaf.
+    """
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() < _sequence_nr()
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Run ``function`` when the backward under way has ended; there is no public hook for that."""
     engine: Any = Variable._execution_engine
@@ -174,14 +187,6 @@ def named_range(what: str, path: str, axis: str = "") -> AbstractContextManager[
         return nullcontext()
     over = f" over {axis}" if axis else ""
     return record_function(f"hp_fsdp.{what} {path or '(root)'}{over}")
-
-
-def named(what: str, path: str, axis: str, function: Callable[..., R], *args: Any, **how: Any) -> R:
-    """Call a function in a `named_range`, which where nobody profiles takes four calls more."""
-    if not profiled():
-        return function(*args, **how)
-    with named_range(what, path, axis):
-        return function(*args, **how)
 
 
 def accumulates(ctx: Any, position: int) -> bool:
@@ -348,11 +353,11 @@ def backend_of(group: object, device: torch.device) -> str:
 
 
 def averages(group: object, device: torch.device) -> bool:
-    """Return whether a process group may divide by itself what it sums on a device.
+    """Return whether a process group divides by itself what it sums on a device.
 
-    One that is simulated, or that a user wrote, may.
+    Of others hp-dtensor's collectives divide what they sum.
     """
-    return backend_of(group, device) not in ("gloo", "fake", "mpi")
+    return backend_of(group, device) == "nccl"
 
 
 # Torch's own objects to communicate by in memory of the process group.

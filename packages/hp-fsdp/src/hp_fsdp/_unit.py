@@ -22,7 +22,7 @@ from ._group import RESTING, ParameterGroup
 from ._options import Options
 from ._states import AFTER, Event, GradientState, ParameterState
 from ._table import are_shown
-from ._torch import graph_task, inside_backward
+from ._torch import graph_task, inside_backward, runs_after_new_ones
 
 if TYPE_CHECKING:
     from ._schedule import Schedule
@@ -48,8 +48,8 @@ class Run:
     number of the last one that did. ``order``: the begins (False) and ends (True) of all runs of
     its pass, in which its own have the positions ``begin`` and ``end``. ``output``: the one tensor
     that backward comes in by, if there is one. ``follower``: the run that took it for its only
-    input with a gradient, so that this one's backward begins where that one's ends. ``within``: the
-    modules that are called from calls of their own.
+    input with a gradient, its ``input``, so that this one's backward begins where that one's ends.
+    ``within``: the modules that are called from calls of their own.
     """
 
     # Most of them stay as they are here for a while, and a step makes many runs.
@@ -58,6 +58,7 @@ class Run:
     order: "list[tuple[Run, bool]] | None" = None
     begin = end = -1
     output: "weakref.ref[Tensor] | None" = None
+    input: "weakref.ref[Tensor] | None" = None
     follower: "Run | None" = None
     within: tuple[nn.Module, ...] = ()
 
@@ -71,16 +72,23 @@ class Run:
         before, ended = self.order[self.begin - 1]
         if not ended or before.output is None or before.output() is not tensor:
             return False
-        before.follower = self
+        if not runs_after_new_ones(tensor):
+            return False  # its hooks would tell too early
+        before.follower, self.input = self, before.output
         return True
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """Return whether it is the ``input``, whose hooks are those of the run before."""
+        return self.input is not None and self.input() is tensor
 
 
 class Unit:
     """The modules of one call, their groups (one per dtype), and where their step is.
 
     Beside the states of parameters (of each group) and gradients: ``in_pass``, gathered by a pass
-    of the schedule, not by hand; ``stays``, since the last gather parameters were to stay, where a
-    user might change them; ``unreduced``, gradients of earlier backwards wait for a
+    of the schedule, not by hand; ``stays``, since the last gather parameters were to stay while
+    shards may be written to; ``checked``, the number of the pass or backward that found them in
+    place; ``unreduced``, gradients of earlier backwards wait for a
     reduction; ``waiting`` and ``running``, modules that have yet to end, and of these those that
     have begun; ``gradient_hooks``, where gradients of parameters tell of backward;
     ``expects_backward`` and ``run``, of the forward under way or the last one;
@@ -102,6 +110,7 @@ class Unit:
         self.in_pass = False
         self.unreduced = False
         self.stays = False
+        self.checked = 0
         self.waiting: set[nn.Module] = set()
         self.running: set[nn.Module] = set()
         self.ended_by_hook: set[nn.Module] = set()
@@ -147,30 +156,33 @@ class Unit:
         removed, or replaced by what cannot take their place, `StateError` for those without memory,
         `DisagreementError` where ranks gather other units.
         """
-        backward = graph_task() >= 0
         if not in_pass and self.stale:
             self.reshard()
-        self.check_parameters(backward)
-        self.gather_checked(Act.BACKWARD if backward else Act.FORWARD, in_pass or self.in_pass)
+        act = Act.BACKWARD if graph_task() >= 0 else Act.FORWARD
+        self.gather_in_turn(act, None, in_pass or self.in_pass)
         if not in_pass:
             self.note_writes()
 
     def check_parameters(self, backward: bool) -> None:
-        """Take over what was changed from outside: replaced, converted, frozen or unfrozen.
+        """Take over parameters of groups that rest which were replaced or converted from outside.
 
-        Of groups that rest. A ``backward`` gathers what its forward did, wherever parameters were
-        moved in between. Raises `ParameterError` for what cannot be taken over.
+        A ``backward`` gathers what its forward did, wherever parameters were moved in between.
+        Raises `ParameterError` for what cannot be taken over.
         """
-        resting = [group for group in self.groups if group.state in RESTING]
-        if not all([are_shown([g.table]) if backward else g.in_place for g in resting]):
-            self.reset_sharded(final=True)
         for group in self.groups:
-            group.note_training(backward, shown=group not in resting)
+            if group.state in RESTING and not (
+                are_shown([group.table]) if backward else group.in_place
+            ):
+                self.reset_sharded(final=True)
+                return
 
-    def gather_checked(self, act: Act, in_pass: bool = True, ahead: bool = False) -> None:
-        """Do as `gather`, of parameters that were checked: a pass does that for all units at once.
+    def gather_in_turn(
+        self, act: Act, turn: int | None, in_pass: bool = True, ahead: bool = False
+    ) -> None:
+        """Do as `gather` in a pass or backward, whose number is ``turn``.
 
-        Not ``ahead`` of its time where a ring has no memory for it yet.
+        Parameters that were ``checked`` in it, with those of other units, are not checked again.
+        Nothing is done ``ahead`` of its time where a ring has no memory for it yet.
         """
         for group in self.groups:
             if group.state in RESTING:
@@ -179,6 +191,8 @@ class Unit:
             return
         if ahead and self.in_ring and not all([group.available for group in self.groups]):
             return
+        if turn is None or self.checked != turn:
+            self.check_parameters(act is Act.BACKWARD)
         if act is Act.FORWARD and self.packs_early:
             for group in self.groups:
                 group.check_unfrozen()
@@ -402,7 +416,8 @@ class Unit:
             reduced, layout = set(group.reduced()), group.layout
             for i, p in enumerate(group.parameters):
                 trains = "trains" if i in reduced or act is not Act.REDUCTION else "is frozen"
-                facts[p.name] = f"shape {tuple(p.shape)} cut along dim {p.dim}, {trains}"
+                cut = "kept whole" if p.dim is None else f"cut along dim {p.dim}"
+                facts[p.name] = f"shape {tuple(p.shape)} {cut}, {trains}"
             facts[f"the layout{of}"] = type(layout).__name__
             facts[f"all of the dtypes{of}"] = f"{layout.shard.dtype}, {group.dtypes}"
             facts[f"all of the offsets{of}"] = str(layout.plan)
@@ -454,7 +469,10 @@ def _difference(told: Sequence[_Told]) -> str:
         for (what, _), ranks in doing.items()
     ]
     if len({(each.act, each.unit) for each in told}) > 1:
-        return f"{', '.join(lines)}; all ranks must run the same units in the same order"
+        return (
+            f"{', '.join(lines)}; all ranks must run the same units in the same order, and gather, "
+            "reshard and reduce them by the same options"
+        )
     names = dict.fromkeys(name for each in told for name in each.facts)
     differ = [name for name in names if len({each.facts.get(name) for each in told}) > 1]
     said: dict[str, list[int]] = {}

@@ -1,0 +1,181 @@
+"""What is asked of the parameters of all units together is found out for each of them alone."""
+
+import warnings
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from hp_fsdp import StateError, fully_shard, sharded_optimizer
+from hp_fsdp._unit import Unit
+
+from .models import Gradients, full, gradients, mesh_of, worst
+
+Ranks = Callable[[int], RankPool]
+
+
+def layers(bias: bool = True) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4, bias=bias) for _ in range(3))).double()
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    for layer in model:
+        fully_shard(layer, mesh_of((2,), ("fsdp",)), **options)
+    return fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
+
+
+def features() -> Tensor:
+    return torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def send(module: nn.Module) -> None:
+    """Move the shards to shared memory, as sending them to another process does."""
+    for parameter in module.parameters():
+        local: Any = parameter
+        ForkingPickler.dumps(local.to_local().detach())
+
+
+def moved_under_a_graph(rank: int) -> tuple[Gradients, Gradients]:
+    """Send a unit's shards while a backward of it is to come, and run another unit meanwhile."""
+    found = []
+    for model in (sharded(layers()), layers()):
+        model(features()).sum().backward()
+        model.zero_grad()
+        first = model(features()).sum()
+        if model.__class__ is not nn.Sequential:
+            send(model[0])
+        (first + model[2](features()).sum()).backward()
+        found.append({n: full(p.grad) for n, p in model.named_parameters()})
+    return found[0], found[1]
+
+
+def test_a_unit_that_a_graph_needs_is_not_laid_out_anew_by_a_pass_of_others(ranks: Ranks) -> None:
+    for found, expected in ranks(2).run(moved_under_a_graph):
+        assert worst(found, expected) < 1e-12
+
+
+def another_units_fault(rank: int) -> bool:
+    model = sharded(layers())
+    model[1].weight = None
+    model[0](features()).sum().backward()
+    return model[0].weight.grad is not None
+
+
+def test_a_part_runs_alone_whatever_is_wrong_with_another(ranks: Ranks) -> None:
+    assert ranks(2).run(another_units_fault) == [True, True]
+
+
+def moved_behind_an_optimizer(rank: int) -> str:
+    """Make an optimizer, whose views hold the flat shards, and send a unit's only parameter."""
+    model = sharded(layers(bias=False))
+    optimizer = sharded_optimizer(torch.optim.SGD, model, lr=0.1)
+    send(model)
+    model(features()).sum().backward()
+    with pytest.raises(StateError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_sees_that_a_shard_has_moved(ranks: Ranks) -> None:
+    for said in ranks(2).run(moved_behind_an_optimizer):
+        assert "make it anew" in said
+
+
+def thawed_under_way(rank: int, interrupted: bool) -> list[bool]:
+    """Unfreeze a unit while its gather is under way, or before a forward that is interrupted."""
+    model = sharded(layers())
+    model[1].requires_grad_(False)
+    model(features()).sum().backward()
+    model.zero_grad()
+    if not interrupted:
+        model[1].unshard(async_op=True)
+    model[1].requires_grad_(True)
+    if interrupted:
+        for name in ("check_parameters", "unshard"):
+            stop = mock.patch.object(Unit, name, side_effect=KeyboardInterrupt)
+            with stop, pytest.raises(KeyboardInterrupt):
+                model[1].unshard()
+            model.reset()
+    model(features()).sum().backward()
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_was_unfrozen_trains_whatever_came_between(ranks: Ranks, interrupted: bool) -> None:
+    for found in ranks(2).run(thawed_under_way, interrupted):
+        assert all(found)
+
+
+def marked(rank: int) -> list[bool]:
+    """Let a gradient require one, and drop it; return whether later ones do."""
+    model, found = sharded(layers()), []
+    for _ in range(3):
+        model(features()).sum().backward()
+        found += [bool(p.grad.requires_grad) for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad.requires_grad_()
+        model.zero_grad()
+    return found
+
+
+def test_what_a_user_makes_of_a_gradient_is_not_in_the_next(ranks: Ranks) -> None:
+    for found in ranks(2).run(marked):
+        assert not any(found)
+
+
+def recast(rank: int, reentrant: bool) -> Gradients:
+    """Recompute a unit whose output a user's hook changes after it was cast."""
+    model = layers().float()
+    policy = MixedPrecisionPolicy(output_dtype=torch.float64)
+    fully_shard(model[1], mesh_of((2,), ("fsdp",)), mp_policy=policy)
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    model[1].register_forward_hook(lambda module, args, output: output.float())
+
+    def segment(x: Tensor) -> Tensor:
+        return torch.tanh(model[1](x))
+
+    x = features().float().requires_grad_()
+    found: Any = checkpoint(segment, x, use_reentrant=reentrant)
+    found.sum().backward()
+    return gradients(model[1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_unit_is_cast_before_a_users_hook(ranks: Ranks, reentrant: bool) -> None:
+    alone = layers().float()[1]
+    torch.tanh(alone(features().float())).sum().backward()
+    expected = {name: full(p.grad) for name, p in alone.named_parameters()}
+    for found in ranks(2).run(recast, reentrant):
+        assert worst(found, expected) < 1e-6
+
+
+def trained_later(rank: int, added: bool) -> list[str]:
+    """Unfreeze what was frozen when the optimizer was made, and step; return what is warned of."""
+    model = sharded(layers())
+    model[0].requires_grad_(False)
+    optimizer = sharded_optimizer(torch.optim.AdamW, model, lr=0.1)
+    model[0].requires_grad_(True)
+    if added:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(features()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_sharded_optimizer_warns_of_what_it_does_not_step(ranks: Ranks, added: bool) -> None:
+    for said in ranks(2).run(trained_later, added):
+        assert len(said) == (not added)
+        assert all("['0.weight', '0.bias'] train, and this optimizer does not" in s for s in said)
