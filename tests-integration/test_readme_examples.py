@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import hp_cp
 from hp_cp import Zigzag, shard_sequence
 from hp_ep import ExpertParallel, MoE, parallelize_experts
+from hp_fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
 
@@ -159,6 +160,45 @@ def test_the_sharded_model_of_hp_eps_readme_steps_as_one_process(ranks: Any) -> 
     for grads in ranks(4).run(sharded_on_rank, source, x, y):
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-11)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8, dtype=torch.float64) for _ in range(3)))
+
+
+def trained_on_rank(rank: int, source: str, batches: Tensor, folder: str) -> list[Tensor]:
+    """Run the loop on this rank's batches; return all parameters, loaded again, whole."""
+    model = layers()
+    for layer in model:  # type: ignore[attr-defined]
+        fully_shard(layer, init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    fully_shard(model, init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    names = {"model": model, "optimizer": optimizer, "batches": batches[rank], "folder": folder}
+    before, after = source.split("# later")
+    exec(before, names)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    exec("# " + after, names)
+    return [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
+
+
+def test_the_loop_of_hp_fsdps_readme_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
+    text = (PACKAGES / "hp-fsdp" / "README.md").read_text(encoding="utf-8")
+    (source,) = [block for block in BLOCK.findall(text) if "set_requires_gradient_sync(" in block]
+    batches = torch.randn(2, 2, 3, 4, 8, dtype=torch.float64)  # ranks, steps, microbatches
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(2):
+        for x in batches[:, step].flatten(0, 1):
+            (model(x).pow(2).mean() / 6).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks(2).run(trained_on_rank, source, batches, str(tmp_path)):
+        for parameter, expected in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected.detach(), rtol=0, atol=1e-11)
 
 
 def hugging_face_model() -> Any:
