@@ -25,8 +25,22 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.views = Viewed()
         self.skips = nn.ModuleList(Skipped() for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
+
+
+class Viewed(nn.Module):
+    """Returns a view of what it computes, which a change in place takes away from its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        found: Tensor = self.linear(x)
+        return found.t().contiguous().t()
 
 
 class Skipped(nn.Module):
@@ -108,6 +122,12 @@ def recomputed(model: Any, x: Tensor) -> list[Tensor]:
     return [model.blocks[3](checkpoint(rest, first, use_reentrant=False))]
 
 
+def views_changed(model: Any, x: Tensor) -> list[Tensor]:
+    for block in model.blocks:
+        x = model.views(block(x)).mul_(1.5)
+    return [x]
+
+
 def cut(model: Any, x: Tensor) -> list[Tensor]:
     first = model.blocks[0](x)
     return [model.blocks[1](model.blocks[2](first.detach_().requires_grad_()))]
@@ -150,6 +170,7 @@ WAYS = [
     left_out,
     twice,
     recomputed,
+    views_changed,
     cut,
     in_a_thread,
     passed_on,
@@ -183,7 +204,7 @@ class Root(nn.Module):
 def trained(rank: int, way: Way, apart: bool, options: dict[str, Any]) -> list[Gradients]:
     """Return the gradients of two steps, of one loss or of one loss for each output."""
     model: Any = Root(make(Chain), way)
-    for block in (*model.inner.blocks, *model.inner.skips):
+    for block in (*model.inner.blocks, *model.inner.skips, model.inner.views):
         fully_shard(block, mesh_of((2,), ("fsdp",)), **options)
     fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
     found = []
@@ -248,7 +269,7 @@ def skipping(rank: int, by: int) -> tuple[list[Gradients], list[int]]:
     """Return gradients of steps in which ranks below ``by`` skip a unit, and what is sent."""
     model: Any = Root(make(Chain), passed_on)
     carrier = Seen()
-    for block in (*model.inner.blocks, *model.inner.skips):
+    for block in (*model.inner.blocks, *model.inner.skips, model.inner.views):
         fully_shard(block, mesh_of((2,), ("fsdp",)), collectives=carrier)
     fully_shard(model, mesh_of((2,), ("fsdp",)))
     found, calls = [], []
@@ -277,7 +298,7 @@ def order(rank: int) -> tuple[list[str], set[str]]:
     """Return what the second backward starts, and which nodes of autograd are the package's."""
     model: Any = Root(make(Chain), straight)
     carrier = Seen()
-    for block in (*model.inner.blocks, *model.inner.skips):
+    for block in (*model.inner.blocks, *model.inner.skips, model.inner.views):
         fully_shard(block, mesh_of((2,), ("fsdp",)), collectives=carrier)
     fully_shard(model, mesh_of((2,), ("fsdp",)), collectives=RecordingCollectives())
     nodes: set[str] = set()

@@ -208,21 +208,21 @@ def test_a_pipeline_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_what_the_packages_refuse_of_a_model_is_one_message_of_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     shape = {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "rotary_dim": 4,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global"], 2]],
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
     model = tmp_path / "model.json"
-    model.write_text(json.dumps({"model_type": "gptj", **shape}))
+    model.write_text(json.dumps({"model_type": "gpt_neo", **shape}))
     words = ["--model", str(model), "--cp", "2", "--batch-size", "4", "--seq-len", "32", *_two(1)]
     done = run_program(PROGRAM, ["--out", str(tmp_path / "out"), *words], timeout=500)
     assert done.status == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(
-        "train: error: no module of GPTJForCausalLM takes its attention from the registry"
+        "train: error: no module of GPTNeoForCausalLM takes its attention from the registry"
     )
 
 

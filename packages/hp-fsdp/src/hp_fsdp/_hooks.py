@@ -14,10 +14,12 @@ from ._schedule import Schedule
 from ._states import AFTER, Event, GradientState
 from ._torch import (
     apply_untransformed,
+    base_since,
     compiler,
     graph_task,
     inside_backward,
     inside_transform,
+    next_number,
     outside_transforms,
     uncompiled,
     uncompiled_itself,
@@ -108,7 +110,7 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
         unit.running.clear()
         unit.waiting.update(unit.modules)
         unit.expects_backward = False
-        unit.run = Run(unit)
+        unit.run = Run(unit, next_number())
     unit.running.add(module)
     transformed = inside_transform()
     if first:
@@ -198,6 +200,8 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
         before = partial(_before_backward, unit.run)
         for tensor in tensors:
             tensor.register_hook(before)
+            if (base := base_since(tensor, unit.run.number)) is not None:
+                base.register_hook(before)
         unit.run.output = weakref.ref(tensors[0]) if len(tensors) == 1 else None
         unit.run.expected = True
     elif not unit.hook_gradients(partial(_gradient_came, unit, schedule)):

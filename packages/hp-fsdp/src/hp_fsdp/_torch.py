@@ -91,7 +91,8 @@ def pack_rank_major(gradients: Sequence[Tensor], degree: int, out: Tensor) -> No
     torch._chunk_cat(list(gradients), dim=0, num_chunks=degree, out=out)
 
 
-_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# The number that autograd gives to what this thread computes next; there is no public counter.
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def runs_after_new_ones(tensor: Tensor) -> bool:
@@ -101,7 +102,18 @@ def runs_after_new_ones(tensor: Tensor) -> bool:
     have no public name; and before all of that what adds to a leaf.
     """
     node = tensor.grad_fn
-    return node is not None and node._sequence_nr() < _sequence_nr()
+    return node is not None and node._sequence_nr() < next_number()
+
+
+def base_since(tensor: Tensor, number: int) -> Tensor | None:
+    """Return what a tensor is a view of, if that was computed since a `next_number`.
+
+    A change in place of a view makes its place in the graph anew, without the hooks that it had;
+    that of its base stays.
+    """
+    base = tensor._base if tensor._is_view() else None
+    node = None if base is None else base.grad_fn
+    return base if node is not None and node._sequence_nr() >= number else None
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

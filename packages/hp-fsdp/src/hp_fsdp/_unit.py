@@ -49,7 +49,8 @@ class Run:
     its pass, in which its own have the positions ``begin`` and ``end``. ``output``: the one tensor
     that backward comes in by, if there is one. ``follower``: the run that took it for its only
     input with a gradient, its ``input``, so that this one's backward begins where that one's ends.
-    ``within``: the modules that are called from calls of their own.
+    ``within``: the modules that are called from calls of their own. ``number``: autograd's of what
+    it computed first.
     """
 
     # Most of them stay as they are here for a while, and a step makes many runs.
@@ -62,8 +63,9 @@ class Run:
     follower: "Run | None" = None
     within: tuple[nn.Module, ...] = ()
 
-    def __init__(self, unit: "Unit") -> None:
+    def __init__(self, unit: "Unit", number: int) -> None:
         self.unit = unit
+        self.number = number
 
     def follow(self, tensor: Tensor) -> bool:
         """Begin where the run that ended last does, if ``tensor`` is what came out of it."""
@@ -115,7 +117,7 @@ class Unit:
         self.running: set[nn.Module] = set()
         self.ended_by_hook: set[nn.Module] = set()
         self.expects_backward = False
-        self.run = Run(self)
+        self.run = Run(self, 0)
         self.schedule: Schedule | None = None  # for what runs the unit; not used below
         self.forward_prefetch: tuple[Unit, ...] | None = None  # None: the next in learned order
         self.backward_prefetch: tuple[Unit, ...] | None = None
