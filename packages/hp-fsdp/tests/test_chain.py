@@ -25,9 +25,21 @@ class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.views = Viewed()
+        self.views, self.nested = Viewed(), Nested()
         self.skips = nn.ModuleList(Skipped() for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
+
+
+class Nested(nn.Module):
+    """Returns what a unit in it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(WIDTH, WIDTH), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute."""
+        return cast(Tensor, self.inner(torch.tanh(self.first(x))))
 
 
 class Viewed(nn.Module):
@@ -122,6 +134,12 @@ def recomputed(model: Any, x: Tensor) -> list[Tensor]:
     return [model.blocks[3](checkpoint(rest, first, use_reentrant=False))]
 
 
+def first_of_two(model: Any, x: Tensor) -> list[Tensor]:
+    first = model.nested(x)
+    model.nested(x)
+    return [first]
+
+
 def views_changed(model: Any, x: Tensor) -> list[Tensor]:
     for block in model.blocks:
         x = model.views(block(x)).mul_(1.5)
@@ -159,6 +177,11 @@ def thawed_inside(model: Any, x: Tensor) -> list[Tensor]:
     return [found]
 
 
+def units_of(model: Any) -> list[nn.Module]:
+    nested = model.nested
+    return [*model.blocks, *model.skips, model.views, nested.inner, nested]
+
+
 WAYS = [
     straight,
     residual,
@@ -170,6 +193,7 @@ WAYS = [
     left_out,
     twice,
     recomputed,
+    first_of_two,
     views_changed,
     cut,
     in_a_thread,
@@ -204,7 +228,7 @@ class Root(nn.Module):
 def trained(rank: int, way: Way, apart: bool, options: dict[str, Any]) -> list[Gradients]:
     """Return the gradients of two steps, of one loss or of one loss for each output."""
     model: Any = Root(make(Chain), way)
-    for block in (*model.inner.blocks, *model.inner.skips, model.inner.views):
+    for block in units_of(model.inner):
         fully_shard(block, mesh_of((2,), ("fsdp",)), **options)
     fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
     found = []
@@ -269,7 +293,7 @@ def skipping(rank: int, by: int) -> tuple[list[Gradients], list[int]]:
     """Return gradients of steps in which ranks below ``by`` skip a unit, and what is sent."""
     model: Any = Root(make(Chain), passed_on)
     carrier = Seen()
-    for block in (*model.inner.blocks, *model.inner.skips, model.inner.views):
+    for block in units_of(model.inner):
         fully_shard(block, mesh_of((2,), ("fsdp",)), collectives=carrier)
     fully_shard(model, mesh_of((2,), ("fsdp",)))
     found, calls = [], []
@@ -298,7 +322,7 @@ def order(rank: int) -> tuple[list[str], set[str]]:
     """Return what the second backward starts, and which nodes of autograd are the package's."""
     model: Any = Root(make(Chain), straight)
     carrier = Seen()
-    for block in (*model.inner.blocks, *model.inner.skips, model.inner.views):
+    for block in units_of(model.inner):
         fully_shard(block, mesh_of((2,), ("fsdp",)), collectives=carrier)
     fully_shard(model, mesh_of((2,), ("fsdp",)), collectives=RecordingCollectives())
     nodes: set[str] = set()

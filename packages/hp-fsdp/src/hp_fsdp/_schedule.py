@@ -298,17 +298,18 @@ class Schedule:
         if follower is not None and follower.backward == self._backwards and self.in_backward:
             self.backward_left(follower)
         unit = run.unit
-        unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
         if not self.in_backward:
             self.begin_backward()
         if run.backward == self._backwards:  # by another of its outputs
+            unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
             if unit.options.unshard_in_backward:
                 unit.gather_in_turn(Act.BACKWARD, self._turn)
             return
         if run.order is self._walked and self._ahead == run.end + 1:
             self._ahead = run.end
         else:
-            self._walk_to(run, run.end)
+            self._walk_to(run, run.end)  # which may end a later run of the same unit
+        unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
         self._reach(run)
 
     def backward_left(self, run: Run) -> None:
