@@ -356,3 +356,44 @@ def test_a_conversion_loses_no_gradients_that_wait(ranks: Ranks, options: str, w
     for said, found in ranks(world).run(converted, options, shape, what):
         assert ("wait for a reduction" in said) == refused
         assert worst(found, expected) < 1e-5
+
+
+def frozen_as_shown(model: Any, shown_by: str, replicas: list[int]) -> list[Gradients]:
+    """Freeze, then thaw, what modules have at that time: the gradients after each."""
+    seen = []
+    for frozen in (True, False):
+        if shown_by == "unshard" and hasattr(model, "unshard"):
+            for module in (model, *model.blocks):
+                module.unshard()
+        elif shown_by == "a forward without backward":
+            with torch.no_grad():
+                loss_of(model, tokens(0, 9))
+        if shown_by == "forward":
+            losses = [loss_of(model, tokens(replica, 0)) for replica in replicas]
+            freeze(model, frozen)
+        else:
+            freeze(model, frozen)
+            losses = [loss_of(model, tokens(replica, 0)) for replica in replicas]
+        torch.stack(losses).sum().backward()
+        seen.append(gradients(model))
+        trains = [p.requires_grad for p in model.parameters()]
+        seen.append({str(i): torch.tensor(float(each)) for i, each in enumerate(trains)})
+        forget(model)
+    return seen
+
+
+def shown_and_frozen(rank: int, options: str, shown_by: str) -> list[Gradients]:
+    how = {**OPTIONS[options], "reshard_after_forward": shown_by != "forward"}
+    return frozen_as_shown(shard(make(Net), mesh_of((2,), ("fsdp",)), **how), shown_by, [rank])
+
+
+@pytest.mark.parametrize("shown_by", ["unshard", "a forward without backward", "forward"])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_what_is_frozen_while_modules_have_it_unsharded_stays_frozen(
+    ranks: Ranks, options: str, shown_by: str
+) -> None:
+    expected = frozen_as_shown(make(Net), shown_by, [0, 1])
+    for found in ranks(2).run(shown_and_frozen, options, shown_by):
+        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+            scale = 1 if i % 2 else 2
+            assert worst(one, {name: each / scale for name, each in other.items()}) < 1e-12

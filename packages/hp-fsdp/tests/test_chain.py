@@ -261,9 +261,12 @@ def expected(way: Way) -> list[Gradients]:
 def test_whatever_else_takes_a_units_output_gradients_are_those_of_one_process(
     ranks: Ranks, way: Way, apart: bool
 ) -> None:
-    cases: list[dict[str, Any]] = [{"reshard_after_forward": True}]
-    if way is not frozen_for_one_call:  # what stays with the modules is frozen there
-        cases += [{}, {"reshard_after_forward": False}, {"layout": "ragged"}]
+    cases: list[dict[str, Any]] = [
+        {"reshard_after_forward": True},
+        {},
+        {"reshard_after_forward": False},
+        {"layout": "ragged"},
+    ]
     for options in cases:
         for found in ranks(2).run(trained, way, apart, options):
             for one, other in zip(found, expected(way), strict=True):

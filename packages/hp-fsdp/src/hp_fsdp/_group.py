@@ -408,6 +408,8 @@ class ParameterGroup:
             self.state = advance(self.state, Event.RESHARD)
             self.layout.drop_block()
         elif self.state is ParameterState.UNSHARDED:
+            if self.noted is not None:
+                self.train_as_shown()
             # In this order an exception in between leaves nothing that is shown and not readable.
             self.table.show_sharded()
             self.state = AFTER[Event.RESHARD][self.state]
@@ -430,6 +432,8 @@ class ParameterGroup:
         if self.post_forward_axis is None or self.axes.shard.size == 1:
             self.reshard()
         elif self.state is ParameterState.UNSHARDED:
+            if self.noted is not None:
+                self.train_as_shown()
             with torch.no_grad():
                 self.layout.save_block(self.post_forward_axis.size)
             self.table.show_sharded()
@@ -620,6 +624,21 @@ class ParameterGroup:
                     unsharded.requires_grad_(trains)
         if not backward:
             self._training, self._stayed = flags, False
+
+    def train_as_shown(self) -> None:
+        """Let the sharded parameters train where the unsharded ones do since `train_as_sharded`.
+
+        While these stay with their modules, a user who freezes a module freezes them.
+        """
+        if self.state is not ParameterState.UNSHARDED or not self._training:
+            return
+        shown = training(self.table.unsharded)
+        if shown != self._training:
+            for sharded, trains, before in zip(
+                self.table.sharded, shown, self._training, strict=True
+            ):
+                if trains != before:
+                    sharded.requires_grad_(trains)
 
     def refusals(self) -> list[str]:
         """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""

@@ -289,6 +289,9 @@ class Schedule:
             self._backwards += 1
             self._in_flight = max([unit.options.in_flight for unit in self.units])
             self._walked, self._ahead, self._late = None, 0, None
+            for unit in self.units:
+                if unit.stays:
+                    unit.train_as_shown()
             call_after_backward(self._finish_backward)
             self._check_together(self.units, backward=True)
 

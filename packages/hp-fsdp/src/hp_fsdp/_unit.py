@@ -232,6 +232,11 @@ class Unit:
         for group in self.groups:
             group.note_writes()
 
+    def train_as_shown(self) -> None:
+        """Let the sharded parameters train where those that stay with the modules do."""
+        for group in self.groups:
+            group.train_as_shown()
+
     def end_without_backward(self) -> None:
         """End a forward that no backward can follow: give the parameters up.
 
