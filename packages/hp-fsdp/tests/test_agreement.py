@@ -118,7 +118,7 @@ def test_modules_that_changed_places_on_one_rank_are_found_before_their_weights_
     said = ranks(2).run(moved)
     assert said[0] == said[1]
     assert "rank 1 is to gather blocks.1 for forward" in said[0]
-    assert "order of fully_shard's calls is 1 on rank 0, 2 on rank 1" in said[0]
+    assert "order of fully_shard's calls: 1 on rank 0, 2 on rank 1" in said[0]
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
@@ -131,7 +131,7 @@ def test_units_that_differ_between_ranks_are_named(
     for said, _ in ranks(2).run(disagree, case, (2,), {"layout": layout}):
         assert f"rank 0 is to {act} blocks.1" in said
         assert f"rank 1 is to {act} blocks.1" in said
-        assert f"its parameters there differ: table is {DIFFERENT[case]}" in said
+        assert f"its parameters there differ in table: {DIFFERENT[case]}" in said
 
 
 def compared(rank: int, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -188,9 +188,9 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 SAID = {
-    "granularity": "all of the offsets is ...",
-    "layout": "the layout is ExactLayout on rank 0, RaggedLayout on rank 1, and 1 more",
-    "reduction": "divisor of gradients is 2 on rank 0, 1 on rank 1",
+    "granularity": "the offsets: ...",
+    "layout": "the layout: ExactLayout on rank 0, RaggedLayout on rank 1, and 1 more",
+    "reduction": "the divisor of gradients: 2 on rank 0, 1 on rank 1",
 }
 
 
@@ -220,11 +220,11 @@ def named_as_a_fact(rank: int) -> str:
 
 def test_a_parameter_of_any_name_is_compared(ranks: Ranks) -> None:
     for said in ranks(2).run(named_as_a_fact):
-        assert "layout is shape (4,) cut along dim 0, trains on rank 0" in said
+        assert "layout: shape (4,) cut along dim 0, trains on rank 0" in said
 
 
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_options_that_differ_between_ranks_are_found(ranks: Ranks, option: str) -> None:
     said = ranks(2).run(differently, option)
     assert said[0] == said[1]
-    assert f"its parameters there differ: {SAID[option]}" in said[0]
+    assert f"its parameters there differ in {SAID[option]}" in said[0]

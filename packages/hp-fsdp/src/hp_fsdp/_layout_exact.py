@@ -235,7 +235,7 @@ class ExactLayout:
         if self._sent is not None or self.plan.degree == 1:
             return self._gather_copy(output, axis, collectives, streams)
         if self._started_by is not collectives:
-            self._start = starter(collectives, axis, self._inputs, self._outputs)
+            self._start = prepared_gather(collectives, axis, self._inputs, self._outputs)
             self._started_by = collectives
         output.lent = True
         return self._start()
@@ -318,7 +318,7 @@ class ExactLayout:
             self._sent.free()
 
 
-def starter(
+def prepared_gather(
     collectives: Collectives, axis: Axis, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], Waitable]:
     """Return what starts the same all-gather in every step; torch's looks things up only here."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from hp_dtensor import Axis, Collectives
 
 from ._buffers import Buffer, Buffers, Resize, as_bytes, in_own_storage
-from ._layout_exact import starter
+from ._layout_exact import prepared_gather
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
 from ._streams import Streams, Waitable, gather_copy
 
@@ -235,7 +235,7 @@ class RaggedLayout:
             self._renew()
         if self._sent is None:
             if self._started_by is not collectives:
-                self._start = starter(collectives, axis, self._inputs, self._outputs)
+                self._start = prepared_gather(collectives, axis, self._inputs, self._outputs)
                 self._started_by = collectives
             self._output.lent = True
             return self._start()

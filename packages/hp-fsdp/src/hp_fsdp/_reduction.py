@@ -202,7 +202,7 @@ class ReductionPlan:
             or known[2] is not collectives
         ):
             division = Division.of(options, axes, self.dtype, self.device)
-            start = _start_of(collectives, axes.shard, division.op, self.device)
+            start = _prepared_scatter(collectives, axes.shard, division.op, self.device)
             known = self._prepared = options, axes, collectives, division, start
         return known[3], known[4]
 
@@ -579,7 +579,7 @@ def _is_alike(one: Tensor, other: Tensor) -> bool:
 StartScatter = Callable[[Tensor, Tensor], Waitable]  # of the output and the input
 
 
-def _start_of(
+def _prepared_scatter(
     collectives: Collectives, axis: Axis, op: Literal["sum", "avg"], device: torch.device
 ) -> StartScatter:
     """Return what starts the same reduce-scatter each time; torch's looks things up only here."""

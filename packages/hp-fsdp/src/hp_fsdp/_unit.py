@@ -426,15 +426,17 @@ class Unit:
                 cut = "kept whole" if p.dim is None else f"cut along dim {p.dim}"
                 facts[p.name] = f"shape {tuple(p.shape)} {cut}, {trains}"
             facts[f"the layout{of}"] = type(layout).__name__
-            facts[f"all of the dtypes{of}"] = f"{layout.shard.dtype}, {group.dtypes}"
-            facts[f"all of the offsets{of}"] = str(layout.plan)
+            dtypes = layout.shard.dtype, group.dtypes.compute, group.dtypes.reduce
+            facts[f"the dtypes{of}"] = "stored {}, computed {}, reduced {}".format(*dtypes)
+            facts[f"{_OFFSETS}{of}"] = str(layout.plan)
             if act is Act.REDUCTION:
                 divisor = self.options.divisor(group.reduce_axes.size)
-                facts[f"divisor of gradients{of}"] = f"{divisor:g}"
+                facts[f"the divisor of gradients{of}"] = f"{divisor:g}"
         return facts
 
 
-_PLACE_MADE = "place among these units in the order of fully_shard's calls"
+_OFFSETS = "the offsets"
+_PLACE_MADE = "the place among these units in the order of fully_shard's calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +494,9 @@ def _difference(told: Sequence[_Told]) -> str:
     hint = ""
     if differ[0] == _PLACE_MADE:
         hint = "; shard the same modules in the same order, and do not move them afterwards"
-    return f"{', '.join(lines)}; its parameters there differ: {differ[0]} is {values}{more}{hint}"
+    elif differ[0].startswith(_OFFSETS):
+        hint = "; give all ranks the same granularity and direct_bytes"
+    return f"{', '.join(lines)}; its parameters there differ in {differ[0]}: {values}{more}{hint}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
