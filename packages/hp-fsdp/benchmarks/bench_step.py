@@ -1,6 +1,7 @@
 """Time a training step against torch's fully_shard on gloo ranks.
 
-All sides run in the same processes, one step each in turn; see `arms` for what torch is given. gloo
+All sides run in the same processes, one step each in turn; see `arms` for what torch is given, and
+`by_hand` for "apart", the step whose computation and communication do not overlap. gloo
 on CPU: the figures say something about overlap, copies and host time, nothing about GPUs.
 """
 
@@ -27,6 +28,7 @@ from arms import (
     training,
     two_buffers,
 )
+from by_hand import apart
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_fsdp import Ring
@@ -46,6 +48,7 @@ def case(
         "sharded_optimizer": training(ours(base, mesh), batch, flat=True),
         "fused, Ring(2)": training(ours(base, mesh, Ring(2), grads="fused"), batch, flat=True),
         "ragged": training(ours(base, mesh, layout="ragged"), batch, flat=True),
+        "apart": apart(base, mesh, batch),
         "torch": training(torchs(base, mesh, tuned=False), batch),
         "torch tuned": training(torchs(base, mesh, tuned=True), batch),
     }

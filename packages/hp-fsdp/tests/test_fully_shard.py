@@ -167,7 +167,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[ShardingError],
         (nn.Linear(2, 2),),
         {"ignored_params": {"weight"}},
         ParameterError,
-        "ignored_params has 'weight'; legal are nn.Parameters",
+        "an element of ignored_params is 'weight'; legal are nn.Parameters",
     ),
     **{
         f"reshard={choice!r}": (

@@ -658,4 +658,7 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
     """
     for module in modules:
         if unit_of(module) is None:
-            raise ModuleError(f"{shown(module)} was not given to fully_shard")
+            raise ModuleError(
+                f"a module to share streams with is {shown(module)}; legal are modules that were "
+                "given to fully_shard"
+            )

@@ -103,7 +103,9 @@ class ParameterSelection:
             raise ParameterError(f"ignored_params is {shown(given)}; legal is a set of parameters")
         for each in given:
             if not isinstance(each, nn.Parameter):
-                raise ParameterError(f"ignored_params has {shown(each)}; legal are nn.Parameters")
+                raise ParameterError(
+                    f"an element of ignored_params is {shown(each)}; legal are nn.Parameters"
+                )
         least: object = least_numel
         if isinstance(least, bool) or not isinstance(least, int) or least < 0:
             raise ParameterError(f"min_shard_numel is {shown(least)}; legal are 0, 1, ...")
