@@ -108,6 +108,30 @@ def thawed_under_way(rank: int, interrupted: bool) -> list[bool]:
     return [parameter.grad is not None for parameter in model.parameters()]
 
 
+def frozen_again(rank: int) -> list[list[bool]]:
+    """Unfreeze a recomputed unit for one backward; return what trains in its runs after that."""
+    model = sharded(layers(bias=False), reshard_after_forward=True)
+    model[1].requires_grad_(False)
+    seen: list[list[bool]] = []
+    for unfrozen in (True, False):
+        output = model[2](checkpoint(model[1], model[0](features()), use_reentrant=False))
+        model[1].requires_grad_(unfrozen)
+        output.sum().backward()
+        model[1].requires_grad_(False)
+        if unfrozen:
+            model[1].register_forward_pre_hook(lambda _m, _x: seen.append(model_flags(model[1])))
+    return seen
+
+
+def model_flags(module: nn.Module) -> list[bool]:
+    return [p.requires_grad for p in module.parameters(recurse=False)]
+
+
+def test_what_trained_for_one_backward_alone_is_frozen_again(ranks: Ranks) -> None:
+    for seen in ranks(2).run(frozen_again):
+        assert seen == [[False]] * 2
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_what_was_unfrozen_trains_whatever_came_between(ranks: Ranks, interrupted: bool) -> None:
     for found in ranks(2).run(thawed_under_way, interrupted):

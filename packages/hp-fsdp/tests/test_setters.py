@@ -107,7 +107,10 @@ def refusals(rank: int) -> dict[str, str]:
             ModuleError,
             lambda: ours.register_fsdp_forward_method(model, "generate"),
         ),
-        "of type Linear was not given": (ModuleError, lambda: ours.share_comm_ctx([model.head])),
+        "to share streams with is of type Linear": (
+            ModuleError,
+            lambda: ours.share_comm_ctx([model.head]),
+        ),
     }
     said = {}
     for name, (kind, call) in calls.items():

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import is_
+from operator import is_, or_
 from typing import Any, Protocol, cast
 
 import torch
@@ -179,7 +179,7 @@ class ParameterGroup:
         self.scatters: Collectives = collectives
         self._work: Waitable | None = None
         self.noted: tuple[int, int] | None = None  # since when writes are watched
-        self._training: list[bool] = []  # which sharded parameters did when `train_as_sharded` ran
+        self._training: list[bool] = []  # which unsharded parameters were told to
         self._stayed = False  # since then the modules had the unsharded ones for a while
         self._plan: ReductionPlan | None = None
         self._planned: list[int] = []  # what the plan is of
@@ -618,12 +618,15 @@ class ParameterGroup:
         In backward none stops to train: what was frozen since its forward is not reduced.
         """
         flags = training(self.table.sharded)
+        if backward and self._training:
+            flags = list(map(or_, flags, self._training))
         if flags != self._training or (self._stayed and not backward):
             for unsharded, trains in zip(self.table.unsharded, flags, strict=True):
-                if trains != unsharded.requires_grad and (trains or not backward):
+                if trains != unsharded.requires_grad:
                     unsharded.requires_grad_(trains)
+            self._training = flags
         if not backward:
-            self._training, self._stayed = flags, False
+            self._stayed = False
 
     def train_as_shown(self) -> None:
         """Let the sharded parameters train where the unsharded ones do since `train_as_sharded`.
@@ -634,11 +637,11 @@ class ParameterGroup:
             return
         shown = training(self.table.unsharded)
         if shown != self._training:
-            for sharded, trains, before in zip(
-                self.table.sharded, shown, self._training, strict=True
-            ):
+            flags = zip(self.table.sharded, shown, self._training, strict=True)
+            for sharded, trains, before in flags:
                 if trains != before:
                     sharded.requires_grad_(trains)
+            self._training = shown
 
     def refusals(self) -> list[str]:
         """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""
