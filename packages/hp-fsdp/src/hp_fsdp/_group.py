@@ -170,7 +170,7 @@ class ParameterGroup:
         self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
         self.bucket_hooks: BucketHooks | None = None
-        self._waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
+        self.waiting: set[int] = set()  # trained in backwards whose gradients are not reduced yet
         self._dropped = False  # their gradients, which are reduced all the same
         self._put_aside = False  # some of these gradients are in the dtype of the reduction
         self.collectives = collectives
@@ -180,6 +180,7 @@ class ParameterGroup:
         self._work: Waitable | None = None
         self.noted: tuple[int, int] | None = None  # since when writes are watched
         self._training: list[bool] = []  # which unsharded parameters were told to
+        self.trains = True  # any of them was
         self._stayed = False  # since then the modules had the unsharded ones for a while
         self._plan: ReductionPlan | None = None
         self._planned: list[int] = []  # what the plan is of
@@ -447,7 +448,7 @@ class ParameterGroup:
         """
         self.drop_gradients()
         self.partial.clear()
-        self._waiting.clear()
+        self.waiting.clear()
         self._stop_gather()
 
     def finish_copies(self) -> None:
@@ -478,7 +479,7 @@ class ParameterGroup:
         """Put gradients that are not to be reduced yet aside, in the dtype of the reduction."""
         chosen = self.reduced()
         self._drop_frozen(chosen)
-        self._waiting.update(chosen)
+        self.waiting.update(chosen)
         self._dropped = False
         if self.dtypes.reduce != self.dtypes.compute:
             self._put_aside = True
@@ -494,7 +495,7 @@ class ParameterGroup:
         flags = training(self._in_order)
         if all(flags):
             return self.order
-        waiting = self._waiting
+        waiting = self.waiting
         return [i for i, trains in zip(self.order, flags, strict=True) if trains or i in waiting]
 
     def check_unfrozen(self) -> None:
@@ -503,9 +504,9 @@ class ParameterGroup:
         The rows that these are packed in have no room for others. All ranks raise, whichever
         parameters each of them used.
         """
-        if self.bucket_hooks is None or not self._waiting:
+        if self.bucket_hooks is None or not self.waiting:
             return
-        unfrozen = [self.parameters[i].name for i in self.reduced() if i not in self._waiting]
+        unfrozen = [self.parameters[i].name for i in self.reduced() if i not in self.waiting]
         if unfrozen:
             raise StateError(
                 f"{unfrozen} were frozen when gradients of others began to add up; unfreeze "
@@ -542,8 +543,8 @@ class ParameterGroup:
             gradients, used = self._take_gradients(plan)
         axes = self.reduce_axes
         adds_up = not options.all_reduce and any([axis.size > 1 for axis in axes.replicate])
-        if adds_up or self._waiting:
-            self._waiting = set(chosen if adds_up else ())
+        if adds_up or self.waiting:
+            self.waiting = set(chosen if adds_up else ())
         self._put_aside = self._dropped = False
         given = (plan, gradients, rows, used, axes, self.scatters, options)
         if self.streams is not None:
@@ -625,8 +626,16 @@ class ParameterGroup:
                 if trains != unsharded.requires_grad:
                     unsharded.requires_grad_(trains)
             self._training = flags
+            self.trains = True in flags
         if not backward:
             self._stayed = False
+
+    def stop_frozen(self) -> None:
+        """Let no more gradients be added to those that wait for parameters frozen since then."""
+        for sharded, unsharded in zip(self.table.sharded, self.table.unsharded, strict=True):
+            if unsharded.requires_grad and not sharded.requires_grad:
+                unsharded.requires_grad_(False)
+                self._stayed = True  # so that the next forward looks at all of them
 
     def train_as_shown(self) -> None:
         """Let the sharded parameters train where the unsharded ones do since `train_as_sharded`.
@@ -694,7 +703,7 @@ class ParameterGroup:
         All ranks raise that converted their parameters.
         """
         if self.gradients_wait and not self._dropped and not self.incomplete and self._converted:
-            names = [self.parameters[i].name for i in sorted(self._waiting)]
+            names = [self.parameters[i].name for i in sorted(self.waiting)]
             raise StateError(
                 f"{names} were converted or moved while gradients of theirs wait for a reduction; "
                 "convert them after it, or after zero_grad() of the module, which drops these "
@@ -713,7 +722,7 @@ class ParameterGroup:
 
         The group is sharded, maybe the copy of another, and no gradients wait.
         """
-        self.partial, self._waiting = PartialSum(), set()
+        self.partial, self.waiting = PartialSum(), set()
         self.parameters = [self.parameters[i] for i in chosen]
         self._specs = [self._specs[i] for i in chosen]
         self.unfused = [self.unfused[i] for i in chosen]
@@ -724,7 +733,7 @@ class ParameterGroup:
     @property
     def gradients_wait(self) -> bool:
         """Return whether there are gradients of earlier backwards that are not reduced yet."""
-        return bool(self._waiting) or self.partial.waits
+        return bool(self.waiting) or self.partial.waits
 
 
 class RaggedGroup(ParameterGroup):

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import StateError, UnsupportedError
-from ._precision import cast_floating, map_tensors, move_tensors, tensors_with_gradient
+from ._precision import (
+    any_tensors,
+    can_look_into,
+    cast_floating,
+    map_tensors,
+    move_tensors,
+    tensors_with_gradient,
+)
 from ._schedule import Schedule
 from ._states import AFTER, Event, GradientState
 from ._torch import (
@@ -192,8 +199,8 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
         for tensor in tensors:
             tensor.register_hook(partial(_before_transform, unit))
         tensors = []
+    run = unit.run
     if tensors:
-        run = unit.run
         if any([tensor.is_leaf or run.is_input(tensor) for tensor in tensors]):
             output = map_tensors(partial(_of_its_own, run), output)
             tensors = tensors_with_gradient(output)
@@ -204,11 +211,20 @@ def _expect_backward(unit: Unit, schedule: Schedule, output: Any) -> Any:
                 base.register_hook(before)
         unit.run.output = weakref.ref(tensors[0]) if len(tensors) == 1 else None
         unit.run.expected = True
-    elif not unit.hook_gradients(partial(_gradient_came, unit, schedule)):
+    elif not (unit.hook_gradients(partial(_gradient_came, unit, schedule)) or _hides(run, output)):
         return output  # all is frozen: no backward comes through here
+    else:
+        unit.hidden = True
     unit.expects_backward = True
     unit.gradients = AFTER[Event.FORWARD][unit.gradients]
     return output
+
+
+def _hides(run: Run, output: Any) -> bool:
+    """Return whether backward may go through a frozen unit in what cannot be looked into."""
+    if not (run.marked or run.hidden_input):
+        return False
+    return not (can_look_into(output) and any_tensors(output))
 
 
 def _of_its_own(run: Run, tensor: Tensor) -> Tensor:
@@ -217,6 +233,7 @@ def _of_its_own(run: Run, tensor: Tensor) -> Tensor:
 
 
 def _gradient_came(unit: Unit, schedule: Schedule) -> None:
+    schedule.check_hidden(unit)
     unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
     schedule.begin_backward()
 
@@ -248,7 +265,10 @@ def _mark_inputs(run: Run, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
     tensors = list(args) if alone else tensors_with_gradient((args, kwargs))
     run.marked = tensors[0].requires_grad if alone else bool(tensors)
-    if not run.marked or (len(tensors) == 1 and run.follow(tensors[0])):
+    if not run.marked:
+        run.hidden_input = not alone and not can_look_into((args, kwargs))
+        return args, kwargs
+    if len(tensors) == 1 and run.follow(tensors[0]):
         return args, kwargs
     if alone:
         return apply_untransformed(_AfterBackward, run, *args), kwargs

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from enum import Enum
 from operator import is_
 from typing import Any
 
@@ -15,6 +16,7 @@ from ._errors import ArgumentTypeError
 from ._torch import pytree_node
 
 _PLAIN = (dict, list, tuple)  # which pytree knows too, at a higher cost
+_NO_CONTAINERS = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -113,6 +115,33 @@ def tensors_with_gradient(value: Any) -> list[Tensor]:
 
     map_tensors(look, value)
     return found
+
+
+def any_tensors(value: Any) -> bool:
+    """Return whether there is a tensor in ``value`` that `map_tensors` finds."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(look, value)
+    return bool(found)
+
+
+def can_look_into(value: Any) -> bool:
+    """Return whether `map_tensors` finds all tensors in ``value``: no object of unknown type."""
+    if value is None or isinstance(value, _NO_CONTAINERS):
+        return True
+    if type(value) not in _PLAIN and (node := pytree_node(value)) is not None:
+        return all(map(can_look_into, node[0]))
+    if isinstance(value, Mapping):
+        return all(map(can_look_into, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(can_look_into, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(can_look_into(getattr(value, f.name)) for f in dataclasses.fields(value))
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

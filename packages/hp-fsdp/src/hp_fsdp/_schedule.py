@@ -145,8 +145,12 @@ class Schedule:
         self._begun.append(unit)
         order = self._begin_order
         self._following &= position < len(order) and order[position] is unit
+        if unit.hidden and unit.gradients is GradientState.EMPTY:
+            unit.forget_hidden()
         if unit.stays and unit.stale:
             unit.reshard()  # an optimizer stepped since
+        elif unit.stays:
+            unit.train_as_shown()
         unit.gather_in_turn(Act.FORWARD, self._turn)
         if unit.forward_prefetch is not None:
             for chosen in unit.forward_prefetch:
@@ -237,7 +241,7 @@ class Schedule:
             unit.forget_forward()
         if not unit.expects_backward:
             unit.end_without_backward()
-        elif not unit.gradient_hooks:
+        elif not unit.hidden:
             self._reshard_after_forward(unit)
         run = unit.run
         if run.order is self._order:  # it began in this pass
@@ -292,6 +296,9 @@ class Schedule:
             for unit in self.units:
                 if unit.stays:
                     unit.train_as_shown()
+                for group in unit.groups:
+                    if group.waiting:
+                        group.stop_frozen()
             call_after_backward(self._finish_backward)
             self._check_together(self.units, backward=True)
 
@@ -315,10 +322,22 @@ class Schedule:
         unit.gradients = AFTER[Event.BACKWARD][unit.gradients]
         self._reach(run)
 
+    def check_hidden(self, unit: Unit) -> None:
+        """Raise `StateError` where a backward came to a hidden unit that has ended its last one."""
+        if not all([group.unsharded for group in unit.groups]):
+            path = self.paths()[self.units.index(unit)]
+            raise StateError(
+                f"a backward came to {path}, whose parameters were given up: no tensor that it "
+                "returned can be hooked, so that it keeps them to the end of one backward only; "
+                "return a tensor beside, or call set_is_last_backward(False) before all backwards "
+                "but the last, and reshard after it"
+            )
+
     def backward_left(self, run: Run) -> None:
         """Note that a unit's backward is past; reduces its gradients."""
-        if run.unit.gradient_hooks:
-            return  # while gradients of parameters tell of backward more may come: its end reduces
+        if run.unit.hidden:
+            self.check_hidden(run.unit)
+            return  # more may come: the end of backward reduces
         if run.order is self._walked and self._ahead == run.begin + 1:
             self._ahead = run.begin
         else:
@@ -430,10 +449,10 @@ class Schedule:
         last = self._last
         self._end_walk()
         for unit in reversed(self.units):
-            # Before the last backward, units that this one did not reach may have theirs to come.
-            if unit.gradients is not GradientState.EMPTY and (
-                last or unit.gradients is GradientState.WRITING
-            ):
+            # Before the last backward, units that this one did not reach may have theirs to come,
+            # and nobody sees when it comes again to those that are hidden.
+            written = unit.gradients is GradientState.WRITING and not unit.hidden
+            if written or (last and unit.gradients is not GradientState.EMPTY):
                 self._finish_unit(unit)
             if last:
                 # What earlier backwards left in units that this one did not reach.

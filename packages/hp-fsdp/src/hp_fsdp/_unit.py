@@ -44,7 +44,8 @@ class Act(Enum):
 class Run:
     """One forward of a unit, and how far its backward is.
 
-    ``expected``: backward can be seen to reach it. ``marked``: and to leave it. ``backward``: the
+    ``expected``: backward can be seen to reach it. ``marked``: and to leave it. ``hidden_input``:
+    it may leave it in what cannot be looked into. ``backward``: the
     number of the last one that did. ``order``: the begins (False) and ends (True) of all runs of
     its pass, in which its own have the positions ``begin`` and ``end``. ``output``: the one tensor
     that backward comes in by, if there is one. ``follower``: the run that took it for its only
@@ -54,7 +55,7 @@ class Run:
     """
 
     # Most of them stay as they are here for a while, and a step makes many runs.
-    expected = marked = reached = left = False
+    expected = marked = hidden_input = reached = left = False
     backward = 0
     order: "list[tuple[Run, bool]] | None" = None
     begin = end = -1
@@ -71,6 +72,11 @@ class Run:
         """Begin where the run that ended last does, if ``tensor`` is what came out of it."""
         if self.order is None or self.begin < 1:
             return False
+        for group in self.unit.groups:
+            if group.trains:
+                break
+        else:
+            return False  # it may hide what it returns: then its inputs alone tell of backward
         before, ended = self.order[self.begin - 1]
         if not ended or before.output is None or before.output() is not tensor:
             return False
@@ -92,7 +98,8 @@ class Unit:
     shards may be written to; ``checked``, the number of the pass or backward that found them in
     place; ``unreduced``, gradients of earlier backwards wait for a
     reduction; ``waiting`` and ``running``, modules that have yet to end, and of these those that
-    have begun; ``gradient_hooks``, where gradients of parameters tell of backward;
+    have begun; ``hidden``, something came out of it since its last backward of which no tensor can
+    be hooked; ``gradient_hooks``, where gradients of parameters then tell of backward;
     ``expects_backward`` and ``run``, of the forward under way or the last one;
     ``ended_by_hook``, modules whose forward hooks end them.
     """
@@ -125,6 +132,7 @@ class Unit:
         self._number = self._place_made = 0
         self._paths: Callable[[], list[str]] | None = None
         self._compared: set[Act] = set()
+        self.hidden = False
         self.gradient_hooks: list[RemovableHandle] = []
         # Also those inside, whose state may be asked for alone; the next gather sees what came.
         owners = [o.module for g in groups for p in g.parameters for o in p.owners]
@@ -255,7 +263,7 @@ class Unit:
         self.gradients = AFTER[Event.RESET][self.gradients]
         self.in_pass = self.unreduced = False
         self.forget_forward()
-        self.unhook_gradients()
+        self.forget_hidden()
         error = first_error(group.reset for group in self.groups)
         if error is not None:
             raise error
@@ -291,8 +299,6 @@ class Unit:
         if self.gradients is GradientState.EMPTY:
             return False
         self.gradients = AFTER[Event.REDUCE][self.gradients]
-        if self.gradient_hooks:
-            self.unhook_gradients()
         if self.options.reshard_after_backward:
             self.reshard()
         else:
@@ -329,13 +335,14 @@ class Unit:
                 parameter.unsharded.register_post_accumulate_grad_hook(call)
                 for group in self.groups
                 for parameter in group.parameters
-                if parameter.sharded.requires_grad
+                if parameter.unsharded.requires_grad
             ]
             self._call_on_gradient(came if self.gradient_hooks else None)
         return bool(self.gradient_hooks)
 
-    def unhook_gradients(self) -> None:
-        """Remove the hooks on gradients."""
+    def forget_hidden(self) -> None:
+        """Forget what came out of the unit, and remove the hooks on gradients."""
+        self.hidden = False
         if self.gradient_hooks:
             self._call_on_gradient(None)
             for handle in self.gradient_hooks:
@@ -357,7 +364,7 @@ class Unit:
         What cannot be taken is refused with the parameters that stood there before, but for those
         that were removed, if this is ``final``; otherwise the next gather decides.
         """
-        self.unhook_gradients()
+        self.forget_hidden()
         self.reshard()
         self.finish_copies()
         refusals = [refusal for group in self.groups for refusal in group.refusals()]
@@ -378,7 +385,7 @@ class Unit:
         """
         if not any(attached(group) for group in self.groups):
             return
-        self.unhook_gradients()
+        self.forget_hidden()
         self.reshard()
         self.finish_copies()
         self._take_groups([made for group in self.groups for made in split_attached(group)])
