@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from rank_pool import RankPool
 from torch import Tensor, nn
@@ -389,6 +390,10 @@ def own_group(rank: int) -> Gradients:
     loss_of(model, tokens(rank)).backward()
     again = gradients(model)
     assert worst(again, first) == 0
+    before = len(dist.distributed_c10d._world.pg_map)
+    for module in (model, model.blocks[0], model):
+        module.set_separate_reduce_scatter_group()
+    assert len(dist.distributed_c10d._world.pg_map) == before
     return first
 
 

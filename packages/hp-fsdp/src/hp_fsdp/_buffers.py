@@ -104,8 +104,8 @@ class ResizeBuffer:
 
     def free(self) -> None:
         """Give the memory back, unless it is lent; views become unreadable."""
-        # It goes to the pool of the current stream, which waited for what filled it, and whose own
-        # reads of it come before anything that the pool lends it to.
+        # It goes to the pool of the stream that it was got on: the current one, or one that waits for
+        # it, so that what reads it comes before anything that the pool lends it to.
         if not self.lent:
             self._storage.resize_(0)
 
@@ -237,10 +237,19 @@ class RingBuffer:
             self._slot.owner = None
 
 
-def as_bytes(flat: Tensor) -> Tensor:
-    """Return a view to gather: plain bytes where elements have eight bits.
+# Kinds of numbers that NCCL knows nothing of.
+_UNKNOWN = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 
-    Gathering only moves them, and gloo knows no floating-point numbers of eight bits.
+
+def as_sent(flat: Tensor) -> Tensor:
+    """Return a view to gather: plain bytes where a backend may not know the numbers."""
+    return flat.view(torch.uint8) if flat.dtype in _UNKNOWN else as_bytes(flat)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return a view to move: plain bytes where elements have eight bits.
+
+    Neither gloo nor all copies know floating-point numbers of eight bits.
     """
     return flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
 

@@ -1,4 +1,7 @@
-"""The call: check its arguments, select parameters, plan and install. Nothing communicates."""
+"""The call: check its arguments, select parameters, plan and install.
+
+Nothing is communicated, but process groups are made where axes are folded or there is none yet.
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -417,8 +420,10 @@ def _groups_of(
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    for root in modules:
-        for inner in root.modules():
-            for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
-                if buffer.device != device and not buffer.is_meta:
-                    setattr(inner, name, buffer.to(device))
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # what modules share they share afterwards too
+    for inner in (inner for root in modules for inner in root.modules()):
+        for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.device != device and not buffer.is_meta:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                setattr(inner, name, moved[buffer])

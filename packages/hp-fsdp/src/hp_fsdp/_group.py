@@ -164,6 +164,7 @@ class ParameterGroup:
         self.parameters = list(parameters)
         self.axes = self.reduce_axes = axes
         self.config = config
+        self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
         self.path = ""  # from the root of the step to the unit, once there is one

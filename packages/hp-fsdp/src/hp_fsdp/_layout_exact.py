@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
-from ._buffers import Buffer, Buffers, Resize, as_bytes, in_own_storage
+from ._buffers import Buffer, Buffers, Resize, as_bytes, as_sent, in_own_storage
 from ._offsets import (
     ALIGNMENT,
     Extent,
@@ -202,13 +202,13 @@ class ExactLayout:
         self._memory = memory  # last: an interrupt before it lets the next gather begin again
 
     def _send_from(self, source: Tensor) -> None:
-        self._inputs = [as_bytes(_narrow(source, start, n)) for start, n in self.plan.segments]
+        self._inputs = [as_sent(_narrow(source, start, n)) for start, n in self.plan.segments]
         self._source = source
 
     def _wire(self, memory: Tensor) -> None:
         plan, degree = self.plan, self.plan.degree
         self._outputs = [
-            as_bytes(_narrow(memory, degree * start, degree * n)) for start, n in plan.segments
+            as_sent(_narrow(memory, degree * start, degree * n)) for start, n in plan.segments
         ]
         self._copy_out = copy_out_of(plan, memory) if plan.packed_numel else None
         self._started_by: Collectives | None = None  # what `_start` starts the gather by

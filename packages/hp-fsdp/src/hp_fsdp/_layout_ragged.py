@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives
 
-from ._buffers import Buffer, Buffers, Resize, as_bytes, in_own_storage
+from ._buffers import Buffer, Buffers, Resize, as_sent, in_own_storage
 from ._layout_exact import prepared_gather
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
 from ._streams import Streams, Waitable, gather_copy
@@ -198,7 +198,7 @@ class RaggedLayout:
         self.shards = [in_own_storage(view) for view in views]
         for view, local in zip(self.shards, locals_, strict=True):
             view.copy_(local)
-        self._inputs = [as_bytes(self.shard)]
+        self._inputs = [as_sent(self.shard)]
         self._output: Buffer = buffers.buffer(plan.degree * plan.share, dtype, device)
         self._view(self._output.tensor)
         as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
@@ -213,7 +213,7 @@ class RaggedLayout:
             memory[start : start + math.prod(shape)].view(shape)
             for start, shape in zip(self.plan.starts, self.plan.shapes, strict=True)
         ]
-        self._outputs = [as_bytes(self._output.writable)]
+        self._outputs = [as_sent(self._output.writable)]
         self._started_by: Collectives | None = None  # what `_start` starts the gather by
         self._memory = memory  # last: an interrupt before it lets the next gather begin again
 
@@ -242,7 +242,7 @@ class RaggedLayout:
         self._sent.allocate()
         self._sent.lent = True
         source = self._sent.writable
-        start = partial(collectives.all_gather, axis, [as_bytes(source)], self._outputs)
+        start = partial(collectives.all_gather, axis, [as_sent(source)], self._outputs)
         if streams is not None:
             self._output.lent = True
             return gather_copy(streams.gather, source, self.shard, start)
@@ -266,7 +266,7 @@ class RaggedLayout:
         if self._output.tensor is not self._memory:
             self._renew()
         self._output.lent = True
-        return collectives.all_gather(axis, [as_bytes(self._block)], self._outputs)
+        return collectives.all_gather(axis, [as_sent(self._block)], self._outputs)
 
     def drop_block(self) -> None:
         """Release what `save_block` copied."""

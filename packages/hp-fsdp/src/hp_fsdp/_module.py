@@ -28,7 +28,7 @@ from ._errors import (
 )
 from ._group import ParameterGroup
 from ._hooks import end_in_hook, post_forward, pre_forward, run_forward
-from ._mesh import DataAxes, new_axis
+from ._mesh import new_axis
 from ._options import ReductionHook
 from ._schedule import drop_gradients, release_gradients
 from ._torch import (
@@ -290,20 +290,24 @@ class Setters:
     ) -> None:
         """Reduce over process groups of their own, one per set of ranks, or over the mesh's again.
 
-        Making a group waits for all of its ranks.
+        Making a group waits for all of its ranks. Those of earlier calls, for this module or those
+        in it, are used again.
         """
-        made: dict[tuple[int, ...], DataAxes] = {}
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                axes = group.axes
-                if enable and axes.shard.size > 1 and axes.shard.ranks not in made:
-                    axis = new_axis(axes.shard, axes.shard.ranks, axes.shard.name)
-                    made[axes.shard.ranks] = replace(axes, shard=axis)
-                found = made.get(axes.shard.ranks)
-                group.reduce_axes = axes if found is None else replace(axes, shard=found.shard)
+        known = [group for unit in _units(self, True) for group in unit.groups]
+        made = {group.own_axis.ranks: group.own_axis for group in known if group.own_axis}
+        for group in (group for unit in _units(self, recurse) for group in unit.groups):
+            group.reduce_axes, axis = group.axes, group.axes.shard
+            if enable and axis.size > 1:
+                if axis.ranks not in made:
+                    made[axis.ranks] = new_axis(axis, axis.ranks, axis.name)
+                group.own_axis = made[axis.ranks]
+                group.reduce_axes = replace(group.axes, shard=group.own_axis)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next pass begin on its device only after ``event``; for one pass."""
+        """Let the next pass begin on its device only after ``event``; for one pass.
+
+        Raises `StateError` before the first forward.
+        """
         schedule = _unit(self).schedule
         if schedule is None:
             raise StateError("an event after an optimizer step needs a forward before it")

@@ -82,9 +82,9 @@ class Packing:
             return known
         with torch.inference_mode(False), torch.no_grad():
             made = torch.zeros(shape, dtype=dtype, device=self._device)
-            for i, is_used in enumerate(used):
-                if is_used:
-                    made[:, first + i] = 1
+            made[:, first : first + len(used)] = 1
+            for i in (i for i, is_used in enumerate(used) if not is_used):
+                made[:, first + i] = 0
         if all(used) and made.numel() <= COPIED_NUMEL:
             self._known[what, dtype] = made
         return made

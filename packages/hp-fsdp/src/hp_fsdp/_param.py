@@ -92,17 +92,20 @@ class ShardedParameter:
     @torch.no_grad()
     def build_sharded(self, local: Tensor) -> None:
         """Create the sharded parameter over ``local``, this rank's part."""
-        whole = DTensor.from_local(
-            local,
+        # from_local brings all but what has no memory to the mesh's kind of device, where shards
+        # that rest on the CPU are not to be.
+        like = DTensor.from_local(
+            local.to("meta"),
             self._mesh,
             self._placements,
             run_check=False,
             shape=self.shape,
             stride=self.stride,
         )
+        whole = wrapper_like(like)(local)
         self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
         mark_repeated_rows(self.sharded, self._repeated_rows)
-        # from_local makes a view of the view; optimizers must write to the flat shard itself.
+        # A parameter has a view of the view; optimizers must write to the flat shard itself.
         self.put(local)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils.rnn import PackedSequence
 
 from ._errors import ArgumentTypeError
 from ._torch import pytree_node
@@ -34,6 +35,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return value if all(map(is_, new, old)) else rebuild(new)
     if isinstance(value, (dict, Mapping)):  # the second takes longer to ask
         return _map_items(function, value)
+    if isinstance(value, PackedSequence):  # whose batch sizes stay on the CPU
+        rest = (map_tensors(function, each) for each in value[2:])
+        return PackedSequence(function(value.data), value.batch_sizes, *rest)
     if isinstance(value, (list, tuple)):
         parts = [map_tensors(function, item) for item in value]
         if all(map(is_, parts, value)):

@@ -52,22 +52,10 @@ class Schedule:
         self._root = root
         found = dict.fromkeys(map(unit_of, root.modules()))
         self.units = [unit for unit in found if unit is not None]
-        for part in dict.fromkeys(unit.schedule for unit in self.units):
-            if part is not None:
-                part.check_no_backward()
-                part.finish_early()
-                part.wait_for_optimizer()
-        made = sorted(self.units, key=lambda unit: unit.made)
-        places = {unit: place for place, unit in enumerate(made)}
-        for number, unit in enumerate(self.units):
-            unit.schedule = self
-            unit.join(number, places[unit], self.paths)
         self.device = self.units[0].device
-        self._name_groups()
         # The host writes to memory that copies from the CPU read.
         self._pinned = any(group.config.pinned for unit in self.units for group in unit.groups)
         self.starts_after: torch.Event | None = None
-        self._split_axes()
         self._pass_root: Unit | None = None
         self._checked = False
         self._begun: list[Unit] = []
@@ -88,6 +76,19 @@ class Schedule:
         self._in_flight = 1
         self._turn = 0  # how many passes and backwards have begun
         self._late: Unit | None = None  # gathered when the unit that backward is in was left
+        for part in dict.fromkeys(unit.schedule for unit in self.units):
+            if part is not None:
+                part.check_no_backward()
+                part.finish_early()
+                part.wait_for_optimizer()
+        self._name_groups()
+        self._split_axes()
+        # Nothing above is left half done where it raises.
+        made = sorted(self.units, key=lambda unit: unit.made)
+        places = {unit: place for place, unit in enumerate(made)}
+        for number, unit in enumerate(self.units):
+            unit.schedule = self
+            unit.join(number, places[unit], self.paths)
 
     def paths(self) -> list[str]:
         """Return where the units are, under the root."""

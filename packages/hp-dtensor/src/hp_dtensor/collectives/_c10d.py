@@ -36,7 +36,6 @@ def _first(owner: Any, *names: str) -> Any:
     raise ImportError(f"torch {owner} has none of {names}; hp-dtensor supports torch >= 2.11")
 
 
-_gather_function = _first(dist, "all_gather_single", "all_gather_into_tensor")
 _c10d_gather_single = _first(ProcessGroup, "all_gather_single", "_allgather_base")
 _c10d_scatter_single = _first(ProcessGroup, "reduce_scatter_single", "_reduce_scatter_base")
 _c10d_exchange = _first(ProcessGroup, "all_to_all_single", "alltoall_base")
@@ -63,14 +62,22 @@ def _direct(start: Callable[..., Any], options: Any, *args: Any, op: Any = None)
     return start(*args, _asynchronous(options, op))
 
 
+def _real(tensor: Tensor, op: Any = None) -> Tensor:
+    """Return a view in real numbers of complex ones, which not all backends know.
+
+    As it is where ``op`` does not go through the parts of a number one by one.
+    """
+    as_parts = tensor.is_complex() and (op is None or op in _LINEAR)
+    return torch.view_as_real(tensor) if as_parts else tensor
+
+
 def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Any:
-    if input.is_complex():
-        return _gather_function(output, input, group=group, async_op=True)
-    return _c10d_gather_single(group, output, input, _GATHERED)
+    return _c10d_gather_single(group, _real(output), _real(input), _GATHERED)
 
 
 def _reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: ProcessGroup) -> Any:
-    return _direct(_c10d_scatter_single, ReduceScatterOptions(), group, output, input, op=op)
+    parts = _real(output, op), _real(input, op)
+    return _direct(_c10d_scatter_single, ReduceScatterOptions(), group, *parts, op=op)
 
 
 def _all_to_all_single(
@@ -89,6 +96,8 @@ _OPS: dict[ReduceOp, Any] = {
     "prod": dist.ReduceOp.PRODUCT,
     "avg": dist.ReduceOp.AVG,
 }
+
+_LINEAR = (_OPS["sum"], _OPS["avg"])  # of each part of a complex number alone
 
 # What c10d only reads, made once.
 _GATHERED = _asynchronous(AllgatherOptions())
@@ -202,7 +211,8 @@ class TorchCollectives:
             work = _all_gather_single(*pairs[0], group)
             return _Pending([work], outs, inputs, finish)
         if pairs and _backend(group, inputs[0].device) != "gloo":
-            work = _direct(_c10d_gather, AllgatherOptions(), group, dense, inputs)
+            parts = [_real(x) for x in dense], [_real(x) for x in inputs]
+            work = _direct(_c10d_gather, AllgatherOptions(), group, *parts)
             return _Pending([work], outs, inputs, finish)
         alone, together = _split_to_pack(pairs)
         if together:
@@ -238,9 +248,7 @@ class TorchCollectives:
             >>> start().wait()
         """
         group = _prepared_group(axis)
-        if input.is_complex():
-            return partial(_all_gather_single, output, input, group)
-        return partial(_c10d_gather_single, group, output, input, _GATHERED)
+        return partial(_c10d_gather_single, group, _real(output), _real(input), _GATHERED)
 
     def prepare_reduce_scatter(
         self, axis: Axis, op: ReduceOp = "sum"
@@ -264,9 +272,11 @@ class TorchCollectives:
             >>> start = TorchCollectives().prepare_reduce_scatter(axis)
             >>> start(own, rows).wait()
         """
-        group, options = _prepared_group(axis), _SCATTERED[op]
+        group, options, kind = _prepared_group(axis), _SCATTERED[op], _OPS[op]
 
         def start(output: Tensor, input: Tensor) -> Waitable:
+            if input.is_complex():
+                output, input = _real(output, kind), _real(input, kind)
             work: Waitable = _c10d_scatter_single(group, output, input, options)
             return work
 
@@ -284,7 +294,8 @@ class TorchCollectives:
             return _Done(_copied(inputs, outputs))
         check_divisible(axis, inputs)
         if op != "avg" and outputs is not None and _is_one_pair(inputs, outputs):
-            work = _c10d_scatter_single(_group(axis), outputs[0], inputs[0], _SCATTERED[op])
+            pair = _real(outputs[0], _OPS[op]), _real(inputs[0], _OPS[op])
+            work = _c10d_scatter_single(_group(axis), *pair, _SCATTERED[op])
             return _Single(work, outputs[0], inputs[0])
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
@@ -302,7 +313,8 @@ class TorchCollectives:
             work = _reduce_scatter_single(dense[0], inputs[0], reduce, group)
         else:
             options = ReduceScatterOptions()
-            work = _direct(_c10d_scatter, options, group, dense, inputs, op=reduce)
+            parts = [_real(x, reduce) for x in dense], [_real(x, reduce) for x in inputs]
+            work = _direct(_c10d_scatter, options, group, *parts, op=reduce)
         return _Pending([work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -322,7 +334,13 @@ class TorchCollectives:
             alike.setdefault(tensor.dtype, []).append(tensor)
         start = group.allreduce_coalesced
         starts = [
-            partial(_direct, start, AllreduceCoalescedOptions(), same, op=reduce)
+            partial(
+                _direct,
+                start,
+                AllreduceCoalescedOptions(),
+                [_real(x, reduce) for x in same],
+                op=reduce,
+            )
             for same in alike.values()
         ]
         works, error = _started(starts)
