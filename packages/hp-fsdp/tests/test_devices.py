@@ -26,7 +26,7 @@ def resting_on_the_cpu(rank: int) -> list[str]:
     """Return the devices of a shard on the CPU, on a mesh of accelerators, and of its gradient."""
     info = MeshInfo.on(init_device_mesh("cuda", (2,)))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        module = nn.Linear(8, 8)
+        module: Any = nn.Linear(8, 8)
         owner = Owner(module, module._parameters, "weight")
         found = ShardedParameter(module.weight, [owner], "weight", info)
         found.build_sharded(torch.empty(4, 8))
@@ -73,11 +73,11 @@ class Counting(nn.Module):
         return y * self.counts.sum()
 
 
-def counted(rank: int, layout: str) -> bool:
+def counted(rank: int, options: dict[str, Any]) -> bool:
     torch.manual_seed(0)
     model: Any = Counting()
     expected = model(torch.ones(2, 4))
-    fully_shard(model, mesh_of((2,), ("fsdp",)), layout=layout, reshard_after_forward=True)
+    fully_shard(model, mesh_of((2,), ("fsdp",)), **options)
     found = model(torch.ones(2, 4))
     found.sum().backward()
     return torch.equal(found, expected)
@@ -85,7 +85,8 @@ def counted(rank: int, layout: str) -> bool:
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
 def test_numbers_that_a_backend_may_not_know_travel_as_bytes(ranks: Ranks, layout: str) -> None:
-    assert ranks(2).run(counted, layout) == [True, True]
+    options = {"layout": layout, "reshard_after_forward": True}
+    assert ranks(2).run(counted, options) == [True, True]
 
 
 def made_again(rank: int) -> tuple[list[str], bool]:

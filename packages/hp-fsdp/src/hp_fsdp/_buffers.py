@@ -104,8 +104,8 @@ class ResizeBuffer:
 
     def free(self) -> None:
         """Give the memory back, unless it is lent; views become unreadable."""
-        # It goes to the pool of the stream that it was got on: the current one, or one that waits for
-        # it, so that what reads it comes before anything that the pool lends it to.
+        # It goes to the pool of the stream that it was got on: the current one, or one that waits
+        # for it, so that what reads it comes before anything that the pool lends it to.
         if not self.lent:
             self._storage.resize_(0)
 
