@@ -185,13 +185,14 @@ def frozen_under_way(model: Any, when: str, replicas: list[int]) -> list[Gradien
     for step in range(2):
         if when == "unsharded" and step == 0 and hasattr(model, "unshard"):
             model.blocks[0].unshard()
-        if when == "unsharded":
+        if when == "unsharded" and step == 0:
             model.blocks[0].requires_grad_(False)
         losses = [loss_of(model, replica, step) for replica in replicas]
-        if when == "between":
+        if when == "between" and step == 0:
             model.blocks[0].requires_grad_(False)
         torch.stack(losses).mean().backward()
-        found.append(gradients(model))
+        trains = {name: torch.tensor(p.requires_grad) for name, p in model.named_parameters()}
+        found += [gradients(model), {name: each.double() for name, each in trains.items()}]
         model.zero_grad()
     return found
 

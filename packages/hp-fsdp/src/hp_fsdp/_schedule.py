@@ -242,7 +242,9 @@ class Schedule:
             unit.forget_forward()
         if not unit.expects_backward:
             unit.end_without_backward()
-        elif not unit.hidden:
+        elif unit.hidden:
+            unit.note_writes()  # its parameters stay until the end of backward
+        else:
             self._reshard_after_forward(unit)
         run = unit.run
         if run.order is self._order:  # it began in this pass
