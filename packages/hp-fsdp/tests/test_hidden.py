@@ -238,3 +238,23 @@ def test_to_gradients_that_wait_none_are_added_once_their_parameter_is_frozen(
         options = {"grads": grads, "direct_bytes": direct, "reshard_after_forward": True}
         for found in ranks(2).run(waiting_on_ranks, options):
             assert worst(found, {name: each / 2 for name, each in expected.items()}) < 1e-12
+
+
+def seen_and_hidden(rank: int, first: bool) -> Gradients:
+    """Let one block run twice, once so that what comes out is hidden."""
+    model = model_of("shown", "shown")
+    losses = []
+    for hidden in (first, not first):
+        model.blocks[1].how = "boxed" if hidden else "shown"
+        losses.append(loss_of(model, rank, int(hidden)))
+    torch.stack(losses).sum().backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_unit_that_is_seen_and_hidden_ends_with_the_backward(ranks: Ranks, first: bool) -> None:
+    model: Any = make(lambda: Model("shown", "shown"))
+    for rank in range(2):
+        ((loss_of(model, rank, 0) + loss_of(model, rank, 1)) / 2).backward()
+    for found in ranks(2).run(seen_and_hidden, first):
+        assert worst(found, gradients(model)) < 1e-12

@@ -380,7 +380,8 @@ class Schedule:
                 self._reach(run)
             elif not ended and run.marked and run.reached and not run.left and self._last:
                 run.left = True
-                self._finish_unit(run.unit)
+                if not run.unit.hidden:
+                    self._finish_unit(run.unit)
 
     def _reach(self, run: Run) -> None:
         unit = run.unit
