@@ -56,12 +56,16 @@ def test_every_rank_gets_its_place_and_the_folder_they_share(tmp_path: Path) -> 
     assert [(tmp_path / str(r)).read_text() for r in range(3)] == [f"{r} {r} 3 3" for r in range(3)]
 
 
-def test_the_rank_that_failed_first_is_shown_first(capfd: pytest.CaptureFixture[str]) -> None:
-    # The cause notes its exception first but is the last to be gone.
+def test_the_rank_that_failed_first_is_shown_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The cause notes its exception first, which the others wait for, but is the last to be gone.
     program = (
         f"import sys; sys.path.insert(0, {TOOLS!r}); from train.launch import note_failure; "
+        f"from pathlib import Path; noted = Path({str(tmp_path / 'noted')!r})\n"
         + RANK
-        + "time.sleep(0.3 * (rank != 2)); note_failure(rank); time.sleep(0.5 * (rank == 2)); "
+        + "\nwhile rank != 2 and not noted.exists(): time.sleep(0.01)\n"
+        + "note_failure(rank); noted.touch(); time.sleep(0.5 * (rank == 2)); "
         + "sys.exit('the cause' if rank == 2 else 'connection closed by peer')"
     )
     assert launch(_python(program), 4) == 1
