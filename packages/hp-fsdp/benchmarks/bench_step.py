@@ -1,8 +1,8 @@
 """Time a training step against torch's fully_shard on gloo ranks.
 
 All sides run in the same processes, one step each in turn; see `arms` for what torch is given, and
-`by_hand` for "apart", the step whose computation and communication do not overlap. gloo
-on CPU: the figures say something about overlap, copies and host time, nothing about GPUs.
+`by_hand` for "apart", the step whose computation and communication do not overlap. gloo on CPU: the
+figures say something about overlap, copies and host time, nothing about GPUs.
 """
 
 import argparse

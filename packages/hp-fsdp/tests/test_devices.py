@@ -57,6 +57,7 @@ def test_the_batch_sizes_of_a_packed_sequence_stay_on_the_cpu() -> None:
     assert type(moved) is type(given)
     assert [x.device.type for x in moved] == ["meta", "cpu", "meta", "meta"]
     assert cast_floating(given, torch.float64).data.dtype == torch.float64
+    assert cast_floating(given, torch.float32) is given
 
 
 class Counting(nn.Module):

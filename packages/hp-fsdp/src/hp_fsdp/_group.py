@@ -626,8 +626,7 @@ class ParameterGroup:
             for unsharded, trains in zip(self.table.unsharded, flags, strict=True):
                 if trains != unsharded.requires_grad:
                     unsharded.requires_grad_(trains)
-            self._training = flags
-            self.trains = True in flags
+            self._training, self.trains = flags, True in flags
         if not backward:
             self._stayed = False
 
@@ -651,7 +650,7 @@ class ParameterGroup:
             for sharded, trains, before in flags:
                 if trains != before:
                     sharded.requires_grad_(trains)
-            self._training = shown
+            self._training, self.trains = shown, True in shown
 
     def refusals(self) -> list[str]:
         """Return why `reset_sharded` cannot take what is registered now: nothing if it can."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ._errors import StateError, UnsupportedError
 from ._precision import (
-    any_tensors,
     can_look_into,
     cast_floating,
     map_tensors,
     move_tensors,
+    tensors_in,
     tensors_with_gradient,
 )
 from ._schedule import Schedule
@@ -224,7 +224,7 @@ def _hides(run: Run, output: Any) -> bool:
     """Return whether backward may go through a frozen unit in what cannot be looked into."""
     if not (run.marked or run.hidden_input):
         return False
-    return not (can_look_into(output) and any_tensors(output))
+    return not (can_look_into(output) and tensors_in(output))
 
 
 def _of_its_own(run: Run, tensor: Tensor) -> Tensor:

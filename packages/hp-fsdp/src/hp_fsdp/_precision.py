@@ -35,11 +35,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return value if all(map(is_, new, old)) else rebuild(new)
     if isinstance(value, (dict, Mapping)):  # the second takes longer to ask
         return _map_items(function, value)
-    if isinstance(value, PackedSequence):  # whose batch sizes stay on the CPU
-        rest = (map_tensors(function, each) for each in value[2:])
-        return PackedSequence(function(value.data), value.batch_sizes, *rest)
     if isinstance(value, (list, tuple)):
-        parts = [map_tensors(function, item) for item in value]
+        # The batch sizes of a packed sequence stay what and where they are, on the CPU.
+        kept = value.batch_sizes if isinstance(value, PackedSequence) else None
+        parts: list[Any] = [item if item is kept else map_tensors(function, item) for item in value]
         if all(map(is_, parts, value)):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -110,19 +109,11 @@ def tensors_with_gradient(value: Any) -> list[Tensor]:
     """Return the tensors in ``value`` that require a gradient, in the order of `map_tensors`."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(look, value)
-    return found
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
-def any_tensors(value: Any) -> bool:
-    """Return whether there is a tensor in ``value`` that `map_tensors` finds."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, in the order of `map_tensors`."""
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -130,7 +121,7 @@ def any_tensors(value: Any) -> bool:
         return tensor
 
     map_tensors(look, value)
-    return bool(found)
+    return found
 
 
 def can_look_into(value: Any) -> bool:

@@ -45,13 +45,12 @@ class Run:
     """One forward of a unit, and how far its backward is.
 
     ``expected``: backward can be seen to reach it. ``marked``: and to leave it. ``hidden_input``:
-    it may leave it in what cannot be looked into. ``backward``: the
-    number of the last one that did. ``order``: the begins (False) and ends (True) of all runs of
-    its pass, in which its own have the positions ``begin`` and ``end``. ``output``: the one tensor
-    that backward comes in by, if there is one. ``follower``: the run that took it for its only
-    input with a gradient, its ``input``, so that this one's backward begins where that one's ends.
-    ``within``: the modules that are called from calls of their own. ``number``: autograd's of what
-    it computed first.
+    it may leave it in what cannot be looked into. ``backward``: the number of the last one that
+    did. ``order``: the begins (False) and ends (True) of all runs of its pass, in which its own
+    have the positions ``begin`` and ``end``. ``output``: the one tensor that backward comes in by,
+    if there is one. ``follower``: the run that took it for its only input with a gradient, its
+    ``input``, so that this one's backward begins where that one's ends. ``within``: the modules
+    that are called from calls of their own. ``number``: autograd's of what it computed first.
     """
 
     # Most of them stay as they are here for a while, and a step makes many runs.
