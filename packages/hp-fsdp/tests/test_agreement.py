@@ -189,7 +189,7 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 SAID = {
     "granularity": "the offsets: ...",
-    "layout": "the layout: ExactLayout on rank 0, RaggedLayout on rank 1, and 1 more",
+    "layout": "the layout: exact on rank 0, ragged on rank 1, and 1 more",
     "reduction": "the divisor of gradients: 2 on rank 0, 1 on rank 1",
 }
 

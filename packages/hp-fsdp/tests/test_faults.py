@@ -25,8 +25,7 @@ from hp_fsdp import (
     fully_shard,
 )
 from hp_fsdp._extensions import ExtendedLayout
-from hp_fsdp._layout_exact import ExactLayout
-from hp_fsdp._layout_ragged import RaggedLayout
+from hp_fsdp._layout import Layout
 
 from .gathering import Halved, Layers, Whole, Wrapped
 from .models import Gradients, Net, gradients, make, mesh_of, tokens, worst
@@ -504,7 +503,7 @@ class Injection:
         with ExitStack() as stack:
             for kinds, names in (
                 ((_buffers.ResizeBuffer, _buffers.RingBuffer, Resize, Ring), inside),
-                ((ExactLayout, RaggedLayout, ExtendedLayout), (*outside, "gradient_rows")),
+                ((Layout, ExtendedLayout), (*outside, "gradient_rows")),
             ):
                 for kind, name in itertools.product(kinds, names):
                     if name in vars(kind):

@@ -89,7 +89,7 @@ def test_each_rank_gets_its_run_of_a_buffer_in_which_some_are_frozen(
     chosen = [i for i in range(len(shapes)) if random.random() < 0.7]
     gradients = [gradient for i, gradient in enumerate(numbered(shapes)) if i in chosen]
     for index in range(degree):
-        rows = plan.gradient_rows(chosen, index)
+        rows = plan.gradient_rows(chosen, index, 8)
         flat = written(rows, gradients)
         assert torch.equal(flat, packed(rows, gradients)) or not chosen
         share = flat.view(degree, -1)[index]

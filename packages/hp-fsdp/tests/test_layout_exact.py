@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hp_fsdp import _layout_exact
-from hp_fsdp._layout_exact import GroupPlan, plan_group
+from hp_fsdp._layout_exact import ExactPlan, plan_group
 from hp_fsdp._offsets import ALIGNMENT, ShardSpec
 
 from .strategies import degrees, itemsizes, shapes, thresholds
@@ -21,12 +21,12 @@ relaxed = settings(deadline=None, max_examples=100)
 
 def planned(
     shapes: Shapes, degree: int, itemsize: int, direct_bytes: float | None = None
-) -> GroupPlan:
+) -> ExactPlan:
     specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
     return plan_group(specs, degree, itemsize, direct_bytes)
 
 
-def spans(plan: GroupPlan) -> list[tuple[int, int]]:
+def spans(plan: ExactPlan) -> list[tuple[int, int]]:
     return [
         (start, start + spec.shard_numel)
         for start, spec in zip(plan.starts, plan.specs, strict=True)

@@ -12,8 +12,16 @@ from rank_pool import RankPool
 from torch import nn
 
 from hp_dtensor import Axis, TorchCollectives
-from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingError, _offsets, fully_shard
-from hp_fsdp._layout_exact import ExactLayout
+from hp_fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    Resize,
+    ShardingError,
+    _offsets,
+    fully_shard,
+)
+from hp_fsdp._layout import Layout
+from hp_fsdp._layout_exact import plan_group
 from hp_fsdp._offsets import ShardSpec
 
 from .models import (
@@ -65,8 +73,13 @@ def staged(rank: int, degree: int) -> list[bool]:
     wholes = [torch.arange(12.0).view(6, 2) + 1, torch.arange(5.0)]
     specs = [ShardSpec(shape=tuple(whole.shape), dim=0, degree=degree) for whole in wholes]
     locals_ = [spec.part(whole, axis.index) for spec, whole in zip(specs, wholes, strict=True)]
-    layout = ExactLayout(
-        locals_, specs, axis, dtype=torch.bfloat16, device=torch.device("cpu"), direct_bytes=0
+    layout = Layout(
+        locals_,
+        plan_group(specs, degree, 2, 0),
+        axis,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        buffers=Resize(),
     )
     layout.free()
     seen = []

@@ -24,17 +24,17 @@ from ._errors import (
     shown,
 )
 from ._group import ParameterGroup
-from ._layout_exact import plan_group
+from ._layout import Layout
+from ._layout_exact import ExactPlan, plan_group
 from ._mesh import MeshInfo
-from ._offsets import GradientRows, ShardSpec, rows_by_rank
 from ._param import Owner, RaggedParameter, ShardedParameter
 from ._states import ParameterState
 from ._streams import Streams, Waitable
 from ._torch import inside_backward, is_extended, preserved_versions, writes_to
 
 
-class ExtendedLayout:
-    """The shards of one group, tensors on their own, and what is gathered; a `Layout`.
+class ExtendedLayout(Layout):
+    """The shards of one group, tensors on their own, and what is gathered.
 
     The inputs are set anew before every gather; all of them travel as bytes, in one all-gather.
     There are no full views before the first: `received` has what arrived. ``shard`` is empty: it
@@ -42,38 +42,21 @@ class ExtendedLayout:
     """
 
     def __init__(
-        self,
-        locals_: Sequence[Tensor],
-        specs: Sequence[ShardSpec],
-        axis: Axis,
-        *,
-        dtype: torch.dtype,
+        self, locals_: Sequence[Tensor], plan: ExactPlan, axis: Axis, *, dtype: torch.dtype
     ) -> None:
         """Take this rank's parts as they are."""
         first = locals_[0]
-        self.specs = tuple(specs)
-        self.plan = plan_group(specs, axis.size, first.element_size(), math.inf)
-        self.spans = [
-            (start, start + spec.shard_numel)
-            for start, spec in zip(self.plan.starts, specs, strict=True)
-        ]
+        self.plan, self._index = plan, axis.index
+        self.specs, self.spans = plan.specs, plan.spans(axis.index)
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.shards = list(locals_)
-        self.fulls = [
-            torch.empty(shape, dtype=dtype, device="meta") for shape in (s.shape for s in specs)
-        ]
-        self._index = axis.index
-        self._degree = axis.size
-        self._inputs: list[Tensor] = []
+        self.fulls = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in plan.specs]
+        self._inputs = []
         self._shapes: list[list[torch.Size]] = []
-        self._outputs: list[ResizeBuffer] = []
+        self._arriving: list[ResizeBuffer] = []
         self.renewed = False  # what arrives is in other memory than full tensors were made of
         self._inner: list[tuple[UntypedStorage, int]] = []
-        self._block: list[Tensor] = []
-
-    def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return the offsets of the gradients of the parameters at ``chosen``, rank by rank."""
-        return rows_by_rank([self.specs[i] for i in chosen], self._index, itemsize)
+        self._block = []
 
     @property
     def available(self) -> bool:
@@ -85,9 +68,10 @@ class ExtendedLayout:
         self._shapes = [[tensor.shape for tensor in each] for each in inputs]
         flats = [tensor.reshape(-1) for each in inputs for tensor in each]
         self._inputs = [flat.view(torch.uint8) for flat in flats]
-        if not self._outputs:
-            self._outputs = [
-                ResizeBuffer(self._degree * flat.numel(), flat.dtype, flat.device) for flat in flats
+        if not self._arriving:
+            self._arriving = [
+                ResizeBuffer(self.plan.degree * flat.numel(), flat.dtype, flat.device)
+                for flat in flats
             ]
 
     def gather(
@@ -99,19 +83,19 @@ class ExtendedLayout:
         return collectives.all_gather(axis, self._inputs, self._lent())
 
     def _lent(self) -> list[Tensor]:
-        if any(output.lent for output in self._outputs):
+        if any(output.lent for output in self._arriving):
             self._inner, self.renewed = [], True
-        for output in self._outputs:
+        for output in self._arriving:
             output.allocate()
-        flats = [output.writable.view(torch.uint8) for output in self._outputs]
-        for output in self._outputs:
+        flats = [output.writable.view(torch.uint8) for output in self._arriving]
+        for output in self._arriving:
             output.lent = True
         return flats
 
     def wait(self, work: Waitable) -> None:
         """Wait for the all-gather; from then on its memory is used by nobody else."""
         work.wait()
-        for output in self._outputs:
+        for output in self._arriving:
             output.lent = False
         self._inputs = []
 
@@ -123,14 +107,14 @@ class ExtendedLayout:
 
     def received(self) -> list[list[Tensor]]:
         """Return what arrived of each parameter, one after the other along the first dimension."""
-        outputs = iter(self._outputs)
+        outputs = iter(self._arriving)
         return [
             [next(outputs).tensor.view(self._stacked(shape)) for shape in each]
             for each in self._shapes
         ]
 
     def _stacked(self, shape: torch.Size) -> tuple[int, ...]:
-        return (self._degree * shape[0], *shape[1:]) if shape else (self._degree,)
+        return (self.plan.degree * shape[0], *shape[1:]) if shape else (self.plan.degree,)
 
     def hold(self, inner: Iterable[Tensor]) -> None:
         """Allocate and free the memory of these tensors too from now on."""
@@ -138,10 +122,10 @@ class ExtendedLayout:
             self._inner.append((storage, storage.nbytes()))
 
     def save_block(self, size: int) -> None:
-        """Copy what ``size`` neighbours hold together of what arrived; a `Layout`."""
+        """Copy what ``size`` neighbours hold together of what arrived."""
         self._block = [
             output.tensor.view(torch.uint8).view(size, -1)[self._index % size].clone()
-            for output in self._outputs
+            for output in self._arriving
         ]
 
     def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
@@ -150,18 +134,14 @@ class ExtendedLayout:
             return None
         return collectives.all_gather(axis, self._block, self._lent())
 
-    def drop_block(self) -> None:
-        """Release what `save_block` copied."""
-        self._block = []
-
     def free(self) -> None:
         """Give back the memory of what arrived, and of the tensors inside of full ones.
 
         Leave it to a collective that may still use it; some of the tensors are views of it.
         """
-        if any(output.lent for output in self._outputs):
+        if any(output.lent for output in self._arriving):
             return
-        for output in self._outputs:
+        for output in self._arriving:
             output.free()
         for storage, _ in self._inner:
             storage.resize_(0)
@@ -327,7 +307,9 @@ class ExtendedGroup(ParameterGroup):
     def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> ExtendedLayout:
         self._kinds: Kinds | None = None  # what the hooks before gathering returned at first
         self._unsharded_new = False
-        return ExtendedLayout(locals_, self._specs, self.axes.shard, dtype=compute)
+        degree, itemsize = self.axes.shard.size, locals_[0].element_size()
+        plan = plan_group(self._specs, degree, itemsize, math.inf)
+        return ExtendedLayout(locals_, plan, self.axes.shard, dtype=compute)
 
     def _hook_gradients(self) -> None:
         """Leave gradients to be packed at the end: unsharded parameters come late."""

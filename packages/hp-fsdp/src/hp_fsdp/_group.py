@@ -2,9 +2,10 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from operator import is_, or_
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from hp_dtensor import Axis, Collectives, RaggedTensor
 
 from ._errors import StateError
 from ._gradients import BucketHooks, why_not_fused
-from ._layout_exact import ExactLayout
-from ._layout_ragged import RaggedLayout, plan_ragged
+from ._layout import Layout
+from ._layout_exact import ExactPlan, plan_group
+from ._layout_ragged import RaggedPlan, plan_ragged
 from ._mesh import DataAxes
 from ._offsets import GradientRows, ShardSpec, is_large
 from ._options import GroupConfig, Options
@@ -48,103 +50,6 @@ from ._torch import (
 
 # The states in which there is something to gather.
 RESTING = (ParameterState.SHARDED, ParameterState.POST_FORWARD)
-
-
-class Plan(Protocol):
-    """What a report asks of a layout's plan."""
-
-    @property
-    def shard_numel(self) -> int:
-        """Return the elements per rank."""
-        ...
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Return the bytes of the parameters themselves."""
-        ...
-
-    @property
-    def padding_bytes(self) -> int:
-        """Return the bytes of every gather that no parameter needs."""
-        ...
-
-    @property
-    def direct(self) -> tuple[bool, ...]:
-        """Return which parameters are gathered into place."""
-        ...
-
-    def rows_per_rank(self, position: int) -> int:
-        """Return how many rows of a parameter a rank holds at most."""
-        ...
-
-
-class Layout(Protocol):
-    """One group's flat shard and what it is gathered into.
-
-    ``shards`` and ``fulls`` are views per parameter, ``spans`` the parameters' elements
-    ``[start, end)`` of the flat ``shard``. Shards are always readable, full views between
-    `finish_gather` and `free`. What a gather reads and writes is lent to it from before its start
-    until `wait` returned. `free` is legal at any time: memory that is still lent then, because a
-    start or a wait raised, is left to the collective, and the next gather goes to new memory and
-    new ``fulls``.
-    """
-
-    shard: Tensor
-    shards: list[Tensor]
-    fulls: list[Tensor]
-    spans: list[tuple[int, int]]
-
-    @property
-    def plan(self) -> Plan:
-        """Return the offsets of everything."""
-        ...
-
-    @property
-    def specs(self) -> tuple[ShardSpec, ...]:
-        """Return how each parameter is sharded."""
-        ...
-
-    @property
-    def available(self) -> bool:
-        """Return whether there is memory to gather into."""
-        ...
-
-    def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return the offsets of the packed gradients of the parameters at ``chosen``."""
-        ...
-
-    def gather(
-        self, axis: Axis, collectives: Collectives, streams: Streams | None = None
-    ) -> Waitable | None:
-        """Start the one all-gather over ``axis``; None where there is nothing to send.
-
-        What is sent is copied beside the computation where there are ``streams``.
-        """
-        ...
-
-    def wait(self, work: Waitable) -> None:
-        """Wait for the all-gather; from then on its memory is used by nobody else."""
-        ...
-
-    def finish_gather(self, work: Waitable | None) -> None:
-        """Bring what arrived to its place, after `wait`."""
-        ...
-
-    def save_block(self, size: int) -> None:
-        """Copy, of what was gathered, this rank's part among ``size`` neighbours."""
-        ...
-
-    def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
-        """Start an all-gather over a smaller axis of what `save_block` copied."""
-        ...
-
-    def drop_block(self) -> None:
-        """Release what `save_block` copied."""
-        ...
-
-    def free(self) -> None:
-        """Give back the memory of the gather."""
-        ...
 
 
 class ParameterGroup:
@@ -218,16 +123,18 @@ class ParameterGroup:
 
     def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
         config = self.config
-        return ExactLayout(
+        return Layout(
             locals_,
-            self._specs,
+            self._plan_for(min(locals_[0].element_size(), compute.itemsize)),
             self.axes.shard,
             dtype=compute,
             device=config.device,
             buffers=config.buffers,
             pinned=config.pinned and not locals_[0].is_meta,
-            direct_bytes=config.direct_bytes,
         )
+
+    def _plan_for(self, itemsize: int) -> ExactPlan | RaggedPlan:
+        return plan_group(self._specs, self.axes.shard.size, itemsize, self.config.direct_bytes)
 
     def _build_unsharded(self) -> None:
         for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
@@ -739,13 +646,10 @@ class ParameterGroup:
 class RaggedGroup(ParameterGroup):
     """Parameters whose parts are runs of one share; gradients are reduced in that layout."""
 
-    layout: RaggedLayout
-
     def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         parameters = cast("list[RaggedParameter]", self.parameters)
-        index = self.axes.shard.index
         dtypes = choose_dtypes(self.config.precision, wholes[0].dtype)
-        self._ragged_plan = plan_ragged(
+        self._shares = plan = plan_ragged(
             [tuple(whole.shape) for whole in wholes],
             [parameter.atom for parameter in parameters],
             self.axes.shard.size,
@@ -753,23 +657,14 @@ class RaggedGroup(ParameterGroup):
         )
         parts = []
         for position, (parameter, whole) in enumerate(zip(parameters, wholes, strict=True)):
-            plan = self._ragged_plan
             parameter.set_runs(plan.leading(position), plan.sizes(position))
-            first, end = plan.span(position, index)
-            parts.append(whole.flatten()[first:end].view(plan.held(position, index)[1]))
+            first, end = plan.span(position, self.axes.shard.index)
+            shape = plan.held(position, self.axes.shard.index)[1]
+            parts.append(whole.flatten()[first:end].view(shape))
         return parts
 
-    def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> RaggedLayout:
-        config = self.config
-        return RaggedLayout(
-            locals_,
-            self._ragged_plan,
-            self.axes.shard,
-            dtype=compute,
-            device=config.device,
-            buffers=config.buffers,
-            pinned=config.pinned and not locals_[0].is_meta,
-        )
+    def _plan_for(self, itemsize: int) -> RaggedPlan:
+        return replace(self._shares, itemsize=itemsize)
 
 
 @cache

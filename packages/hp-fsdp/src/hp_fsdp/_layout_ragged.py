@@ -1,20 +1,14 @@
-"""All parameters of a group in one buffer, split in equal shares: one all-gather, no copies."""
+"""Where all parameters of a group lie in one buffer that is split in equal shares: no copies."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from hp_dtensor import Axis, Collectives
-
-from ._buffers import Buffer, Buffers, Resize, as_sent, in_own_storage
-from ._layout_exact import prepared_gather
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
-from ._streams import Streams, Waitable, gather_copy
 
 TRIES = 64  # shares of one step before the next step
 
@@ -26,6 +20,7 @@ class RaggedPlan:
     Shares end between the atoms of a parameter: ``atoms[i]`` elements that stay together.
     """
 
+    kind: ClassVar[str] = "ragged"
     degree: int
     itemsize: int
     share: int
@@ -34,9 +29,24 @@ class RaggedPlan:
     starts: tuple[int, ...]
 
     @property
+    def specs(self) -> tuple[ShardSpec, ...]:
+        """Return the shapes, as if each parameter were sharded evenly along dim 0."""
+        return tuple(ShardSpec(shape=shape, dim=0, degree=self.degree) for shape in self.shapes)
+
+    @property
     def shard_numel(self) -> int:
         """Return the elements per rank."""
         return self.share
+
+    @property
+    def full_numel(self) -> int:
+        """Return the elements of the buffer."""
+        return self.degree * self.share
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Return the one piece of the share that the all-gather sends: all of it."""
+        return ((0, self.share),)
 
     @property
     def parameter_bytes(self) -> int:
@@ -46,7 +56,7 @@ class RaggedPlan:
     @property
     def padding_bytes(self) -> int:
         """Return the bytes of every gather that no parameter needs."""
-        return self.degree * self.share * self.itemsize - self.parameter_bytes
+        return self.full_numel * self.itemsize - self.parameter_bytes
 
     @property
     def direct(self) -> tuple[bool, ...]:
@@ -87,19 +97,33 @@ class RaggedPlan:
         """Return how many rows of the flattened leading dims a rank holds at most."""
         return max(self.sizes(position))
 
-    def gradient_rows(self, chosen: Sequence[int], index: int) -> GradientRows:
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Return which elements of the share of the rank at ``index`` are each parameter's."""
+        held = [self.held(position, index) for position in range(len(self.shapes))]
+        return [(start, start + math.prod(shape)) for start, shape in held]
+
+    def wholes(self, memory: Tensor) -> list[Tensor]:
+        """Return the parameters in the flat buffer, as views."""
+        places = zip(self.starts, self.shapes, strict=True)
+        return [memory[start : start + math.prod(shape)].view(shape) for start, shape in places]
+
+    def copy_out(self, memory: Tensor) -> Callable[[], object] | None:
+        """Return None: every parameter arrives in its place."""
+        return None
+
+    def gradient_rows(self, chosen: Sequence[int], index: int, itemsize: int) -> GradientRows:
         """Return the offsets of gradients of ``chosen``: as in the buffer, in one row.
 
         Parameters that several ranks have a part of leave no columns for flags between the shares.
         """
         specs = [ShardSpec(shape=self.shapes[i], dim=0, degree=1) for i in chosen]
         apart = self.degree > 1
-        flags = 0 if apart else round_up(len(chosen), elements_of(ALIGNMENT, self.itemsize))
+        flags = 0 if apart else round_up(len(chosen), elements_of(ALIGNMENT, itemsize))
         return GradientRows.of(
             specs,
             [self.starts[i] for i in chosen],
             1,
-            self.degree * self.share + flags,
+            self.full_numel + flags,
             [self.held(i, index) for i in chosen],
             self.share,
             flags_apart=apart,
@@ -162,129 +186,3 @@ def _place(
         starts.append(cursor)
         cursor += numel
     return starts if cursor <= degree * share else None
-
-
-class RaggedLayout:
-    """The share of one group and the buffer that it is gathered into; a `Layout`.
-
-    Each parameter is one run of the buffer, so that nothing is moved after the all-gather.
-    """
-
-    def __init__(
-        self,
-        locals_: Sequence[Tensor],
-        plan: RaggedPlan,
-        axis: Axis,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        buffers: Buffers,
-        pinned: bool = False,
-    ) -> None:
-        """Copy this rank's parts (``locals_``) into a new share, of their dtype and device."""
-        first = locals_[0]
-        self.plan = plan
-        self.specs = tuple(ShardSpec(shape=s, dim=0, degree=plan.degree) for s in plan.shapes)
-        self._index = axis.index
-        self.shard = torch.zeros(
-            plan.share, dtype=first.dtype, device=first.device, pin_memory=pinned
-        )
-        held = [plan.held(position, axis.index) for position in range(len(plan.shapes))]
-        self.spans = [(start, start + math.prod(shape)) for start, shape in held]
-        views = [
-            self.shard[start:end].view(shape)
-            for (start, end), (_, shape) in zip(self.spans, held, strict=True)
-        ]
-        self.shards = [in_own_storage(view) for view in views]
-        for view, local in zip(self.shards, locals_, strict=True):
-            view.copy_(local)
-        self._inputs = [as_sent(self.shard)]
-        self._output: Buffer = buffers.buffer(plan.degree * plan.share, dtype, device)
-        self._view(self._output.tensor)
-        as_stored = first.dtype == dtype and (first.device == device or first.is_meta)
-        self._sent: Buffer | None = None
-        if not as_stored:
-            self._sent = Resize().buffer(plan.share, dtype, device)
-            self._sent.free()
-        self._block: Tensor | None = None
-
-    def _view(self, memory: Tensor) -> None:
-        self.fulls = [
-            memory[start : start + math.prod(shape)].view(shape)
-            for start, shape in zip(self.plan.starts, self.plan.shapes, strict=True)
-        ]
-        self._outputs = [as_sent(self._output.writable)]
-        self._started_by: Collectives | None = None  # what `_start` starts the gather by
-        self._memory = memory  # last: an interrupt before it lets the next gather begin again
-
-    def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return the offsets of the gradients at ``chosen``: as parameters are gathered."""
-        return self.plan.gradient_rows(chosen, self._index)
-
-    @property
-    def available(self) -> bool:
-        """Return whether there is memory to gather into."""
-        return self._output.available
-
-    def gather(
-        self, axis: Axis, collectives: Collectives, streams: Streams | None = None
-    ) -> Waitable | None:
-        """Start the all-gather of the share over ``axis``."""
-        self._output.allocate()
-        if self._output.tensor is not self._memory:
-            self._renew()
-        if self._sent is None:
-            if self._started_by is not collectives:
-                self._start = prepared_gather(collectives, axis, self._inputs, self._outputs)
-                self._started_by = collectives
-            self._output.lent = True
-            return self._start()
-        self._sent.allocate()
-        self._sent.lent = True
-        source = self._sent.writable
-        start = partial(collectives.all_gather, axis, [as_sent(source)], self._outputs)
-        if streams is not None:
-            self._output.lent = True
-            return gather_copy(streams.gather, source, self.shard, start)
-        source.copy_(self.shard, non_blocking=True)
-        self._output.lent = True
-        return start()
-
-    def _renew(self) -> None:
-        with torch.inference_mode(False):
-            self._view(self._output.tensor)
-
-    def save_block(self, size: int) -> None:
-        """Copy what this rank is to hold between forward and backward among ``size`` neighbours."""
-        self._block = self._output.writable.view(size, -1)[self._index % size].clone()
-
-    def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
-        """Start an all-gather over a smaller axis of what `save_block` copied."""
-        if self._block is None:
-            return None
-        self._output.allocate()
-        if self._output.tensor is not self._memory:
-            self._renew()
-        self._output.lent = True
-        return collectives.all_gather(axis, [as_sent(self._block)], self._outputs)
-
-    def drop_block(self) -> None:
-        """Release what `save_block` copied."""
-        self._block = None
-
-    def wait(self, work: Waitable) -> None:
-        """Wait for the all-gather; from then on its memory is used by nobody else."""
-        work.wait()
-        self._output.lent = False
-        if self._sent is not None:
-            self._sent.lent = False
-            self._sent.free()
-
-    def finish_gather(self, work: Waitable | None) -> None:
-        """Do nothing: what arrived is in its place."""
-
-    def free(self) -> None:
-        """Give back the memory of the gather, or leave it to a collective that may still use it."""
-        self._output.free()
-        if self._sent is not None:
-            self._sent.free()

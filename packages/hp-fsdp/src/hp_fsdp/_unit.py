@@ -431,7 +431,8 @@ class Unit:
                 trains = "trains" if i in reduced or act is not Act.REDUCTION else "is frozen"
                 cut = "kept whole" if p.dim is None else f"cut along dim {p.dim}"
                 facts[p.name] = f"shape {tuple(p.shape)} {cut}, {trains}"
-            facts[f"the layout{of}"] = type(layout).__name__
+            hooks = "" if group.flat else ", of tensors with all-gather hooks"
+            facts[f"the layout{of}"] = layout.plan.kind + hooks
             dtypes = layout.shard.dtype, group.dtypes.compute, group.dtypes.reduce
             facts[f"the dtypes{of}"] = "stored {}, computed {}, reduced {}".format(*dtypes)
             facts[f"{_OFFSETS}{of}"] = str(layout.plan)
