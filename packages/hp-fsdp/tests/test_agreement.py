@@ -223,6 +223,35 @@ def test_a_parameter_of_any_name_is_compared(ranks: Ranks) -> None:
         assert "layout: shape (4,) cut along dim 0, trains on rank 0" in said
 
 
+class Ordered(nn.Module):
+    """Two alike parameters, registered in an order that is given."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(4, 4, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both, in one order."""
+        children = dict(self.named_children())
+        out: Tensor = children["b"](children["a"](x))
+        return out
+
+
+def registered_in_order(rank: int) -> str:
+    model: Any = fully_shard(Ordered(("ab", "ba")[rank]), mesh_of((2,), ("fsdp",)))
+    with pytest.raises(DisagreementError) as caught:
+        model(torch.ones(2, 4))
+    return str(caught.value)
+
+
+def test_alike_parameters_in_another_order_are_found(ranks: Ranks) -> None:
+    said = ranks(2).run(registered_in_order)
+    assert said[0] == said[1]
+    order = "'a.weight', 'b.weight' on rank 0, 'b.weight', 'a.weight' on rank 1"
+    assert f"differ in the order of parameters: {order}" in said[0]
+
+
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_options_that_differ_between_ranks_are_found(ranks: Ranks, option: str) -> None:
     said = ranks(2).run(differently, option)

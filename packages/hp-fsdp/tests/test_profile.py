@@ -41,3 +41,18 @@ def test_a_profile_names_the_module_and_the_axis_of_each_call(
     }
     for found in ranks(torch.Size(shape).numel()).run(names, shape):
         assert found == expected
+
+
+def after_a_part(rank: int) -> set[str]:
+    """Return the names in a step of the root after one of a part that was called alone."""
+    model: Any = shard(make(Net), mesh_of((2,), ("fsdp",)))
+    model.blocks[1](torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    with torch.profiler.profile() as profiler:
+        loss_of(model, tokens(rank)).backward()
+    return {e.key for e in profiler.key_averages() if e.key.startswith("hp_fsdp.")}
+
+
+def test_what_was_called_alone_has_its_path_from_the_root_afterwards(ranks: Ranks) -> None:
+    for found in ranks(2).run(after_a_part):
+        packed = {name for name in found if "pack_gradients" in name}
+        assert packed == {f"hp_fsdp.pack_gradients {module}" for module in MODULES}

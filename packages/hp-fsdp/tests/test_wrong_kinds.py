@@ -9,7 +9,19 @@ from rank_pool import RankPool
 from torch import nn
 
 from hp_dtensor import TorchCollectives
-from hp_fsdp import Ring, ShardingError, fully_shard, sharded_optimizer
+from hp_fsdp import DataParallelMeshDims as Dims
+from hp_fsdp import (
+    FSDPModule,
+    MeshError,
+    ModuleError,
+    ParameterError,
+    Ring,
+    ShardingError,
+    fully_shard,
+    sharded_optimizer,
+)
+from hp_fsdp import register_fsdp_forward_method as register
+from hp_fsdp import share_comm_ctx as share
 
 from .models import mesh_of
 
@@ -17,6 +29,9 @@ Ranks = Callable[[int], RankPool]
 ADAMW = torch.optim.AdamW
 SHARD: Any = fully_shard  # mypy knows what is wrong, and users may not
 OPTIMIZER: Any = sharded_optimizer
+DIMS: Any = Dims
+REGISTER: Any = register
+SHARE: Any = share
 # Of a module that is not sharded, and one that is.
 CASES: dict[str, Callable[[Any, Any], object]] = {
     "buffers is 2": lambda plain, _: SHARD(plain, buffers=2),
@@ -30,6 +45,14 @@ CASES: dict[str, Callable[[Any, Any], object]] = {
     "modules is of type FSDPLinear": lambda _, unit: unit.set_modules_to_forward_prefetch(unit),
     "factor is 'x'": lambda _, unit: unit.set_gradient_divide_factor("x"),
     "hook is 3": lambda _, unit: unit.set_all_reduce_hook(3),
+    "stream is 'x'": lambda _, unit: unit.set_all_reduce_hook(print, stream="x"),
+    "event is 'x'": lambda _, unit: (unit(torch.ones(1, 4)), unit.set_post_optim_event("x")),
+    "enable is 'no'": lambda _, unit: unit.set_separate_reduce_scatter_group("no"),
+    "enable is 'yes'": lambda _, unit: unit.set_allocate_memory_from_process_group_for_comm("yes"),
+    "a module is 3": lambda _, unit: REGISTER(3, "x"),
+    "modules is of type FSDPLinear; legal is a list": lambda _, unit: SHARE(unit),
+    "shard is 1": lambda plain, _: DIMS(shard=1),
+    "an FSDPModule is": lambda _, unit: FSDPModule(),
     "module is of type generator": lambda _, unit: OPTIMIZER(ADAMW, unit.parameters()),
     "cls is an AdamW": lambda _, unit: OPTIMIZER(ADAMW(unit.parameters()), unit),
 }
@@ -50,3 +73,46 @@ def test_an_argument_of_another_kind_is_refused_by_name(ranks: Ranks, case: str)
     assert case in said
     assert "legal" in said or "give" in said
     assert typed
+
+
+def meaningless(rank: int) -> list[str]:
+    """Return what is said of values of the right kind that mean nothing, on one rank too."""
+    mesh = mesh_of((1,), ("fsdp",))
+    unit: Any = fully_shard(nn.Linear(4, 4), mesh)
+    small = {"min_shard_numel": 10**6, "shard_placement_fn": lambda _: "x"}
+    cases: list[tuple[type[Exception], Callable[[], object]]] = [
+        (ParameterError, lambda: SHARD(nn.Linear(4, 4), mesh, layout="ragged", granularity=0)),
+        (ParameterError, lambda: SHARD(nn.Linear(4, 4), mesh, **small)),
+        (
+            MeshError,
+            lambda: SHARD(nn.Linear(4, 4), mesh, dp_mesh_dims=Dims(shard=("fsdp", "fsdp"))),
+        ),
+        (ShardingError, lambda: unit.set_gradient_divide_factor(10**400)),
+        (ModuleError, lambda: SHARE([3])),
+    ]
+    said = []
+    for error, call in cases:
+        with pytest.raises(error) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_value_without_meaning_is_refused_on_one_rank_too(ranks: Ranks) -> None:
+    ((atom, small, twice, factor, shared),) = ranks(1).run(meaningless)
+    assert "granularity gives 0 for weight; legal are 1, 2, ... elements" in atom
+    assert "shard_placement_fn gives 'x' for weight; legal are Shard(dim)" in small
+    assert "'fsdp' is named twice" in twice
+    assert "factor=inf must be a positive finite number" in factor
+    assert "3" in shared
+    assert "legal are modules that were given to fully_shard" in shared
+
+
+def streamed(rank: int) -> str:
+    kept: Any = fully_shard(nn.Linear(4, 4), mesh_of((1,), ("fsdp",)), min_shard_numel=10**6)
+    kept.set_all_reduce_hook(print, stream=torch.Stream("cpu"))  # over one rank nothing is summed
+    return "taken"
+
+
+def test_a_stream_for_a_hook_is_legal_where_nothing_is_summed_over_replicas(ranks: Ranks) -> None:
+    assert ranks(1).run(streamed) == ["taken"]

@@ -443,6 +443,7 @@ class ParameterGroup:
             if plan is None or self._planned != chosen:
                 self._plan = plan = self._plan_of(chosen)
             self._planned = chosen
+        plan.path = self.path  # another, since the root of the step became another
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.bucket_hooks is not None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hp_dtensor import Axis, concatenate_meshes
 
-from ._errors import MeshError, ParameterError
+from ._errors import MeshError, MeshTypeError, ParameterError, shown
 from ._torch import flatten_axes, strided_shard
 
 
@@ -118,6 +118,13 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         """Refuse what names no axis."""
+        for name, given in (("shard", self.shard), ("replicate", self.replicate)):
+            each: tuple[object, ...] = given if isinstance(given, tuple) else (given,)
+            if given is not None and not all(isinstance(axis, str) for axis in each):
+                raise MeshTypeError(
+                    f"{name} is {shown(given)}; legal are the name of an axis, a tuple of such, "
+                    "and None"
+                )
         if not self.shard_names and not self.replicate_names:
             raise MeshError("shard and replicate are both empty; name at least one axis of data")
 
@@ -263,6 +270,9 @@ class WholeMeshInfo(MeshInfo):
         for name in (*dims.shard_names, *dims.replicate_names):
             if name not in present:
                 raise MeshError(f"no axis {name!r} in a mesh with axes {list(present)}")
+        for names in (dims.shard_names, dims.replicate_names):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise MeshError(f"axis {twice[0]!r} is named twice in {names}; name each once")
         both = set(dims.shard_names) & set(dims.replicate_names)
         if both:
             raise MeshError(f"axes {sorted(both)} are to shard and to replicate; choose one")

@@ -1,6 +1,7 @@
 """What a sharded module can do besides what it could before: setters, reports, and more."""
 
 import functools
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from ._errors import (
 from ._group import ParameterGroup
 from ._hooks import end_in_hook, post_forward, pre_forward, run_forward
 from ._mesh import new_axis
-from ._options import ReductionHook
+from ._options import ReductionHook, check_bool
 from ._schedule import drop_gradients, release_gradients
 from ._torch import (
     GROUP_MEMORY,
@@ -213,7 +214,11 @@ class Setters:
         given: object = factor
         if isinstance(given, bool) or not isinstance(given, int | float | None):
             raise ArgumentTypeError(f"factor is {shown(given)}; legal are numbers above 0 and None")
-        _edit(self, recurse, divide=None if factor is None else float(factor))
+        try:
+            divide = None if factor is None else float(factor)
+        except OverflowError:  # of an int
+            divide = math.inf
+        _edit(self, recurse, divide=divide)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do the same as `set_gradient_divide_factor`, under the name that came before it."""
@@ -241,8 +246,15 @@ class Setters:
             raise ArgumentTypeError(
                 f"hook is {shown(hook)}; legal are a function of a tensor, and None"
             )
-        if stream is not None and any(group.axes.replicate for group in unit.groups):
-            raise ShardingError("a stream for the hook is legal only on a mesh of one axis")
+        summed = {axis.size > 1 for group in unit.groups for axis in group.axes.replicate}
+        if stream is not None and True in summed:
+            raise ShardingError(
+                "a stream for the hook is legal only where this package sums nothing over "
+                "replicas: on a mesh of one axis, with no parameter kept whole (min_shard_numel)"
+            )
+        asked: object = stream
+        if not isinstance(asked, torch.Stream | None):
+            raise ArgumentTypeError(f"stream is {shown(asked)}; legal are a torch.Stream and None")
         _edit(self, False, hook=ReductionHook(function=hook, stream=stream))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module] | None) -> None:
@@ -293,6 +305,7 @@ class Setters:
         Making a group waits for all of its ranks. Those of earlier calls, for this module or those
         in it, are used again.
         """
+        check_bool("enable", enable)
         known = [group for unit in _units(self, True) for group in unit.groups]
         made = {group.own_axis.ranks: group.own_axis for group in known if group.own_axis}
         for group in (group for unit in _units(self, recurse) for group in unit.groups):
@@ -311,6 +324,9 @@ class Setters:
         schedule = _unit(self).schedule
         if schedule is None:
             raise StateError("an event after an optimizer step needs a forward before it")
+        given: object = event
+        if not callable(getattr(given, "wait", None)):
+            raise ArgumentTypeError(f"event is {shown(given)}; legal is a torch.Event")
         schedule.starts_after = event
 
     def set_custom_all_gather(self, comm: Communication) -> None:
@@ -341,6 +357,7 @@ class Setters:
         That takes a copy before and after each call. Raises `StateError` after
         `set_custom_all_gather` or `set_custom_reduce_scatter`, which may come later.
         """
+        check_bool("enable", enable)
         groups = _unit(self).groups
         for way in (way for group in groups for way in (group.gathers, group.scatters)):
             if isinstance(way, CustomAllGather | CustomReduceScatter) and not isinstance(
@@ -409,7 +426,7 @@ def _unsupported(name: str, instead: str) -> NoReturn:
     raise UnsupportedError(f"{name} is not supported; {instead}")
 
 
-def _units_of(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
+def _units_of(modules: Iterable[nn.Module], do: str = "prefetch") -> tuple[Unit, ...]:
     units = []
     listed: object = modules
     if isinstance(listed, nn.Module) or not isinstance(listed, Iterable):
@@ -419,7 +436,7 @@ def _units_of(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
         unit = unit_of(given) if isinstance(given, nn.Module) else None
         if unit is None:
             raise ModuleError(
-                f"a module to prefetch is {shown(module)}; legal are modules that were given to "
+                f"a module to {do} is {shown(module)}; legal are modules that were given to "
                 "fully_shard"
             )
         units.append(unit)
@@ -447,6 +464,8 @@ class FSDPModule(Setters):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Construct the module's own class: slices of a sharded container are not sharded."""
+        if cls is FSDPModule:
+            raise ModuleTypeError("an FSDPModule is made by fully_shard; give it a module")
         own = cast(Any, cls.__bases__[1])
         module = own.__new__(own, *args, **kwargs)
         module.__init__(*args, **kwargs)
@@ -638,6 +657,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Does nothing to a module that is not sharded. Raises `ModuleError` for a method that is not
     there.
     """
+    given: object = module
+    if not isinstance(given, nn.Module):
+        raise ModuleTypeError(f"a module is {shown(given)}; legal is an nn.Module")
     unit = unit_of(module)
     if unit is None:
         return
@@ -660,9 +682,4 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
 
     Raises `ModuleError` for a module that is not sharded.
     """
-    for module in modules:
-        if unit_of(module) is None:
-            raise ModuleError(
-                f"a module to share streams with is {shown(module)}; legal are modules that were "
-                "given to fully_shard"
-            )
+    _units_of(modules, "share streams with")

@@ -69,7 +69,7 @@ class Options:
             ("force_sum_reduction_for_comms", self.force_sum),
             ("is_last_backward", self.is_last_backward),
         ):
-            _check_bool(name, value)
+            check_bool(name, value)
         legal = list(get_args(GradientReduction))
         if self.reduction not in legal:
             raise ShardingError(f"gradient_reduction is {shown(self.reduction)}; legal are {legal}")
@@ -99,7 +99,8 @@ class Options:
         return float(size) if self.reduction == "mean" else 1.0
 
 
-def _check_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
+    """Raise `ShardingError` for anything but True and False."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name} is {shown(value)}; legal are True and False")
 

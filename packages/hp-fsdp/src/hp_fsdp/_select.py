@@ -156,15 +156,15 @@ class ParameterSelection:
     def _dim(
         self, parameter: nn.Parameter, name: str, placement: object, degree: int
     ) -> int | None:
-        if _largest_numel(parameter) < self.least_numel:
-            return None
-        if placement is None:
-            return _default_dim(parameter, degree)
-        if type(placement) is not Shard:
+        if placement is not None and type(placement) is not Shard:
             raise ParameterError(
                 f"shard_placement_fn gives {shown(placement)} for {name}; legal are Shard(dim), "
                 "None, and torch's ShardPlacementResult of one of them and a mesh"
             )
+        if _largest_numel(parameter) < self.least_numel:
+            return None
+        if placement is None:
+            return _default_dim(parameter, degree)
         dim, ndim = placement.dim, parameter.ndim
         if not -ndim <= dim < ndim:
             raise InvalidParameterError(
@@ -270,8 +270,10 @@ def _made(
         check_extension(original, name, dim, selection.ragged)
         return ExtendedParameter(original, owners, name, mesh_info)
     # One rank holds all in one run: exact and ragged are the same then.
-    if selection.ragged and dim is not None and mesh_info.axes.shard.size > 1:
-        return RaggedParameter(original, owners, name, mesh_info, selection.atom(original, name))
+    if selection.ragged and dim is not None:
+        atom = selection.atom(original, name)
+        if mesh_info.axes.shard.size > 1:
+            return RaggedParameter(original, owners, name, mesh_info, atom)
     return ShardedParameter(original, owners, name, mesh_info, dim)
 
 

@@ -412,7 +412,7 @@ class Unit:
         if axes:
             device = self.groups[0].config.device
             facts = self._facts(act)
-            if not _agree(axes, (act.name, self._number, facts), device):
+            if not _agree(axes, (act.name, self._number, sorted(facts.items())), device):
                 doing = act.value.format(self._paths()[self._number])
                 own = _Told(axes[0].ranks[axes[0].index], act.name, self._number, doing, facts)
                 raise DisagreementError(_difference(_tell(axes, own)))
@@ -431,6 +431,8 @@ class Unit:
                 trains = "trains" if i in reduced or act is not Act.REDUCTION else "is frozen"
                 cut = "kept whole" if p.dim is None else f"cut along dim {p.dim}"
                 facts[p.name] = f"shape {tuple(p.shape)} {cut}, {trains}"
+            order = ", ".join(repr(p.name) for p in group.parameters)
+            facts[f"the order of parameters{of}"] = order
             hooks = "" if group.flat else ", of tensors with all-gather hooks"
             facts[f"the layout{of}"] = layout.plan.kind + hooks
             dtypes = layout.shard.dtype, group.dtypes.compute, group.dtypes.reduce
@@ -479,7 +481,7 @@ def _tell(axes: Sequence[Axis], own: _Told) -> list[_Told]:
 def _difference(told: Sequence[_Told]) -> str:
     doing: dict[tuple[str, str], list[int]] = {}
     for each in told:
-        doing.setdefault((each.doing, str(each.facts)), []).append(each.rank)
+        doing.setdefault((each.doing, str(sorted(each.facts.items()))), []).append(each.rank)
     lines = [
         f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} to {what}"
         for (what, _), ranks in doing.items()
@@ -515,9 +517,10 @@ def _around(value: str, others: Sequence[str], shown: int = 80) -> str:
     if len(value) <= shown:
         return value
     first = min(
-        next((i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), shown)
+        next((i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), common)
         for other in others
         if other != value
+        for common in [min(len(value), len(other))]
     )
     start = max(0, first - shown // 2)
     return ("..." if start else "") + value[start : start + shown] + "..."
