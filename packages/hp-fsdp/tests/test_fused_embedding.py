@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_fsdp import fully_shard
-from hp_fsdp._gradients import GradientBucket, can_fuse_embedding
+from hp_fsdp._gradients import GradientBucket, can_fuse
 from hp_fsdp._offsets import ShardSpec, rows_by_rank
 
 from .models import Gradients, full, gradients, make, mesh_of, worst
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_to_be_returned_is_not_added(ranks: Ranks) -> None:
 
 
 def test_tables_that_renormalise_weigh_or_are_sparse_stay_as_they_are() -> None:
-    assert can_fuse_embedding(nn.Embedding(3, 2, padding_idx=0), "weight")
+    assert can_fuse(nn.Embedding(3, 2, padding_idx=0), "weight")
     for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        assert not can_fuse_embedding(nn.Embedding(3, 2, **cast(Any, options)), "weight")
-    assert not can_fuse_embedding(nn.Linear(2, 2), "weight")
+        assert not can_fuse(nn.Embedding(3, 2, **cast(Any, options)), "weight")
+    assert not can_fuse(nn.Linear(2, 2), "bias")

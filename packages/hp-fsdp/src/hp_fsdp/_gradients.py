@@ -76,10 +76,6 @@ class GradientBucket:
         spec = self._rows.extents[index].spec
         return not spec.dim and self._flat.dtype == dtype and len(spec.shape) == 2
 
-    def takes_rows(self, index: int) -> bool:
-        """Return whether `add_rows` can write the gradient."""
-        return not self._rows.extents[index].spec.dim
-
     def _first(self, index: int) -> bool:
         first, self.written[index] = not self.written[index], True
         return first
@@ -112,7 +108,7 @@ def _write(target: Tensor, source: Tensor, first: bool) -> None:
         target.add_(source)
 
 
-AddProduct = Callable[[Tensor, Tensor], None]
+Add = Callable[[Tensor, Tensor], None]
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -120,7 +116,7 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add_product: AddProduct
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add_product: Add
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.add_product = add_product
@@ -146,41 +142,12 @@ class _FusedLinear(torch.autograd.Function):
         return to_input, to_weight, to_bias, None
 
 
-def can_fuse(module: nn.Module, name: str) -> bool:
-    """Return whether ``module`` is a plain ``nn.Linear`` and ``name`` its weight."""
-    plain = type(module) is nn.Linear and "forward" not in vars(module)
-    return plain and name == "weight"
-
-
-def fuse(linear: nn.Module, is_own: Callable[[Tensor], bool], add_product: AddProduct) -> None:
-    """Replace the forward of ``linear``: ``add_product`` gets the factors of weight gradients.
-
-    Where the weight that stands there is not ``is_own``, takes no gradient, or autocast is on, in
-    compiled modules and in transforms of ``torch.func``, the layer computes as it always did.
-    """
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        weight = self.weight
-        if torch.compiler.is_compiling() or inside_transform():
-            return functional.linear(x, weight, self.bias)
-        fused = torch.is_grad_enabled() and weight.requires_grad and is_own(weight)
-        if not fused or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype:
-            return functional.linear(x, weight, self.bias)
-        apply: Any = _FusedLinear.apply
-        return cast(Tensor, apply(x, weight, self.bias, add_product))
-
-    vars(linear)["forward"] = MethodType(forward, linear)
-
-
-AddRows = Callable[[Tensor, Tensor], None]
-
-
 class _FusedEmbedding(torch.autograd.Function):
     """``functional.embedding`` whose weight gradient goes to ``add_rows``, not to autograd."""
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, add_rows: AddRows
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, add_rows: Add
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight_shape = weight.shape
@@ -202,37 +169,48 @@ class _FusedEmbedding(torch.autograd.Function):
         return None, rows.new_zeros(ctx.weight_shape).index_add_(0, ids, rows), None, None
 
 
-def can_fuse_embedding(module: nn.Module, name: str) -> bool:
-    """Return whether ``module`` is a plain ``nn.Embedding`` and ``name`` its weight.
+def can_fuse(module: nn.Module, name: str) -> bool:
+    """Return whether ``name`` is the weight of a plain ``nn.Linear`` or ``nn.Embedding``.
 
-    One with dense gradients, that is, which neither renormalises nor weighs by frequency.
+    Of an embedding with dense gradients, that is, which neither renormalises nor weighs by
+    frequency.
     """
-    plain = type(module) is nn.Embedding and "forward" not in vars(module) and name == "weight"
-    if not plain:
+    if name != "weight" or "forward" in vars(module):
         return False
-    table = cast(nn.Embedding, module)
-    return table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
+    if type(module) is nn.Embedding:
+        return not (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
+    return type(module) is nn.Linear
 
 
-def fuse_embedding(
-    embedding: nn.Module, is_own: Callable[[Tensor], bool], add_rows: AddRows
-) -> None:
-    """Replace the forward of ``embedding``: ``add_rows`` gets ids and rows of weight gradients.
+def fuse(module: nn.Module, is_own: Callable[[Tensor], bool], add: Add) -> None:
+    """Replace the forward of a module that `can_fuse`: ``add`` gets what its gradients are made of.
 
-    Where the weight that stands there is not ``is_own`` or takes no gradient, in compiled
-    modules and in transforms of ``torch.func``, the layer computes as it always did.
+    That is both factors of a linear layer's, ids and rows of an embedding's. Where the weight that
+    stands there is not ``is_own``, takes no gradient, or autocast changes a linear layer's dtype,
+    in compiled modules and in transforms of ``torch.func``, it computes as it always did.
     """
 
-    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
+    def linear(self: nn.Linear, x: Tensor) -> Tensor:
+        weight = self.weight
+        if torch.compiler.is_compiling() or inside_transform():
+            return functional.linear(x, weight, self.bias)
+        fused = torch.is_grad_enabled() and weight.requires_grad and is_own(weight)
+        if not fused or torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype:
+            return functional.linear(x, weight, self.bias)
+        apply: Any = _FusedLinear.apply
+        return cast(Tensor, apply(x, weight, self.bias, add))
+
+    def embedding(self: nn.Embedding, ids: Tensor) -> Tensor:
         weight = self.weight
         fused = not (torch.compiler.is_compiling() or inside_transform())
         fused &= torch.is_grad_enabled()
         if not fused or not weight.requires_grad or not is_own(weight):
             return functional.embedding(ids, weight, self.padding_idx)
         apply: Any = _FusedEmbedding.apply
-        return cast(Tensor, apply(ids, weight, self.padding_idx, add_rows))
+        return cast(Tensor, apply(ids, weight, self.padding_idx, add))
 
-    vars(embedding)["forward"] = MethodType(forward, embedding)
+    forward: Callable[..., Tensor] = linear if type(module) is nn.Linear else embedding
+    vars(module)["forward"] = MethodType(forward, module)
 
 
 # A product per rank of fewer rows than a tile of an accelerator's matrix unit has computes rows
@@ -254,11 +232,11 @@ def why_not_fused(
     gradients (``spec.degree``, 1 in the ragged layout). On accelerators each needs `LEAST_ROWS`
     rows to be as fast as one; a CPU has no such tiles, and there the smallest ones gain too.
     """
-    linear = can_fuse(module, name)
-    if not linear and not can_fuse_embedding(module, name):
+    if not can_fuse(module, name):
         return "not the weight of a plain nn.Linear or nn.Embedding"
     if spec.dim:
         return f"cut along dim {spec.dim}"
+    linear = type(module) is nn.Linear
     if linear and computed != reduced:
         return f"computed in {_short(computed)}, reduced in {_short(reduced)}"
     if linear and device_type != "cpu" and spec.degree > 1 and spec.rows < LEAST_ROWS:
@@ -305,13 +283,11 @@ class BucketHooks:
 
     def fuse(self) -> None:
         """Replace the forwards of the modules whose products write the gradients."""
-        for i in self._large:
-            is_own = self._parameters[i].is_unsharded
-            for owner in self._parameters[i].owners if i in self._fused else ():
-                if can_fuse(owner.module, owner.name):
-                    fuse(owner.module, is_own, partial(self._add_product, i))
-                elif can_fuse_embedding(owner.module, owner.name):
-                    fuse_embedding(owner.module, is_own, partial(self._add_rows, i))
+        for i in self._fused:
+            parameter = self._parameters[i]
+            for module in (o.module for o in parameter.owners if can_fuse(o.module, o.name)):
+                add = self._add_product if type(module) is nn.Linear else self._add_rows
+                fuse(module, parameter.is_unsharded, partial(add, i))
 
     def register(self) -> None:
         """Hook the unsharded parameters, which were made anew."""
@@ -330,50 +306,46 @@ class BucketHooks:
             self._bucket = GradientBucket(self._rows, self._take(self._rows.numel))
         return self._bucket
 
-    def _position(self, index: int) -> int:
+    def _place(self, index: int) -> tuple[GradientBucket, int] | None:
+        """Return where a gradient goes; None for what was frozen since its forward: it is dropped.
+
+        Raises `StateError` for what was unfrozen since gradients of others began to add up.
+        """
+        if not self._parameters[index].sharded.requires_grad:
+            return None
+        bucket = self._begin()
         if index not in self._chosen:
             raise StateError(
                 f"a gradient of {self._parameters[index].name}, which was frozen when gradients "
                 "began to add up; unfreeze parameters only after a reduction"
             )
-        return self._chosen.index(index)
-
-    def _trains(self, index: int) -> bool:
-        """Return False for what was frozen since its forward: its gradient is dropped."""
-        return self._parameters[index].sharded.requires_grad
+        return bucket, self._chosen.index(index)
 
     @torch.no_grad()
     def _add(self, index: int, unsharded: Tensor) -> None:
         gradient, unsharded.grad = unsharded.grad, None
-        if gradient is not None and self._trains(index):
-            self._begin().add(self._position(index), gradient.contiguous())
+        if gradient is not None and (place := self._place(index)) is not None:
+            bucket, position = place
+            bucket.add(position, gradient.contiguous())
 
     @torch.no_grad()
     def _add_product(self, index: int, left: Tensor, right: Tensor) -> None:
-        if not self._trains(index):
+        if (place := self._place(index)) is None:
             return
-        bucket = self._begin()
-        position = self._position(index)
+        bucket, position = place
         if bucket.takes_products(position, left.dtype):
             bucket.add_product(position, left, right)
         else:
             bucket.add(position, left.t() @ right)
-        self._called()
+        if self.on_gradient is not None:
+            self.on_gradient()
 
     @torch.no_grad()
     def _add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
-        if not self._trains(index):
+        if (place := self._place(index)) is None:
             return
-        bucket = self._begin()
-        position = self._position(index)
-        if bucket.takes_rows(position):
-            bucket.add_rows(position, ids, rows)
-        else:
-            whole = torch.zeros_like(self._parameters[index].unsharded)
-            bucket.add(position, whole.index_add_(0, ids, rows))
-        self._called()
-
-    def _called(self) -> None:
+        bucket, position = place
+        bucket.add_rows(position, ids, rows)
         if self.on_gradient is not None:
             self.on_gradient()
 

@@ -34,7 +34,7 @@ from ._reduction import (
     ReductionPlan,
     StreamedReduction,
 )
-from ._states import AFTER, Event, ParameterState, advance
+from ._states import AFTER, Event, ParameterState
 from ._streams import Streams, Waitable
 from ._table import ParameterTable, are_in_place, are_shown
 from ._torch import (
@@ -314,7 +314,7 @@ class ParameterGroup:
         if self.state is ParameterState.GATHERING:
             self._stop_gather()
         elif self.state is ParameterState.POST_FORWARD:
-            self.state = advance(self.state, Event.RESHARD)
+            self.state = AFTER[Event.RESHARD][self.state]
             self.layout.drop_block()
         elif self.state is ParameterState.UNSHARDED:
             if self.noted is not None:
@@ -332,7 +332,7 @@ class ParameterGroup:
     def _return_to_sharded(self) -> None:
         self._work = None
         self.table.show_sharded()
-        self.state = advance(self.state, Event.RESET)
+        self.state = AFTER[Event.RESET][self.state]
         self.layout.drop_block()
         self.layout.free()
 
@@ -346,7 +346,7 @@ class ParameterGroup:
             with torch.no_grad():
                 self.layout.save_block(self.post_forward_axis.size)
             self.table.show_sharded()
-            self.state = advance(self.state, Event.RESHARD_TO_FEWER)
+            self.state = AFTER[Event.RESHARD_TO_FEWER][self.state]
             self.layout.free()
 
     def reset(self) -> None:

@@ -104,14 +104,6 @@ class PlanReport:
         return "\n".join(lines)
 
 
-def report(groups: Iterable[tuple[str, ParameterGroup]]) -> PlanReport:
-    """Return the report of groups, each with the name of its unit.
-
-    It is the same on every rank; nothing is communicated.
-    """
-    return PlanReport(groups=tuple(_group_report(unit, group) for unit, group in groups))
-
-
 def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
     plan, axes = group.layout.plan, group.axes
     return GroupReport(
@@ -377,7 +369,9 @@ class Setters:
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Raise `UnsupportedError`: `fully_shard` takes ``collectives=`` instead."""
-        _unsupported("set_symm_mem_for_comm", "pass collectives= to fully_shard")
+        raise UnsupportedError(
+            "set_symm_mem_for_comm is not supported; pass collectives= to fully_shard"
+        )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept both, under torch's name for it: gathers here are always asynchronous."""
@@ -420,10 +414,6 @@ def _groups_for(module: object, comm: object, call: str) -> Sequence[ParameterGr
             "object to communicate by is legal only for one mesh"
         )
     return groups
-
-
-def _unsupported(name: str, instead: str) -> NoReturn:
-    raise UnsupportedError(f"{name} is not supported; {instead}")
 
 
 def _units_of(modules: Iterable[nn.Module], do: str = "prefetch") -> tuple[Unit, ...]:
@@ -569,15 +559,17 @@ class FSDPModule(Setters):
         return cast(nn.Module, super()).parameters(recurse)
 
     def plan_report(self) -> PlanReport:
-        """Return bytes, padding and placement of all groups in this module, each with its unit."""
+        """Return bytes, padding and placement of all groups in this module, each with its unit.
+
+        It is the same on every rank; nothing is communicated.
+        """
         paths = {_unit(self): ["(root)"]}
         for path, module in cast(nn.Module, self).named_modules():
             unit = unit_of(module)
             if unit is not None and path:
                 paths.setdefault(unit, []).append(path)
-        return report(
-            (", ".join(found), group) for unit, found in paths.items() for group in unit.groups
-        )
+        found = [(", ".join(at), group) for unit, at in paths.items() for group in unit.groups]
+        return PlanReport(groups=tuple(_group_report(unit, group) for unit, group in found))
 
     def _get_fsdp_state(self) -> Any:
         return noted_state(cast(nn.Module, self))

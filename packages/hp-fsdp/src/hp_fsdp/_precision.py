@@ -159,10 +159,8 @@ def choose_dtypes(policy: MixedPrecisionPolicy, stored: torch.dtype) -> Dtypes:
     return Dtypes(compute=compute, reduce=policy.reduce_dtype or compute)
 
 
-def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``value`` with every floating-point tensor in it cast; None casts nothing."""
-    if dtype is None:
-        return value
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with every floating-point tensor in it cast."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

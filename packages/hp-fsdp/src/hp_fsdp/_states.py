@@ -7,7 +7,7 @@ EMPTY -> EXPECTED (a forward ran with gradients enabled) -> WRITING (its backwar
 """
 
 from enum import Enum, auto
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from ._errors import StateError
 
@@ -66,7 +66,6 @@ TRANSITIONS: dict[tuple[Enum, Event], Enum] = {
     **{(state, Event.RESET): _P.SHARDED for state in _P},
     **{(state, Event.RESET): _G.EMPTY for state in _G},
 }
-S = TypeVar("S", bound=Enum)
 
 
 class _Following(dict[Enum, Any]):
@@ -84,10 +83,6 @@ class _Following(dict[Enum, Any]):
         )
 
 
-# What a step looks up for every unit, `AFTER[event][state]`, without a call in Python.
+# The state that follows, `AFTER[event][state]`, without a call in Python; a `StateError` where the
+# table has none.
 AFTER = {event: _Following(event) for event in Event}
-
-
-def advance(state: S, event: Event) -> S:
-    """Return the state that follows; raises `StateError` where the table has none."""
-    return cast(S, AFTER[event][state])  # the table leads from no kind of state to another

@@ -529,23 +529,17 @@ def _around(value: str, others: Sequence[str], shown: int = 80) -> str:
 class _Reshard:
     """Reshards a unit before the state of a module in it is taken or loaded."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit | None) -> None:
         self._unit = unit
 
     def __call__(self, *_: Any) -> None:
         """Reshard, whatever the hook is told."""
-        self._unit.reshard()
-        self._unit.finish_copies()
+        if self._unit is not None:
+            self._unit.reshard()
+            self._unit.finish_copies()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()  # a copy of the module is in no unit
-
-
-class _Nothing:
-    """A hook that does nothing."""
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
+        return _Reshard, (None,)  # a copy of the module is in no unit
 
 
 def unit_of(module: nn.Module) -> Unit | None:
