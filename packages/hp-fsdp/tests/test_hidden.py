@@ -258,3 +258,28 @@ def test_a_unit_that_is_seen_and_hidden_ends_with_the_backward(ranks: Ranks, fir
         ((loss_of(model, rank, 0) + loss_of(model, rank, 1)) / 2).backward()
     for found in ranks(2).run(seen_and_hidden, first):
         assert worst(found, gradients(model)) < 1e-12
+
+
+def between(rank: int, what: str) -> list[str]:
+    """Return what is said where parameters are given up between a forward and its backward."""
+    model = model_of("shown", "boxed")
+    said = []
+    for _ in range(2):
+        loss = loss_of(model, rank, 0)
+        if what == "load":
+            model.load_state_dict(model.state_dict())
+        else:
+            model.double()
+        with pytest.raises(StateError) as caught:
+            loss.backward()
+        model.reset()
+        said.append(str(caught.value))
+    model.zero_grad()
+    loss_of(model, rank, 0).backward()  # and goes on
+    return said
+
+
+@pytest.mark.parametrize("what", ["load", "convert"])
+def test_a_load_before_a_backward_that_nobody_sees_is_told(ranks: Ranks, what: str) -> None:
+    for said in ranks(2).run(between, what):
+        assert ["a backward came to blocks.1" in each for each in said] == [True, True]

@@ -414,3 +414,34 @@ def test_conversion_of_parts_is_taken_whole_or_refused_by_name(ranks: Ranks, wha
     for message, found in ranks(2).run(converted_parts, what):
         assert ("['norm.weight', 'norm.bias'] of torch.float64" in message) == (what == "children")
         assert worst(found, expected) < 1e-12
+
+
+def thawed(rank: int, where: str, to: bool, reset: bool) -> bool:
+    """Freeze or unfreeze what a module shows after an exception; return whether it trains."""
+    model: Any = make(Net)
+    weight = model.blocks[1].down.weight
+    weight.requires_grad_(not to)
+    shard(model, mesh_of((2,), ("fsdp",)))
+    target = model.blocks[1].down
+    handle = target.register_forward_hook(
+        fail if where == "forward" else lambda _, __, out: out.register_hook(fail) and None
+    )
+    with pytest.raises(Broken):
+        loss_of(model, tokens(rank)).backward()
+    handle.remove()
+    target.weight.requires_grad_(to)
+    if reset:
+        model.reset()
+    model.zero_grad()
+    loss_of(model, tokens(rank)).backward()
+    return target.weight.grad is not None
+
+
+@pytest.mark.parametrize("to", [True, False])
+@pytest.mark.parametrize(
+    ("where", "reset"), [("forward", True), ("forward", False), ("backward", True)]
+)
+def test_what_is_frozen_after_an_exception_stays_so(
+    ranks: Ranks, where: str, reset: bool, to: bool
+) -> None:
+    assert ranks(2).run(thawed, where, to, reset) == [to, to]

@@ -352,8 +352,10 @@ class ParameterGroup:
     def reset(self) -> None:
         """Come back to sharded from any state; gradients not yet reduced are dropped.
 
-        Communicates nothing. A gather under way is awaited; its error comes last.
+        Communicates nothing. A gather under way is awaited; its error comes last. What was frozen
+        or unfrozen since an exception, while modules had the unsharded parameters, stays so.
         """
+        self.train_as_shown()
         self.drop_gradients()
         self.partial.clear()
         self.waiting.clear()

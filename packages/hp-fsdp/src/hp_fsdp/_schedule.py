@@ -138,14 +138,19 @@ class Schedule:
         Return whether it is the root of the pass.
         """
         unit = run.unit
-        if self._pass_root is None or self._pass_root is unit:
+        # The root's ends one that never ended, as that of one module of a list alone.
+        if self._pass_root is None or self._pass_root is unit or unit is self.units[0]:
             self._begin_pass(unit)
         run.order, run.begin = self._order, len(self._order)
         self._order.append((run, False))
         position = len(self._begun)
         self._begun.append(unit)
         order = self._begin_order
-        self._following &= position < len(order) and order[position] is unit
+        if self._following and not (position < len(order) and order[position] is unit):
+            self._following = False
+            for other in self.units:  # what came too early may have the slot that is needed now
+                if other.in_ring and other.in_pass and other.gathering and other is not unit:
+                    other.reshard()
         if unit.hidden and unit.gradients is GradientState.EMPTY:
             unit.forget_hidden()
         if unit.stays and unit.stale:
@@ -181,6 +186,7 @@ class Schedule:
             if unit.waiting and unit is not root:
                 unit.forget_forward()
             if unit.in_pass or (unit.stays and unit.stale):
+                unit.train_as_shown()
                 unit.reshard()
         release_gradients(self.units)
         self._check_together(self._begin_order, backward=False)
@@ -274,13 +280,13 @@ class Schedule:
     def _reshard_after_forward(self, unit: Unit) -> None:
         """Let a unit give up its parameters between forward and backward, or some, or none.
 
-        By default all do but the root and, once the order is known, the last unit to end before it:
-        backward needs these two at once.
+        By default all do but the root and, once the order is known, the last unit to end before it,
+        there: backward needs these two at once.
         """
         chosen = unit.options.reshard_after_forward
         if chosen is None:
             _, order = self._orders.get(self._pass_root or unit, ([], []))
-            last = order[-2] if len(order) > 1 else None
+            last = order[-2] if len(self._ended) == len(order) - 2 else None
             chosen = unit is not self._pass_root and not (self._following and unit is last)
         if chosen is True:
             unit.reshard()

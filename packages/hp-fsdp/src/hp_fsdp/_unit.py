@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -363,7 +364,6 @@ class Unit:
         What cannot be taken is refused with the parameters that stood there before, but for those
         that were removed, if this is ``final``; otherwise the next gather decides.
         """
-        self.forget_hidden()
         self.reshard()
         self.finish_copies()
         refusals = [refusal for group in self.groups for refusal in group.refusals()]
@@ -374,8 +374,14 @@ class Unit:
         if not refusals:
             for group in self.groups:
                 group.check_converted()
+            before = [p.unsharded for group in self.groups for p in group.parameters]
             for group in self.groups:
                 group.reset_sharded()
+            # A backward to come may find parameters given up, which hooks on their gradients tell;
+            # those that were made anew get their own.
+            now = [p.unsharded for group in self.groups for p in group.parameters]
+            if not all(map(is_, before, now)):
+                self.gradient_hooks = []
 
     def take_attached(self) -> None:
         """Gather by the all-gather hooks that shards got since `fully_shard`, in groups of theirs.
