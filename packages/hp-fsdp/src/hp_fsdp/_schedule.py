@@ -286,8 +286,8 @@ class Schedule:
         chosen = unit.options.reshard_after_forward
         if chosen is None:
             _, order = self._orders.get(self._pass_root or unit, ([], []))
-            last = order[-2] if len(self._ended) == len(order) - 2 else None
-            chosen = unit is not self._pass_root and not (self._following and unit is last)
+            last = order[-2:-1] == [unit] and len(self._ended) == len(order) - 2
+            chosen = unit is not self._pass_root and not (self._following and last)
         if chosen is True:
             unit.reshard()
         elif chosen is False:
