@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
-from torch import nn
+from torch import Tensor, nn
+
+from hp_fsdp import fully_shard
 
 from .models import Gradients, Net, gradients, loss_of, make, mesh_of, reference, shard, tokens
 from .models import worst as worst_of
@@ -93,3 +95,41 @@ def test_modules_have_whole_tensors_while_they_compute_and_the_same_shards_else(
     ranks: Ranks,
 ) -> None:
     assert ranks(2).run(registered) == [[True] * 4] * 2
+
+
+class TiedTwice(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both."""
+        out: Tensor = self.b(torch.tanh(self.a(x)))
+        return out
+
+
+def replaced_in_one_place(rank: int, place: str, layout: Any) -> list[float]:
+    """Put three times the weight in one of its places; return how far both are from it."""
+    model: Any = TiedTwice().double()
+    before = model.a.weight.detach().clone()
+    x = torch.ones(2, 8, dtype=torch.float64)
+    wanted = (torch.tanh(x @ (3 * before).t()) @ (3 * before).t()).detach()
+    fully_shard(model, mesh_of((2,), ("fsdp",)), layout=layout)
+    module = getattr(model, place)
+    module.weight = nn.Parameter(module.weight.detach() * 3)
+    with torch.no_grad():
+        out = model(x)
+    return [float((out - wanted).abs().max()), float(model.a.weight is not model.b.weight)]
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+@pytest.mark.parametrize("place", ["a", "b"])
+def test_a_tied_weight_may_be_replaced_in_one_of_its_places(
+    ranks: Ranks, place: str, layout: str
+) -> None:
+    for far, apart in ranks(2).run(replaced_in_one_place, place, layout):
+        assert far < 1e-12
+        assert not apart

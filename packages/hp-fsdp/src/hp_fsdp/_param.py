@@ -197,8 +197,13 @@ class ShardedParameter:
                 owner.registry[owner.name] = self.sharded
 
     def take_replacement(self) -> None:
-        """Accept a parameter that something else registered in place of the sharded one."""
+        """Accept a parameter that something else registered in place of the sharded one.
+
+        In all places of a tied one: what still stands in the others is not what was put there.
+        """
         self.sharded = self._registered()
+        for owner in self.owners:
+            owner.registry[owner.name] = self.sharded
 
     def local(self) -> Tensor:
         """Return this rank's part of what is registered, where nothing is refused."""
