@@ -26,6 +26,8 @@ from hp_fsdp import (
 )
 from hp_fsdp._extensions import ExtendedLayout
 from hp_fsdp._layout import Layout
+from hp_fsdp._layout_exact import ExactPlan
+from hp_fsdp._layout_ragged import RaggedPlan
 
 from .gathering import Halved, Layers, Whole, Wrapped
 from .models import Gradients, Net, gradients, make, mesh_of, tokens, worst
@@ -503,7 +505,8 @@ class Injection:
         with ExitStack() as stack:
             for kinds, names in (
                 ((_buffers.ResizeBuffer, _buffers.RingBuffer, Resize, Ring), inside),
-                ((Layout, ExtendedLayout), (*outside, "gradient_rows")),
+                ((Layout, ExtendedLayout), outside),
+                ((ExactPlan, RaggedPlan), ("gradient_rows",)),
             ):
                 for kind, name in itertools.product(kinds, names):
                     if name in vars(kind):

@@ -8,6 +8,7 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
 
+from hp_dtensor import RecordingCollectives
 from hp_fsdp import Ring, fully_shard
 
 from .models import Gradients, gradients, make, mesh_of, worst
@@ -88,3 +89,78 @@ def after_a_part(rank: int, backward: bool) -> Gradients:
 def test_a_module_of_a_list_may_run_alone_before_the_root(ranks: Ranks, backward: bool) -> None:
     for found in ranks(2).run(after_a_part, backward):
         assert worst(found, alone([(0, 1, 2)])) < 1e-12
+
+
+def prefetched_in_vain(rank: int, how: str) -> Gradients:
+    """Run a backward in which the gather ahead is of a block that it has no use for, on a ring."""
+    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
+    model: Any = make(Chosen)
+    for block in model.blocks:
+        fully_shard(block, mesh, buffers=ring)
+    fully_shard(model, mesh)
+    if how == "told":
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2]])
+    loss = model(batch(rank), (2, 0, 1)).pow(2).mean()
+    if how == "eval":
+        with torch.no_grad():
+            model(batch(rank), (0, 1, 2))
+    loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("how", ["eval", "told"])
+def test_a_gather_ahead_gives_its_slot_to_one_that_backward_needs(ranks: Ranks, how: str) -> None:
+    for found in ranks(2).run(prefetched_in_vain, how):
+        assert worst(found, alone([(2, 0, 1)])) < 1e-12
+
+
+class Around(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.embedding, self.head = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 16, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Embed, apply the blocks and the head."""
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        made: Tensor = self.head(x)
+        return made
+
+
+def ends_in_one_unit(rank: int, grads: Any, in_ring: bool) -> tuple[list[int], Gradients]:
+    """Return the gathers of each step, and the gradients of the last."""
+    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2) if in_ring else None
+    model: Any = make(Around)
+    record = RecordingCollectives()
+    for block in model.blocks:
+        fully_shard(block, mesh, buffers=ring, collectives=record)
+    ends = [model.embedding, model.head]
+    fully_shard(ends, mesh, grads=grads, direct_bytes=0, collectives=record)
+    fully_shard(model, mesh, collectives=record)
+    calls = []
+    for _ in range(3):
+        record.reset()
+        model.zero_grad()
+        model(torch.arange(4) + rank).pow(2).mean().backward()
+        calls.append(record.by_call["fsdp", "all_gather"].calls)
+    return calls, gradients(model)
+
+
+@pytest.mark.parametrize("in_ring", [False, True])
+@pytest.mark.parametrize("grads", ["accumulate", "fused"])
+def test_a_unit_around_others_gathers_none_of_them_again(
+    ranks: Ranks, grads: str, in_ring: bool
+) -> None:
+    model = make(Around)
+    for rank in range(2):
+        (model(torch.arange(4) + rank).pow(2).mean() / 2).backward()
+    packed_late = ranks(2).run(ends_in_one_unit, "copy", in_ring)
+    for (calls, found), (expected, _) in zip(
+        ranks(2).run(ends_in_one_unit, grads, in_ring), packed_late, strict=True
+    ):
+        assert calls == expected
+        assert worst(found, gradients(model)) < 1e-12

@@ -8,7 +8,7 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from hp_fsdp import fully_shard
+from hp_fsdp import ParameterError, fully_shard
 
 from .models import Gradients, Net, gradients, loss_of, make, mesh_of, reference, shard, tokens
 from .models import worst as worst_of
@@ -118,18 +118,39 @@ def replaced_in_one_place(rank: int, place: str, layout: Any) -> list[float]:
     x = torch.ones(2, 8, dtype=torch.float64)
     wanted = (torch.tanh(x @ (3 * before).t()) @ (3 * before).t()).detach()
     fully_shard(model, mesh_of((2,), ("fsdp",)), layout=layout)
-    module = getattr(model, place)
-    module.weight = nn.Parameter(module.weight.detach() * 3)
+    if place == "both":  # as a load with assign=True: the last counts
+        model.a.weight = nn.Parameter(model.a.weight.detach() * 5)
+        model.b.weight = nn.Parameter(model.b.weight.detach() * 3)
+    else:
+        module = getattr(model, place)
+        module.weight = nn.Parameter(module.weight.detach() * 3)
     with torch.no_grad():
         out = model(x)
     return [float((out - wanted).abs().max()), float(model.a.weight is not model.b.weight)]
 
 
 @pytest.mark.parametrize("layout", ["exact", "ragged"])
-@pytest.mark.parametrize("place", ["a", "b"])
-def test_a_tied_weight_may_be_replaced_in_one_of_its_places(
+@pytest.mark.parametrize("place", ["a", "b", "both"])
+def test_a_tied_weight_may_be_replaced_in_any_of_its_places(
     ranks: Ranks, place: str, layout: str
 ) -> None:
     for far, apart in ranks(2).run(replaced_in_one_place, place, layout):
         assert far < 1e-12
         assert not apart
+
+
+def replaced_by_another_shape(rank: int, place: str) -> str:
+    model: Any = fully_shard(TiedTwice().double(), mesh_of((2,), ("fsdp",)))
+    model.a.weight = nn.Parameter(model.a.weight.detach() * 3)
+    getattr(model, place).weight = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+    with pytest.raises(ParameterError) as caught, torch.no_grad():
+        model(torch.ones(2, 8, dtype=torch.float64))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["a", "b"])
+def test_what_does_not_fit_is_refused_in_each_place_of_a_tied_weight(
+    ranks: Ranks, place: str
+) -> None:
+    for said in ranks(2).run(replaced_by_another_shape, place):
+        assert "a.weight was replaced by a plain tensor of shape (3, 3)" in said

@@ -9,8 +9,8 @@ from rank_pool import RankPool
 from torch import nn
 
 from hp_dtensor import TorchCollectives
-from hp_fsdp import DataParallelMeshDims as Dims
 from hp_fsdp import (
+    DataParallelMeshDims,
     FSDPModule,
     MeshError,
     ModuleError,
@@ -18,10 +18,10 @@ from hp_fsdp import (
     Ring,
     ShardingError,
     fully_shard,
+    register_fsdp_forward_method,
     sharded_optimizer,
+    share_comm_ctx,
 )
-from hp_fsdp import register_fsdp_forward_method as register
-from hp_fsdp import share_comm_ctx as share
 
 from .models import mesh_of
 
@@ -29,9 +29,9 @@ Ranks = Callable[[int], RankPool]
 ADAMW = torch.optim.AdamW
 SHARD: Any = fully_shard  # mypy knows what is wrong, and users may not
 OPTIMIZER: Any = sharded_optimizer
-DIMS: Any = Dims
-REGISTER: Any = register
-SHARE: Any = share
+DIMS: Any = DataParallelMeshDims
+REGISTER: Any = register_fsdp_forward_method
+SHARE: Any = share_comm_ctx
 # Of a module that is not sharded, and one that is.
 CASES: dict[str, Callable[[Any, Any], object]] = {
     "buffers is 2": lambda plain, _: SHARD(plain, buffers=2),
@@ -49,7 +49,7 @@ CASES: dict[str, Callable[[Any, Any], object]] = {
     "event is 'x'": lambda _, unit: (unit(torch.ones(1, 4)), unit.set_post_optim_event("x")),
     "enable is 'no'": lambda _, unit: unit.set_separate_reduce_scatter_group("no"),
     "enable is 'yes'": lambda _, unit: unit.set_allocate_memory_from_process_group_for_comm("yes"),
-    "a module is 3": lambda _, unit: REGISTER(3, "x"),
+    "module is 3": lambda _, unit: REGISTER(3, "x"),
     "modules is of type FSDPLinear; legal is a list": lambda _, unit: SHARE(unit),
     "shard is 1": lambda plain, _: DIMS(shard=1),
     "an FSDPModule is": lambda _, unit: FSDPModule(),
@@ -85,7 +85,7 @@ def meaningless(rank: int) -> list[str]:
         (ParameterError, lambda: SHARD(nn.Linear(4, 4), mesh, **small)),
         (
             MeshError,
-            lambda: SHARD(nn.Linear(4, 4), mesh, dp_mesh_dims=Dims(shard=("fsdp", "fsdp"))),
+            lambda: SHARD(nn.Linear(4, 4), mesh, dp_mesh_dims=DIMS(shard=("fsdp", "fsdp"))),
         ),
         (ShardingError, lambda: unit.set_gradient_divide_factor(10**400)),
         (ModuleError, lambda: SHARE([3])),

@@ -115,8 +115,10 @@ class Ring:
 
     Give one ring to the units that run one after another: the groups get slots in the order of the
     `fully_shard` calls, each slot as large as the largest of its groups. Two groups of one slot
-    cannot be gathered at once: what is prefetched waits then, what is needed raises `StateError`.
-    Units that keep their parameters after forward, as the root does, need memory of their own.
+    cannot be gathered at once: what is prefetched waits or gives its slot back, and where a unit
+    that is in use has the slot that another needs, that raises `StateError`. Units that keep their
+    parameters after forward, as the root does, or to the end of backward, as those inside reentrant
+    checkpointing or with outputs that no hook can be on, need memory of their own.
     """
 
     def __init__(self, slots: int) -> None:

@@ -53,7 +53,7 @@ class ExtendedLayout(Layout):
         self.fulls = [torch.empty(spec.shape, dtype=dtype, device="meta") for spec in plan.specs]
         self._inputs = []
         self._shapes: list[list[torch.Size]] = []
-        self._arriving: list[ResizeBuffer] = []
+        self._gathered: list[ResizeBuffer] = []
         self.renewed = False  # what arrives is in other memory than full tensors were made of
         self._inner: list[tuple[UntypedStorage, int]] = []
         self._block = []
@@ -68,8 +68,8 @@ class ExtendedLayout(Layout):
         self._shapes = [[tensor.shape for tensor in each] for each in inputs]
         flats = [tensor.reshape(-1) for each in inputs for tensor in each]
         self._inputs = [flat.view(torch.uint8) for flat in flats]
-        if not self._arriving:
-            self._arriving = [
+        if not self._gathered:
+            self._gathered = [
                 ResizeBuffer(self.plan.degree * flat.numel(), flat.dtype, flat.device)
                 for flat in flats
             ]
@@ -83,19 +83,19 @@ class ExtendedLayout(Layout):
         return collectives.all_gather(axis, self._inputs, self._lent())
 
     def _lent(self) -> list[Tensor]:
-        if any(output.lent for output in self._arriving):
+        if any(output.lent for output in self._gathered):
             self._inner, self.renewed = [], True
-        for output in self._arriving:
+        for output in self._gathered:
             output.allocate()
-        flats = [output.writable.view(torch.uint8) for output in self._arriving]
-        for output in self._arriving:
+        flats = [output.writable.view(torch.uint8) for output in self._gathered]
+        for output in self._gathered:
             output.lent = True
         return flats
 
     def wait(self, work: Waitable) -> None:
         """Wait for the all-gather; from then on its memory is used by nobody else."""
         work.wait()
-        for output in self._arriving:
+        for output in self._gathered:
             output.lent = False
         self._inputs = []
 
@@ -107,7 +107,7 @@ class ExtendedLayout(Layout):
 
     def received(self) -> list[list[Tensor]]:
         """Return what arrived of each parameter, one after the other along the first dimension."""
-        outputs = iter(self._arriving)
+        outputs = iter(self._gathered)
         return [
             [next(outputs).tensor.view(self._stacked(shape)) for shape in each]
             for each in self._shapes
@@ -125,7 +125,7 @@ class ExtendedLayout(Layout):
         """Copy what ``size`` neighbours hold together of what arrived."""
         self._block = [
             output.tensor.view(torch.uint8).view(size, -1)[self._index % size].clone()
-            for output in self._arriving
+            for output in self._gathered
         ]
 
     def gather_block(self, axis: Axis, collectives: Collectives) -> Waitable | None:
@@ -139,9 +139,9 @@ class ExtendedLayout(Layout):
 
         Leave it to a collective that may still use it; some of the tensors are views of it.
         """
-        if any(output.lent for output in self._arriving):
+        if any(output.lent for output in self._gathered):
             return
-        for output in self._arriving:
+        for output in self._gathered:
             output.free()
         for storage, _ in self._inner:
             storage.resize_(0)

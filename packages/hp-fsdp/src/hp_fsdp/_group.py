@@ -191,7 +191,8 @@ class ParameterGroup:
         return "" if "" in reasons else reasons[0]
 
     def _rows_of(self, chosen: Sequence[int]) -> GradientRows:
-        return self.layout.gradient_rows(chosen, self.dtypes.reduce.itemsize)
+        index, itemsize = self.axes.shard.index, self.dtypes.reduce.itemsize
+        return self.layout.plan.gradient_rows(chosen, index, itemsize)
 
     def _take_memory(self, numel: int) -> Tensor:
         return self.config.buffers.take(numel, self.dtypes.reduce, self.config.device)
@@ -445,7 +446,7 @@ class ParameterGroup:
             if plan is None or self._planned != chosen:
                 self._plan = plan = self._plan_of(chosen)
             self._planned = chosen
-        plan.path = self.path  # another, since the root of the step became another
+        plan.path = self.path  # another, where the step has another root
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.bucket_hooks is not None:
@@ -484,7 +485,6 @@ class ParameterGroup:
 
     def _plan_of(self, chosen: Sequence[int]) -> ReductionPlan:
         return ReductionPlan(
-            path=self.path,
             parameters=[self.parameters[i] for i in chosen],
             rows=self._rows_of(chosen),
             dtype=self.dtypes.reduce,
@@ -651,6 +651,7 @@ class RaggedGroup(ParameterGroup):
 
     def _own_parts(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         parameters = cast("list[RaggedParameter]", self.parameters)
+        index = self.axes.shard.index
         dtypes = choose_dtypes(self.config.precision, wholes[0].dtype)
         self._shares = plan = plan_ragged(
             [tuple(whole.shape) for whole in wholes],
@@ -661,9 +662,8 @@ class RaggedGroup(ParameterGroup):
         parts = []
         for position, (parameter, whole) in enumerate(zip(parameters, wholes, strict=True)):
             parameter.set_runs(plan.leading(position), plan.sizes(position))
-            first, end = plan.span(position, self.axes.shard.index)
-            shape = plan.held(position, self.axes.shard.index)[1]
-            parts.append(whole.flatten()[first:end].view(shape))
+            first, end = plan.span(position, index)
+            parts.append(whole.flatten()[first:end].view(plan.held(position, index)[1]))
         return parts
 
     def _plan_for(self, itemsize: int) -> RaggedPlan:

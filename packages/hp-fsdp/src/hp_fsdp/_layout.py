@@ -11,7 +11,6 @@ from hp_dtensor import Axis, Collectives, TorchCollectives
 from ._buffers import Buffer, Buffers, Resize, as_sent, in_own_storage
 from ._layout_exact import ExactPlan
 from ._layout_ragged import RaggedPlan
-from ._offsets import GradientRows
 from ._streams import Streams, Waitable, gather_copy
 
 
@@ -92,10 +91,6 @@ class Layout:
         ]
         self._copy_out = plan.copy_out(memory)
         self._started_by: Collectives | None = None  # what `_start` starts the gather by
-
-    def gradient_rows(self, chosen: Sequence[int], itemsize: int) -> GradientRows:
-        """Return the offsets of the packed gradients of the parameters at ``chosen``."""
-        return self.plan.gradient_rows(chosen, self._index, itemsize)
 
     @property
     def available(self) -> bool:

@@ -72,10 +72,6 @@ class ExactPlan:
         """Return how many rows of a parameter a rank holds at most."""
         return self.specs[position].rows
 
-    def held(self, position: int, index: int) -> tuple[int, tuple[int, ...]]:
-        """Return where in its shard the rank at ``index`` holds a parameter, and in which shape."""
-        return self.starts[position], self.specs[position].local_shape(index)
-
     def spans(self, index: int) -> list[tuple[int, int]]:
         """Return which elements of the flat shard are each parameter's, padding included."""
         starts = zip(self.starts, self.specs, strict=True)
@@ -86,8 +82,48 @@ class ExactPlan:
         return [extent.whole(memory) for extent in self.full]
 
     def copy_out(self, memory: Tensor) -> Callable[[], object] | None:
-        """Return what brings packed parameters to their places in the output; None without any."""
-        return copy_out_of(self, memory) if self.packed_numel else None
+        """Return what copies packed parameters from where they were gathered to their places.
+
+        ``memory`` is the flat output. Few elements go in one indexed copy. Otherwise those along
+        dim 0 go in one split or, where many are alike, in one strided copy of each kind; those
+        along another dimension go one by one. None where nothing is packed.
+        """
+        if not self.packed_numel:
+            return None
+        degree, numel, packed = self.degree, self.packed_numel, self.packed
+        start = degree * self.packed_start
+        arrived = memory[start : start + degree * numel]
+        first = self.full[packed[0]].start
+        if self.full_numel - first <= PERMUTED_NUMEL:
+            order, target = _packed_order(self, first, memory.device), as_bytes(memory[first:])
+            return partial(torch.index_select, as_bytes(arrived), 0, order, out=target)
+        rows = arrived.view(degree, numel)
+        plain = [i for i in packed if not self.specs[i].dim]
+        widths = [self.specs[i].shard_numel for i in plain]
+        source, places = rows[:, : sum(widths)], [self.full[i].runs(memory) for i in plain]
+        copies = []
+        series = series_of([(self.starts[i], self.full[i].start) for i in plain], widths)
+        if ALIKE * len(series) <= len(plain):
+            for begin, count, (step, full_step) in series:
+                i, width = plain[begin], widths[begin]
+                shape, start = (degree, count, width), self.starts[i] - self.packed_start
+                part = arrived[start:].as_strided(shape, (numel, step, 1))
+                place = memory[self.full[i].start :].as_strided(shape, (width, full_step, 1))
+                copies.append((place, part))
+            widths = []
+        for i in (i for i in packed if self.specs[i].dim):
+            spec, start = self.specs[i], self.starts[i] - self.packed_start
+            place = spec.by_rank(self.full[i].whole(memory))
+            part = rows[:, start : start + spec.shard_numel]
+            copies.append((place, part.view(place.shape)))
+
+        def copy_out() -> None:
+            if widths:
+                torch.split_with_sizes_copy(source, widths, dim=1, out=places)
+            for place, part in copies:
+                place.copy_(part)
+
+        return copy_out
 
     def gradient_rows(self, chosen: Sequence[int], index: int, itemsize: int) -> GradientRows:
         """Return the offsets of the packed gradients of the parameters at ``chosen``."""
@@ -150,49 +186,6 @@ def plan_group(
         packed_numel=packed_numel,
         full_numel=full_end,
     )
-
-
-def copy_out_of(plan: ExactPlan, memory: Tensor) -> Callable[[], object]:
-    """Return what copies packed parameters from where they arrived, rank by rank, to their places.
-
-    ``memory`` is the flat output. Few elements go in one indexed copy. Otherwise those along dim 0
-    go in one split or, where many are alike, in one strided copy of each kind; those along another
-    dimension go one by one.
-    """
-    degree, numel, packed = plan.degree, plan.packed_numel, plan.packed
-    start = degree * plan.packed_start
-    arrived = memory[start : start + degree * numel]
-    first = plan.full[packed[0]].start
-    if plan.full_numel - first <= PERMUTED_NUMEL:
-        order, target = _packed_order(plan, first, memory.device), as_bytes(memory[first:])
-        return partial(torch.index_select, as_bytes(arrived), 0, order, out=target)
-    rows = arrived.view(degree, numel)
-    plain = [i for i in packed if not plan.specs[i].dim]
-    widths = [plan.specs[i].shard_numel for i in plain]
-    source, places = rows[:, : sum(widths)], [plan.full[i].runs(memory) for i in plain]
-    copies = []
-    series = series_of([(plan.starts[i], plan.full[i].start) for i in plain], widths)
-    if ALIKE * len(series) <= len(plain):
-        for begin, count, (step, full_step) in series:
-            i, width = plain[begin], widths[begin]
-            shape, start = (degree, count, width), plan.starts[i] - plan.packed_start
-            part = arrived[start:].as_strided(shape, (numel, step, 1))
-            place = memory[plan.full[i].start :].as_strided(shape, (width, full_step, 1))
-            copies.append((place, part))
-        widths = []
-    for i in (i for i in packed if plan.specs[i].dim):
-        spec, start = plan.specs[i], plan.starts[i] - plan.packed_start
-        place = spec.by_rank(plan.full[i].whole(memory))
-        part = rows[:, start : start + spec.shard_numel]
-        copies.append((place, part.view(place.shape)))
-
-    def copy_out() -> None:
-        if widths:
-            torch.split_with_sizes_copy(source, widths, dim=1, out=places)
-        for place, part in copies:
-            place.copy_(part)
-
-    return copy_out
 
 
 def series_of(

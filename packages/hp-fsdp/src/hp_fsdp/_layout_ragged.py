@@ -108,7 +108,7 @@ class RaggedPlan:
         return [memory[start : start + math.prod(shape)].view(shape) for start, shape in places]
 
     def copy_out(self, memory: Tensor) -> Callable[[], object] | None:
-        """Return None: every parameter arrives in its place."""
+        """Return None: every parameter is gathered into its place."""
         return None
 
     def gradient_rows(self, chosen: Sequence[int], index: int, itemsize: int) -> GradientRows:

@@ -651,7 +651,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     given: object = module
     if not isinstance(given, nn.Module):
-        raise ModuleTypeError(f"a module is {shown(given)}; legal is an nn.Module")
+        raise ModuleTypeError(f"module is {shown(given)}; legal is an nn.Module")
     unit = unit_of(module)
     if unit is None:
         return

@@ -132,8 +132,8 @@ class ShardedParameter:
             set_local(cast(DTensor, self.unsharded), view)
 
     def _registered(self) -> nn.Parameter:
-        """Return the sharded parameter, or what something else registered in its place."""
-        for owner in self.owners:
+        """Return the sharded parameter, or what something else registered in its place last."""
+        for owner in reversed(self.owners):
             present = owner.get()
             if present is not None and present is not self.sharded:
                 return present
@@ -159,11 +159,11 @@ class ShardedParameter:
         for owner in self.owners:
             if owner.get() is None:
                 return self._removal(owner)
-        found: object = self._registered()
-        if found is self.sharded:
+        present = [owner.get() for owner in self.owners]
+        others = [each for each in present if each is not self.sharded and not self.fits(each)]
+        if not others:
             return None
-        if self.fits(found):
-            return None
+        found: object = others[0]
         what = f"a plain tensor of shape {tuple(cast(Tensor, found).shape)}"
         if isinstance(found, DTensor | RaggedTensor):
             kind = "DTensor" if isinstance(found, DTensor) else "RaggedTensor"

@@ -153,13 +153,13 @@ class ReducedGradients:
 class ReductionPlan:
     """What the reductions of some parameters of a group have in common: for many steps.
 
-    ``path`` is that of the module, for a profile; ``shard`` the flat shard, for dtype and device;
+    ``path`` is that of the module now, for a profile; ``shard`` the flat shard, for dtype and
+    device;
     ``offloaded``: it rests on the CPU.
     """
 
     def __init__(
         self,
-        path: str,
         parameters: Sequence[ShardedParameter],
         rows: GradientRows,
         dtype: torch.dtype,
@@ -169,7 +169,7 @@ class ReductionPlan:
         buffers: Buffers,
         offloaded: bool,
     ) -> None:
-        self.path = path
+        self.path = ""
         self.offloaded = offloaded
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]

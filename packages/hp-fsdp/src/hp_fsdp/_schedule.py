@@ -146,17 +146,15 @@ class Schedule:
         position = len(self._begun)
         self._begun.append(unit)
         order = self._begin_order
-        if self._following and not (position < len(order) and order[position] is unit):
-            self._following = False
-            for other in self.units:  # what came too early may have the slot that is needed now
-                if other.in_ring and other.in_pass and other.gathering and other is not unit:
-                    other.reshard()
+        self._following &= position < len(order) and order[position] is unit
         if unit.hidden and unit.gradients is GradientState.EMPTY:
             unit.forget_hidden()
         if unit.stays and unit.stale:
             unit.reshard()  # an optimizer stepped since
         elif unit.stays:
             unit.train_as_shown()
+        if unit.in_ring:
+            self._free_slots(unit)
         unit.gather_in_turn(Act.FORWARD, self._turn)
         if unit.forward_prefetch is not None:
             for chosen in unit.forward_prefetch:
@@ -267,7 +265,7 @@ class Schedule:
         self._end_order = self._ended
         self._cursor = len(self._end_order)
         self._pass_root = None
-        self._drop_unused_gathers()
+        self._drop_unused_gathers(self.units)
         if self._pinned and not unit.expects_backward:
             self._finish_copies()
 
@@ -394,7 +392,11 @@ class Schedule:
         run.reached, run.backward = True, self._backwards
         if unit.packs_early:
             self._make_room()  # its gradients are packed from here on
+        if unit is self._late:
+            self._late = None
         if unit.options.unshard_in_backward:
+            if unit.in_ring:
+                self._free_slots(unit)
             unit.gather_in_turn(Act.BACKWARD, self._turn)
         if unit.backward_prefetch is not None:
             for chosen in unit.backward_prefetch:
@@ -472,7 +474,7 @@ class Schedule:
                     unit.forget_forward()
         if last:
             self._finish_reductions()
-            self._drop_unused_gathers()
+            self._drop_unused_gathers(self.units)
             if self._pinned:
                 self._finish_copies()
             self._cursor = len(self._end_order)
@@ -521,10 +523,15 @@ class Schedule:
         if self._pinned:
             self._finish_copies()
 
-    def _drop_unused_gathers(self) -> None:
-        for unit in self.units:
+    def _drop_unused_gathers(self, units: Iterable[Unit]) -> None:
+        for unit in units:
             if unit.in_pass and unit.gathering:
                 unit.reshard()
+
+    def _free_slots(self, unit: Unit) -> None:
+        """Let gathers that are ahead of their time give back the slots of a ring that it needs."""
+        if unit.sharded and not unit.available:
+            self._drop_unused_gathers(o for o in self.units if o.in_ring and o is not unit)
 
     def reset(self) -> None:
         """Forget the step under way; see `FSDPModule.reset`."""

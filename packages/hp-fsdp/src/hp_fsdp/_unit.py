@@ -199,7 +199,7 @@ class Unit:
                 break
         else:
             return
-        if ahead and self.in_ring and not all([group.available for group in self.groups]):
+        if ahead and self.in_ring and not self.available:
             return
         if turn is None or self.checked != turn:
             self.check_parameters(act is Act.BACKWARD)
@@ -277,6 +277,11 @@ class Unit:
     def sharded(self) -> bool:
         """Return whether there is something to gather."""
         return any([group.state in RESTING for group in self.groups])
+
+    @property
+    def available(self) -> bool:
+        """Return whether there is memory for what is to be gathered."""
+        return all([group.available for group in self.groups])
 
     @property
     def awaits_split_backward(self) -> bool:
@@ -390,9 +395,9 @@ class Unit:
         """
         if not any(attached(group) for group in self.groups):
             return
-        self.forget_hidden()
         self.reshard()
         self.finish_copies()
+        self.gradient_hooks = []  # on parameters that are made anew; see `reset_sharded`
         self._take_groups([made for group in self.groups for made in split_attached(group)])
         self._compared.clear()
 
@@ -418,7 +423,7 @@ class Unit:
         if axes:
             device = self.groups[0].config.device
             facts = self._facts(act)
-            if not _agree(axes, (act.name, self._number, sorted(facts.items())), device):
+            if not _agree(axes, (act.name, self._number, facts), device):
                 doing = act.value.format(self._paths()[self._number])
                 own = _Told(axes[0].ranks[axes[0].index], act.name, self._number, doing, facts)
                 raise DisagreementError(_difference(_tell(axes, own)))
@@ -487,7 +492,7 @@ def _tell(axes: Sequence[Axis], own: _Told) -> list[_Told]:
 def _difference(told: Sequence[_Told]) -> str:
     doing: dict[tuple[str, str], list[int]] = {}
     for each in told:
-        doing.setdefault((each.doing, str(sorted(each.facts.items()))), []).append(each.rank)
+        doing.setdefault((each.doing, str(each.facts)), []).append(each.rank)
     lines = [
         f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} to {what}"
         for (what, _), ranks in doing.items()
