@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ._errors import ShardingError, StateError, shown
+from ._errors import ShardingError, StateError, is_int, shown
 
 
 class Buffer(Protocol):
@@ -124,7 +124,7 @@ class Ring:
     def __init__(self, slots: int) -> None:
         """Make a ring; raises `ShardingError` for fewer than 2 slots, which could not overlap."""
         given: object = slots
-        if isinstance(given, bool) or not isinstance(given, int) or given < 2:
+        if not is_int(given) or given < 2:
             raise ShardingError(f"a ring of {shown(given)} slots; legal are 2, 3, ...")
         self._count = slots
         self._made = 0

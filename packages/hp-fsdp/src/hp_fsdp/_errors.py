@@ -5,7 +5,7 @@ subclass of the same name, which callers need not know of.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 E = TypeVar("E", bound=Exception)
 
@@ -75,6 +75,13 @@ def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
 
 def shown(value: object) -> str:
     """Return what a message says of a wrong argument; the same on every rank, so no addresses."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if isinstance(value, str | int | float | None):
         return repr(value)
     return f"of type {type(value).__name__}"
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Return whether a value is an int, which a bool is to Python and to no user."""
+    return isinstance(value, int) and not isinstance(value, bool)

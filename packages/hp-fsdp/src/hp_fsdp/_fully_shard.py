@@ -33,12 +33,11 @@ from ._mesh import DataAxisNames, MeshInfo, WholeMeshInfo
 from ._module import FSDPModule, hidden_names, sharded_class, show_to_torch
 from ._offsets import direct_bytes_of
 from ._options import GradientMode, GradientReduction, GroupConfig, Options, check_reshard
-from ._param import RaggedParameter, ShardedParameter
+from ._param import RaggedParameter, ShardedParameter, note_managed
 from ._select import (
     Granularity,
     ParameterSelection,
     ShardPlacement,
-    note_managed,
     select_parameters,
 )
 from ._torch import backend_of, composed_by, has_forward_hooks, note_composed, noted_state
@@ -159,8 +158,7 @@ def check_buffers(buffers: Buffers | None) -> Buffers:
     """Return who gives memory; raises `ShardingError` for what does not."""
     given: object = Resize() if buffers is None else buffers
     if isinstance(given, type) or not isinstance(given, Buffers):
-        what = given.__name__ if isinstance(given, type) else shown(given)
-        raise ArgumentTypeError(f"buffers is {what}; legal are Resize() and Ring(slots)")
+        raise ArgumentTypeError(f"buffers is {shown(given)}; legal are Resize() and Ring(slots)")
     return given
 
 
@@ -168,9 +166,9 @@ def check_collectives(collectives: Collectives | None) -> Collectives:
     """Return what carries the communication; raises `ShardingError` for what does not."""
     given: object = TorchCollectives() if collectives is None else collectives
     if isinstance(given, type) or not isinstance(given, Collectives):
-        what = given.__name__ if isinstance(given, type) else shown(given)
         raise ArgumentTypeError(
-            f"collectives is {what}; legal is an object with the methods of hp_dtensor.Collectives"
+            f"collectives is {shown(given)}; legal is an object with the methods of "
+            "hp_dtensor.Collectives"
         )
     return given
 

@@ -25,18 +25,20 @@ from ._layout_ragged import RaggedPlan, plan_ragged
 from ._mesh import DataAxes
 from ._offsets import GradientRows, ShardSpec, is_large
 from ._options import GroupConfig, Options
-from ._param import RaggedParameter, ShardedParameter, mixture, no_memory
-from ._precision import choose_dtypes
-from ._reduction import (
-    PartialSum,
-    ReducedGradients,
-    Reduction,
-    ReductionPlan,
-    StreamedReduction,
+from ._param import (
+    ParameterTable,
+    RaggedParameter,
+    ShardedParameter,
+    are_in_place,
+    are_shown,
+    mixture,
+    no_memory,
 )
+from ._precision import choose_dtypes
+from ._reduction import Reduction, StreamedReduction
+from ._reduction_plan import PartialSum, ReducedGradients, ReductionPlan
 from ._states import AFTER, Event, ParameterState
 from ._streams import Streams, Waitable
-from ._table import ParameterTable, are_in_place, are_shown
 from ._torch import (
     gradient_of,
     graph_task,

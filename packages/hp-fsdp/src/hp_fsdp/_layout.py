@@ -11,7 +11,7 @@ from hp_dtensor import Axis, Collectives, TorchCollectives
 from ._buffers import Buffer, Buffers, Resize, as_sent, in_own_storage
 from ._layout_exact import ExactPlan
 from ._layout_ragged import RaggedPlan
-from ._streams import Streams, Waitable, gather_copy
+from ._streams import Streams, Waitable
 
 
 class Layout:
@@ -136,7 +136,12 @@ class Layout:
         start = partial(collectives.all_gather, axis, self._inputs, self._outputs)
         if streams is not None:
             output.lent = True
-            return gather_copy(streams.gather, sent.writable, self.shard, start)
+            # Beside the computation, which waits for both with what is returned, also for a gather
+            # that ends on the stream that it is started on.
+            with streams.gather.after_current("copy_shard"):
+                sent.writable.copy_(self.shard, non_blocking=True)
+                work = start()
+            return streams.gather.begun(work)
         sent.writable.copy_(self.shard, non_blocking=True)
         output.lent = True
         return start()

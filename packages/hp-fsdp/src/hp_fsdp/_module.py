@@ -41,7 +41,7 @@ from ._torch import (
     registers_memory,
     uncompiled_itself,
 )
-from ._unit import UNIT_ATTRIBUTE, Unit, unit_of
+from ._unit import UNIT_ATTRIBUTE, Unit, unit_of, units_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,195 @@ def _group_report(unit: str, group: ParameterGroup) -> GroupReport:
     )
 
 
-class Setters:
-    """How the units of a module compute and communicate from now on."""
+def _unit(module: object) -> Unit:
+    """Return the unit of a sharded module: no method, whose name a user's class may have too."""
+    unit = unit_of(cast(nn.Module, module))
+    if unit is None:
+        raise ModuleStateError(f"{type(module).__name__} was not given to fully_shard")
+    return unit
+
+
+def _units(module: object, recurse: bool) -> list[Unit]:
+    own = _unit(module)
+    return units_in(cast(nn.Module, module)) if recurse else [own]
+
+
+def _edit(module: object, recurse: bool, **changes: Any) -> None:
+    edited = [(unit, replace(unit.options, **changes)) for unit in _units(module, recurse)]
+    for unit, options in edited:
+        unit.options = options
+
+
+def _groups_for(module: object, comm: object, call: str) -> Sequence[ParameterGroup]:
+    if isinstance(comm, type) or not isinstance(comm, Communication):
+        raise ArgumentTypeError(
+            f"comm is {shown(comm)}; legal is an object with allocate(size, *, dtype, device) "
+            f"and {call}"
+        )
+    groups = _unit(module).groups
+    ranks = {group.axes.shard.ranks for group in groups if group.axes.shard.size > 1}
+    if len(ranks) > 1:
+        raise ShardingError(
+            f"the unit shards parameters over several meshes, of ranks {sorted(ranks)}; one "
+            "object to communicate by is legal only for one mesh"
+        )
+    return groups
+
+
+def _units_of(modules: Iterable[nn.Module], do: str = "prefetch") -> tuple[Unit, ...]:
+    units = []
+    listed: object = modules
+    if isinstance(listed, nn.Module) or not isinstance(listed, Iterable):
+        raise ModuleTypeError(f"modules is {shown(listed)}; legal is a list of sharded modules")
+    for module in modules:
+        given: object = module
+        unit = unit_of(given) if isinstance(given, nn.Module) else None
+        if unit is None:
+            raise ModuleError(
+                f"a module to {do} is {shown(module)}; legal are modules that were given to "
+                "fully_shard"
+            )
+        units.append(unit)
+    return tuple(units)
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the gather and register the unsharded parameters.
+
+        Does nothing where no gather is under way: waited for before, or resharded since.
+        """
+        if self._unit.gathering:
+            self._unit.gather()  # anew, if an optimizer stepped since
+            self._unit.unshard()
+
+
+class FSDPModule:
+    """The class that `fully_shard` mixes into a module's own; never constructed by itself."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Construct the module's own class: slices of a sharded container are not sharded."""
+        if cls is FSDPModule:
+            raise ModuleTypeError("an FSDPModule is made by fully_shard; give it a module")
+        own = cast(Any, cls.__bases__[1])
+        module = own.__new__(own, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return cast(Self, module)
+
+    @uncompiled_itself
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on gathered parameters.
+
+        Forward hooks that were registered after `fully_shard` run after the unit's own, and see the
+        sharded parameters, as under torch's.
+        """
+        own: Any = self
+        forward: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        return run_forward(own.__dict__[UNIT_ATTRIBUTE], own, forward, args, kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a forward hook as every module does; it sees the sharded parameters."""
+        own: Any = self
+        end_in_hook(own.__dict__[UNIT_ATTRIBUTE], own)
+        return cast(RemovableHandle, cast(Any, super()).register_forward_hook(*args, **kwargs))
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters: one all-gather per dtype over the shard axis.
+
+        With ``async_op`` returns at once; ``wait()`` on the handle, or the next forward, completes
+        it. Not recursive.
+        """
+        unit = _unit(self)
+        unit.gather()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
+        unit = _unit(self)
+        unit.reshard()
+        unit.finish_copies()  # what follows may write to the shards
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters in this module.
+
+        Those of sharded parameters too where modules have the unsharded ones at the moment, and,
+        with or without ``set_to_none``, what backwards left that is not reduced yet. Outside of a
+        backward, waits for reductions under way.
+        """
+        units = _units(self, True)
+        drop_gradients(units)
+        cast(Any, super()).zero_grad(set_to_none)
+        for unit in units:
+            for group in unit.groups:
+                for parameter in group.parameters if group.unsharded else ():
+                    parameter.clear_gradient(set_to_none)
+        release_gradients(units)
+
+    def reset(self) -> None:
+        """Drop the step under way, from any state, so that the next one starts clean.
+
+        For use after an exception in forward or backward: collectives in flight are awaited, every
+        unit of the same root is resharded, and gradients that are not reduced yet (those of
+        `no_sync` too) are dropped. Sharded gradients stay. Communicates nothing new.
+        """
+        unit = _unit(self)
+        if unit.schedule is not None:
+            unit.schedule.reset()
+        else:
+            error = first_error(each.reset for each in _units(self, True))
+            if error is not None:
+                raise error
+
+    def reset_iter_state(self) -> None:
+        """Do the same as `reset`, under torch's name."""
+        self.reset()
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backwards without synchronisation left, in this module and those below.
+
+        One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
+        are on the parameters. For schedules of a pipeline, which run many backwards a step.
+        """
+        schedule = _unit(self).schedule
+        if schedule is not None:
+            schedule.reduce_all(reversed(_units(self, True)))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters in this module, sharded or not, as modules have them.
+
+        Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
+        one that splits backward in two looks for the gradients of the unsharded parameters. All
+        ranks call it there, or none.
+        """
+        # Asked of this unit first: a clip looks at all parameters in every step.
+        if recurse and _unit(self).options.in_pipeline:
+            for unit in _units(self, True):
+                if unit.awaits_split_backward:
+                    unit.gather(in_pass=True)
+                    unit.unshard()
+        return cast(nn.Module, super()).parameters(recurse)
+
+    def plan_report(self) -> PlanReport:
+        """Return bytes, padding and placement of all groups in this module, each with its unit.
+
+        It is the same on every rank; nothing is communicated.
+        """
+        paths = {_unit(self): ["(root)"]}
+        for path, module in cast(nn.Module, self).named_modules():
+            unit = unit_of(module)
+            if unit is not None and path:
+                paths.setdefault(unit, []).append(path)
+        found = [(", ".join(at), group) for unit, at in paths.items() for group in unit.groups]
+        return PlanReport(groups=tuple(_group_report(unit, group) for unit, group in found))
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | None, recurse: bool = True
@@ -326,7 +513,7 @@ class Setters:
 
         It is called once per group of one dtype with what the group sends. Prefetching has two
         gathers under way, whose memory must differ. Raises `ShardingError` for a unit with
-        parameters on several meshes, `ArgumentTypeError` for an object of another kind.
+        parameters on several meshes, and for an object of another kind.
         """
         for group in _groups_for(
             self, comm, "__call__(output_tensor, input_tensor, group, async_op)"
@@ -375,201 +562,6 @@ class Setters:
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept both, under torch's name for it: gathers here are always asynchronous."""
-
-
-def _unit(module: object) -> Unit:
-    """Return the unit of a sharded module: no method, whose name a user's class may have too."""
-    unit = unit_of(cast(nn.Module, module))
-    if unit is None:
-        raise ModuleStateError(f"{type(module).__name__} was not given to fully_shard")
-    return unit
-
-
-def _units(module: object, recurse: bool) -> list[Unit]:
-    found = [_unit(module)]
-    for inner in cast(nn.Module, module).modules() if recurse else ():
-        unit = unit_of(inner)
-        if unit is not None and unit not in found:
-            found.append(unit)
-    return found
-
-
-def _edit(module: object, recurse: bool, **changes: Any) -> None:
-    edited = [(unit, replace(unit.options, **changes)) for unit in _units(module, recurse)]
-    for unit, options in edited:
-        unit.options = options
-
-
-def _groups_for(module: object, comm: object, call: str) -> Sequence[ParameterGroup]:
-    if isinstance(comm, type) or not isinstance(comm, Communication):
-        raise ArgumentTypeError(
-            f"comm is {shown(comm)}; legal is an object with allocate(size, *, dtype, device) "
-            f"and {call}"
-        )
-    groups = _unit(module).groups
-    ranks = {group.axes.shard.ranks for group in groups if group.axes.shard.size > 1}
-    if len(ranks) > 1:
-        raise ShardingError(
-            f"the unit shards parameters over several meshes, of ranks {sorted(ranks)}; one "
-            "object to communicate by is legal only for one mesh"
-        )
-    return groups
-
-
-def _units_of(modules: Iterable[nn.Module], do: str = "prefetch") -> tuple[Unit, ...]:
-    units = []
-    listed: object = modules
-    if isinstance(listed, nn.Module) or not isinstance(listed, Iterable):
-        raise ModuleTypeError(f"modules is {shown(listed)}; legal is a list of sharded modules")
-    for module in modules:
-        given: object = module
-        unit = unit_of(given) if isinstance(given, nn.Module) else None
-        if unit is None:
-            raise ModuleError(
-                f"a module to {do} is {shown(module)}; legal are modules that were given to "
-                "fully_shard"
-            )
-        units.append(unit)
-    return tuple(units)
-
-
-class UnshardHandle:
-    """A gather under way."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Wait for the gather and register the unsharded parameters.
-
-        Does nothing where no gather is under way: waited for before, or resharded since.
-        """
-        if self._unit.gathering:
-            self._unit.gather()  # anew, if an optimizer stepped since
-            self._unit.unshard()
-
-
-class FSDPModule(Setters):
-    """The class that `fully_shard` mixes into a module's own; never constructed by itself."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Construct the module's own class: slices of a sharded container are not sharded."""
-        if cls is FSDPModule:
-            raise ModuleTypeError("an FSDPModule is made by fully_shard; give it a module")
-        own = cast(Any, cls.__bases__[1])
-        module = own.__new__(own, *args, **kwargs)
-        module.__init__(*args, **kwargs)
-        return cast(Self, module)
-
-    @uncompiled_itself
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on gathered parameters.
-
-        Forward hooks that were registered after `fully_shard` run after the unit's own, and see the
-        sharded parameters, as under torch's.
-        """
-        own: Any = self
-        forward: Callable[..., Any] = super().__call__  # type: ignore[misc]
-        return run_forward(own.__dict__[UNIT_ATTRIBUTE], own, forward, args, kwargs)
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Register a forward hook as every module does; it sees the sharded parameters."""
-        own: Any = self
-        end_in_hook(own.__dict__[UNIT_ATTRIBUTE], own)
-        return cast(RemovableHandle, cast(Any, super()).register_forward_hook(*args, **kwargs))
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters: one all-gather per dtype over the shard axis.
-
-        With ``async_op`` returns at once; ``wait()`` on the handle, or the next forward, completes
-        it. Not recursive.
-        """
-        unit = _unit(self)
-        unit.gather()
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
-        unit = _unit(self)
-        unit.reshard()
-        unit.finish_copies()  # what follows may write to the shards
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters in this module.
-
-        Those of sharded parameters too where modules have the unsharded ones at the moment, and,
-        with or without ``set_to_none``, what backwards left that is not reduced yet. Outside of a
-        backward, waits for reductions under way.
-        """
-        units = _units(self, True)
-        drop_gradients(units)
-        cast(Any, super()).zero_grad(set_to_none)
-        for unit in units:
-            for group in unit.groups:
-                for parameter in group.parameters if group.unsharded else ():
-                    parameter.clear_gradient(set_to_none)
-        release_gradients(units)
-
-    def reset(self) -> None:
-        """Drop the step under way, from any state, so that the next one starts clean.
-
-        For use after an exception in forward or backward: collectives in flight are awaited, every
-        unit of the same root is resharded, and gradients that are not reduced yet (those of
-        `no_sync` too) are dropped. Sharded gradients stay. Communicates nothing new.
-        """
-        unit = _unit(self)
-        if unit.schedule is not None:
-            unit.schedule.reset()
-        else:
-            error = first_error(each.reset for each in _units(self, True))
-            if error is not None:
-                raise error
-
-    def reset_iter_state(self) -> None:
-        """Do the same as `reset`, under torch's name."""
-        self.reset()
-
-    def reduce_gradients(self) -> None:
-        """Reduce what backwards without synchronisation left, in this module and those below.
-
-        One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
-        are on the parameters. For schedules of a pipeline, which run many backwards a step.
-        """
-        schedule = _unit(self).schedule
-        if schedule is not None:
-            schedule.reduce_all(reversed(_units(self, True)))
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters in this module, sharded or not, as modules have them.
-
-        Between the forwards and backwards of a pipeline schedule those are gathered that it needs:
-        one that splits backward in two looks for the gradients of the unsharded parameters. All
-        ranks call it there, or none.
-        """
-        # Asked of this unit first: a clip looks at all parameters in every step.
-        if recurse and _unit(self).options.in_pipeline:
-            for unit in _units(self, True):
-                if unit.awaits_split_backward:
-                    unit.gather(in_pass=True)
-                    unit.unshard()
-        return cast(nn.Module, super()).parameters(recurse)
-
-    def plan_report(self) -> PlanReport:
-        """Return bytes, padding and placement of all groups in this module, each with its unit.
-
-        It is the same on every rank; nothing is communicated.
-        """
-        paths = {_unit(self): ["(root)"]}
-        for path, module in cast(nn.Module, self).named_modules():
-            unit = unit_of(module)
-            if unit is not None and path:
-                paths.setdefault(unit, []).append(path)
-        found = [(", ".join(at), group) for unit, at in paths.items() for group in unit.groups]
-        return PlanReport(groups=tuple(_group_report(unit, group) for unit, group in found))
 
     def _get_fsdp_state(self) -> Any:
         return noted_state(cast(nn.Module, self))

@@ -26,7 +26,7 @@ from ._group import ParameterGroup
 from ._param import ShardedParameter
 from ._schedule import drop_gradients, release_gradients
 from ._torch import training
-from ._unit import Unit, unit_of
+from ._unit import Unit, units_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +192,12 @@ def sharded_optimizer(
             f"{getattr(cls, '__name__', cls)} is not known to update every element alone; legal "
             f"are {[each.__name__ for each in ELEMENTWISE]}; use it on the parameters themselves"
         )
-    groups: list[ParameterGroup] = []
-    units: list[Unit] = []
-    for inner in module.modules():
-        unit = unit_of(inner)
-        if unit is not None and unit not in units:
-            units.append(unit)
-            unit.reshard()
-            if not all(group.in_place for group in unit.groups):
-                unit.reset_sharded(final=True)
-            groups += unit.groups
+    units = units_in(module)
+    for unit in units:
+        unit.reshard()
+        if not all(group.in_place for group in unit.groups):
+            unit.reset_sharded(final=True)
+    groups = [group for unit in units for group in unit.groups]
     segments = [segment for group in groups for segment in segments_of(group)]
     if not segments and all(group.flat for group in groups):
         raise ModuleError(f"{type(module).__name__} has no sharded parameter that trains")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ._buffers import Buffers
-from ._errors import ArgumentTypeError, ShardingError, shown
+from ._errors import ArgumentTypeError, ShardingError, is_int, shown
 
 GradientReduction = Literal["mean", "sum"]
 
@@ -77,13 +77,11 @@ class Options:
         if divide is not None and not (math.isfinite(divide) and divide > 0):
             raise ShardingError(
                 f"factor={divide} must be a positive finite number; 1.0 leaves the sum, None "
-                "restores what "
-                "gradient_reduction says"
+                "restores what gradient_reduction says"
             )
         alive: object = self.in_flight
-        if isinstance(alive, bool) or not isinstance(alive, int) or alive < 1:
-            wrong = isinstance(alive, bool) or not isinstance(alive, int)
-            kind = ArgumentTypeError if wrong else ShardingError
+        if not is_int(alive) or alive < 1:
+            kind = ShardingError if is_int(alive) else ArgumentTypeError
             raise kind(f"max_input_buffers is {shown(alive)}; legal are 1, 2, ...")
         check_precision(self.precision)
 

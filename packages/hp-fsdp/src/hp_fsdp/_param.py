@@ -1,9 +1,16 @@
-"""One parameter: the sharded DTensor or ragged tensor, and what modules compute with."""
+"""One parameter: the sharded DTensor or ragged tensor, and what modules compute with.
+
+Here is also what modules have of parameters: `ParameterTable` for those of a group, and notes on
+the modules, because from a module below its own a unit cannot be seen.
+"""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import partial
+from itertools import chain
+from operator import attrgetter, getitem, is_, setitem
 from typing import Any, cast
 
 import torch
@@ -23,9 +30,17 @@ from hp_dtensor import (
 
 from ._errors import ParameterError, StateError
 from ._mesh import MeshInfo
-from ._torch import hooks_after_gradient, local_of, set_local, wrapper_like
+from ._torch import (
+    hooks_after_gradient,
+    local_of,
+    parameters_of,
+    set_local,
+    storage_references,
+    wrapper_like,
+)
 
 SHARDED_ATTRIBUTE = "_fully_shard_became"
+MANAGED_ATTRIBUTE = "_fully_shard_managed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,12 @@ class ShardedParameter:
     @torch.no_grad()
     def build_sharded(self, local: Tensor) -> None:
         """Create the sharded parameter over ``local``, this rank's part."""
+        self.sharded = nn.Parameter(self._laid_out(local), requires_grad=self._requires_grad)
+        mark_repeated_rows(self.sharded, self._repeated_rows)
+        # A parameter has a view of the view; optimizers must write to the flat shard itself.
+        self.put(local)
+
+    def _laid_out(self, local: Tensor) -> Tensor:
         # from_local brings all but what has no memory to the mesh's kind of device, where shards
         # that rest on the CPU are not to be.
         like = DTensor.from_local(
@@ -102,11 +123,7 @@ class ShardedParameter:
             shape=self.shape,
             stride=self.stride,
         )
-        whole = wrapper_like(like)(local)
-        self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
-        mark_repeated_rows(self.sharded, self._repeated_rows)
-        # A parameter has a view of the view; optimizers must write to the flat shard itself.
-        self.put(local)
+        return wrapper_like(like)(local)
 
     @torch.no_grad()
     def build_unsharded(self, view: Tensor) -> None:
@@ -147,11 +164,13 @@ class ShardedParameter:
 
     def fits(self, found: object) -> bool:
         """Return whether ``found`` is laid out as the sharded parameter."""
+        own = cast(DTensor | RaggedTensor, self.sharded)
         return (
-            isinstance(found, DTensor)
+            isinstance(found, DTensor | RaggedTensor)
+            and type(found.data) is type(own.data)
             and found.shape == self.shape
             and found.device_mesh == self._mesh
-            and tuple(found.placements) == self._placements
+            and tuple(found.placements) == tuple(own.placements)
         )
 
     def refusal(self) -> str | None:
@@ -312,31 +331,14 @@ class RaggedParameter(ShardedParameter):
         runs = RaggedShard(tuple(range(leading)), sizes)
         self._runs: tuple[Placement | RaggedShard, ...] = (*self._placements[:-1], runs)
 
-    def build_sharded(self, local: Tensor) -> None:
-        """Create the sharded parameter over ``local``, this rank's part."""
-        with torch.no_grad():
-            whole = RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
-        self.sharded = nn.Parameter(whole, requires_grad=self._requires_grad)
-        mark_repeated_rows(self.sharded, self._repeated_rows)
-        self._sharded_is_new()
+    def _laid_out(self, local: Tensor) -> Tensor:
+        return RaggedTensor.from_local(local, self._mesh, self._runs, shape=self.shape)
 
     def put(self, view: Tensor) -> None:
         """Make ``view`` the memory of the sharded parameter, which may be another than before."""
         self.sharded.data = cast(RaggedTensor, self.sharded).like(view)
-        self._sharded_is_new()
-
-    def _sharded_is_new(self) -> None:
         self.wrap = cast(RaggedTensor, self.sharded).like
         self.local_view = self.part(self.sharded)
-
-    def fits(self, found: object) -> bool:
-        """Return whether ``found`` is laid out as the sharded parameter."""
-        return (
-            isinstance(found, RaggedTensor)
-            and found.shape == self.shape
-            and found.device_mesh == self._mesh
-            and tuple(found.placements) == tuple(cast(RaggedTensor, self.sharded).placements)
-        )
 
 
 def sharded_from(candidate: nn.Parameter) -> ShardedParameter | None:
@@ -368,3 +370,128 @@ def no_memory(parameters: Sequence[ShardedParameter], path: str) -> StateError:
         f"{where}{names} are on the meta device; give them memory with to_empty() and values, or "
         "load a state dict with assign=True, before the first forward"
     )
+
+
+# Runs what an iterator does for each of many, without a call in Python for each.
+_run: Callable[[Iterable[None]], object] = partial(deque, maxlen=0)
+_each = chain.from_iterable
+
+
+class ParameterTable:
+    """The parameters of one group in lists that calls in C go through, made anew where they are.
+
+    What gathers have to know of their parameters is asked of all groups under a root together, once
+    a pass: for each group alone it costs more than the rest of a gather. ``shown`` are those that
+    modules have, at ``names`` of their ``registries``.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], shards: Sequence[Tensor], flat: Tensor | None
+    ) -> None:
+        """List ``parameters``, of one kind; ``shards`` are views of ``flat``, if there is one."""
+        owners = [(each, owner) for each in parameters for owner in each.owners]
+        self.sharded = [each.sharded for each in parameters]
+        self.unsharded = [each.unsharded for each in parameters]
+        self.registries = [owner.registry for _, owner in owners]
+        self.names = [owner.name for _, owner in owners]
+        self._sharded_at = [each.sharded for each, _ in owners]
+        self._unsharded_at = [each.unsharded for each, _ in owners]
+        self.shown = self._sharded_at
+        self._part, self._parts = parameters[0].part, [each.local_view for each in parameters]
+        self._shards = [] if flat is None else list(shards)
+        self._addresses = list(map(Tensor.data_ptr, self._shards))
+        # Each shard holds the memory that it is a part of, until it is moved elsewhere.
+        self.storages = [] if flat is None else [flat.untyped_storage()]
+        self.references = storage_references(self.storages)
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters with their modules."""
+        _run(map(setitem, self.registries, self.names, self._sharded_at))
+        self.shown = self._sharded_at
+
+    def show_unsharded(self) -> None:
+        """Register the unsharded parameters with their modules."""
+        _run(map(setitem, self.registries, self.names, self._unsharded_at))
+        self.shown = self._unsharded_at
+
+    def has_parts(self) -> bool:
+        """Return whether the sharded parameters have the local tensors that they were given."""
+        return all(map(is_, self._parts, map(self._part, self.sharded)))
+
+    def moved(self) -> bool:
+        """Return whether the memory of a shard is no longer the flat shard's.
+
+        Sending a tensor to another process moves its storage to shared memory, on the CPU.
+        """
+        references = storage_references(self.storages)
+        if references == self.references:
+            return False
+        if list(map(Tensor.data_ptr, self._shards)) != self._addresses:
+            return True
+        self.references = references  # somebody made or dropped a view
+        return False
+
+
+def are_shown(tables: Sequence[ParameterTable]) -> bool:
+    """Return whether modules have what was registered last, and nothing else."""
+    registries = _each([table.registries for table in tables])
+    names = _each([table.names for table in tables])
+    try:
+        found = map(getitem, registries, names)
+        return all(map(is_, found, _each([table.shown for table in tables])))
+    except KeyError:
+        return False  # one was removed
+
+
+def are_in_place(tables: Sequence[ParameterTable]) -> bool:
+    """Return whether the sharded parameters have the memory of their shards, where it was."""
+    if not all([table.has_parts() for table in tables]):
+        return False
+    references = storage_references(_each([table.storages for table in tables]))
+    if references == list(_each([table.references for table in tables])):
+        return True
+    return not any([table.moved() for table in tables])
+
+
+class _Managed:
+    """The names of a module's parameters that units have, and of those that were ignored.
+
+    A copied or loaded module has none.
+    """
+
+    def __init__(self, names: Iterable[str], ignored: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        self.ignored = frozenset(ignored)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # the copy's parameters are its own
+
+
+def note_managed(roots: Iterable[nn.Module], ignored: Container[int] = ()) -> None:
+    """Note that units have all parameters under ``roots``, but those whose id is ``ignored``."""
+    for root in roots:
+        for inner in root.modules():
+            found = {name: p for name, p in parameters_of(inner).items() if p is not None}
+            left = {name for name, p in found.items() if id(p) in ignored}
+            inner.__dict__[MANAGED_ATTRIBUTE] = _Managed(found.keys() - left, left)
+
+
+def is_managed(module: nn.Module, name: str) -> bool:
+    """Return whether a unit has the parameter that ``module`` registers as ``name``."""
+    noted = module.__dict__.get(MANAGED_ATTRIBUTE)
+    return isinstance(noted, _Managed) and name in noted.names
+
+
+def added_parameters(root: nn.Module) -> list[str]:
+    """Return the plain parameters under ``root`` that train and that no unit was ever given.
+
+    They were added after `fully_shard`, with their module or alone.
+    """
+    return [
+        f"{path}.{name}" if path else name
+        for path, inner in root.named_modules()
+        for noted in [inner.__dict__.get(MANAGED_ATTRIBUTE)]
+        for name, p in parameters_of(inner).items()
+        if p is not None and p.requires_grad and not isinstance(p, DTensor | RaggedTensor)
+        if not isinstance(noted, _Managed) or name not in noted.names | noted.ignored
+    ]

@@ -11,13 +11,12 @@ from ._errors import StateError, first_error
 from ._extensions import attached
 from ._mesh import split_axis
 from ._options import Options
+from ._param import added_parameters, are_in_place, are_shown
 from ._reduction import Reduction
-from ._select import added_parameters
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
-from ._table import are_in_place, are_shown
 from ._torch import call_after_backward
-from ._unit import Act, Run, Unit, unit_of
+from ._unit import Act, Run, Unit, unit_of, units_in
 
 # In the time of so many units that backward reaches first, most activations are alive.
 LATE_UNITS = 2
@@ -50,8 +49,7 @@ class Schedule:
         What these have under way is ended, as it was begun on all ranks.
         """
         self._root = root
-        found = dict.fromkeys(map(unit_of, root.modules()))
-        self.units = [unit for unit in found if unit is not None]
+        self.units = units_in(root)
         self.device = self.units[0].device
         # The host writes to memory that copies from the CPU read.
         self._pinned = any(group.config.pinned for unit in self.units for group in unit.groups)

@@ -1,18 +1,12 @@
-"""Which parameters a call takes, how each is sharded, and which units have already.
-
-What units have is noted on the modules that register it: from below a unit cannot be seen.
-"""
+"""Which parameters a call takes, and how each is sharded."""
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-
-from hp_dtensor import RaggedTensor
 
 from ._errors import (
     InvalidParameterError,
@@ -20,60 +14,14 @@ from ._errors import (
     ParameterError,
     ParameterTypeError,
     UnsupportedParameterError,
+    is_int,
     shown,
 )
 from ._extensions import ExtendedParameter, check_extension, on_own_mesh
 from ._mesh import MeshInfo, PlacementOnMesh
-from ._param import Owner, RaggedParameter, ShardedParameter, sharded_from
+from ._param import Owner, RaggedParameter, ShardedParameter, is_managed, sharded_from
 from ._torch import is_extended, local_of, parameters_of
-from ._unit import unit_of
-
-MANAGED_ATTRIBUTE = "_fully_shard_managed"
-
-
-class _Managed:
-    """The names of a module's parameters that units have, and of those that were ignored.
-
-    A copied or loaded module has none.
-    """
-
-    def __init__(self, names: Iterable[str], ignored: Iterable[str]) -> None:
-        self.names = frozenset(names)
-        self.ignored = frozenset(ignored)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # the copy's parameters are its own
-
-
-def note_managed(roots: Iterable[nn.Module], ignored: Container[int] = ()) -> None:
-    """Note that units have all parameters under ``roots``, but those whose id is ``ignored``."""
-    for root in roots:
-        for inner in root.modules():
-            found = {name: p for name, p in parameters_of(inner).items() if p is not None}
-            left = {name for name, p in found.items() if id(p) in ignored}
-            inner.__dict__[MANAGED_ATTRIBUTE] = _Managed(found.keys() - left, left)
-
-
-def is_managed(module: nn.Module, name: str) -> bool:
-    """Return whether a unit has the parameter that ``module`` registers as ``name``."""
-    noted = module.__dict__.get(MANAGED_ATTRIBUTE)
-    return isinstance(noted, _Managed) and name in noted.names
-
-
-def added_parameters(root: nn.Module) -> list[str]:
-    """Return the plain parameters under ``root`` that train and that no unit was ever given.
-
-    They were added after `fully_shard`, with their module or alone.
-    """
-    return [
-        f"{path}.{name}" if path else name
-        for path, inner in root.named_modules()
-        for noted in [inner.__dict__.get(MANAGED_ATTRIBUTE)]
-        for name, p in parameters_of(inner).items()
-        if p is not None and p.requires_grad and not isinstance(p, DTensor | RaggedTensor)
-        if not isinstance(noted, _Managed) or name not in noted.names | noted.ignored
-    ]
-
+from ._unit import units_in
 
 ShardPlacement = Callable[[nn.Parameter], Shard | PlacementOnMesh | None]
 Granularity = int | Callable[[nn.Parameter], int]
@@ -107,7 +55,7 @@ class ParameterSelection:
                     f"an element of ignored_params is {shown(each)}; legal are nn.Parameters"
                 )
         least: object = least_numel
-        if isinstance(least, bool) or not isinstance(least, int) or least < 0:
+        if not is_int(least) or least < 0:
             raise ParameterError(f"min_shard_numel is {shown(least)}; legal are 0, 1, ...")
         if layout not in ("exact", "ragged"):
             raise ParameterError(f"layout is {shown(layout)}; legal are 'exact' and 'ragged'")
@@ -132,7 +80,7 @@ class ParameterSelection:
         """Return how many elements of a parameter stay together in the ragged layout."""
         asked = self.granularity
         found: object = 1 if asked is None else asked(parameter) if callable(asked) else asked
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        if not is_int(found) or found < 1:
             raise ParameterError(
                 f"granularity gives {shown(found)} for {name}; legal are 1, 2, ... elements"
             )
@@ -281,13 +229,10 @@ def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[i
     """Return the parameters that units under ``modules`` have, and where they registered them."""
     managed: set[int] = set()
     places: set[tuple[int, str]] = set()  # what is registered there may have been replaced
-    for root in modules:
-        for inner in root.modules():
-            unit = unit_of(inner)
-            for group in unit.groups if unit is not None else ():
-                for parameter in group.parameters:
-                    managed |= {id(parameter.sharded), id(parameter.unsharded)}
-                    places.update((id(owner.registry), owner.name) for owner in parameter.owners)
+    for group in (group for unit in units_in(*modules) for group in unit.groups):
+        for parameter in group.parameters:
+            managed |= {id(parameter.sharded), id(parameter.unsharded)}
+            places.update((id(owner.registry), owner.name) for owner in parameter.owners)
     return managed, places
 
 

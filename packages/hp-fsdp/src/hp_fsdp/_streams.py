@@ -103,20 +103,6 @@ class Begun:
         self._event.synchronize()
 
 
-def gather_copy(
-    side: SideStream, sent: Tensor, shard: Tensor, start: Callable[[], Waitable]
-) -> Waitable:
-    """Copy a shard to where and in which dtype it is sent, and start its gather, beside.
-
-    The computation waits for both with what is returned, so that neither holds up what it is
-    given until then. A gather that ends on the stream that it is started on is waited for too.
-    """
-    with side.after_current("copy_shard"):
-        sent.copy_(shard, non_blocking=True)
-        work = start()
-    return side.begun(work)
-
-
 @dataclass(frozen=True, slots=True)
 class Streams:
     """The side streams of all units under one root.

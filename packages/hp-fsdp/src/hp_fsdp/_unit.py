@@ -21,8 +21,8 @@ from ._errors import DisagreementError, ParameterError, first_error
 from ._extensions import attached, split_attached
 from ._group import RESTING, ParameterGroup
 from ._options import Options
+from ._param import are_shown
 from ._states import AFTER, Event, GradientState, ParameterState
-from ._table import are_shown
 from ._torch import graph_task, inside_backward, runs_after_new_ones
 
 if TYPE_CHECKING:
@@ -451,7 +451,7 @@ class Unit:
             facts[f"{_OFFSETS}{of}"] = str(layout.plan)
             if act is Act.REDUCTION:
                 divisor = self.options.divisor(group.reduce_axes.size)
-                facts[f"the divisor of gradients{of}"] = f"{divisor:g}"
+                facts[f"the divisor of gradients{of}"] = repr(divisor)
         return facts
 
 
@@ -551,6 +551,12 @@ class _Reshard:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Reshard, (None,)  # a copy of the module is in no unit
+
+
+def units_in(*roots: nn.Module) -> list[Unit]:
+    """Return the units that modules in ``roots`` were given to, outer ones first."""
+    found = dict.fromkeys(unit_of(inner) for root in roots for inner in root.modules())
+    return [unit for unit in found if unit is not None]
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -1,0 +1,354 @@
+"""What reductions of one group have in common in every step: rows, divisors, memory of results."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from sys import getrefcount
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hp_dtensor import Axis, Collectives, TorchCollectives
+
+from ._buffers import Buffers, ResizeBuffer
+from ._errors import StateError
+from ._mesh import DataAxes
+from ._offsets import GradientRows
+from ._options import Options
+from ._param import ShardedParameter
+from ._streams import Waitable
+from ._torch import (
+    averages,
+    have_no_gradients,
+    pack_rank_major,
+    storage_references,
+    tensor_references,
+    training,
+)
+
+_dtype_of = attrgetter("dtype")
+
+
+StartScatter = Callable[[Tensor, Tensor], Waitable]  # of the output and the input
+
+
+def _prepared_scatter(
+    collectives: Collectives, axis: Axis, op: Literal["sum", "avg"], device: torch.device
+) -> StartScatter:
+    """Return what starts the same reduce-scatter each time; torch's looks things up only here."""
+    divides = op == "sum" or averages(axis.group, device)
+    if type(collectives) is TorchCollectives and divides and axis.size > 1:
+        return collectives.prepare_reduce_scatter(axis, op)
+    return lambda output, rows: collectives.reduce_scatter(axis, [rows], [output], op=op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """What gradients are divided by before and after their sum, and over which axes that goes on.
+
+    ``op`` is an average where the communication divides: then nothing comes after. What does is a
+    tensor of one number on the CPU, for gradients on any device.
+    """
+
+    before: float | None
+    after: Tensor | None
+    op: Literal["sum", "avg"]
+    sums: tuple[Axis, ...]
+
+    @staticmethod
+    def of(
+        options: Options, axes: DataAxes, dtype: torch.dtype, device: torch.device
+    ) -> "Division":
+        """Return it for gradients that are reduced in ``dtype`` over ``axes``.
+
+        float16 overflows in large sums: about half the factor, in powers of two, comes before.
+        """
+        sums = tuple(axis for axis in axes.replicate if axis.size > 1)
+        before, factor = None, None
+        if options.divide is not None or options.reduction != "mean":
+            factor = options.divisor(axes.size)
+        elif options.force_sum or (dtype == torch.float16 and axes.size > 1):
+            factor = float(axes.size)
+        elif not sums and options.hook is None and not averages(axes.shard.group, device):
+            factor = float(axes.shard.size)  # once, at the end, and not as each sum ends
+        if factor is not None and dtype == torch.float16 and axes.size > 1:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            factor /= before
+        after = None
+        if factor is not None and factor != 1.0:
+            # A number would be made a tensor, and brought to this dtype, in each step.
+            exact = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+            with torch.inference_mode(False):
+                after = torch.tensor(factor, dtype=exact, device="cpu")
+        return Division(
+            before=before, after=after, op="avg" if factor is None else "sum", sums=sums
+        )
+
+
+class PartialSum:
+    """What reductions left that were scattered and not yet summed over the replicas."""
+
+    def __init__(self) -> None:
+        self._flat: Tensor | None = None
+        self._names: tuple[str, ...] = ()
+        self._used: list[bool] = []
+
+    @property
+    def waits(self) -> bool:
+        """Return whether something is kept."""
+        return self._flat is not None
+
+    def add(
+        self, flat: Tensor, names: tuple[str, ...], used: list[bool]
+    ) -> tuple[Tensor, list[bool]]:
+        """Keep the sum of ``flat`` and what is kept; return it, and what this rank used in it."""
+        if self._flat is not None:
+            if names != self._names:
+                raise StateError(
+                    f"gradients of {list(self._names)} wait for an all-reduce, and now come those "
+                    f"of {list(names)}; freeze parameters only after a reduction over all axes"
+                )
+            flat = flat.add_(self._flat)
+            used = [now or before for now, before in zip(used, self._used, strict=True)]
+        self._flat, self._names, self._used = flat, names, used
+        return flat, used
+
+    @property
+    def flat(self) -> Tensor | None:
+        """Return what is kept."""
+        return self._flat
+
+    def drop(self) -> None:
+        """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
+        if self._flat is not None:
+            self._flat.zero_()
+            self._used = [False] * len(self._used)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._flat, self._names, self._used = None, (), []
+
+
+# From there on memory counts more than the time to get it again.
+RELEASED_BYTES = 2**18
+# Up to so many elements one more copy costs less than a second tensor to reduce.
+COPIED_NUMEL = 2**16
+
+
+class ReducedGradients:
+    """A flat reduced gradient, and over it the gradients that sharded parameters are given.
+
+    Made once, because views and DTensors cost more than the reduction of small parameters, and
+    used again in each step in which nobody else refers to it any more. Where it is large, its
+    memory is given back as long as no parameter has a gradient.
+    """
+
+    def __init__(
+        self, rows: GradientRows, parameters: Sequence[ShardedParameter], like: Tensor
+    ) -> None:
+        """Make room for gradients and flags, of the dtype and on the device of ``like``."""
+        pinned = like.is_pinned()
+        self._buffer = ResizeBuffer(rows.reduced_numel, like.dtype, like.device, pinned)
+        self.flat = flat = self._buffer.tensor
+        self.values = flat[: rows.flags]
+        self.gradients = [
+            parameter.wrap(view)
+            for parameter, view in zip(parameters, rows.views(flat), strict=True)
+        ]
+        self.locals_ = [
+            parameter.part(gradient)
+            for parameter, gradient in zip(parameters, self.gradients, strict=True)
+        ]
+        self.in_flight = True  # a reduction that is not finished writes it
+        self._released = False
+        self._runs: dict[tuple[int, int], Tensor] = {}
+        self._storage = flat.untyped_storage()
+        self._tensors = [*self.gradients, *self.locals_]
+        self._marks = [vars(each) for each in self.gradients]
+        self._references = self._counted()
+
+    def _counted(self) -> int:
+        """Return how many hold the memory or one of the tensors, or have put a mark there.
+
+        It is least where no one does, and so a sum says it.
+        """
+        found = getrefcount(self._storage) + sum(storage_references([self._storage]))
+        found += sum(map(getrefcount, self._tensors)) + sum(map(len, self._marks))
+        found += sum(training(self.gradients))
+        return found + sum(map(tensor_references, self._tensors))
+
+    @property
+    def held(self) -> bool:
+        """Return whether a parameter or a user refers to the memory, or one is marked by a user."""
+        return self.in_flight or self._counted() != self._references
+
+    def use(self) -> None:
+        """Get memory again, for a reduction that writes it."""
+        # After what an optimizer read of it on the current stream: a reduction begins after that.
+        self.in_flight = True
+        if self._released:
+            self._buffer.allocate()
+            self._released = False
+
+    def release(self) -> None:
+        """Give the memory back, if nothing refers to it."""
+        # No stream writes it: while one may, it is `in_flight`, until the current one waited.
+        if not self._released and not self.held:
+            self._buffer.free()
+            self._released = True
+
+    def run(self, start: int, length: int) -> Tensor:
+        """Return neighbouring gradients as one flat view: ``length`` elements from ``start`` on."""
+        found = self._runs.get((start, length))
+        if found is None:
+            found = self._runs[start, length] = self.flat[start : start + length]
+            self._references += 1
+        return found
+
+
+class ReductionPlan:
+    """What the reductions of some parameters of a group have in common: for many steps.
+
+    ``path`` is that of the module now, for a profile; ``shard`` the flat shard, for dtype and
+    device; ``offloaded``: it rests on the CPU. ``has_flags``: `pack` makes columns for the flags of
+    ``rows``. Otherwise they are a tensor of their own, `flags`, to be reduced together with them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        rows: GradientRows,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Tensor,
+        partial: PartialSum,
+        buffers: Buffers,
+        offloaded: bool,
+    ) -> None:
+        self.path = ""
+        self.offloaded = offloaded
+        self.parameters = list(parameters)
+        self.sharded = [parameter.sharded for parameter in parameters]
+        self.unsharded = [parameter.unsharded for parameter in parameters]
+        self.rows = rows
+        self.dtype = dtype
+        self.device = device
+        self.shard = shard
+        self.partial = partial
+        self.buffers = buffers
+        self.has_flags = not rows.flags_apart or rows.numel <= COPIED_NUMEL
+        self._ranks = rows.numel // rows.flags if rows.flags_apart else rows.degree
+        self._gaps = rows.gaps[::-1]  # so that what is put there moves no other
+        self._rearranged = [(i, e.spec) for i, e in enumerate(rows.extents) if e.spec.dim]
+        self._has_empty = any(not extent.spec.numel for extent in rows.extents)
+        self._known: dict[tuple[object, torch.dtype], Tensor] = {}
+        self.outputs: list[ReducedGradients] = []
+        self.nothing: Sequence[Tensor | None] = [None] * len(self.parameters)
+        self.all_used = [True] * len(self.parameters)
+        self.is_large = rows.reduced_numel * shard.element_size() >= RELEASED_BYTES
+        self._prepared: tuple[Options, DataAxes, Collectives, Division, StartScatter] | None = None
+
+    def prepared(
+        self, options: Options, axes: DataAxes, collectives: Collectives
+    ) -> tuple[Division, StartScatter]:
+        """Return what a reduction divides by, and what starts its reduce-scatter.
+
+        Options and axes are frozen, so what was worked out holds as long as they are the same.
+        """
+        known = self._prepared
+        if (
+            known is None
+            or known[0] is not options
+            or known[1] is not axes
+            or known[2] is not collectives
+        ):
+            division = Division.of(options, axes, self.dtype, self.device)
+            start = _prepared_scatter(collectives, axes.shard, division.op, self.device)
+            known = self._prepared = options, axes, collectives, division, start
+        return known[3], known[4]
+
+    def pack(self, gradients: list[Tensor], used: Sequence[bool]) -> Tensor:
+        """Return the rows, flat; contiguous ``gradients`` are zeros where they are not ``used``."""
+        rows, pieces = self.rows, gradients
+        for i, spec in self._rearranged:
+            pieces[i] = spec.by_rank(pieces[i]).contiguous()
+        if len(set(map(_dtype_of, pieces))) > 1:
+            pieces = [piece.to(self.dtype) for piece in pieces]
+        dtype = pieces[0].dtype
+        for i, start, end in self._gaps:
+            pieces.insert(i, self._gap(start, end, used, dtype))
+        if self._has_empty:
+            pieces = [piece for piece in pieces if piece.numel()]
+        flat = self.buffers.take(rows.numel, self.dtype, self.device)
+        if pieces:
+            pack_rank_major(pieces, rows.degree, flat.view(rows.degree, rows.width))
+        if rows.flags_apart and self.has_flags:
+            shares = flat.view(self._ranks, rows.flags)
+            flat = torch.cat((shares, self.flags(used, self.dtype)), 1).view(-1)
+        return flat
+
+    def flags(self, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
+        """Return ``[ranks, parameters]``: in each row 1 for what this rank ``used``, else 0."""
+        return self._made("flags", (self._ranks, len(used)), 0, used, dtype)
+
+    def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
+        """Return the columns of no parameter from ``start`` to ``end``: zeros, or flags in them."""
+        shape, flags = (self.rows.degree, end - start), self.rows.flags
+        if self.rows.flags_apart or not start <= flags < end:
+            return self._made(start, shape, 0, (), dtype)
+        return self._made(start, shape, flags - start, used, dtype)
+
+    def _made(
+        self,
+        what: object,
+        shape: tuple[int, int],
+        first: int,
+        used: Sequence[bool],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return zeros with the flags of what was ``used`` from column ``first`` on.
+
+        What all steps that use everything need is made once.
+        """
+        known = self._known.get((what, dtype)) if all(used) else None
+        if known is not None:
+            return known
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.zeros(shape, dtype=dtype, device=self.device)
+            made[:, first : first + len(used)] = 1
+            for i in (i for i, is_used in enumerate(used) if not is_used):
+                made[:, first + i] = 0
+        if all(used) and made.numel() <= COPIED_NUMEL:
+            self._known[what, dtype] = made
+        return made
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the parameters."""
+        return tuple(parameter.name for parameter in self.parameters)
+
+    def release(self) -> None:
+        """Give back the memory of gradients that no parameter has, if it is worth the while."""
+        if self.is_large and self.outputs and have_no_gradients(self.sharded):
+            for known in self.outputs:
+                known.release()
+
+    def output(self) -> ReducedGradients | None:
+        """Return gradients that nobody refers to; None where they would be added to others.
+
+        Mostly all parameters have others, or none has, so that the first is asked. Two are kept at
+        most: a user may hold those of the step before.
+        """
+        if self.sharded[0].grad is not None:
+            return None
+        for known in self.outputs:
+            if not known.held:
+                known.use()
+                return known
+        with torch.inference_mode(False), torch.no_grad():  # for steps of all kinds
+            made = ReducedGradients(self.rows, self.parameters, self.shard)
+        self.outputs = [*self.outputs[-1:], made]
+        return made
