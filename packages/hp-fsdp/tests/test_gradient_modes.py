@@ -371,6 +371,26 @@ def test_the_plan_says_which_gradients_are_fused_and_why_others_are_not(
     assert found["blocks.0.up.weight"] == "one rank, so nothing is packed"
 
 
+def converted(rank: int) -> list[dict[str, str]]:
+    """Return what the plan says of gradients before and after conversions of the module."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model: Any = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+    fully_shard(model, mesh_of((2,), NAMES[1]), grads="fused", direct_bytes=0, mp_policy=policy)
+    said = []
+    for change in (model.float, model.double, model.float):
+        change()
+        model(torch.arange(8)).sum().backward()
+        said.append({p.name: p.unfused for p in model.plan_report().groups[0].parameters})
+    return said
+
+
+def test_the_plan_says_after_a_conversion_what_holds_then(ranks: Ranks) -> None:
+    as_made = {"0.weight": "", "1.weight": ""}
+    apart = {"0.weight": "", "1.weight": "computed in float64, reduced in float32"}
+    for found in ranks(2).run(converted):
+        assert found == [as_made, apart, as_made]
+
+
 class Losing(Halved):
     """Loses its class when a rank takes its rows, which is an error."""
 

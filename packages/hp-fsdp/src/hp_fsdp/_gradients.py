@@ -175,8 +175,9 @@ def can_fuse(module: nn.Module, name: str) -> bool:
     Of an embedding with dense gradients, that is, which neither renormalises nor weighs by
     frequency.
     """
-    if name != "weight" or "forward" in vars(module):
-        return False
+    forward = vars(module).get("forward")
+    if name != "weight" or (forward is not None and forward.__module__ != __name__):
+        return False  # but that of `fuse` is one of a plain module
     if type(module) is nn.Embedding:
         return not (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
     return type(module) is nn.Linear
@@ -272,7 +273,7 @@ class BucketHooks:
         """
         self._parameters = parameters
         self._large = [i for i in large if parameters[i].is_plain]
-        self._fused = fused
+        self.fused = fused
         self._reduced = reduced
         self._rows_of = rows_of
         self._take = take
@@ -283,7 +284,7 @@ class BucketHooks:
 
     def fuse(self) -> None:
         """Replace the forwards of the modules whose products write the gradients."""
-        for i in self._fused:
+        for i in self.fused:
             parameter = self._parameters[i]
             for module in (o.module for o in parameter.owners if can_fuse(o.module, o.name)):
                 add = self._add_product if type(module) is nn.Linear else self._add_rows

@@ -599,6 +599,8 @@ class ParameterGroup:
         else:
             self.partial.clear()
             self._lay_out(locals_)
+            for i in self.bucket_hooks.fused if self.bucket_hooks is not None else ():
+                self.unfused[i] = self._why_not_fused(i)
             self._build_unsharded()
         self._put_shards()
 
