@@ -142,10 +142,11 @@ class Ring:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory that was given back, if some is large enough, or new."""
         size = numel * dtype.itemsize
-        for position, flat in enumerate(self._free):
-            if flat.device == device and flat.numel() >= size:
-                return self._free.pop(position)[:size].view(dtype)
-        return torch.empty(size, dtype=torch.uint8, device=device).view(dtype)
+        fits = [(flat.numel(), i) for i, flat in enumerate(self._free) if flat.device == device]
+        chosen = min((each for each in fits if each[0] >= size), default=None)
+        if chosen is None:
+            return torch.empty(size, dtype=torch.uint8, device=device).view(dtype)
+        return self._free.pop(chosen[1])[:size].view(dtype)
 
     def give(self, flat: Tensor) -> None:
         """Keep the memory for the next reduction."""

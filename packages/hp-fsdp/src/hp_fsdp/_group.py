@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 
 from hp_dtensor import Axis, Collectives, RaggedTensor
 
+from ._buffers import Buffers, Resize
 from ._errors import StateError
 from ._gradients import BucketHooks, why_not_fused
 from ._layout import Layout
@@ -71,6 +72,8 @@ class ParameterGroup:
         self.parameters = list(parameters)
         self.axes = self.reduce_axes = axes
         self.config = config
+        # What is kept whole is summed where it is packed, and so becomes the gradients.
+        self._packed_in: Buffers = config.buffers if axes.shard.size > 1 else Resize()
         self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
@@ -197,7 +200,7 @@ class ParameterGroup:
         return self.layout.plan.gradient_rows(chosen, index, itemsize)
 
     def _take_memory(self, numel: int) -> Tensor:
-        return self.config.buffers.take(numel, self.dtypes.reduce, self.config.device)
+        return self._packed_in.take(numel, self.dtypes.reduce, self.config.device)
 
     def fuse(self) -> None:
         """Let products of modules write gradients where ``unfused`` has no reason against it."""
@@ -493,7 +496,7 @@ class ParameterGroup:
             device=self.config.device,
             shard=self.layout.shard,
             partial=self.partial,
-            buffers=self.config.buffers,
+            buffers=self._packed_in,
             offloaded=self.config.rest != self.config.device,
         )
 

@@ -97,7 +97,7 @@ def _pre_forward(unit: Unit, module: nn.Module, args: Args, kwargs: Kwargs) -> t
     """Gather; return the inputs, cast, and marked so that the end of backward is seen."""
     schedule = unit.schedule
     if schedule is None:
-        schedule = Schedule(module)
+        schedule = Schedule(unit.modules)
     if unit.options.precision.param_dtype is not None:
         args, kwargs = _cast_inputs(unit, args, kwargs)
     if graph_task() >= 0:

@@ -31,7 +31,7 @@ from ._group import ParameterGroup
 from ._hooks import end_in_hook, post_forward, pre_forward, run_forward
 from ._mesh import new_axis
 from ._options import ReductionHook, check_bool
-from ._schedule import drop_gradients, release_gradients
+from ._schedule import Schedule, drop_gradients, release_gradients
 from ._torch import (
     GROUP_MEMORY,
     TorchState,
@@ -266,13 +266,11 @@ class FSDPModule:
         unit of the same root is resharded, and gradients that are not reduced yet (those of
         `no_sync` too) are dropped. Sharded gradients stay. Communicates nothing new.
         """
-        unit = _unit(self)
-        if unit.schedule is not None:
-            unit.schedule.reset()
-        else:
-            error = first_error(each.reset for each in _units(self, True))
-            if error is not None:
-                raise error
+        units = _units(self, True)
+        # Parts that ran before this module, or before it was sharded, have schedules of their own.
+        each: list[Schedule | Unit] = [unit.schedule or unit for unit in units]
+        if (error := first_error([one.reset for one in dict.fromkeys(each)])) is not None:
+            raise error
 
     def reset_iter_state(self) -> None:
         """Do the same as `reset`, under torch's name."""
@@ -284,9 +282,12 @@ class FSDPModule:
         One reduce-scatter per group and, with replicas, one all-reduce; afterwards the gradients
         are on the parameters. For schedules of a pipeline, which run many backwards a step.
         """
-        schedule = _unit(self).schedule
-        if schedule is not None:
-            schedule.reduce_all(reversed(_units(self, True)))
+        of: dict[Schedule, list[Unit]] = {}
+        for unit in reversed(_units(self, True)):
+            if unit.schedule is not None:
+                of.setdefault(unit.schedule, []).append(unit)
+        for schedule, units in of.items():
+            schedule.reduce_all(units)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters in this module, sharded or not, as modules have them.

@@ -57,6 +57,7 @@ class Segment:
         first, end = spans[0][0], spans[-1][1]
         self._group = group
         self._members = tuple(members)
+        self._sharded = [group.table.sharded[i] for i in members]
         self._shard = group.layout.shard
         self.pieces = [
             Piece(group.parameters[i], start - first)
@@ -78,9 +79,15 @@ class Segment:
         Where no piece has one, neither has ``flat``; return False where only some have: `split`
         then. Raises `StateError` if the group was laid out anew.
         """
-        if self._group.layout.shard is not self._shard or self._group.table.moved():
+        sharded = map(self._group.table.sharded.__getitem__, self._members)
+        if (
+            self._group.layout.shard is not self._shard
+            or self._group.table.moved()
+            or not _are_same(sharded, self._sharded)
+        ):
             raise StateError(
-                "parameters were converted or moved after the optimizer was made; make it anew"
+                "parameters were replaced, converted or moved after the optimizer was made; make "
+                "it anew"
             )
         reduced = self._group.reduced_gradients(self._members)
         if reduced is not None:

@@ -6,7 +6,7 @@ the modules, because from a module below its own a unit cannot be seen.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -91,6 +91,7 @@ class ShardedParameter:
         self._requires_grad = original.requires_grad
         self._repeated_rows = getattr(original, "repeated_rows", ())
         self._held: Tensor | None = None
+        self._is_built = False
         self.shape = torch.Size(original.shape)
         self.stride = original.stride()
         self.sharded: nn.Parameter
@@ -127,7 +128,13 @@ class ShardedParameter:
 
     @torch.no_grad()
     def build_unsharded(self, view: Tensor) -> None:
-        """Create the unsharded parameter over ``view`` of the gathered output."""
+        """Create the unsharded parameter over ``view`` of the gathered output.
+
+        What was saved for a backward from one that was there must not be used any more.
+        """
+        if self._is_built:
+            increment_version(self.unsharded)
+        self._is_built = True
         if self._own is not None:
             mesh, placements = self._own
             view = DTensor.from_local(
@@ -482,14 +489,20 @@ def is_managed(module: nn.Module, name: str) -> bool:
     return isinstance(noted, _Managed) and name in noted.names
 
 
-def added_parameters(root: nn.Module) -> list[str]:
-    """Return the plain parameters under ``root`` that train and that no unit was ever given.
+def named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Return the modules of a unit and those in them, by path; of several from their positions."""
+    for position, root in enumerate(roots):
+        yield from root.named_modules(prefix=f"[{position}]" if len(roots) > 1 else "")
+
+
+def added_parameters(roots: Sequence[nn.Module]) -> list[str]:
+    """Return the plain parameters under ``roots`` that train and that no unit was ever given.
 
     They were added after `fully_shard`, with their module or alone.
     """
     return [
         f"{path}.{name}" if path else name
-        for path, inner in root.named_modules()
+        for path, inner in named_modules(roots)
         for noted in [inner.__dict__.get(MANAGED_ATTRIBUTE)]
         for name, p in parameters_of(inner).items()
         if p is not None and p.requires_grad and not isinstance(p, DTensor | RaggedTensor)

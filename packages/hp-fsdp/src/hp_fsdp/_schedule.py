@@ -11,7 +11,7 @@ from ._errors import StateError, first_error
 from ._extensions import attached
 from ._mesh import split_axis
 from ._options import Options
-from ._param import added_parameters, are_in_place, are_shown
+from ._param import added_parameters, are_in_place, are_shown, named_modules
 from ._reduction import Reduction
 from ._states import AFTER, Event, GradientState
 from ._streams import Streams
@@ -43,13 +43,13 @@ class Schedule:
     what ranks do that reached them: it gathers and reduces them, without gradients of its own.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        """Take over all units under ``root``, also from the schedules of its parts.
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        """Take over all units under ``roots``, a unit's modules, also from schedules of parts.
 
         What these have under way is ended, as it was begun on all ranks.
         """
-        self._root = root
-        self.units = units_in(root)
+        self._roots = roots
+        self.units = units_in(*roots)
         self.device = self.units[0].device
         # The host writes to memory that copies from the CPU read.
         self._pinned = any(group.config.pinned for unit in self.units for group in unit.groups)
@@ -85,16 +85,16 @@ class Schedule:
         made = sorted(self.units, key=lambda unit: unit.made)
         places = {unit: place for place, unit in enumerate(made)}
         for number, unit in enumerate(self.units):
-            unit.schedule = self
+            unit.schedule, unit.checked = self, 0  # turns are counted anew
             unit.join(number, places[unit], self.paths)
 
     def paths(self) -> list[str]:
         """Return where the units are, under the root."""
-        found: dict[Unit, str] = {}
-        for path, module in self._root.named_modules():
+        found: dict[Unit, str] = {self.units[0]: "(root)"}
+        for path, module in named_modules(self._roots):
             unit = unit_of(module)
             if unit is not None:
-                found.setdefault(unit, path or "(root)")
+                found.setdefault(unit, path)
         return [found.get(unit, "(removed)") for unit in self.units]
 
     def _name_groups(self) -> None:
@@ -151,9 +151,11 @@ class Schedule:
             unit.reshard()  # an optimizer stepped since
         elif unit.stays:
             unit.train_as_shown()
+            unit.train_as_sharded()
         if unit.in_ring:
             self._free_slots(unit)
         unit.gather_in_turn(Act.FORWARD, self._turn)
+        run.laid_out = unit.laid_out
         if unit.forward_prefetch is not None:
             for chosen in unit.forward_prefetch:
                 chosen.gather_in_turn(Act.FORWARD, self._turn, ahead=True)
@@ -225,7 +227,7 @@ class Schedule:
 
     def _warn_of_added(self) -> None:
         """Warn of parameters that came after `fully_shard`."""
-        if added := added_parameters(self._root):
+        if added := added_parameters(self._roots):
             warnings.warn(
                 f"{', '.join(added)} train and belong to no unit, because they were added after "
                 "fully_shard: every rank keeps the gradients of its own batch. Add them before, "
@@ -309,6 +311,12 @@ class Schedule:
 
     def backward_reached(self, run: Run) -> None:
         """Note that a unit's backward begins; starts its all-gather and its predecessor's."""
+        if run.laid_out != run.unit.laid_out:
+            raise StateError(
+                f"parameters of {self.paths()[self.units.index(run.unit)]} were converted or moved "
+                "between its forward and its backward, which needs those of the forward; convert "
+                "them after backward"
+            )
         follower = run.follower
         if follower is not None and follower.backward == self._backwards and self.in_backward:
             self.backward_left(follower)

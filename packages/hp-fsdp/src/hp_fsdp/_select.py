@@ -19,7 +19,14 @@ from ._errors import (
 )
 from ._extensions import ExtendedParameter, check_extension, on_own_mesh
 from ._mesh import MeshInfo, PlacementOnMesh
-from ._param import Owner, RaggedParameter, ShardedParameter, is_managed, sharded_from
+from ._param import (
+    Owner,
+    RaggedParameter,
+    ShardedParameter,
+    is_managed,
+    named_modules,
+    sharded_from,
+)
 from ._torch import is_extended, local_of, parameters_of
 from ._unit import units_in
 
@@ -180,24 +187,20 @@ def select_parameters(
     owners: dict[int, list[Owner]] = {}
     found: dict[int, tuple[nn.Parameter, str]] = {}
     visited: set[nn.Module] = set()
-    for position, root in enumerate(modules):
-        prefix = f"[{position}]" if len(modules) > 1 else ""
-        for path, inner in root.named_modules(prefix=prefix):
-            if inner in visited:
+    for path, inner in named_modules(modules):
+        if inner in visited:
+            continue
+        visited.add(inner)
+        for name, candidate in parameters_of(inner).items():
+            where = (id(parameters_of(inner)), name)
+            if candidate is None or id(candidate) in managed or where in places:
                 continue
-            visited.add(inner)
-            for name, candidate in parameters_of(inner).items():
-                where = (id(parameters_of(inner)), name)
-                if candidate is None or id(candidate) in managed or where in places:
-                    continue
-                if id(candidate) in selection.ignored:
-                    continue
-                full_name = f"{path}.{name}" if path else name
-                _check_free(candidate, inner, name, full_name, type(root).__name__)
-                owners.setdefault(id(candidate), []).append(
-                    Owner(inner, parameters_of(inner), name)
-                )
-                found.setdefault(id(candidate), (candidate, full_name))
+            if id(candidate) in selection.ignored:
+                continue
+            full_name = f"{path}.{name}" if path else name
+            _check_free(candidate, inner, name, full_name)
+            owners.setdefault(id(candidate), []).append(Owner(inner, parameters_of(inner), name))
+            found.setdefault(id(candidate), (candidate, full_name))
     for original, name in found.values():
         _check_parameter(original, name, mesh_info.mesh)
     return [
@@ -236,13 +239,11 @@ def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[i
     return managed, places
 
 
-def _check_free(
-    candidate: nn.Parameter, module: nn.Module, name: str, full_name: str, root: str
-) -> None:
+def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name: str) -> None:
     if is_managed(module, name):
         raise ParameterError(
-            f"{full_name} of {root} is sharded already, by a call on a module above it; shard "
-            "blocks first, the root last"
+            f"{full_name} is sharded already, by a call on a module above it; shard blocks first, "
+            "the root last"
         )
     if (sharded := sharded_from(candidate)) is not None:
         raise ParameterError(

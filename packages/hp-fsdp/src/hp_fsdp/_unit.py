@@ -52,6 +52,7 @@ class Run:
     if there is one. ``follower``: the run that took it for its only input with a gradient, its
     ``input``, so that this one's backward begins where that one's ends. ``within``: the modules
     that are called from calls of their own. ``number``: autograd's of what it computed first.
+    ``laid_out``: that of its unit, when it was gathered for.
     """
 
     # Most of them stay as they are here for a while, and a step makes many runs.
@@ -63,6 +64,7 @@ class Run:
     input: "weakref.ref[Tensor] | None" = None
     follower: "Run | None" = None
     within: tuple[nn.Module, ...] = ()
+    laid_out = 0
 
     def __init__(self, unit: "Unit", number: int) -> None:
         self.unit = unit
@@ -101,7 +103,8 @@ class Unit:
     have begun; ``hidden``, something came out of it since its last backward of which no tensor can
     be hooked; ``gradient_hooks``, where gradients of parameters then tell of backward;
     ``expects_backward`` and ``run``, of the forward under way or the last one;
-    ``ended_by_hook``, modules whose forward hooks end them.
+    ``ended_by_hook``, modules whose forward hooks end them; ``laid_out``, how often the parameters
+    that modules compute with were made.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Unit:
         self.running: set[nn.Module] = set()
         self.ended_by_hook: set[nn.Module] = set()
         self.expects_backward = False
+        self.laid_out = 0
         self.run = Run(self, 0)
         self.schedule: Schedule | None = None  # for what runs the unit; not used below
         self.forward_prefetch: tuple[Unit, ...] | None = None  # None: the next in learned order
@@ -244,6 +248,11 @@ class Unit:
         """Let the sharded parameters train where those that stay with the modules do."""
         for group in self.groups:
             group.train_as_shown()
+
+    def train_as_sharded(self) -> None:
+        """Let the parameters that stay with the modules train where the sharded ones do."""
+        for group in self.groups:
+            group.train_as_sharded()
 
     def end_without_backward(self) -> None:
         """End a forward that no backward can follow: give the parameters up.
@@ -387,6 +396,7 @@ class Unit:
             now = [p.unsharded for group in self.groups for p in group.parameters]
             if not all(map(is_, before, now)):
                 self.gradient_hooks = []
+                self.laid_out += 1
 
     def take_attached(self) -> None:
         """Gather by the all-gather hooks that shards got since `fully_shard`, in groups of theirs.
@@ -398,6 +408,7 @@ class Unit:
         self.reshard()
         self.finish_copies()
         self.gradient_hooks = []  # on parameters that are made anew; see `reset_sharded`
+        self.laid_out += 1
         self._take_groups([made for group in self.groups for made in split_attached(group)])
         self._compared.clear()
 

@@ -1,0 +1,285 @@
+"""Parts that ran before what is above them, lists as roots, and what changes between two calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+from hp_fsdp import Ring, StateError, fully_shard, sharded_optimizer
+
+from .models import WIDTH, Gradients, full, gradients, make, mesh_of, worst
+
+Ranks = Callable[[int], RankPool]
+
+
+def layers(count: int) -> Any:
+    return make(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count))))
+
+
+def batch(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def expected(*passes: Callable[[Any, int], Tensor], count: int = 2) -> Gradients:
+    """Return the gradients of one process, the mean over two ranks."""
+    model = layers(count)
+    for rank in range(2):
+        for loss in passes:
+            (loss(model, rank) / 2).backward()
+    return gradients(model)
+
+
+def whole(model: Any, rank: int) -> Tensor:
+    made: Tensor = model(batch(rank)).pow(2).sum()
+    return made
+
+
+def replaced(rank: int, part_first: bool) -> list[bool]:
+    """Replace the parameters of a part between two passes; the part may have trained before."""
+    mesh, model = mesh_of((2,), ("fsdp",)), layers(2)
+    fully_shard(model[0], mesh)
+    if part_first:
+        model[0](batch(rank)).sum().backward()
+    fully_shard(model[1], mesh)
+    fully_shard(model, mesh)
+    seen = []
+    with torch.no_grad():
+        for _ in range(4):
+            model(batch(rank))
+            for name in ("weight", "bias"):
+                setattr(model[0], name, nn.Parameter(torch.zeros_like(getattr(model[0], name))))
+            seen.append(torch.equal(model(batch(rank))[0], full(model[1].bias)))
+            for name in ("weight", "bias"):
+                setattr(model[0], name, nn.Parameter(torch.ones_like(getattr(model[0], name))))
+    return seen
+
+
+@pytest.mark.parametrize("part_first", [False, True])
+def test_a_replacement_counts_in_a_part_that_ran_before_its_root(
+    ranks: Ranks, part_first: bool
+) -> None:
+    assert ranks(2).run(replaced, part_first) == [[True] * 4] * 2
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Raise."""
+        raise ArithmeticError("in backward")
+
+
+def failed_part(rank: int) -> Gradients:
+    """Let a part fail in backward before there is a root; the root's reset is to help."""
+    mesh, model = mesh_of((2,), ("fsdp",)), layers(2)
+    for layer in model:
+        fully_shard(layer, mesh)
+    apply: Any = Failing.apply
+    loss = model[0](apply(batch(rank).requires_grad_())).sum()
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    fully_shard(model, mesh)
+    model.reset()
+    model.zero_grad()
+    whole(model, rank).backward()
+    return gradients(model)
+
+
+def test_a_reset_reaches_parts_that_ran_before_their_root(ranks: Ranks) -> None:
+    for found in ranks(2).run(failed_part):
+        assert worst(found, expected(whole)) < 1e-12
+
+
+def waiting_parts(rank: int, also: bool) -> Gradients:
+    """Leave gradients waiting in parts, which ran alone, and maybe in one that has not."""
+    mesh, model = mesh_of((2,), ("fsdp",)), layers(2)
+    for layer in model:
+        fully_shard(layer, mesh)
+    fully_shard(model, mesh)
+    with model.no_sync():
+        if also:
+            model[1](model[0](batch(rank))).pow(2).sum().backward()
+        else:
+            model[1](batch(rank)).pow(2).sum().backward()
+    model.reduce_gradients()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("also", [True, False])
+def test_gradients_of_parts_are_reduced_by_their_root(ranks: Ranks, also: bool) -> None:
+    def one(model: Any, rank: int) -> Tensor:
+        made: Tensor = model[1](batch(rank)).pow(2).sum()
+        return made
+
+    for found in ranks(2).run(waiting_parts, also):
+        assert worst(found, expected(whole if also else one)) < 1e-12
+
+
+class Body(nn.Module):
+    """Layers that are units of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply them."""
+        made: Tensor = self.layers(x)
+        return made
+
+
+def list_root(rank: int, last: int) -> tuple[list[str], Gradients]:
+    """Train a list whose module at ``last`` has units inside; return where they are gathered."""
+    mesh = mesh_of((2,), ("fsdp",))
+    first, body = layers(1)[0], Body()
+    for layer in body.layers:
+        fully_shard(layer, mesh)
+    both = [first, body] if last else [body, first]
+    fully_shard(both, mesh)
+    shown: list[str] = []
+    for _ in range(3):
+        for module in both:
+            module.zero_grad()
+        held = body(first(batch(rank))) if last else first(body(batch(rank)))
+        shown = [type(layer.weight.data).__name__ for layer in body.layers]
+        held.pow(2).sum().backward()
+    found = {f"first.{n}": full(p.grad) for n, p in first.named_parameters() if p.grad is not None}
+    return shown, found | gradients(body)
+
+
+@pytest.mark.parametrize("last", [1, 0])
+def test_units_inside_any_module_of_a_list_have_it_as_root(ranks: Ranks, last: int) -> None:
+    first, body = layers(1)[0], Body()
+    for rank in range(2):
+        held = body(first(batch(rank))) if last else first(body(batch(rank)))
+        (held.pow(2).sum() / 2).backward()
+    whole = {f"first.{n}": p.grad for n, p in first.named_parameters()} | gradients(body)
+    for shown, found in ranks(2).run(list_root, last):
+        assert shown[:3] == ["DTensor"] * 3  # given up after forward, as under any root
+        assert worst(found, whole) < 1e-12
+
+
+def assigned(rank: int) -> list[str]:
+    """Assign parameters anew after a flat optimizer was made of those before."""
+    model = fully_shard(layers(2), mesh_of((2,), ("fsdp",)))
+    optimizer = sharded_optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
+    whole(model, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    said = []
+    for _ in range(2):
+        whole(model, rank).backward()
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+    return said
+
+
+def test_an_optimizer_of_parameters_that_were_replaced_says_so(ranks: Ranks) -> None:
+    for said in ranks(2).run(assigned):
+        assert all("make it anew" in each for each in said)
+
+
+def converted(rank: int, parts: str) -> str:
+    """Convert parameters between forward and backward."""
+    mesh = mesh_of((2,), ("fsdp",))
+
+    def layer() -> nn.Module:
+        return nn.LayerNorm(WIDTH) if parts == "norms" else nn.Linear(WIDTH, WIDTH)
+
+    model: Any = make(lambda: nn.Sequential(*(layer() for _ in range(3))))
+    for each in model:
+        fully_shard(each, mesh)
+    fully_shard(model, mesh)
+    loss = whole(model, rank)
+    model.to(torch.float32)
+    with pytest.raises(StateError) as caught:
+        loss.backward()
+    model.reset()
+    model.to(torch.float64)
+    model.zero_grad()
+    whole(model, rank).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("parts", ["norms", "linear"])
+def test_a_backward_of_parameters_that_were_converted_since_says_so(
+    ranks: Ranks, parts: str
+) -> None:
+    for said in ranks(2).run(converted, parts):
+        assert "2" in said
+        assert "between its forward and its backward" in said
+
+
+def thawed(rank: int, how: str) -> Gradients:
+    """Unfreeze a parameter that an optimizer has, while the module has its unsharded one."""
+    mesh, model = mesh_of((2,), ("fsdp",)), layers(2)
+    model[0].weight.requires_grad_(False)
+    fully_shard(model, mesh)
+    held = model[0].weight
+    if how == "kept after forward":
+        model.set_reshard_after_forward(False)
+        with torch.no_grad():
+            model(batch(rank))
+    elif how == "kept after backward":
+        model.set_reshard_after_backward(False)
+        whole(model, rank).backward()
+        model.zero_grad()
+    else:
+        model.unshard()
+    held.requires_grad_(True)
+    whole(model, rank).backward()
+    model.reshard()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("how", ["kept after forward", "kept after backward", "by hand"])
+def test_what_is_unfrozen_by_its_shard_trains_from_the_next_forward(ranks: Ranks, how: str) -> None:
+    for found in ranks(2).run(thawed, how):
+        assert worst(found, expected(whole)) < 1e-12
+
+
+class Small(nn.Module):
+    """A large weight, and a small one that every rank keeps whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both."""
+        made: Tensor = self.norm(self.up(x))
+        return made
+
+
+def held_bytes(rank: int) -> list[int]:
+    """Return the bytes that the gradients of whole parameters hold, in a step with a ring."""
+    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
+    model: Any = make(lambda: nn.Sequential(*(Small() for _ in range(3))))
+    for block in model:
+        fully_shard(block, mesh, buffers=ring, min_shard_numel=200)
+    fully_shard(model, mesh)
+    found: list[int] = []
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 64, dtype=torch.float64)).pow(2).sum().backward()
+        grads = [block.norm.weight.grad for block in model]
+        found = [grad.to_local().untyped_storage().nbytes() for grad in grads]
+    return found
+
+
+def test_gradients_of_whole_parameters_hold_no_memory_of_a_ring(ranks: Ranks) -> None:
+    for found in ranks(2).run(held_bytes):
+        assert max(found) < 64 * 64 * 8  # less than one packed gradient of the large weight
