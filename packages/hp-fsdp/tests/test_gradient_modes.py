@@ -375,18 +375,21 @@ def converted(rank: int) -> list[dict[str, str]]:
     """Return what the plan says of gradients before and after conversions of the module."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model: Any = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
-    fully_shard(model, mesh_of((2,), NAMES[1]), grads="fused", direct_bytes=0, mp_policy=policy)
+    options: Any = {"grads": "fused", "direct_bytes": 0, "mp_policy": policy}
+    fully_shard(model[1], mesh_of((2,), NAMES[1]), **options)
+    fully_shard(model, mesh_of((2,), NAMES[1]), **options)
     said = []
     for change in (model.float, model.double, model.float):
         change()
         model(torch.arange(8)).sum().backward()
-        said.append({p.name: p.unfused for p in model.plan_report().groups[0].parameters})
+        groups = model.plan_report().groups
+        said.append({f"{g.unit}.{p.name}": p.unfused for g in groups for p in g.parameters})
     return said
 
 
 def test_the_plan_says_after_a_conversion_what_holds_then(ranks: Ranks) -> None:
-    as_made = {"0.weight": "", "1.weight": ""}
-    apart = {"0.weight": "", "1.weight": "computed in float64, reduced in float32"}
+    as_made = {"(root).0.weight": "", "1.weight": ""}
+    apart = {"(root).0.weight": "", "1.weight": "computed in float64, reduced in float32"}
     for found in ranks(2).run(converted):
         assert found == [as_made, apart, as_made]
 

@@ -114,6 +114,47 @@ def test_a_gather_ahead_gives_its_slot_to_one_that_backward_needs(ranks: Ranks, 
         assert worst(found, alone([(2, 0, 1)])) < 1e-12
 
 
+def not_reached(rank: int) -> Gradients:
+    """Leave the last block out of a loss whose backward is not the last one of the step."""
+    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
+    model: Any = make(Beside)
+    for block in model.blocks:
+        fully_shard(block, mesh, buffers=ring)
+    fully_shard(model, mesh)
+    for _ in range(3):
+        model.zero_grad()
+        model.set_is_last_backward(False)
+        first, last = model(batch(rank))
+        first.pow(2).mean().backward()
+        model.set_is_last_backward(True)
+        last.pow(2).mean().backward()
+    return gradients(model)
+
+
+class Beside(nn.Module):
+    """Three blocks; the last one makes the second result only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what comes of the first block, and of all."""
+        x = torch.tanh(self.blocks[0](x))
+        y = self.blocks[2](torch.tanh(self.blocks[1](x.detach())))
+        return self.head(x), y
+
+
+def test_a_block_kept_for_backward_gives_its_slot_to_one_that_is_needed(ranks: Ranks) -> None:
+    model = make(Beside)
+    for rank in range(2):
+        first, last = model(batch(rank))
+        ((first.pow(2).mean() + last.pow(2).mean()) / 2).backward()
+    for found in ranks(2).run(not_reached):
+        assert worst(found, gradients(model)) < 1e-12
+
+
 class Around(nn.Module):
     """Blocks between an embedding and a head."""
 

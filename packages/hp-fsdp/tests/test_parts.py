@@ -250,6 +250,50 @@ def test_what_is_unfrozen_by_its_shard_trains_from_the_next_forward(ranks: Ranks
         assert worst(found, expected(whole)) < 1e-12
 
 
+def other_factor(rank: int) -> str:
+    """Change how gradients are divided while scattered ones wait for an all-reduce."""
+    model = fully_shard(layers(2), mesh_of((2, 2), ("dp_replicate", "fsdp")))
+    model.set_requires_all_reduce(False)
+    whole(model, rank % 2).backward()
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_requires_all_reduce(True)
+    with pytest.raises(StateError) as caught:
+        whole(model, rank % 2).backward()
+    model.reset()
+    model.zero_grad()
+    whole(model, rank % 2).backward()
+    assert worst(gradients(model), expected(whole)) < 1e-12
+    return str(caught.value)
+
+
+def test_waiting_sums_of_gradients_are_not_mixed_with_averages(ranks: Ranks) -> None:
+    for said in ranks(4).run(other_factor):
+        assert "wait for an all-reduce" in said
+
+
+def thawed_while_waiting(rank: int, kept: bool) -> str:
+    """Unfreeze a parameter that one rank uses, while gradients of others are added up."""
+    model: Any = make(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    model[1].weight.requires_grad_(False)
+    fully_shard(model, mesh_of((2,), ("fsdp",)), grads="accumulate", direct_bytes=0)
+    held = model[1].weight
+    model.set_reshard_after_backward(not kept)
+    with model.no_sync():
+        whole(model, rank).backward()
+    held.requires_grad_(True)
+    with pytest.raises(StateError) as caught:
+        model(batch(rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_all_ranks_are_told_what_was_unfrozen_while_gradients_add_up(
+    ranks: Ranks, kept: bool
+) -> None:
+    for said in ranks(2).run(thawed_while_waiting, kept):
+        assert "['1.weight'] were frozen when gradients of others began to add up" in said
+
+
 class Small(nn.Module):
     """A large weight, and a small one that every rank keeps whole."""
 

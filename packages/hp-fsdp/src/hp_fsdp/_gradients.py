@@ -175,9 +175,8 @@ def can_fuse(module: nn.Module, name: str) -> bool:
     Of an embedding with dense gradients, that is, which neither renormalises nor weighs by
     frequency.
     """
-    forward = vars(module).get("forward")
-    if name != "weight" or (forward is not None and forward.__module__ != __name__):
-        return False  # but that of `fuse` is one of a plain module
+    if name != "weight" or "forward" in vars(module):
+        return False
     if type(module) is nn.Embedding:
         return not (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
     return type(module) is nn.Linear
@@ -237,12 +236,26 @@ def why_not_fused(
         return "not the weight of a plain nn.Linear or nn.Embedding"
     if spec.dim:
         return f"cut along dim {spec.dim}"
-    linear = type(module) is nn.Linear
-    if linear and computed != reduced:
-        return f"computed in {_short(computed)}, reduced in {_short(reduced)}"
-    if linear and device_type != "cpu" and spec.degree > 1 and spec.rows < LEAST_ROWS:
+    if said := dtypes_apart(module, computed, reduced):
+        return said
+    if (
+        type(module) is nn.Linear
+        and device_type != "cpu"
+        and spec.degree > 1
+        and spec.rows < LEAST_ROWS
+    ):
         return f"{spec.rows} rows per rank, fewer than {LEAST_ROWS}"
     return ""
+
+
+def dtypes_apart(module: nn.Module, computed: torch.dtype, reduced: torch.dtype) -> str:
+    """Return why a module's products, in their dtype, are no gradients to reduce; "" if they are.
+
+    Rows of an embedding are cast one by one.
+    """
+    if isinstance(module, nn.Embedding) or computed == reduced:
+        return ""
+    return f"computed in {_short(computed)}, reduced in {_short(reduced)}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from hp_dtensor import Axis, Collectives, RaggedTensor
 
 from ._buffers import Buffers, Resize
 from ._errors import StateError
-from ._gradients import BucketHooks, why_not_fused
+from ._gradients import BucketHooks, dtypes_apart, why_not_fused
 from ._layout import Layout
 from ._layout_exact import ExactPlan, plan_group
 from ._layout_ragged import RaggedPlan, plan_ragged
@@ -603,7 +603,8 @@ class ParameterGroup:
             self.partial.clear()
             self._lay_out(locals_)
             for i in self.bucket_hooks.fused if self.bucket_hooks is not None else ():
-                self.unfused[i] = self._why_not_fused(i)
+                module, dtypes = self.parameters[i].owners[0].module, self.dtypes
+                self.unfused[i] = dtypes_apart(module, dtypes.compute, dtypes.reduce)
             self._build_unsharded()
         self._put_shards()
 

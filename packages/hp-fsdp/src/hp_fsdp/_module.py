@@ -48,7 +48,8 @@ from ._unit import UNIT_ATTRIBUTE, Unit, unit_of, units_in
 class ParameterReport:
     """One parameter: its name, unsharded local shape, and how it is gathered and reduced.
 
-    ``unfused`` says in words why its gradient is not written by fused products; "" where it is.
+    ``unfused`` says in words why its gradient is not written by fused products, as it was when
+    `fully_shard` was called or since a conversion; "" where it is.
     """
 
     name: str
@@ -571,10 +572,7 @@ class FSDPModule:
         # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
         units = _units(self, True)
         for unit in units:
-            if unit.schedule is not None:
-                unit.schedule.finish_early()
-            unit.reshard()
-            unit.finish_copies()
+            unit.rest()
         module = cast(Any, super())._apply(fn, recurse)
         for unit in units:
             unit.reset_sharded(

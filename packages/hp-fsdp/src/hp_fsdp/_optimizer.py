@@ -201,9 +201,8 @@ def sharded_optimizer(
         )
     units = units_in(module)
     for unit in units:
-        unit.reshard()
-        if not all(group.in_place for group in unit.groups):
-            unit.reset_sharded(final=True)
+        unit.rest()
+        unit.check_parameters(backward=False)
     groups = [group for unit in units for group in unit.groups]
     segments = [segment for group in groups for segment in segments_of(group)]
     if not segments and all(group.flat for group in groups):

@@ -40,6 +40,7 @@ class Reduction:
         self._hooked = any_hooks_after_gradient(plan.sharded)
         division, start = plan.prepared(options, axes, collectives)
         self._after, self._op = division.after, division.op
+        self._scale = division.op, division.before
         self._sums = list(division.sums)
         self._ready = True
         self.scattering: Waitable | None = None
@@ -100,7 +101,7 @@ class Reduction:
         if not self._sums:
             return
         plan = self._plan
-        self._flat, self._used = plan.partial.add(flat, plan.names, self._used)
+        self._flat, self._used = plan.partial.add(flat, plan.names, self._used, self._scale)
         self._ready = self._options.all_reduce
         if self._ready:
             plan.partial.clear()
@@ -119,8 +120,8 @@ class Reduction:
     def ends_early(self) -> bool:
         """Return whether it is finished in backward, for hooks, which one rank alone may have.
 
-        Not a sum over two axes of what is kept whole: its end starts the second one, which has to
-        come in the same place on all ranks.
+        Not a sum over two axes of what is kept whole, on a CPU: its end starts the second one,
+        which has to come in the same place on all ranks.
         """
         return self._hooked and (self.scattering is not None or not self._sums)
 
@@ -149,8 +150,7 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for everything; afterwards nothing of this reduction is in flight."""
-        if self.scattering is not None:
-            self.finish_scatter()
+        self.finish_scatter()
         while self._summing is not None:
             try:
                 with named_range("wait_all_reduce", self._plan.path):

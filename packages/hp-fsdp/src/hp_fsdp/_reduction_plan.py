@@ -89,47 +89,52 @@ class Division:
 
 
 class PartialSum:
-    """What reductions left that were scattered and not yet summed over the replicas."""
+    """What reductions left that were scattered and not yet summed over the replicas: ``flat``."""
 
     def __init__(self) -> None:
-        self._flat: Tensor | None = None
+        self.flat: Tensor | None = None
         self._names: tuple[str, ...] = ()
+        self._scale: object = None
         self._used: list[bool] = []
 
     @property
     def waits(self) -> bool:
         """Return whether something is kept."""
-        return self._flat is not None
+        return self.flat is not None
 
     def add(
-        self, flat: Tensor, names: tuple[str, ...], used: list[bool]
+        self, flat: Tensor, names: tuple[str, ...], used: list[bool], scale: object
     ) -> tuple[Tensor, list[bool]]:
-        """Keep the sum of ``flat`` and what is kept; return it, and what this rank used in it."""
-        if self._flat is not None:
+        """Keep the sum of ``flat`` and what is kept; return it, and what this rank used in it.
+
+        ``scale`` says what ``flat`` was divided by, all of what is added in the same way.
+        """
+        if self.flat is not None:
             if names != self._names:
                 raise StateError(
                     f"gradients of {list(self._names)} wait for an all-reduce, and now come those "
                     f"of {list(names)}; freeze parameters only after a reduction over all axes"
                 )
-            flat = flat.add_(self._flat)
+            if scale != self._scale:
+                raise StateError(
+                    f"gradients of {list(names)} wait for an all-reduce, divided in another way "
+                    "than those that now come; set divide factors, force_sum_reduction_for_comms "
+                    "and hooks before a step, or after a reduction over all axes"
+                )
+            flat = flat.add_(self.flat)
             used = [now or before for now, before in zip(used, self._used, strict=True)]
-        self._flat, self._names, self._used = flat, names, used
+        self.flat, self._names, self._used, self._scale = flat, names, used, scale
         return flat, used
-
-    @property
-    def flat(self) -> Tensor | None:
-        """Return what is kept."""
-        return self._flat
 
     def drop(self) -> None:
         """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
-        if self._flat is not None:
-            self._flat.zero_()
+        if self.flat is not None:
+            self.flat.zero_()
             self._used = [False] * len(self._used)
 
     def clear(self) -> None:
         """Keep nothing."""
-        self._flat, self._names, self._used = None, (), []
+        self.flat, self._names, self._used = None, (), []
 
 
 # From there on memory counts more than the time to get it again.

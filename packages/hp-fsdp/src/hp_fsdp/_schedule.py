@@ -26,7 +26,7 @@ LearnedOrder = tuple[list[Unit], list[Unit]]  # in which units began, in which t
 
 
 class Schedule:
-    """The step of all units under one root module.
+    """The step of all units under the modules of one call, the root.
 
     Every forward pass records the order in which units begin and end, for the unit that it began
     with: the root, or a part that is called alone. The next pass that begins there follows it: a
@@ -79,6 +79,8 @@ class Schedule:
                 part.check_no_backward()
                 part.finish_early()
                 part.wait_for_optimizer()
+                if part._pinned:
+                    part._finish_copies()
         self._name_groups()
         self._split_axes()
         # Nothing above is left half done where it raises.
@@ -535,9 +537,20 @@ class Schedule:
                 unit.reshard()
 
     def _free_slots(self, unit: Unit) -> None:
-        """Let gathers that are ahead of their time give back the slots of a ring that it needs."""
-        if unit.sharded and not unit.available:
-            self._drop_unused_gathers(o for o in self.units if o.in_ring and o is not unit)
+        """Let others give back the slot of a ring that a unit needs, where they can do without.
+
+        Those that are gathered ahead of their time, and one that was kept for its backward by
+        default, which gathers it again.
+        """
+        if not unit.lacks_memory():
+            return
+        others = [other for other in self.units if other.in_ring and other is not unit]
+        self._drop_unused_gathers(others)
+        for other in others if unit.lacks_memory() else ():
+            kept = other.stays and other.options.reshard_after_forward is None
+            awaited = other.gradients is GradientState.EXPECTED and not other.hidden
+            if kept and awaited and not other.waiting:
+                other.reshard()
 
     def reset(self) -> None:
         """Forget the step under way; see `FSDPModule.reset`."""

@@ -1,6 +1,6 @@
 """Names of torch that are not public, each wrapped once in a typed function.
 
-Tried with torch 2.13.
+Tried with torch 2.13, in short with 2.11.
 """
 
 from collections.abc import Callable, Iterable, Sequence

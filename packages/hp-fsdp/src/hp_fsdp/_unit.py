@@ -97,8 +97,8 @@ class Unit:
 
     Beside the states of parameters (of each group) and gradients: ``in_pass``, gathered by a pass
     of the schedule, not by hand; ``stays``, since the last gather parameters were to stay while
-    shards may be written to; ``checked``, the number of the pass or backward that found them in
-    place; ``unreduced``, gradients of earlier backwards wait for a
+    shards may be written to; ``checked``, the schedule's number of the pass or backward that found
+    them in place; ``unreduced``, gradients of earlier backwards wait for a
     reduction; ``waiting`` and ``running``, modules that have yet to end, and of these those that
     have begun; ``hidden``, something came out of it since its last backward of which no tensor can
     be hooked; ``gradient_hooks``, where gradients of parameters then tell of backward;
@@ -129,7 +129,7 @@ class Unit:
         self.expects_backward = False
         self.laid_out = 0
         self.run = Run(self, 0)
-        self.schedule: Schedule | None = None  # for what runs the unit; not used below
+        self.schedule: Schedule | None = None  # what runs the unit
         self.forward_prefetch: tuple[Unit, ...] | None = None  # None: the next in learned order
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.made = next(_made)  # before units of later calls
@@ -198,18 +198,18 @@ class Unit:
         Parameters that were ``checked`` in it, with those of other units, are not checked again.
         Nothing is done ``ahead`` of its time where a ring has no memory for it yet.
         """
+        if act is Act.FORWARD and self.packs_early:
+            for group in self.groups:
+                group.check_unfrozen()
         for group in self.groups:
             if group.state in RESTING:
                 break
         else:
             return
-        if ahead and self.in_ring and not self.available:
+        if ahead and self.in_ring and self.lacks_memory():
             return
         if turn is None or self.checked != turn:
             self.check_parameters(act is Act.BACKWARD)
-        if act is Act.FORWARD and self.packs_early:
-            for group in self.groups:
-                group.check_unfrozen()
         if act not in self._compared:
             self.compare(act)
         self.in_pass, self.stays = in_pass, False
@@ -287,10 +287,9 @@ class Unit:
         """Return whether there is something to gather."""
         return any([group.state in RESTING for group in self.groups])
 
-    @property
-    def available(self) -> bool:
-        """Return whether there is memory for what is to be gathered."""
-        return all([group.available for group in self.groups])
+    def lacks_memory(self) -> bool:
+        """Return whether there is something to gather, and no memory for it yet."""
+        return self.sharded and not all([group.available for group in self.groups])
 
     @property
     def awaits_split_backward(self) -> bool:
@@ -323,6 +322,16 @@ class Unit:
             for group in self.groups:
                 group.hold_gradients()
         return True
+
+    def rest(self) -> None:
+        """Reshard, and wait for all that uses the shards, which are read or written next.
+
+        Also for reductions that a backward before the last one left under way.
+        """
+        if self.schedule is not None:
+            self.schedule.finish_early()
+        self.reshard()
+        self.finish_copies()
 
     def finish_copies(self) -> None:
         """Wait, on the host, for copies from the CPU of all groups."""
@@ -378,8 +387,7 @@ class Unit:
         What cannot be taken is refused with the parameters that stood there before, but for those
         that were removed, if this is ``final``; otherwise the next gather decides.
         """
-        self.reshard()
-        self.finish_copies()
+        self.rest()
         refusals = [refusal for group in self.groups for refusal in group.refusals()]
         if refusals and final:
             for group in self.groups:
@@ -405,8 +413,7 @@ class Unit:
         """
         if not any(attached(group) for group in self.groups):
             return
-        self.reshard()
-        self.finish_copies()
+        self.rest()
         self.gradient_hooks = []  # on parameters that are made anew; see `reset_sharded`
         self.laid_out += 1
         self._take_groups([made for group in self.groups for made in split_attached(group)])
@@ -557,8 +564,7 @@ class _Reshard:
     def __call__(self, *_: Any) -> None:
         """Reshard, whatever the hook is told."""
         if self._unit is not None:
-            self._unit.reshard()
-            self._unit.finish_copies()
+            self._unit.rest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Reshard, (None,)  # a copy of the module is in no unit
