@@ -164,3 +164,26 @@ def test_tables_that_renormalise_weigh_or_are_sparse_stay_as_they_are() -> None:
     for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
         assert not can_fuse(nn.Embedding(3, 2, **cast(Any, options)), "weight")
     assert not can_fuse(nn.Linear(2, 2), "bias")
+
+
+def often(rank: int, grads: Any, layout: Any, dtypes: tuple[Any, Any]) -> tuple[float, bool]:
+    """Return the gradient of a row that a batch has 4,096 times, and whether it is fused."""
+    mesh = mesh_of((2,), ("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    model: Any = nn.Embedding(8, 16)
+    options: Any = {"grads": grads, "layout": layout, "direct_bytes": 1, "mp_policy": policy}
+    fully_shard(model, mesh, **options)
+    model(torch.zeros(4096, dtype=torch.long)).sum().backward()
+    fused = model.plan_report().groups[0].parameters[0].fused
+    return full(model.weight.grad)[0, 0].item(), fused
+
+
+@pytest.mark.parametrize("layout", ["exact", "ragged"])
+def test_rows_do_not_add_up_in_fewer_bits_than_they_are_computed_in(
+    ranks: Ranks, layout: str
+) -> None:
+    for grads in ("copy", "accumulate", "fused"):
+        for found in ranks(2).run(often, grads, layout, (None, torch.bfloat16)):
+            assert found == (4096, False)
+    for found in ranks(2).run(often, "fused", layout, (torch.bfloat16, torch.float32)):
+        assert found == (4096, True)

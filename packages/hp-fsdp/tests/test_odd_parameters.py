@@ -1,5 +1,6 @@
 """Parameters of unusual dtypes and sizes, beside tensor parallelism too."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hp_fsdp import fully_shard
+from hp_fsdp import ShardingError, fully_shard
 
 from .models import Gradients, gradients, make, mesh_of, parameters, worst
 
@@ -107,3 +108,52 @@ def test_sizes_that_no_axis_divides_train_under_tensor_parallelism(
             assert all(one != other for one, other in dims)
         assert worst(before, parameters(plain)) == 0
         assert worst(found, gradients(plain)) < 1e-12
+
+
+def refused(rank: int, kind: str) -> tuple[str, list[str]]:
+    """Shard what cannot be; return what is said, and what hooks and classes are left."""
+    made: dict[str, Callable[[], nn.Module]] = {
+        "sparse": lambda: nn.Embedding(8, 4, sparse=True),
+        "sparse bag": lambda: nn.EmbeddingBag(8, 4, sparse=True, mode="sum"),
+        "renormalised": lambda: nn.Embedding(8, 4, max_norm=1.0),
+        "lazy": lambda: nn.LazyLinear(3),
+        "script": lambda: torch.jit.script(nn.Linear(3, 3)),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of scripts
+        model = nn.Sequential(nn.Linear(2, 2), made[kind]())
+    with pytest.raises(ShardingError) as caught:
+        fully_shard(model, mesh_of((2,), ("fsdp",)))
+    left = [type(model).__name__, *(type(p).__name__ for p in model[0].parameters())]
+    return str(caught.value), left
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("sparse", "1.weight is of an Embedding with sparse=True, whose gradients"),
+        ("sparse bag", "1.weight is of an EmbeddingBag with sparse=True, whose gradients"),
+        ("renormalised", "1.weight is of an Embedding with max_norm=1.0, which writes"),
+        ("lazy", "1.weight has no shape yet"),
+        ("script", "a ScriptModule"),
+    ],
+)
+def test_what_would_fail_or_be_lost_later_is_refused_by_name(
+    ranks: Ranks, kind: str, said: str
+) -> None:
+    for found, left in ranks(2).run(refused, kind):
+        assert said in found
+        assert left == ["Sequential", "Parameter", "Parameter"]
+
+
+def frozen_table(rank: int) -> bool:
+    """Use a table that renormalises and is frozen: what it writes is the same every time."""
+    table = nn.Embedding(8, 4, max_norm=1.0).requires_grad_(False)
+    model: Any = nn.Sequential(table, nn.Linear(4, 4))
+    fully_shard(model, mesh_of((2,), ("fsdp",)))
+    ids = torch.arange(8)
+    return torch.equal(model(ids), model(ids))
+
+
+def test_a_frozen_table_may_renormalise(ranks: Ranks) -> None:
+    assert ranks(2).run(frozen_table) == [True, True]

@@ -97,7 +97,7 @@ def test_cuts_that_cannot_be_are_refused(ranks: Ranks) -> None:
         assert "dim 1 of weight, of size 3, does not divide over 2 ranks" in said[0]
         assert "weight has 2 dimensions, so it has no dim 2" in said[1]
         assert "weight has 2 dimensions, so it has no dim -3" in said[2]
-        assert "shard_placement_fn gives of type Replicate for weight" in said[3]
+        assert "shard_placement_fn gives something of type Replicate for weight" in said[3]
         assert "shard_placement_fn gives 1 for weight" in said[4]
 
 

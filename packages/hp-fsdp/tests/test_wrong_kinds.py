@@ -50,6 +50,8 @@ CASES: dict[str, Callable[[Any, Any], object]] = {
     "enable is 'no'": lambda _, unit: unit.set_separate_reduce_scatter_group("no"),
     "enable is 'yes'": lambda _, unit: unit.set_allocate_memory_from_process_group_for_comm("yes"),
     "module is 3": lambda _, unit: REGISTER(3, "x"),
+    "method_name is 3": lambda _, unit: REGISTER(unit, 3),
+    "async_op is 'x'": lambda _, unit: unit.unshard("x"),
     "modules is of type FSDPLinear; legal is a list": lambda _, unit: SHARE(unit),
     "shard is 1": lambda plain, _: DIMS(shard=1),
     "an FSDPModule is": lambda _, unit: FSDPModule(),

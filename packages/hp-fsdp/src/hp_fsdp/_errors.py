@@ -76,7 +76,7 @@ def first_error(actions: Iterable[Callable[[], None]]) -> Exception | None:
 def shown(value: object) -> str:
     """Return what a message says of a wrong argument; the same on every rank, so no addresses."""
     if isinstance(value, type):
-        return f"the class {value.__name__}"
+        return value.__name__
     if isinstance(value, str | int | float | None):
         return repr(value)
     return f"of type {type(value).__name__}"

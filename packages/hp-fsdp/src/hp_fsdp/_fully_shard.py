@@ -136,6 +136,8 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} has {hidden} of its own, which a sharded module has too and which would "
                 "be hidden; rename them"
             )
+        if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
+            raise ModuleError(f"{name} is, or has, a ScriptModule; shard it before it is scripted")
         if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"{name} has no forward, so it cannot gather its parameters; shard the modules in "

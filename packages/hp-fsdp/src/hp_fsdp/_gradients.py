@@ -76,6 +76,10 @@ class GradientBucket:
         spec = self._rows.extents[index].spec
         return not spec.dim and self._flat.dtype == dtype and len(spec.shape) == 2
 
+    def takes_rows(self, dtype: torch.dtype) -> bool:
+        """Return whether rows of that dtype add up here in no fewer bits."""
+        return torch.promote_types(dtype, self._flat.dtype) == self._flat.dtype
+
     def _first(self, index: int) -> bool:
         first, self.written[index] = not self.written[index], True
         return first
@@ -251,9 +255,10 @@ def why_not_fused(
 def dtypes_apart(module: nn.Module, computed: torch.dtype, reduced: torch.dtype) -> str:
     """Return why a module's products, in their dtype, are no gradients to reduce; "" if they are.
 
-    Rows of an embedding are cast one by one.
+    Rows of an embedding are cast one by one, and may add up in more bits.
     """
-    if isinstance(module, nn.Embedding) or computed == reduced:
+    more = torch.promote_types(computed, reduced) == reduced
+    if computed == reduced or (more and isinstance(module, nn.Embedding)):
         return ""
     return f"computed in {_short(computed)}, reduced in {_short(reduced)}"
 
@@ -359,7 +364,11 @@ class BucketHooks:
         if (place := self._place(index)) is None:
             return
         bucket, position = place
-        bucket.add_rows(position, ids, rows)
+        if bucket.takes_rows(rows.dtype):
+            bucket.add_rows(position, ids, rows)
+        else:
+            shape = self._parameters[index].shape
+            bucket.add(position, rows.new_zeros(shape).index_add_(0, ids, rows))
         if self.on_gradient is not None:
             self.on_gradient()
 

@@ -230,6 +230,7 @@ class FSDPModule:
         With ``async_op`` returns at once; ``wait()`` on the handle, or the next forward, completes
         it. Not recursive.
         """
+        check_bool("async_op", async_op)
         unit = _unit(self)
         unit.gather()
         handle = UnshardHandle(unit)
@@ -240,9 +241,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Make this unit's parameters sharded DTensors again and free the rest; not recursive."""
-        unit = _unit(self)
-        unit.reshard()
-        unit.finish_copies()  # what follows may write to the shards
+        _unit(self).rest()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters in this module.
@@ -338,7 +337,9 @@ class FSDPModule:
     ) -> None:
         """Give parameters up after backward (the default), or keep them for the next forward.
 
-        A forward gathers anew what an optimizer wrote to in between.
+        A forward gathers anew what an optimizer wrote to in between, or what was written in place.
+        Call `reshard` after writes that no version of a tensor tells of: to ``parameter.data``, or
+        by ``torch._foreach_*``.
         """
         _edit(self, recurse, reshard_after_backward=reshard_after_backward)
 
@@ -572,6 +573,8 @@ class FSDPModule:
         # Module.to, .double() and the like: convert the shards, then put them in one buffer again.
         units = _units(self, True)
         for unit in units:
+            if unit.schedule is not None:
+                unit.schedule.finish_early()
             unit.rest()
         module = cast(Any, super())._apply(fn, recurse)
         for unit in units:
@@ -643,6 +646,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     given: object = module
     if not isinstance(given, nn.Module):
         raise ModuleTypeError(f"module is {shown(given)}; legal is an nn.Module")
+    if not isinstance(method_name, str):
+        raise ArgumentTypeError(f"method_name is {shown(method_name)}; legal is a method's name")
     unit = unit_of(module)
     if unit is None:
         return

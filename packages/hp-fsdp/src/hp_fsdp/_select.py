@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import UninitializedParameter
 
 from ._errors import (
     InvalidParameterError,
@@ -89,7 +90,7 @@ class ParameterSelection:
         found: object = 1 if asked is None else asked(parameter) if callable(asked) else asked
         if not is_int(found) or found < 1:
             raise ParameterError(
-                f"granularity gives {shown(found)} for {name}; legal are 1, 2, ... elements"
+                f"granularity gives {_given(found)} for {name}; legal are 1, 2, ... elements"
             )
         return found
 
@@ -113,7 +114,7 @@ class ParameterSelection:
     ) -> int | None:
         if placement is not None and type(placement) is not Shard:
             raise ParameterError(
-                f"shard_placement_fn gives {shown(placement)} for {name}; legal are Shard(dim), "
+                f"shard_placement_fn gives {_given(placement)} for {name}; legal are Shard(dim), "
                 "None, and torch's ShardPlacementResult of one of them and a mesh"
             )
         if _largest_numel(parameter) < self.least_numel:
@@ -133,6 +134,11 @@ class ParameterSelection:
                 f"{' x '.join(map(str, degrees))} ranks; only dim 0 may be cut unevenly"
             )
         return dim
+
+
+def _given(value: object) -> str:
+    said = shown(value)
+    return f"something {said}" if said.startswith("of type") else said
 
 
 def _own_degrees(parameter: nn.Parameter, dim: int) -> list[int]:
@@ -199,6 +205,7 @@ def select_parameters(
                 continue
             full_name = f"{path}.{name}" if path else name
             _check_free(candidate, inner, name, full_name)
+            _check_table(candidate, inner, full_name)
             owners.setdefault(id(candidate), []).append(Owner(inner, parameters_of(inner), name))
             found.setdefault(id(candidate), (candidate, full_name))
     for original, name in found.values():
@@ -242,8 +249,8 @@ def _of_other_units(modules: Sequence[nn.Module]) -> tuple[set[int], set[tuple[i
 def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name: str) -> None:
     if is_managed(module, name):
         raise ParameterError(
-            f"{full_name} is sharded already, by a call on a module above it; shard blocks first, "
-            "the root last"
+            f"{full_name} of {type(module).__name__} is sharded already, by a call on a module "
+            "above it; shard blocks first, the root last"
         )
     if (sharded := sharded_from(candidate)) is not None:
         raise ParameterError(
@@ -252,9 +259,29 @@ def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name
         )
 
 
+def _check_table(candidate: nn.Parameter, module: nn.Module, full_name: str) -> None:
+    """Raise for a table whose gradients are sparse, or whose forward writes to it."""
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not candidate.requires_grad:
+        return
+    what = ""
+    if module.sparse:
+        what = "sparse=True, whose gradients cannot be reduced; make it with sparse=False"
+    elif module.max_norm is not None:
+        what = (
+            f"max_norm={module.max_norm}, which writes to what is gathered and given up, so that "
+            "shards would not be renormalised; renormalise them after each step, or ignore it"
+        )
+    if what:
+        kind = type(module).__name__
+        article = "an" if kind.startswith("E") else "a"
+        raise UnsupportedParameterError(f"{full_name} is of {article} {kind} with {what}")
+
+
 def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
     if isinstance(original, DTensor) and is_extended(local := local_of(original)):
         raise ParameterError(on_own_mesh(local, name))
+    if isinstance(original, UninitializedParameter):
+        raise ParameterError(f"{name} has no shape yet; run its lazy module before fully_shard")
     if original.ndim == 0:
         raise ParameterError(f"{name} is a scalar; make it a tensor of one element to shard it")
     if not original.is_contiguous():

@@ -324,12 +324,7 @@ class Unit:
         return True
 
     def rest(self) -> None:
-        """Reshard, and wait for all that uses the shards, which are read or written next.
-
-        Also for reductions that a backward before the last one left under way.
-        """
-        if self.schedule is not None:
-            self.schedule.finish_early()
+        """Reshard, and wait for what uses the shards, which are read or written next."""
         self.reshard()
         self.finish_copies()
 
@@ -469,7 +464,7 @@ class Unit:
             facts[f"{_OFFSETS}{of}"] = str(layout.plan)
             if act is Act.REDUCTION:
                 divisor = self.options.divisor(group.reduce_axes.size)
-                facts[f"the divisor of gradients{of}"] = repr(divisor)
+                facts[f"the divisor of gradients{of}"] = f"{divisor:.17g}"
         return facts
 
 
