@@ -394,6 +394,35 @@ def test_the_plan_says_after_a_conversion_what_holds_then(ranks: Ranks) -> None:
         assert found == [as_made, apart, as_made]
 
 
+class Tied(nn.Module):
+    """A head and a table of one weight, the head first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.table = nn.Linear(8, 8, bias=False), nn.Embedding(8, 8)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Apply both."""
+        return cast(torch.Tensor, self.head(self.table(ids)))
+
+
+def converted_tied(rank: int) -> list[str]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = Tied()
+    fully_shard(model, mesh_of((2,), NAMES[1]), grads="fused", direct_bytes=0, mp_policy=policy)
+    said = []
+    for change in (model.float, model.double, model.float):
+        change()
+        said += [p.unfused for p in model.plan_report().groups[0].parameters]
+    return said
+
+
+def test_a_tied_weight_is_fused_where_one_of_its_layers_is(ranks: Ranks) -> None:
+    for found in ranks(2).run(converted_tied):
+        assert found == ["", "", ""]
+
+
 class Losing(Halved):
     """Loses its class when a rank takes its rows, which is an error."""
 

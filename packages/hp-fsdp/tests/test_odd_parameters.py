@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hp_fsdp import ShardingError, fully_shard
 
-from .models import Gradients, gradients, make, mesh_of, parameters, worst
+from .models import Gradients, full, gradients, make, mesh_of, parameters, worst
 
 Ranks = Callable[[int], RankPool]
 
@@ -118,6 +118,7 @@ def refused(rank: int, kind: str) -> tuple[str, list[str]]:
         "renormalised": lambda: nn.Embedding(8, 4, max_norm=1.0),
         "lazy": lambda: nn.LazyLinear(3),
         "script": lambda: torch.jit.script(nn.Linear(3, 3)),
+        "inside": lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3))),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's of scripts
@@ -135,7 +136,8 @@ def refused(rank: int, kind: str) -> tuple[str, list[str]]:
         ("sparse bag", "1.weight is of an EmbeddingBag with sparse=True, whose gradients"),
         ("renormalised", "1.weight is of an Embedding with max_norm=1.0, which writes"),
         ("lazy", "1.weight has no shape yet"),
-        ("script", "a ScriptModule"),
+        ("script", "1.weight is of a ScriptModule"),
+        ("inside", "1.0.weight is of a ScriptModule"),
     ],
 )
 def test_what_would_fail_or_be_lost_later_is_refused_by_name(
@@ -146,14 +148,54 @@ def test_what_would_fail_or_be_lost_later_is_refused_by_name(
         assert left == ["Sequential", "Parameter", "Parameter"]
 
 
-def frozen_table(rank: int) -> bool:
-    """Use a table that renormalises and is frozen: what it writes is the same every time."""
-    table = nn.Embedding(8, 4, max_norm=1.0).requires_grad_(False)
-    model: Any = nn.Sequential(table, nn.Linear(4, 4))
-    fully_shard(model, mesh_of((2,), ("fsdp",)))
+class Scaled(nn.Embedding):
+    """A frozen table with a scale that trains."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4, max_norm=1.0)
+        self.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Scale what is in the table."""
+        return super().forward(ids) * self.scale
+
+
+class Overridden(nn.Embedding):
+    """A table that looks its rows up in another way."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up, without sparse gradients."""
+        return nn.functional.embedding(ids, self.weight)
+
+
+def accepted(rank: int, kind: str) -> bool:
+    """Use what is alike, and may be sharded."""
+    frozen = nn.Embedding(8, 4, max_norm=1.0).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's of scripts
+        script = torch.jit.script(nn.Linear(4, 4).double() if kind == "ignored" else nn.ReLU())
+    table = {"frozen": frozen, "scaled": Scaled(), "overridden": Overridden(8, 4, sparse=True)}
+    first = table.get(kind, nn.Embedding(8, 4)).double()
+    model: Any = nn.Sequential(first, nn.Linear(4, 4).double(), script)
+    fully_shard(model, mesh_of((2,), ("fsdp",)), ignored_params=set(script.parameters()))
     ids = torch.arange(8)
+    model(ids).sum().backward()
     return torch.equal(model(ids), model(ids))
 
 
-def test_a_frozen_table_may_renormalise(ranks: Ranks) -> None:
-    assert ranks(2).run(frozen_table) == [True, True]
+@pytest.mark.parametrize("kind", ["frozen", "scaled", "overridden", "no parameters", "ignored"])
+def test_what_is_alike_and_loses_nothing_is_sharded(ranks: Ranks, kind: str) -> None:
+    assert ranks(2).run(accepted, kind) == [True, True]
+
+
+def one_rank(rank: int) -> bool:
+    """Renormalise on one rank, where the shard is what is used."""
+    table = nn.Embedding(8, 4, max_norm=0.1)
+    fully_shard(table, mesh_of((1,), ("fsdp",)))
+    table(torch.arange(8))
+    return bool((full(table.weight.detach()).norm(dim=1) <= 0.1001).all())
+
+
+def test_on_one_rank_a_table_may_renormalise(ranks: Ranks) -> None:
+    assert ranks(1).run(one_rank) == [True]

@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from torch import Tensor, nn
 
 from hp_dtensor import RecordingCollectives
-from hp_fsdp import Ring, fully_shard
+from hp_fsdp import Ring, StateError, fully_shard
 
 from .models import Gradients, gradients, make, mesh_of, worst
 
@@ -129,6 +129,28 @@ def not_reached(rank: int) -> Gradients:
         model.set_is_last_backward(True)
         last.pow(2).mean().backward()
     return gradients(model)
+
+
+def by_hand(rank: int) -> bool:
+    """Gather a block of a ring by hand, between a forward and its backward, then run another."""
+    mesh, ring = mesh_of((2,), ("fsdp",)), Ring(2)
+    model: Any = make(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+    for block in model:
+        fully_shard(block, mesh, buffers=ring)
+    fully_shard(model, mesh)
+    for _ in range(3):
+        loss = model(batch(rank)).sum()
+    model[0].unshard()
+    held = model[0].weight
+    before = held.detach().clone()
+    with torch.no_grad(), pytest.raises(StateError, match="a ring of 2 slots"):
+        model[2](batch(rank))
+    del loss
+    return model[0].weight is held and torch.equal(held.detach(), before)
+
+
+def test_a_block_gathered_by_hand_keeps_its_slot(ranks: Ranks) -> None:
+    assert ranks(2).run(by_hand) == [True, True]
 
 
 class Beside(nn.Module):

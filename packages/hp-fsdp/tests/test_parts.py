@@ -8,7 +8,7 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from hp_fsdp import Ring, StateError, fully_shard, sharded_optimizer
+from hp_fsdp import ModuleError, Ring, StateError, fully_shard, sharded_optimizer
 
 from .models import WIDTH, Gradients, full, gradients, make, mesh_of, worst
 
@@ -123,6 +123,19 @@ def test_gradients_of_parts_are_reduced_by_their_root(ranks: Ranks, also: bool) 
 
     for found in ranks(2).run(waiting_parts, also):
         assert worst(found, expected(whole if also else one)) < 1e-12
+
+
+def contained(rank: int) -> str:
+    """Give a list of modules one of which is in another."""
+    model = layers(2)
+    with pytest.raises(ModuleError) as caught:
+        fully_shard([model, model[1]], mesh_of((2,), ("fsdp",)))
+    return str(caught.value)
+
+
+def test_a_list_has_no_modules_that_are_in_one_another(ranks: Ranks) -> None:
+    for said in ranks(2).run(contained):
+        assert "module[1], a Linear, is in module[0], a Sequential" in said
 
 
 class Body(nn.Module):
@@ -252,7 +265,16 @@ def test_what_is_unfrozen_by_its_shard_trains_from_the_next_forward(ranks: Ranks
 
 def other_factor(rank: int) -> str:
     """Change how gradients are divided while scattered ones wait for an all-reduce."""
-    model = fully_shard(layers(2), mesh_of((2, 2), ("dp_replicate", "fsdp")))
+    model: Any = fully_shard(layers(2), mesh_of((2, 2), ("dp_replicate", "fsdp")))
+    model.set_requires_all_reduce(False)
+    whole(model, rank % 2).backward()
+    model.zero_grad()  # only zeros wait
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_requires_all_reduce(True)
+    whole(model, rank % 2).backward()
+    assert worst(gradients(model), expected(whole)) < 1e-12
+    model.zero_grad()
+    model.set_force_sum_reduction_for_comms(False)
     model.set_requires_all_reduce(False)
     whole(model, rank % 2).backward()
     model.set_force_sum_reduction_for_comms(True)
@@ -271,26 +293,29 @@ def test_waiting_sums_of_gradients_are_not_mixed_with_averages(ranks: Ranks) -> 
         assert "wait for an all-reduce" in said
 
 
-def thawed_while_waiting(rank: int, kept: bool) -> str:
+def thawed_while_waiting(rank: int, how: str) -> str:
     """Unfreeze a parameter that one rank uses, while gradients of others are added up."""
     model: Any = make(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     model[1].weight.requires_grad_(False)
     fully_shard(model, mesh_of((2,), ("fsdp",)), grads="accumulate", direct_bytes=0)
     held = model[1].weight
-    model.set_reshard_after_backward(not kept)
+    model.set_reshard_after_backward(how != "kept")
     with model.no_sync():
         whole(model, rank).backward()
-    held.requires_grad_(True)
+    if how == "replaced":
+        model[1].weight = nn.Parameter(held.detach().clone())
+    else:
+        held.requires_grad_(True)
     with pytest.raises(StateError) as caught:
         model(batch(rank))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("how", ["gathered anew", "kept", "replaced"])
 def test_all_ranks_are_told_what_was_unfrozen_while_gradients_add_up(
-    ranks: Ranks, kept: bool
+    ranks: Ranks, how: str
 ) -> None:
-    for said in ranks(2).run(thawed_while_waiting, kept):
+    for said in ranks(2).run(thawed_while_waiting, how):
         assert "['1.weight'] were frozen when gradients of others began to add up" in said
 
 

@@ -5,6 +5,7 @@ Nothing is communicated, but process groups are made where axes are folded or th
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any, Literal, cast, get_args, overload
 
 import torch
@@ -122,6 +123,13 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
     if len(set(modules)) < len(modules):
         names = [type(module).__name__ for module in modules]
         raise ModuleError(f"a module is twice in the list {names}; give each once")
+    kinds = [f"module[{i}], a {type(module).__name__}," for i, module in enumerate(modules)]
+    for (i, outer), (j, inner) in permutations(enumerate(modules), 2):
+        if inner in outer.modules():
+            raise ModuleError(
+                f"{kinds[j]} is in {kinds[i].removesuffix(',')}; one call takes modules that are "
+                "not in one another, so leave it out"
+            )
     for module in modules:
         name = type(module).__name__
         if unit_of(module) is not None:
@@ -136,8 +144,8 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} has {hidden} of its own, which a sharded module has too and which would "
                 "be hidden; rename them"
             )
-        if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
-            raise ModuleError(f"{name} is, or has, a ScriptModule; shard it before it is scripted")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModuleError(f"{name} is a ScriptModule; shard it before it is scripted")
         if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
             raise ModuleError(
                 f"{name} has no forward, so it cannot gather its parameters; shard the modules in "

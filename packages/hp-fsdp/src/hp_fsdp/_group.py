@@ -603,8 +603,11 @@ class ParameterGroup:
             self.partial.clear()
             self._lay_out(locals_)
             for i in self.bucket_hooks.fused if self.bucket_hooks is not None else ():
-                module, dtypes = self.parameters[i].owners[0].module, self.dtypes
-                self.unfused[i] = dtypes_apart(module, dtypes.compute, dtypes.reduce)
+                reasons = [
+                    dtypes_apart(owner.module, self.dtypes.compute, self.dtypes.reduce)
+                    for owner in self.parameters[i].owners
+                ]
+                self.unfused[i] = "" if "" in reasons else reasons[0]
             self._build_unsharded()
         self._put_shards()
 

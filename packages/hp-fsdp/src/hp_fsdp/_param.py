@@ -500,9 +500,12 @@ def added_parameters(roots: Sequence[nn.Module]) -> list[str]:
 
     They were added after `fully_shard`, with their module or alone.
     """
+    modules: dict[nn.Module, str] = {}
+    for path, inner in named_modules(roots):
+        modules.setdefault(inner, path)
     return [
         f"{path}.{name}" if path else name
-        for path, inner in named_modules(roots)
+        for inner, path in modules.items()
         for noted in [inner.__dict__.get(MANAGED_ATTRIBUTE)]
         for name, p in parameters_of(inner).items()
         if p is not None and p.requires_grad and not isinstance(p, DTensor | RaggedTensor)

@@ -115,11 +115,11 @@ class PartialSum:
                     f"gradients of {list(self._names)} wait for an all-reduce, and now come those "
                     f"of {list(names)}; freeze parameters only after a reduction over all axes"
                 )
-            if scale != self._scale:
+            if self._scale not in (None, scale):
                 raise StateError(
-                    f"gradients of {list(names)} wait for an all-reduce, divided in another way "
-                    "than those that now come; set divide factors, force_sum_reduction_for_comms "
-                    "and hooks before a step, or after a reduction over all axes"
+                    f"gradients of {list(names)} wait for an all-reduce as averages, and now come "
+                    "sums to divide at the end, or the other way round; set divide factors and "
+                    "force_sum_reduction_for_comms after a reduction over all axes"
                 )
             flat = flat.add_(self.flat)
             used = [now or before for now, before in zip(used, self._used, strict=True)]
@@ -130,7 +130,7 @@ class PartialSum:
         """Keep zeros in place of this rank's sum, with which replicas add theirs as before."""
         if self.flat is not None:
             self.flat.zero_()
-            self._used = [False] * len(self._used)
+            self._used, self._scale = [False] * len(self._used), None
 
     def clear(self) -> None:
         """Keep nothing."""

@@ -546,10 +546,10 @@ class Schedule:
             return
         others = [other for other in self.units if other.in_ring and other is not unit]
         self._drop_unused_gathers(others)
-        for other in others if unit.lacks_memory() else ():
-            kept = other.stays and other.options.reshard_after_forward is None
+        for other in others:
+            kept = other.in_pass and other.stays and other.options.reshard_after_forward is None
             awaited = other.gradients is GradientState.EXPECTED and not other.hidden
-            if kept and awaited and not other.waiting:
+            if kept and awaited and not other.waiting and unit.lacks_memory():
                 other.reshard()
 
     def reset(self) -> None:

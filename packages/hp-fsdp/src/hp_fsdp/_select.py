@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -205,7 +206,7 @@ def select_parameters(
                 continue
             full_name = f"{path}.{name}" if path else name
             _check_free(candidate, inner, name, full_name)
-            _check_table(candidate, inner, full_name)
+            _check_module(candidate, inner, name, full_name, mesh_info.mesh.size())
             owners.setdefault(id(candidate), []).append(Owner(inner, parameters_of(inner), name))
             found.setdefault(id(candidate), (candidate, full_name))
     for original, name in found.values():
@@ -259,22 +260,32 @@ def _check_free(candidate: nn.Parameter, module: nn.Module, name: str, full_name
         )
 
 
-def _check_table(candidate: nn.Parameter, module: nn.Module, full_name: str) -> None:
-    """Raise for a table whose gradients are sparse, or whose forward writes to it."""
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not candidate.requires_grad:
+def _check_module(
+    candidate: nn.Parameter, module: nn.Module, name: str, full_name: str, size: int
+) -> None:
+    """Raise for parameters of scripts, and of tables with sparse gradients or that are written to.
+
+    On one rank what is written to is the shard.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ParameterError(
+            f"{full_name} is of a ScriptModule; shard its module before it is scripted, or ignore "
+            "it"
+        )
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or name != "weight":
+        return
+    if type(module).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward):
         return
     what = ""
     if module.sparse:
         what = "sparse=True, whose gradients cannot be reduced; make it with sparse=False"
-    elif module.max_norm is not None:
+    elif module.max_norm is not None and size > 1:
         what = (
             f"max_norm={module.max_norm}, which writes to what is gathered and given up, so that "
             "shards would not be renormalised; renormalise them after each step, or ignore it"
         )
-    if what:
-        kind = type(module).__name__
-        article = "an" if kind.startswith("E") else "a"
-        raise UnsupportedParameterError(f"{full_name} is of {article} {kind} with {what}")
+    if what and candidate.requires_grad:
+        raise UnsupportedParameterError(f"{full_name} is of an {type(module).__name__} with {what}")
 
 
 def _check_parameter(original: nn.Parameter, name: str, mesh: DeviceMesh) -> None:

@@ -199,8 +199,7 @@ class Unit:
         Nothing is done ``ahead`` of its time where a ring has no memory for it yet.
         """
         if act is Act.FORWARD and self.packs_early:
-            for group in self.groups:
-                group.check_unfrozen()
+            self._check_unfrozen()
         for group in self.groups:
             if group.state in RESTING:
                 break
@@ -210,6 +209,8 @@ class Unit:
             return
         if turn is None or self.checked != turn:
             self.check_parameters(act is Act.BACKWARD)
+            if act is Act.FORWARD and self.packs_early:
+                self._check_unfrozen()  # what took the place of others
         if act not in self._compared:
             self.compare(act)
         self.in_pass, self.stays = in_pass, False
@@ -217,6 +218,10 @@ class Unit:
             group.gather()
         if act is Act.FORWARD and not torch.is_grad_enabled():
             self.note_writes()
+
+    def _check_unfrozen(self) -> None:
+        for group in self.groups:
+            group.check_unfrozen()
 
     def unshard(self) -> None:
         """Make the unsharded parameters the modules' parameters."""
