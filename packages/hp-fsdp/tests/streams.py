@@ -22,7 +22,8 @@ from hp_dtensor import Axis, TorchCollectives, Work
 from hp_fsdp import _reduction
 from hp_fsdp._buffers import ResizeBuffer
 from hp_fsdp._custom import CustomAllGather, CustomReduceScatter
-from hp_fsdp._reduction import ReducedGradients, StreamedReduction
+from hp_fsdp._reduction import StreamedReduction
+from hp_fsdp._reduction_plan import ReducedGradients
 from hp_fsdp._streams import SideStream, Streams
 from hp_fsdp._torch import local_of
 from hp_fsdp._unit import unit_of
