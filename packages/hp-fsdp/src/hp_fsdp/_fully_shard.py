@@ -5,7 +5,6 @@ Nothing is communicated, but process groups are made where axes are folded or th
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import permutations
 from typing import Any, Literal, cast, get_args, overload
 
 import torch
@@ -123,11 +122,17 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
     if len(set(modules)) < len(modules):
         names = [type(module).__name__ for module in modules]
         raise ModuleError(f"a module is twice in the list {names}; give each once")
-    kinds = [f"module[{i}], a {type(module).__name__}," for i, module in enumerate(modules)]
-    for (i, outer), (j, inner) in permutations(enumerate(modules), 2):
-        if inner in outer.modules():
+    said = [f"module[{i}], a {type(module).__name__}" for i, module in enumerate(modules)]
+    holders = {
+        inner: place
+        for place, module in enumerate(modules)
+        for inner in module.modules()
+        if inner is not module
+    }
+    for place, module in enumerate(modules):
+        if module in holders:
             raise ModuleError(
-                f"{kinds[j]} is in {kinds[i].removesuffix(',')}; one call takes modules that are "
+                f"{said[place]}, is in {said[holders[module]]}; one call takes modules that are "
                 "not in one another, so leave it out"
             )
     for module in modules:

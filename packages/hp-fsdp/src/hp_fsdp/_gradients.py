@@ -78,7 +78,7 @@ class GradientBucket:
 
     def takes_rows(self, dtype: torch.dtype) -> bool:
         """Return whether rows of that dtype add up here in no fewer bits."""
-        return torch.promote_types(dtype, self._flat.dtype) == self._flat.dtype
+        return _keeps_bits(dtype, self._flat.dtype)
 
     def _first(self, index: int) -> bool:
         first, self.written[index] = not self.written[index], True
@@ -257,10 +257,14 @@ def dtypes_apart(module: nn.Module, computed: torch.dtype, reduced: torch.dtype)
 
     Rows of an embedding are cast one by one, and may add up in more bits.
     """
-    more = torch.promote_types(computed, reduced) == reduced
-    if computed == reduced or (more and isinstance(module, nn.Embedding)):
+    rows = isinstance(module, nn.Embedding) and _keeps_bits(computed, reduced)
+    if rows or computed == reduced:
         return ""
     return f"computed in {_short(computed)}, reduced in {_short(reduced)}"
+
+
+def _keeps_bits(dtype: torch.dtype, sums: torch.dtype) -> bool:
+    return torch.promote_types(dtype, sums) == sums
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -490,9 +490,10 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 
 def named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules of a unit and those in them, by path; of several from their positions."""
+    """Return the modules under ``roots``, each once, by path; of several from their positions."""
+    seen: set[nn.Module] = set()
     for position, root in enumerate(roots):
-        yield from root.named_modules(prefix=f"[{position}]" if len(roots) > 1 else "")
+        yield from root.named_modules(seen, f"[{position}]" if len(roots) > 1 else "")
 
 
 def added_parameters(roots: Sequence[nn.Module]) -> list[str]:
@@ -500,12 +501,9 @@ def added_parameters(roots: Sequence[nn.Module]) -> list[str]:
 
     They were added after `fully_shard`, with their module or alone.
     """
-    modules: dict[nn.Module, str] = {}
-    for path, inner in named_modules(roots):
-        modules.setdefault(inner, path)
     return [
         f"{path}.{name}" if path else name
-        for inner, path in modules.items()
+        for path, inner in named_modules(roots)
         for noted in [inner.__dict__.get(MANAGED_ATTRIBUTE)]
         for name, p in parameters_of(inner).items()
         if p is not None and p.requires_grad and not isinstance(p, DTensor | RaggedTensor)

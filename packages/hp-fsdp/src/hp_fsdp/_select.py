@@ -193,11 +193,7 @@ def select_parameters(
     managed, places = _of_other_units(modules)
     owners: dict[int, list[Owner]] = {}
     found: dict[int, tuple[nn.Parameter, str]] = {}
-    visited: set[nn.Module] = set()
     for path, inner in named_modules(modules):
-        if inner in visited:
-            continue
-        visited.add(inner)
         for name, candidate in parameters_of(inner).items():
             where = (id(parameters_of(inner)), name)
             if candidate is None or id(candidate) in managed or where in places:
