@@ -188,8 +188,9 @@ def measured(rank: int) -> tuple[tuple[int, int], list[int]]:
 
 def test_weights_travel_as_bytes_and_their_memory_goes(ranks: Ranks) -> None:
     for traffic, sizes in ranks(2).run(measured):
-        # For each layer a gather of values and a scale, and one of a bias; both ranks have as many.
-        assert traffic == (4, (48 + 4) * 2 + 6 * 4 + 4 * 4)
+        # For each layer a gather of values and a scale, and one of a bias and a tag; both ranks
+        # have as many.
+        assert traffic == (4, (48 + 4) * 2 + 6 * 4 + 4 * 4 + 2 * 4)
         assert sizes == [12 * 8 * 4, 0]
 
 

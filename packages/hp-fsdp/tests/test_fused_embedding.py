@@ -14,10 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_fsdp import fully_shard
+from hp_fsdp._agreement import tag_flags
 from hp_fsdp._gradients import GradientBucket, can_fuse
 from hp_fsdp._offsets import ShardSpec, rows_by_rank
 
 from .models import Gradients, full, gradients, make, mesh_of, worst
+
+TAG = torch.tensor(tag_flags(5), dtype=torch.float64)
 
 Ranks = Callable[[int], RankPool]
 
@@ -45,7 +48,7 @@ def test_rows_are_added_as_the_dense_gradient_would_be(
         for i, row in zip(ids.tolist(), rows, strict=True):
             dense[i] += row
         other.add(1, dense)
-    assert torch.equal(bucket.finish(), other.finish())
+    assert torch.equal(bucket.finish(TAG), other.finish(TAG))
 
 
 class Table(nn.Module):

@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hp_fsdp._agreement import tag_flags
 from hp_fsdp._gradients import GradientBucket, why_not_fused
 from hp_fsdp._offsets import ShardSpec, rows_by_rank
+
+TAG = torch.tensor(tag_flags(5), dtype=torch.float64)
 
 Case = tuple[list[ShardSpec], int]
 
@@ -62,7 +65,7 @@ def test_rows_are_the_sums_of_what_came_and_zero_elsewhere(
         gradient = torch.randint(-9, 9, specs[index].shape).double()
         sums[index] += gradient
         bucket.add(index, gradient)
-    rows = bucket.finish().view(degree, -1)
+    rows = bucket.finish(TAG).view(degree, -1)
     offset = 0
     for spec, total in zip(specs, sums, strict=True):
         width = spec.shard_numel
@@ -70,7 +73,9 @@ def test_rows_are_the_sums_of_what_came_and_zero_elsewhere(
         offset += width
     flags = [float(i in {index % len(specs) for index in order}) for i in range(len(specs))]
     assert rows[:, offset : offset + len(specs)].tolist() == [flags] * degree
-    assert not rows[:, offset + len(specs) :].any()
+    offset += len(specs)
+    assert torch.equal(rows[:, offset : offset + len(TAG)], TAG.expand(degree, -1))
+    assert not rows[:, offset + len(TAG) :].any()
 
 
 @settings(deadline=None, max_examples=60)
@@ -96,7 +101,7 @@ def test_products_are_added_as_their_results_would_be(
         assert bucket.takes_products(1, torch.float64)
         bucket.add_product(1, left, right)
         other.add(1, left.t() @ right)
-    assert torch.equal(bucket.finish(), other.finish())
+    assert torch.equal(bucket.finish(TAG), other.finish(TAG))
 
 
 def test_products_need_the_dtype_of_the_rows_and_two_dimensions() -> None:

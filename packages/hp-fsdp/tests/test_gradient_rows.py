@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hp_fsdp._agreement import TAG_FLAGS, tag_flags
 from hp_fsdp._gradients import GradientBucket
 from hp_fsdp._layout_ragged import plan_ragged
 from hp_fsdp._offsets import ALIGNMENT, GradientRows, ShardSpec, rows_by_rank
 from hp_fsdp._torch import pack_rank_major
+
+TAG = torch.tensor(tag_flags(5), dtype=torch.float64)
 
 SHAPES = st.lists(
     st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5
@@ -32,7 +35,7 @@ def written(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
     bucket = GradientBucket(rows, flat)
     for i, gradient in enumerate(gradients):
         bucket.add(i, gradient)
-    return bucket.finish()
+    return bucket.finish(TAG)
 
 
 def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
@@ -44,7 +47,9 @@ def packed(rows: GradientRows, gradients: list[Tensor]) -> Tensor:
     for i, start, end in reversed(rows.gaps):
         gap = torch.zeros(rows.degree, end - start, dtype=torch.float64)
         if not rows.flags_apart and start <= rows.flags < end:
-            gap[:, rows.flags - start : rows.flags - start + len(gradients)] = 1
+            first = rows.flags - start
+            gap[:, first : first + len(gradients)] = 1
+            gap[:, first + len(gradients) : first + len(gradients) + TAG_FLAGS] = TAG
         pieces.insert(i, gap)
     flat = torch.full((rows.numel,), torch.nan, dtype=torch.float64)
     pieces = [piece for piece in pieces if piece.numel()]
@@ -110,7 +115,7 @@ def test_rows_are_dense_and_end_aligned(
     specs = [ShardSpec(shape=shape, dim=0, degree=degree) for shape in shapes]
     rows = rows_by_rank(specs, 0, itemsize)
     assert rows.flags == sum(spec.shard_numel for spec in specs)
-    padding = rows.width - rows.flags - len(specs)
+    padding = rows.width - rows.flags - len(specs) - TAG_FLAGS
     assert 0 <= padding * itemsize < ALIGNMENT
     assert rows.width * itemsize % ALIGNMENT == 0
     assert sum(end - start for _, start, end in rows.gaps) == rows.width - rows.flags

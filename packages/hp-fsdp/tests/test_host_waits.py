@@ -1,8 +1,8 @@
 """A step asks for no value of a tensor, for which the host of an accelerator would have to wait."""
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from unittest import mock
 
@@ -14,6 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_fsdp import Ring
+from hp_fsdp._agreement import TagLog
+from hp_fsdp._streams import SideStream
+from hp_fsdp._unit import unit_of
 
 from .models import WIDTH, Net, make, mesh_of, shard, tokens
 
@@ -71,6 +74,32 @@ class TwoHeads(Net):
         return self.head(x) + self.other(x) if both else self.head(x)  # type: ignore[no-any-return]
 
 
+class Beside(SideStream):
+    """A side stream of an accelerator on which every copy has arrived at once."""
+
+    def __init__(self) -> None:
+        pass
+
+    @contextmanager
+    def after_current(self, what: str = "") -> Iterator[None]:
+        """Run the block."""
+        yield
+
+    def uses(self, tensor: Tensor) -> None:
+        """Do nothing."""
+
+    def begun(self, work: object = None) -> Any:
+        """Return what is done."""
+        return mock.Mock(done=True)
+
+
+def check_tags_as_on_an_accelerator(model: Any) -> None:
+    unit: Any = unit_of(model)
+    unit.schedule._tag_log = log = TagLog(Beside())
+    for group in (group for each in unit.schedule.units for group in each.groups):
+        group.tag.log = log
+
+
 def reads(rank: int, shape: tuple[int, ...], both: bool, options: dict[str, Any]) -> Counter[str]:
     """Return what the third step reads; rank 0 leaves the second head out unless ``both``."""
     axes = ("dp_replicate", "fsdp")[-len(shape) :]
@@ -80,8 +109,9 @@ def reads(rank: int, shape: tuple[int, ...], both: bool, options: dict[str, Any]
         model(tokens(rank), both or rank > 0).pow(2).mean().backward()
         model.zero_grad()
 
-    for _ in range(2):
-        step()
+    step()
+    check_tags_as_on_an_accelerator(model)
+    step()
     with Reads() as counted, ExitStack() as stack:
         for name in METHODS:
             before = getattr(Tensor, name)
@@ -97,6 +127,8 @@ def reads(rank: int, shape: tuple[int, ...], both: bool, options: dict[str, Any]
     return cast("Counter[str]", counted.found)
 
 
+# The tags of the step before, of a copy on the CPU that has arrived.
+COPIED_TAGS = {"tolist": 1}
 MODES: dict[str, dict[str, Any]] = {
     "copy": {},
     "accumulate": {"grads": "accumulate"},
@@ -115,16 +147,16 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", list(MODES))
 def test_a_usual_step_reads_no_value_of_a_tensor(ranks: Ranks, mode: str) -> None:
     shape = (4,) if mode == "fewer" else (2,)
-    assert ranks(shape[0]).run(reads, shape, True, MODES[mode]) == [{}] * shape[0]
+    assert ranks(shape[0]).run(reads, shape, True, MODES[mode]) == [COPIED_TAGS] * shape[0]
 
 
 @pytest.mark.parametrize("mode", ["copy", "fused", "ragged"])
 def test_nor_does_one_that_sums_over_replicas(ranks: Ranks, mode: str) -> None:
-    assert ranks(4).run(reads, (2, 2), True, MODES[mode]) == [{}] * 4
+    assert ranks(4).run(reads, (2, 2), True, MODES[mode]) == [COPIED_TAGS] * 4
 
 
 @pytest.mark.parametrize("mode", ["copy", "fused", "ragged"])
 def test_who_left_a_parameter_out_reads_once_whether_others_used_it(
     ranks: Ranks, mode: str
 ) -> None:
-    assert ranks(2).run(reads, (2,), False, MODES[mode]) == [{"tolist": 1}, {}]
+    assert ranks(2).run(reads, (2,), False, MODES[mode]) == [{"tolist": 2}, COPIED_TAGS]

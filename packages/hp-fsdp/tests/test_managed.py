@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hp_dtensor import RecordingCollectives
 from hp_fsdp import StateError, fully_shard
+from hp_fsdp._agreement import TAG_FLAGS
 
 from .models import (
     Block,
@@ -298,8 +299,8 @@ def test_only_what_trains_is_reduced(ranks: Ranks) -> None:
     numel = 0
     for unit in ("head", "blocks.0", "blocks.2"):
         rows = [-(-len(value) // 2) for name, value in biases.items() if name.startswith(unit)]
-        # Rows of the packed buffer have a flag per parameter and are multiples of 16 bytes.
-        numel += -(-(sum(rows) + len(rows)) // 2) * 2
+        # Rows have a flag per parameter and those of the tag, and are multiples of 16 bytes.
+        numel += -(-(sum(rows) + len(rows) + TAG_FLAGS) // 2) * 2
     for calls, frozen, thawed in ranks(2).run(frozen_units):
         assert calls == [3, numel * 8]
         assert worst(frozen, biases) < 1e-12

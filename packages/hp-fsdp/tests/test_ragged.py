@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 
 from hp_dtensor import RaggedTensor, RecordingCollectives, clip_grad_norm_
 from hp_fsdp import ParameterError, Ring, ShardingError, fully_shard, sharded_optimizer
+from hp_fsdp._agreement import TAG_FLAGS
 
 from .models import Gradients, Net, loss_of, make, mesh_of, reference, shard, tokens, worst
 from .test_step import Odd
@@ -114,7 +115,8 @@ def traffic(rank: int) -> tuple[dict[str, int], int, int, int]:
     loss_of(model, tokens(rank)).backward()
     group = model.plan_report().groups[0]
     counts = {name: t.bytes for (_, name), t in record.by_call.items()}
-    flags = 8 * len(group.parameters)  # one for each parameter: whether a rank used it
+    # One flag for each parameter, whether a rank used it, and those of the unit's tag.
+    flags = 8 * (len(group.parameters) + TAG_FLAGS)
     return counts, group.shard_bytes, flags, record.by_call["fsdp", "all_gather"].calls
 
 

@@ -260,7 +260,8 @@ def prefetched(
 
 
 def test_explicit_prefetch_gathers_what_it_is_told_to(ranks: Ranks) -> None:
-    sizes = [WIDTH * WIDTH * (n + 1) for n in range(4)]
+    tag = 1  # one element says which unit it is
+    sizes = [WIDTH * WIDTH * (n + 1) + tag for n in range(4)]
     for (plain, expected), (told, found) in zip(
         ranks(2).run(prefetched, False), ranks(2).run(prefetched, True), strict=True
     ):

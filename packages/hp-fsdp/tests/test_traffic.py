@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor import Axis, RecordingCollectives, Work
 from hp_fsdp import GroupReport, PlanReport
+from hp_fsdp._agreement import TAG_FLAGS
 
 from .models import Net, loss_of, make, mesh_of, shard, tokens
 
@@ -160,9 +161,9 @@ def test_one_rank_copies_nothing(ranks: Ranks) -> None:
 
 
 def reduced_bytes(group: GroupReport) -> int:
-    """Return the bytes of a rank's gradients and of a flag for each parameter, to 16 bytes."""
+    """Return the bytes of a rank's gradients, a flag per parameter and the tag, to 16 bytes."""
     held = sum(p.rows_per_rank * _row(p.shape) for p in group.parameters)
-    return -(-(held + len(group.parameters)) * 8 // 16) * 16
+    return -(-(held + len(group.parameters) + TAG_FLAGS) * 8 // 16) * 16
 
 
 def _row(shape: tuple[int, ...]) -> int:

@@ -57,6 +57,7 @@ class ExtendedLayout(Layout):
         self.renewed = False  # what arrives is in other memory than full tensors were made of
         self._inner: list[tuple[UntypedStorage, int]] = []
         self._block = []
+        self.tags = None  # what tensors gather by themselves has no tag
 
     @property
     def available(self) -> bool:

@@ -84,8 +84,11 @@ class GradientBucket:
         first, self.written[index] = not self.written[index], True
         return first
 
-    def finish(self) -> Tensor:
-        """Return all rows, flat, zero where no gradient came, with the flags of what came."""
+    def finish(self, tag_flags: Tensor) -> Tensor:
+        """Return all rows, flat: zero where no gradient came, with the flags of what came.
+
+        ``tag_flags`` follow them, ``[TAG_FLAGS]``.
+        """
         rows = self._flat.view(self._rows.degree, self._rows.width)
         for extent, written in zip(self._rows.extents, self.written, strict=True):
             first = extent.full if written else 0
@@ -99,6 +102,8 @@ class GradientBucket:
         if not self._rows.flags_apart:
             flags = rows[:, self._rows.flags : self._rows.flags + len(self.written)]
             flags.fill_(1)
+            start = self._rows.flags + len(self.written)
+            rows[:, start : start + len(tag_flags)] = tag_flags
             for i, written in enumerate(self.written):
                 if not written:
                     flags[:, i].zero_()
@@ -376,7 +381,9 @@ class BucketHooks:
         if self.on_gradient is not None:
             self.on_gradient()
 
-    def finish(self, chosen: Sequence[int], collectives: Collectives) -> tuple[Tensor, list[bool]]:
+    def finish(
+        self, chosen: Sequence[int], collectives: Collectives, tag_flags: Tensor
+    ) -> tuple[Tensor, list[bool]]:
         """Return the packed gradients of the parameters at ``chosen``, and begin anew.
 
         With them, for each parameter, whether it has any.
@@ -393,7 +400,7 @@ class BucketHooks:
             if gradient is not None:
                 bucket.add(position, gradient)
         self._bucket = None
-        return bucket.finish(), bucket.written
+        return bucket.finish(tag_flags), bucket.written
 
     def drop(self) -> None:
         """Forget what was added up."""

@@ -17,8 +17,9 @@ from torch.optim.optimizer import (
 
 from hp_dtensor import Axis, Collectives, RaggedTensor
 
+from ._agreement import Tag, is_exact
 from ._buffers import Buffers, Resize
-from ._errors import StateError
+from ._errors import DisagreementError, StateError
 from ._gradients import BucketHooks, dtypes_apart, why_not_fused
 from ._layout import Layout
 from ._layout_exact import ExactPlan, plan_group
@@ -77,6 +78,7 @@ class ParameterGroup:
         self.own_axis: Axis | None = None  # a second one like that to shard over, for reductions
         self.post_forward_axis: Axis | None = None  # sharded over between forward and backward
         self.partial = PartialSum()
+        self.tag, self._exact = Tag(), False
         self.path = ""  # from the root of the step to the unit, once there is one
         self.streams: Streams | None = None  # those of the root of the step, on accelerators
         self.state = ParameterState.SHARDED
@@ -122,9 +124,41 @@ class ParameterGroup:
         if not locals_[0].is_meta:
             locals_ = [local.to(self.config.rest) for local in locals_]
         self.layout = self._layout_of(locals_, self.dtypes.compute)
+        self.layout.write_tag(self.tag.number)
         # Gradients are packed in the order of the shard, so that both can be stepped as one tensor.
         spans = self.layout.spans
         self.order = sorted(range(len(spans)), key=lambda i: spans[i][0])
+
+    def use_tag(self, tag: Tag) -> None:
+        """Take the tag of the unit that the group belongs to."""
+        tag.log = self.tag.log
+        self.tag = tag
+        self.layout.write_tag(tag.number)
+        self._plan, self._exact = None, is_exact(self.gathers)
+
+    def use_divisor(self, divisor: float) -> None:
+        """Let the tag say what the sum of the gradients is divided by."""
+        self.tag.use_divisor(divisor)
+        self._plan = None
+
+    @property
+    def checks_tags(self) -> bool:
+        """Return whether a gather shows which unit each rank gathered.
+
+        Collectives of a user may change what they gather: compress it, for example.
+        """
+        return self.layout.tags is not None and self._exact
+
+    @property
+    def gather_size(self) -> object:
+        """Return what must be equal for two gathers to be carried out as one; None if unknown."""
+        if not self.flat:
+            return None
+        return self.layout.plan.segments, self.dtypes.compute.itemsize
+
+    def reduction_size(self, chosen: Sequence[int]) -> object:
+        """Return the same for reductions of the parameters at ``chosen``."""
+        return (self._rows_of(chosen).numel, self.dtypes.reduce) if chosen else None
 
     def _layout_of(self, locals_: Sequence[Tensor], compute: torch.dtype) -> Layout:
         config = self.config
@@ -301,11 +335,25 @@ class ParameterGroup:
         if self._work is not None:
             try:
                 self.layout.wait(self._work)
-            except Exception:  # an interrupt says nothing of the gather: it can be awaited again
+            except Exception as error:  # after an interrupt the gather can be awaited again
                 self._return_to_sharded()
+                self.tag.report(error, "gather {}")
                 raise
 
+    def _check_tags(self) -> None:
+        """Raise `DisagreementError` if other ranks gathered other units."""
+        tags, tag = self.layout.tags, self.tag
+        if tags is None or (tag.log is None and tags.tolist() == self.layout.expected_tags):
+            return
+        try:
+            tag.check_gather(tags, self.layout.plan.itemsize)
+        except DisagreementError:
+            self._return_to_sharded()
+            raise
+
     def _show_unsharded(self) -> None:
+        if self._exact:
+            self._check_tags()
         self.layout.finish_gather(self._work)
         if self.layout.fulls is not self._fulls:  # the memory before is left to a collective
             for parameter, full in zip(self.parameters, self.layout.fulls, strict=True):
@@ -434,15 +482,15 @@ class ParameterGroup:
         for i in set(self.order).difference(chosen):
             self.parameters[i].drop_gradient()
 
-    def reduce(self, options: Options) -> Reduction | None:
+    def reduce(self, options: Options, chosen: list[int]) -> Reduction | None:
         """Start the reduction of the gradients, zeros where there are none; None if all frozen.
 
-        What no rank used gets no gradient.
+        What no rank used gets no gradient. ``chosen`` is what `reduced` returns.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.reduce(options)
-        chosen, plan = self.reduced(), self._plan
+                return self.reduce(options, chosen)
+        plan = self._plan
         if len(chosen) < len(self.parameters):
             self._drop_frozen(chosen)
             if not chosen:
@@ -455,7 +503,7 @@ class ParameterGroup:
         gradients: list[Tensor] = []
         rows: Tensor | None = None
         if self.bucket_hooks is not None:
-            rows, used = self.bucket_hooks.finish(chosen, self.collectives)
+            rows, used = self.bucket_hooks.finish(chosen, self.collectives, plan.tag_flags)
         else:
             gradients, used = self._take_gradients(plan)
         axes = self.reduce_axes
@@ -498,6 +546,7 @@ class ParameterGroup:
             partial=self.partial,
             buffers=self._packed_in,
             offloaded=self.config.rest != self.config.device,
+            tag=self.tag,
         )
 
     def release_gradients(self) -> None:

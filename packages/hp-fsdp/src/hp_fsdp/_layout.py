@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
+from ._agreement import tag_digits
 from ._buffers import Buffer, Buffers, Resize, as_sent, in_own_storage
 from ._layout_exact import ExactPlan
 from ._layout_ragged import RaggedPlan
@@ -69,6 +70,9 @@ class Layout:
             self._sent = Resize().buffer(plan.shard_numel, dtype, device)
         self._send_from(self.shard if self._sent is None else self._sent.tensor)
         self._outputs: list[Tensor] = []
+        # Those of all ranks in the output: one digit or a list of digits per rank.
+        self.tags: Tensor | None = None
+        self.expected_tags: list[float | list[float]] = []
         self._copy_out: Callable[[], object] | None = None
         self._block: list[Tensor] = []
         if self._output is not None:
@@ -90,7 +94,21 @@ class Layout:
             as_sent(memory[degree * start : degree * (start + n)]) for start, n in plan.segments
         ]
         self._copy_out = plan.copy_out(memory)
+        if plan.tag_numel:
+            start, length = plan.segments[-1]
+            rows = memory[degree * start : degree * (start + length)].view(degree, length)
+            self.tags = rows[:, -1] if plan.tag_numel == 1 else rows[:, -plan.tag_numel :]
         self._started_by: Collectives | None = None  # what `_start` starts the gather by
+
+    def write_tag(self, number: int) -> None:
+        """Write the number of the unit to the end of what this rank sends."""
+        if self.tags is not None and not self.shard.is_meta:
+            count, itemsize = self.plan.tag_numel, self.plan.itemsize
+            start, length = self.plan.segments[-1]
+            own = self.shard[start + length - count : start + length]
+            own.copy_(torch.tensor(tag_digits(number, itemsize)))
+            digits = own.tolist()
+            self.expected_tags = [digits[0] if count == 1 else digits] * self.plan.degree
 
     @property
     def available(self) -> bool:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ._agreement import tag_width
 from ._buffers import as_bytes
 from ._offsets import (
     ALIGNMENT,
@@ -35,7 +36,8 @@ class ExactPlan:
     pieces of the flat shard that the all-gather sends; piece ``(s, n)`` arrives at
     ``[degree * s, degree * (s + n))``. A parameter that is ``direct`` is a piece of its own, which
     arrives in its place. The others are the last piece, ``packed_numel`` elements from
-    ``packed_start`` on, and are copied to their places from there.
+    ``packed_start`` on, and are copied to their places from there. The last ``tag_numel`` elements
+    of this piece are the unit's tag.
     """
 
     kind: ClassVar[str] = "exact"
@@ -50,6 +52,7 @@ class ExactPlan:
     packed_start: int
     packed_numel: int
     full_numel: int
+    tag_numel: int = 0
 
     @property
     def parameter_bytes(self) -> int:
@@ -88,9 +91,9 @@ class ExactPlan:
         dim 0 go in one split or, where many are alike, in one strided copy of each kind; those
         along another dimension go one by one. None where nothing is packed.
         """
-        if not self.packed_numel:
-            return None
         degree, numel, packed = self.degree, self.packed_numel, self.packed
+        if numel == self.tag_numel:
+            return None
         start = degree * self.packed_start
         arrived = memory[start : start + degree * numel]
         first = self.full[packed[0]].start
@@ -139,6 +142,9 @@ def plan_group(
     multiple of 16 bytes; every direct parameter then starts at a multiple of 16 bytes. With one
     rank all are direct: flat shard and output are the same. What is sharded along another dimension
     does not arrive in its order, so it is packed, last.
+
+    Several pieces have room for a tag. A single parameter that is gathered into place has none: its
+    all-gather would become two.
     """
     unit = elements_of(ALIGNMENT, itemsize)
     held = [spec.shard_numel for spec in specs]
@@ -162,6 +168,9 @@ def plan_group(
     for i in packed:
         starts[i] = end
         end += held[i]
+    has_tag = degree > 1 and (end > packed_start or len(segments) > 1)
+    tag_numel = tag_width(itemsize) if has_tag else 0
+    end += tag_numel
     packed_numel = end - packed_start
     if packed_numel:
         segments.append((packed_start, packed_numel))
@@ -185,6 +194,7 @@ def plan_group(
         packed_start=packed_start,
         packed_numel=packed_numel,
         full_numel=full_end,
+        tag_numel=tag_numel,
     )
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ._agreement import TAG_FLAGS
 from ._offsets import ALIGNMENT, GradientRows, ShardSpec, elements_of, round_up
 
 TRIES = 64  # shares of one step before the next step
@@ -21,6 +22,7 @@ class RaggedPlan:
     """
 
     kind: ClassVar[str] = "ragged"
+    tag_numel: ClassVar[int] = 0  # parameters cross the ends of shares: no room for a tag
     degree: int
     itemsize: int
     share: int
@@ -118,7 +120,7 @@ class RaggedPlan:
         """
         specs = [ShardSpec(shape=self.shapes[i], dim=0, degree=1) for i in chosen]
         apart = self.degree > 1
-        flags = 0 if apart else round_up(len(chosen), elements_of(ALIGNMENT, itemsize))
+        flags = 0 if apart else round_up(len(chosen) + TAG_FLAGS, elements_of(ALIGNMENT, itemsize))
         return GradientRows.of(
             specs,
             [self.starts[i] for i in chosen],

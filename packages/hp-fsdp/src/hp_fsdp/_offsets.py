@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ._agreement import TAG_FLAGS
+
 ALIGNMENT = 16  # bytes; what vectorised kernels and network transports like a start to be
 # Smaller shards are gathered packed, because each part of a gather has a fixed cost: on gloo as
 # measured (benchmarks/bench_gather.py), and where nothing else is known.
@@ -145,9 +147,10 @@ class GradientRows:
     A reduce-scatter leaves each rank one row, or of a single row its share; there the rank's part
     of parameter ``i`` is at ``held[i]``, ``(start, shape)``. From column ``flags`` of the reduced
     row on it has one flag per parameter, nonzero where a rank used it: summed like gradients, they
-    tell every rank which parameters no rank used. The flags are columns of the rows too, or, if
-    ``flags_apart``, a second tensor that is reduced together with them. ``gaps`` are the columns
-    of no parameter: ``(i, start, end)`` comes before parameter ``i``.
+    tell every rank which parameters no rank used. The flags of the unit's tag follow. All flags are
+    columns of the rows too, or, if ``flags_apart``, a second tensor that is reduced together with
+    the rows. ``gaps`` are the columns of no parameter: ``(i, start, end)`` comes before parameter
+    ``i``.
     """
 
     degree: int
@@ -191,7 +194,12 @@ class GradientRows:
     @property
     def reduced_numel(self) -> int:
         """Return the elements that a rank has after the reduction, flags included."""
-        return self.flags + len(self.extents) if self.flags_apart else self.width
+        return self.flags + self.flag_count if self.flags_apart else self.width
+
+    @property
+    def flag_count(self) -> int:
+        """Return the number of flags: one for each parameter, and those of the tag."""
+        return len(self.extents) + TAG_FLAGS
 
     def views(self, reduced: Tensor) -> list[Tensor]:
         """Return this rank's part of each parameter, as views of its reduced row."""
@@ -204,7 +212,7 @@ def rows_by_rank(specs: Sequence[ShardSpec], index: int, itemsize: int) -> Gradi
     The rows end in up to 15 bytes of padding, so that each starts at a multiple of 16 bytes.
     """
     ends = list(itertools.accumulate((spec.shard_numel for spec in specs), initial=0))
-    width = round_up(ends[-1] + len(specs), elements_of(ALIGNMENT, itemsize))
+    width = round_up(ends[-1] + len(specs) + TAG_FLAGS, elements_of(ALIGNMENT, itemsize))
     held = [(start, spec.local_shape(index)) for start, spec in zip(ends[:-1], specs, strict=True)]
     return GradientRows.of(specs, ends[:-1], specs[0].degree, width, held, ends[-1])
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives
 
+from ._agreement import TAG_BITS, TAG_FLAGS
+from ._errors import DisagreementError
 from ._mesh import DataAxes
 from ._options import Options
 from ._reduction_plan import ReducedGradients, ReductionPlan, StartScatter
@@ -73,8 +75,9 @@ class Reduction:
             else:
                 rows = plan.pack(gradients, self._used)
         if before and self._has_flags:  # a flag could become zero
-            width = plan.rows.flags + len(self._used) if plan.rows.flags_apart else plan.rows.width
-            rows.view(-1, width)[:, : plan.rows.flags].div_(before)
+            layout = plan.rows
+            width = layout.flags + layout.flag_count if layout.flags_apart else layout.width
+            rows.view(-1, width)[:, : layout.flags].div_(before)
         elif before:
             rows.div_(before)
         return rows
@@ -134,9 +137,10 @@ class Reduction:
                         self.scattering.wait()
                 else:
                     self.scattering.wait()
-            except Exception:  # it has ended, with this error; an interrupt says nothing of it
+            except Exception as error:  # it has ended with this error, unlike after an interrupt
                 self.scattering, self._ready = None, False
                 self._lose_output()
+                self._plan.tag.report(error, "reduce the gradients of {}")
                 raise
             self.scattering = None
             self._give_back()
@@ -155,9 +159,10 @@ class Reduction:
             try:
                 with named_range("wait_all_reduce", self._plan.path):
                     self._summing.wait()
-            except Exception:
+            except Exception as error:
                 self._summing = None
                 self._lose_output()
+                self._plan.tag.report(error, "sum the gradients of {} over replicas")
                 raise
             self._summing = self._sum(self._sums.pop(0)) if self._sums else None
 
@@ -181,9 +186,27 @@ class Reduction:
     def finish(self) -> None:
         """Wait, divide, and put the results on the parameters' ``grad``, without autograd."""
         self.wait()
+        if self._flat is not None:
+            self._check_tag(self._flat)
         if self._ready:
             self._put_gradients()
         self._release_output()
+
+    def _check_tag(self, flat: Tensor) -> None:
+        """Raise `DisagreementError` if other ranks reduced other units."""
+        output, plan = self._output, self._plan
+        if output is not None and flat is output.flat:
+            flags = output.tag_flags
+        else:
+            start = plan.rows.flags + len(plan.parameters)
+            flags = flat[start : start + TAG_FLAGS]
+        if plan.tag.log is None and flags.tolist().count(0.0) == TAG_BITS:
+            return
+        try:
+            plan.tag.check_reduction(flags, on_host=plan.offloaded and self._ready)
+        except DisagreementError:
+            self._release_output()
+            raise
 
     def _release_output(self) -> None:
         if self._output is not None:

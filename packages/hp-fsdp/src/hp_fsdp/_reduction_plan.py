@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hp_dtensor import Axis, Collectives, TorchCollectives
 
+from ._agreement import TAG_FLAGS, Tag
 from ._buffers import Buffers, ResizeBuffer
 from ._errors import StateError
 from ._mesh import DataAxes
@@ -159,6 +160,8 @@ class ReducedGradients:
         self._buffer = ResizeBuffer(rows.reduced_numel, like.dtype, like.device, pinned)
         self.flat = flat = self._buffer.tensor
         self.values = flat[: rows.flags]
+        start = rows.flags + len(rows.extents)
+        self.tag_flags = flat[start : start + TAG_FLAGS]
         self.gradients = [
             parameter.wrap(view)
             for parameter, view in zip(parameters, rows.views(flat), strict=True)
@@ -218,8 +221,9 @@ class ReductionPlan:
     """What the reductions of some parameters of a group have in common: for many steps.
 
     ``path`` is that of the module now, for a profile; ``shard`` the flat shard, for dtype and
-    device; ``offloaded``: it rests on the CPU. ``has_flags``: `pack` makes columns for the flags of
-    ``rows``. Otherwise they are a tensor of their own, `flags`, to be reduced together with them.
+    device; ``tag`` that of the unit, in every reduction; ``offloaded``: it rests on the CPU.
+    ``has_flags``: `pack` makes columns for the flags of ``rows``. Otherwise they are a tensor of
+    their own, `flags`, to be reduced together with them.
     """
 
     def __init__(
@@ -232,9 +236,13 @@ class ReductionPlan:
         partial: PartialSum,
         buffers: Buffers,
         offloaded: bool,
+        tag: Tag,
     ) -> None:
         self.path = ""
+        self.tag = tag
         self.offloaded = offloaded
+        with torch.inference_mode(False):
+            self.tag_flags = torch.tensor(tag.flags, dtype=dtype, device=device)
         self.parameters = list(parameters)
         self.sharded = [parameter.sharded for parameter in parameters]
         self.unsharded = [parameter.unsharded for parameter in parameters]
@@ -296,8 +304,8 @@ class ReductionPlan:
         return flat
 
     def flags(self, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
-        """Return ``[ranks, parameters]``: in each row 1 for what this rank ``used``, else 0."""
-        return self._made("flags", (self._ranks, len(used)), 0, used, dtype)
+        """Return ``[ranks, flags]``: in each row 1 for what this rank ``used``, then the tag."""
+        return self._made("flags", (self._ranks, self.rows.flag_count), 0, used, dtype)
 
     def _gap(self, start: int, end: int, used: Sequence[bool], dtype: torch.dtype) -> Tensor:
         """Return the columns of no parameter from ``start`` to ``end``: zeros, or flags in them."""
@@ -314,7 +322,7 @@ class ReductionPlan:
         used: Sequence[bool],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return zeros with the flags of what was ``used`` from column ``first`` on.
+        """Return zeros with the flags of what was ``used``, and the tag, from column ``first`` on.
 
         What all steps that use everything need is made once.
         """
@@ -323,7 +331,10 @@ class ReductionPlan:
             return known
         with torch.inference_mode(False), torch.no_grad():
             made = torch.zeros(shape, dtype=dtype, device=self.device)
-            made[:, first : first + len(used)] = 1
+            if used:
+                end = first + len(used)
+                made[:, first:end] = 1
+                made[:, end : end + TAG_FLAGS] = self.tag_flags
             for i in (i for i, is_used in enumerate(used) if not is_used):
                 made[:, first + i] = 0
         if all(used) and made.numel() <= COPIED_NUMEL:

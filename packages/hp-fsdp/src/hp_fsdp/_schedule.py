@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ._agreement import TagLog
 from ._errors import StateError, first_error
 from ._extensions import attached
 from ._mesh import split_axis
@@ -86,9 +87,10 @@ class Schedule:
         # Nothing above is left half done where it raises.
         made = sorted(self.units, key=lambda unit: unit.made)
         places = {unit: place for place, unit in enumerate(made)}
+        owner = object()  # stands for this schedule
         for number, unit in enumerate(self.units):
             unit.schedule, unit.checked = self, 0  # turns are counted anew
-            unit.join(number, places[unit], self.paths)
+            unit.join(owner, number, places[unit], self.paths)
 
     def paths(self) -> list[str]:
         """Return where the units are, under the root."""
@@ -102,10 +104,12 @@ class Schedule:
     def _name_groups(self) -> None:
         """Tell groups their paths and, on accelerators, the streams that all of them share."""
         streams = Streams.on(self.device)
+        self._tag_log = None if streams is None else TagLog(streams.offload)
         for unit, path in zip(self.units, self.paths(), strict=True):
             for group in unit.groups:
                 group.path = "" if path == "(root)" else path
                 group.streams = None if streams is None else streams.named(group.path)
+                group.tag.log = self._tag_log
 
     def _split_axes(self) -> None:
         """Make the process groups of units that reshard to fewer ranks, one per set of ranks.
@@ -176,6 +180,8 @@ class Schedule:
             self._warn_of_divisors()
             self._warn_of_added()
         self.wait_for_optimizer()
+        if self._tag_log is not None:
+            self._tag_log.check()
         self._begun, self._ended = [], []
         self._begin_order = self._orders[root][0] if root in self._orders else []
         self._order = []
@@ -268,8 +274,11 @@ class Schedule:
         self._cursor = len(self._end_order)
         self._pass_root = None
         self._drop_unused_gathers(self.units)
-        if self._pinned and not unit.expects_backward:
-            self._finish_copies()
+        if not unit.expects_backward:
+            if self._pinned:
+                self._finish_copies()
+            if self._tag_log is not None:
+                self._tag_log.send("in a forward without backward: ")
 
     def forward_failed(self, unit: Unit) -> None:
         """Note that a unit's forward raised; the root's closes the pass without an order."""
@@ -441,12 +450,13 @@ class Schedule:
 
     def _reduce(self, unit: Unit, options: Options) -> None:
         """Start a unit's reductions; earlier ones are waited for so that few are in flight."""
-        unit.compare(Act.REDUCTION)
+        chosen = [group.reduced() for group in unit.groups]
+        unit.check_reduction(chosen, options)
         unit.unreduced = False
-        for group in reversed(unit.groups):
+        for group, own in zip(reversed(unit.groups), reversed(chosen), strict=True):
             if self._scattering or self._hooked:
                 self._make_room()
-            begun = group.reduce(options)
+            begun = group.reduce(options, own)
             if begun is not None:
                 self._reductions.append(begun)
                 if begun.scattering:
@@ -485,6 +495,8 @@ class Schedule:
             self._drop_unused_gathers(self.units)
             if self._pinned:
                 self._finish_copies()
+            if self._tag_log is not None:
+                self._tag_log.send(f"the gradients of backward {self._backwards} are wrong: ")
             self._cursor = len(self._end_order)
         self.in_backward = False
 
@@ -557,6 +569,8 @@ class Schedule:
         drops = [reduction.drop for reduction in self._reductions]
         error = first_error([*drops, *(unit.reset for unit in self.units)])
         self._reductions, self._scattering, self._hooked = [], [], []
+        if self._tag_log is not None:
+            self._tag_log.drop()
         self._pass_root = None
         self.in_backward = False
         self._walked, self._ahead = None, 0

@@ -98,6 +98,11 @@ class Begun:
         if self._work is not None:
             self._work.wait()
 
+    @property
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        return self._event.query()
+
     def synchronize(self) -> None:
         """Wait on the host, for what the host reads."""
         self._event.synchronize()

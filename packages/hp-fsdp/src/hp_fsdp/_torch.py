@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.decorators import skip
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup, fsdp
+from torch.distributed import ProcessGroup, distributed_c10d, fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -343,6 +343,11 @@ def note_state(module: nn.Module, state: TorchState) -> None:
 def noted_state(module: nn.Module) -> Any:
     """Return what torch's ``fully_shard.state`` returns."""
     return _fully_shard.state(module)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; ``_get_default_store`` has no public name."""
+    return cast(Any, distributed_c10d)._get_default_store()
 
 
 def flatten_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

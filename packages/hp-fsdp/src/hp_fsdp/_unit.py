@@ -1,25 +1,34 @@
 """What one `fully_shard` call manages: modules, parameter groups, options, and their states."""
 
-import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hp_dtensor import Axis, TorchCollectives
+from hp_dtensor import Axis
 
+from ._agreement import (
+    Collective,
+    CollectiveOrder,
+    History,
+    Intent,
+    Tag,
+    checking,
+    compare,
+    is_exact,
+    order_of,
+)
 from ._buffers import Ring
 from ._errors import DisagreementError, ParameterError, first_error
 from ._extensions import attached, split_attached
 from ._group import RESTING, ParameterGroup
+from ._mesh import Alone, DataAxes
 from ._options import Options
 from ._param import are_shown
 from ._states import AFTER, Event, GradientState, ParameterState
@@ -115,8 +124,13 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.modules = tuple(modules)
-        self._take_groups(groups)
         self.options = options
+        # What the last reduction was planned for.
+        self._reduced: list[list[int]]
+        self._divisors: list[float]
+        self._reduced_by: Options | None
+        self._reduction: Collective | None
+        self._take_groups(groups)
         self.device = device
         self.gradients = GradientState.EMPTY
         self.in_pass = False
@@ -133,9 +147,9 @@ class Unit:
         self.forward_prefetch: tuple[Unit, ...] | None = None  # None: the next in learned order
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.made = next(_made)  # before units of later calls
-        self._number = self._place_made = 0
+        self._place = self._place_made = 0
         self._paths: Callable[[], list[str]] | None = None
-        self._compared: set[Act] = set()
+        self._owner: object = None
         self.hidden = False
         self.gradient_hooks: list[RemovableHandle] = []
         # Also those inside, whose state may be asked for alone; the next gather sees what came.
@@ -155,13 +169,23 @@ class Unit:
         self.packs_early = any(group.bucket_hooks is not None for group in groups)
         self.in_ring = any(isinstance(group.config.buffers, Ring) for group in groups)
         self.adds_to_peak = self.packs_early and not self.in_ring
+        self._join_orders()
+        self.forget_comparisons()
 
-    def join(self, number: int, place_made: int, paths: Callable[[], list[str]]) -> None:
-        """Take the unit's number among those under one root, and what tells where they all are.
+    def join(
+        self, owner: object, place: int, place_made: int, paths: Callable[[], list[str]]
+    ) -> None:
+        """Join a schedule.
 
-        ``place_made`` is its place among them in the order of `fully_shard` calls.
+        Args:
+            owner: Stands for the schedule.
+            place: Position among the units under its root.
+            place_made: Position among them in the order of `fully_shard` calls.
+            paths: Returns the paths of all of them.
         """
-        self._number, self._place_made, self._paths = number, place_made, paths
+        self._owner, self._place = owner, place
+        self._place_made, self._paths = place_made, paths
+        self.forget_comparisons()
 
     def gather(self, in_pass: bool = False) -> None:
         """Check the parameters and start the all-gathers of the groups that are sharded.
@@ -211,8 +235,7 @@ class Unit:
             self.check_parameters(act is Act.BACKWARD)
             if act is Act.FORWARD and self.packs_early:
                 self._check_unfrozen()  # what took the place of others
-        if act not in self._compared:
-            self.compare(act)
+        self.check_gather(act)
         self.in_pass, self.stays = in_pass, False
         for group in self.groups:
             group.gather()
@@ -405,6 +428,7 @@ class Unit:
             if not all(map(is_, before, now)):
                 self.gradient_hooks = []
                 self.laid_out += 1
+                self.forget_comparisons()
 
     def take_attached(self) -> None:
         """Gather by the all-gather hooks that shards got since `fully_shard`, in groups of theirs.
@@ -417,42 +441,130 @@ class Unit:
         self.gradient_hooks = []  # on parameters that are made anew; see `reset_sharded`
         self.laid_out += 1
         self._take_groups([made for group in self.groups for made in split_attached(group)])
-        self._compared.clear()
 
-    def compare(self, act: Act) -> None:
-        """Compare what the ranks of the unit's axes do next, unless that was done before.
+    def check_gather(self, act: Act) -> None:
+        """Raise `DisagreementError` if other ranks gather other units next.
 
-        Each act of each unit is compared once, before it communicates for the first time, by an
-        all-gather over each axis: 8 bytes of each rank, over a second axis those of the first. So
-        ranks that come to their units in different orders learn of it before wrong parameters are
-        gathered, or a rank waits for one that never comes. The collectives that a user passes do
-        not see this. Where it is not the same on all ranks of the axes, these tell each other what
-        it is, and every one of them raises `DisagreementError`.
+        Compares before a unit's first gather and if the order of gathers changes; see
+        `_agreement`. Otherwise the tags in what is gathered show a difference.
         """
-        if act in self._compared or self._paths is None or not self.groups:
-            return
-        if act is Act.REDUCTION and not any(group.reduced() for group in self.groups):
-            return  # nothing is reduced
-        data = max((group.axes for group in self.groups), key=lambda axes: axes.shard.size)
-        axes = [data.shard]
-        if act is Act.REDUCTION and self.options.all_reduce:
-            axes += data.replicate
-        axes = [a for a in axes if a.size > 1 and isinstance(a.group, dist.ProcessGroup)]
-        if axes:
-            device = self.groups[0].config.device
-            facts = self._facts(act)
-            if not _agree(axes, (act.name, self._number, facts), device):
-                doing = act.value.format(self._paths()[self._number])
-                own = _Told(axes[0].ranks[axes[0].index], act.name, self._number, doing, facts)
-                raise DisagreementError(_difference(_tell(axes, own)))
-        self._compared.add(act)
+        order = self.order
+        if order is not None and self._gathers:
+            if self._checked is not None:
+                self._checked.check(self._axis, f"gather for {act.name.lower()}", str(self))
+            collective = self._collectives[act]
+            if order.gathers.last.following is collective:
+                order.gathers.last = collective
+            else:
+                self._continue(order.gathers, collective, act, self.options)
 
-    def _facts(self, act: Act) -> dict[str, str]:
+    def check_reduction(self, chosen: list[list[int]], options: Options) -> None:
+        """Do as `check_gather` before a reduction of the parameters ``chosen`` of each group."""
+        order = self.order
+        if order is not None:
+            if options is not self._reduced_by or chosen != self._reduced:
+                self._plan_reduction(chosen, options)
+            if self._reduction is None:
+                return  # nothing is reduced
+            if self._checked is not None:
+                self._checked.check(self._axis, "reduce the gradients", str(self))
+            if order.reductions.last.following is self._reduction:
+                order.reductions.last = self._reduction
+            else:
+                self._continue(order.reductions, self._reduction, Act.REDUCTION, options)
+
+    def _plan_reduction(self, chosen: list[list[int]], options: Options) -> None:
+        """Compare again if other parameters train; put a new divisor into the tags."""
+        divisors = [options.divisor(group.reduce_axes.size) for group in self.groups]
+        if divisors != self._divisors:
+            for group, divisor in zip(self.groups, divisors, strict=True):
+                group.use_divisor(divisor)
+        if chosen != self._reduced:
+            pairs = list(zip(self.groups, chosen, strict=True))
+            size = tuple(group.reduction_size(own) for group, own in pairs)
+            tagged = all(is_exact(group.scatters) for group in self.groups)
+            self._reduction = Collective(size, tagged) if any(chosen) else None
+        self._reduced, self._divisors, self._reduced_by = chosen, divisors, options
+
+    def _continue(
+        self, history: History, collective: Collective, act: Act, options: Options
+    ) -> None:
+        """Go on with a collective that did not come next the last time."""
+        if self._paths is not None:
+            if history.needs_comparison(collective):
+                self._compare(act, options)
+                collective.compared = True
+            history.add(collective, self._owner)
+
+    def _compare(self, act: Act, options: Options) -> None:
+        data = self._data
+        axes = [data.shard]
+        if act is Act.REDUCTION and options.all_reduce:
+            axes += data.replicate
+        axes = [axis for axis in axes if order_of(axis) is not None]
+        if not axes:
+            return
+        rank = axes[0].ranks[axes[0].index]
+        doing = act.value.format(self.path)
+        own = Intent(rank, (act.name, self._place), doing, self._facts(act, options))
+        try:
+            compare(axes, own, _HINTS, self.device)
+        except DisagreementError:
+            raise
+        except RuntimeError as error:
+            if self.order is not None:
+                self.order.report(error, rank, f"{doing} (compares first)")
+            raise
+
+    def forget_comparisons(self) -> None:
+        """Compare with other ranks again what the unit gathers and reduces."""
+        tagged = all(group.checks_tags for group in self.groups if group.axes.shard.size > 1)
+        sizes = [group.gather_size for group in self.groups if group.axes.shard.size > 1]
+        size = None if None in sizes else tuple(sizes)
+        # A gather over fewer ranks repeats the tags of the gather before it.
+        fewer = any(group.post_forward_axis is not None for group in self.groups)
+        self._collectives = {
+            Act.FORWARD: Collective(size, tagged),
+            Act.BACKWARD: Collective(size, tagged and not fewer),
+        }
+        self._reduced, self._divisors, self._reduced_by = [], [], None
+        self._reduction = None
+
+    def _join_orders(self) -> None:
+        """Number the unit in the order of each process group that it communicates over."""
+        alone = DataAxes(Axis("alone", Alone(), (0,)))
+        self._data = max([alone, *(g.axes for g in self.groups)], key=lambda data: data.shard.size)
+        self._axis = _first_axis(self._data)
+        self._gathers = self._axis is self._data.shard
+        numbers: dict[CollectiveOrder, int] = {}
+        for group in self.groups:
+            axis = _first_axis(group.axes)
+            order = order_of(axis)
+            if order is not None and order not in numbers:
+                numbers[order] = group.tag.number if group.tag.order is order else order.add(self)
+            rank = axis.ranks[axis.index]
+            group.use_tag(Tag() if order is None else Tag(order, numbers[order], rank))
+        self.order = order_of(self._axis)
+        self.number = numbers[self.order] if self.order is not None else 0
+        found = [checking(group.collectives) for group in self.groups]
+        self._checked = next((each for each in found if each is not None), None)
+
+    @property
+    def path(self) -> str:
+        """Return where the unit is under the root of its schedule."""
+        return "(no root yet)" if self._paths is None else self._paths()[self._place]
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(type(module).__name__ for module in self.modules)
+        classes = ", ".join(kind.removeprefix("FSDP") for kind in kinds)
+        return f"{self.path} ({classes}, unit {self.number})"
+
+    def _facts(self, act: Act, options: Options) -> dict[str, str]:
         """Return what must be the same on all ranks, by what it is called in an error.
 
         All but parameters have spaces in their names.
         """
-        facts = {_PLACE_MADE: str(self._place_made)}
+        facts = {_PLACE_MADE: str(self._place_made), _NUMBER: str(self.number)}
         for number, group in enumerate(self.groups):
             of = f" of dtype group {number}" if number else ""
             reduced, layout = set(group.reduced()), group.layout
@@ -468,91 +580,26 @@ class Unit:
             facts[f"the dtypes{of}"] = "stored {}, computed {}, reduced {}".format(*dtypes)
             facts[f"{_OFFSETS}{of}"] = str(layout.plan)
             if act is Act.REDUCTION:
-                divisor = self.options.divisor(group.reduce_axes.size)
+                divisor = options.divisor(group.reduce_axes.size)
                 facts[f"the divisor of gradients{of}"] = f"{divisor:.17g}"
         return facts
 
 
 _OFFSETS = "the offsets"
 _PLACE_MADE = "the place among these units in the order of fully_shard's calls"
+_NUMBER = "the number of the fully_shard call over these ranks"
+_ORDER_HINT = "shard the same modules in the same order, and do not move them afterwards"
+_HINTS = {
+    _PLACE_MADE: _ORDER_HINT,
+    _NUMBER: _ORDER_HINT,
+    _OFFSETS: "give all ranks the same granularity and direct_bytes",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What a rank says of what it was about to do: of which unit, by its number and in words."""
-
-    rank: int
-    act: str
-    unit: int
-    doing: str
-    facts: dict[str, str]
-
-
-def _agree(axes: Sequence[Axis], own: object, device: torch.device) -> bool:
-    """Return whether all ranks of the axes have the same, which all of them learn."""
-    digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
-    found = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
-    for axis in axes:
-        (found,) = TorchCollectives().all_gather(axis, [found]).wait()
-    return len(set(found.flatten().tolist())) == 1
-
-
-def _tell(axes: Sequence[Axis], own: _Told) -> list[_Told]:
-    """Return what all ranks of the axes say, the same on each of them."""
-    told = [own]
-    for axis in axes:
-        parts: list[list[_Told]] = [[]] * axis.size
-        dist.all_gather_object(parts, told, group=cast(dist.ProcessGroup, axis.group))
-        told = [each for part in parts for each in part]
-    return sorted(told, key=lambda each: each.rank)
-
-
-def _difference(told: Sequence[_Told]) -> str:
-    doing: dict[tuple[str, str], list[int]] = {}
-    for each in told:
-        doing.setdefault((each.doing, str(each.facts)), []).append(each.rank)
-    lines = [
-        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} to {what}"
-        for (what, _), ranks in doing.items()
-    ]
-    if len({(each.act, each.unit) for each in told}) > 1:
-        return (
-            f"{', '.join(lines)}; all ranks must run the same units in the same order, and gather, "
-            "reshard and reduce them by the same options"
-        )
-    names = dict.fromkeys(name for each in told for name in each.facts)
-    differ = [name for name in names if len({each.facts.get(name) for each in told}) > 1]
-    said: dict[str, list[int]] = {}
-    for each in told:
-        said.setdefault(each.facts.get(differ[0], "nothing"), []).append(each.rank)
-    values = ", ".join(
-        f"{_around(value, list(said))} on {_ranks(ranks)}" for value, ranks in said.items()
-    )
-    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-    hint = ""
-    if differ[0] == _PLACE_MADE:
-        hint = "; shard the same modules in the same order, and do not move them afterwards"
-    elif differ[0].startswith(_OFFSETS):
-        hint = "; give all ranks the same granularity and direct_bytes"
-    return f"{', '.join(lines)}; its parameters there differ in {differ[0]}: {values}{more}{hint}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-
-
-def _around(value: str, others: Sequence[str], shown: int = 80) -> str:
-    """Return a long value from a little before its first difference from others on."""
-    if len(value) <= shown:
-        return value
-    first = min(
-        next((i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), common)
-        for other in others
-        if other != value
-        for common in [min(len(value), len(other))]
-    )
-    start = max(0, first - shown // 2)
-    return ("..." if start else "") + value[start : start + shown] + "..."
+def _first_axis(data: DataAxes) -> Axis:
+    """Return the axis that the order of collectives is checked over: the first of two or more."""
+    axes = (data.shard, *data.replicate)
+    return next((axis for axis in axes if axis.size > 1), data.shard)
 
 
 class _Reshard:

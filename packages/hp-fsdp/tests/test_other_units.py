@@ -1,0 +1,368 @@
+"""Ranks that run different units after the first pass raise an error and get no wrong gradients."""
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from hp_dtensor import CheckedCollectives, RankMismatchError, RecordingCollectives
+from hp_fsdp import DisagreementError, fully_shard
+from hp_fsdp._agreement import TAG_BITS, number_of, tag_digits, tag_flags
+
+from .streams import Device, watched
+
+Ranks = Callable[[int], RankPool]
+WIDTH = 4
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+SECONDS = 3.0
+ALL = (0, 1, 2, 3, 4)
+
+
+class Blocks(nn.Module):
+    """Runs the blocks that it is told to: blocks of one size, and a wide one."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.blocks.append(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, used: Iterable[int]) -> Tensor:
+        """Apply the blocks ``used`` and the head."""
+        for position in used:
+            x = self.blocks[position](x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def new_mesh() -> DeviceMesh:
+    """Return a mesh of two ranks whose process group is new, and gives up soon.
+
+    Ranks that disagree may leave collectives that others never start.
+    """
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",))
+
+
+def sharded(mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    model = Blocks().double() if "mp_policy" not in options else Blocks()
+    mesh = new_mesh() if mesh is None else mesh
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh, **options)
+    return model
+
+
+def inputs(rank: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.full((2, WIDTH), rank + 1.0, dtype=dtype)
+
+
+def after_a_good_step(model: Any, dtype: torch.dtype = torch.float64) -> None:
+    for _ in range(2):
+        model(inputs(dtype=dtype), ALL).sum().backward()
+    model.zero_grad()
+
+
+# What each of two ranks runs in the third pass, and what it then gathers instead of the other.
+LAYER_DROP = {
+    "each rank leaves other blocks out": (((0, 3, 4), (0, 2, 4)), (3, 2)),
+    "one rank leaves blocks out": (((0, 1, 2, 3, 4), (0, 3, 4)), (2, 3)),
+    "one rank swaps blocks": (((0, 1, 2, 3, 4), (0, 3, 2, 1, 4)), (2, 3)),
+    # What one rank leaves out it has prefetched, so that only backward gathers differ.
+    "one block left out": (((0, 1, 2, 3, 4), (0, 1, 3, 4)), (2, 1)),
+}
+
+
+def layer_drop(rank: int, case: str, train: bool, options: dict[str, Any]) -> tuple[str, bool]:
+    dtype = torch.float32 if "mp_policy" in options else torch.float64
+    model = sharded(**options)
+    after_a_good_step(model, dtype)
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(rank, dtype), LAYER_DROP[case][0][rank], train)
+    return str(caught.value), all(p.grad is None for p in model.blocks.parameters())
+
+
+def run(model: Any, x: Tensor, used: Iterable[int], train: bool = True) -> None:
+    """Run a forward, and a backward if ``train``."""
+    with torch.set_grad_enabled(train):
+        out = model(x, used)
+    if train:
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mp_policy": BF16}, {"mp_policy": FP16}, {"grads": "accumulate"}],
+    ids=["float64", "bfloat16", "float16", "accumulate"],
+)
+@pytest.mark.parametrize("train", [True, False], ids=["training", "no_grad"])
+@pytest.mark.parametrize("case", [*LAYER_DROP][:-1])
+def test_blocks_that_only_some_ranks_run_are_named_on_all_ranks(
+    ranks: Ranks, case: str, train: bool, options: dict[str, Any]
+) -> None:
+    assert_named(ranks, case, train, {"reshard_after_forward": True, **options})
+
+
+def test_blocks_that_only_backward_gathers_in_another_order_are_named(ranks: Ranks) -> None:
+    assert_named(ranks, "one block left out", True, {"reshard_after_forward": True})
+
+
+def assert_named(ranks: Ranks, case: str, train: bool, options: dict[str, Any]) -> None:
+    said = ranks(2).run(layer_drop, case, train, options)
+    assert said[0] == said[1]
+    text, without_gradients = said[0]
+    for rank, gathered in enumerate(LAYER_DROP[case][1]):
+        assert f"rank {rank} gathered blocks.{gathered}" in text
+    assert without_gradients
+
+
+def experts(rank: int, first: bool) -> str:
+    """Run experts that are units of their own; each rank another one, maybe in the first pass."""
+    mesh = new_mesh()
+    model = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)).double()
+    for expert in model:
+        fully_shard(expert, mesh)
+    for expert in () if first else (*model, *model):
+        expert(inputs()).sum().backward()
+    with pytest.raises(DisagreementError) as caught:
+        model[rank](inputs()).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first pass", "third pass"])
+def test_experts_without_a_common_root_are_told_apart(ranks: Ranks, first: bool) -> None:
+    said = ranks(2).run(experts, first)
+    assert said[0] == said[1]
+    told = (
+        "the number of the fully_shard call over these ranks"
+        if first
+        else "rank 0 gathered (root) (L"
+    )
+    assert told in said[0]
+
+
+def silent(rank: int, options: dict[str, Any]) -> tuple[str, bool]:
+    """Leave the gradients of another block unsynchronised on one rank, after a good step."""
+    model = sharded(**options)
+    after_a_good_step(model)
+    model.blocks[1 + (rank == 1)].set_requires_gradient_sync(False)
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(rank), ALL)
+    mixed = (*model.blocks[1].parameters(), *model.blocks[2].parameters())
+    return str(caught.value), all(p.grad is None for p in mixed)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "ragged"}], ids=["exact", "ragged"])
+def test_reductions_of_different_units_put_no_gradients(
+    ranks: Ranks, options: dict[str, Any]
+) -> None:
+    said = ranks(2).run(silent, {"reshard_after_forward": False, **options})
+    assert said[0] == said[1]
+    assert "rank 0 reduced blocks.2" in said[0][0]
+    assert "rank 1 reduced blocks.1" in said[0][0]
+    assert said[0][1]
+
+
+UNEQUAL: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "another size": (ALL, (0, 4, 1, 2, 3), {}),
+    "left out before another size": (ALL, (0, 1, 4), {}),
+    "the last left out": (ALL, (0, 1, 2, 3), {}),
+    "ragged": (ALL, (0, 3, 2, 1, 4), {"layout": "ragged"}),
+}
+
+
+def of_unequal_size(rank: int, case: str) -> str:
+    *orders, options = UNEQUAL[case]
+    model = sharded(reshard_after_forward=True, **options)
+    after_a_good_step(model)
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(rank), orders[rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", list(UNEQUAL))
+def test_units_of_unequal_size_end_with_an_error_at_the_timeout(ranks: Ranks, case: str) -> None:
+    said = ranks(2).run(of_unequal_size, case)
+    assert said[0] == said[1]
+    assert "rank 0 waited to" in said[0]
+    assert "rank 1 waited to" in said[0]
+    assert "gather blocks." in said[0]
+
+
+def alone(rank: int) -> str:
+    """Run a forward on rank 0 alone."""
+    model = sharded()
+    after_a_good_step(model)
+    if rank == 1:
+        return ""
+    with pytest.raises(DisagreementError) as caught, torch.no_grad():
+        model(inputs(), ALL)
+    return str(caught.value)
+
+
+def test_a_forward_on_one_rank_alone_names_the_ranks_that_did_not_come(ranks: Ranks) -> None:
+    said = ranks(2).run(alone)[0]
+    assert "rank 0 waited to gather (root)" in said
+    assert "rank 1 did not report" in said
+
+
+def changed(rank: int, what: str) -> str:
+    model = sharded()
+    after_a_good_step(model)
+    if what == "frozen" and rank == 1:
+        model.blocks[1].bias.requires_grad_(False)
+    if what == "factor":
+        model.blocks[1].set_gradient_divide_factor(2.0 + rank)
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(rank), ALL)
+    return str(caught.value)
+
+
+def test_a_divide_factor_that_is_changed_on_one_rank_is_found(ranks: Ranks) -> None:
+    for said in ranks(2).run(changed, "factor"):
+        assert "rank 0 reduced blocks.1 (Linear, unit" in said
+        assert "divided by 3" in said
+
+
+def replicas(rank: int) -> str:
+    """Let the ranks of one replica reduce another block than those of the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
+    model = sharded(mesh, reshard_after_forward=False)
+    after_a_good_step(model)
+    model.blocks[1 + rank // 2].set_requires_gradient_sync(False)
+    with pytest.raises(DisagreementError) as caught:
+        run(model, inputs(rank), ALL)
+    return str(caught.value)
+
+
+def test_replicas_that_sum_different_units_raise(ranks: Ranks) -> None:
+    said = ranks(4).run(replicas)
+    assert all("reduced blocks." in each for each in said)
+
+
+def dropped_alike(rank: int, options: dict[str, Any]) -> tuple[list[float], int]:
+    """Leave blocks out by a seed that all ranks share; count the extra collectives."""
+    record = RecordingCollectives()
+    model = sharded(collectives=record, reshard_after_forward=True, **options)
+    plain = Blocks().double()
+    after_a_good_step(model)
+    generator = torch.Generator().manual_seed(1)
+    worst, extra = [], 0
+    for _ in range(6):
+        used = [i for i in range(4) if torch.rand((), generator=generator) < 0.6]
+        record.reset()
+        with torch.profiler.profile() as profile:
+            model(inputs(rank), (*used, 4)).sum().backward()
+        names = [event.name for event in profile.events() or ()]
+        started = sum(name.startswith("gloo:") for name in names)
+        extra += started - sum(traffic.calls for traffic in record.by_axis.values())
+        (sum(plain(inputs(each), (*used, 4)).sum() for each in range(2)) / 2).backward()
+        for own, right in zip(model.parameters(), plain.parameters(), strict=True):
+            found = torch.zeros_like(right) if own.grad is None else own.grad.full_tensor()
+            expected = torch.zeros_like(right) if right.grad is None else right.grad
+            worst.append((found - expected).abs().max().item())
+        model.zero_grad()
+        plain.zero_grad()
+    return worst, extra
+
+
+def test_blocks_that_all_ranks_leave_out_need_no_comparison(ranks: Ranks) -> None:
+    for worst, extra in ranks(2).run(dropped_alike, {}):
+        assert max(worst) < 1e-12
+        assert extra <= 6  # the wide block and the head follow blocks of another size
+
+
+def test_ragged_blocks_that_all_ranks_leave_out_train(ranks: Ranks) -> None:
+    for worst, _ in ranks(2).run(dropped_alike, {"layout": "ragged"}):
+        assert max(worst) < 1e-12
+
+
+def checked(rank: int) -> str:
+    model = sharded(collectives=CheckedCollectives(deadline=20))
+    after_a_good_step(model)
+    with pytest.raises(RankMismatchError) as caught, torch.no_grad():
+        model(inputs(rank), LAYER_DROP["each rank leaves other blocks out"][0][rank])
+    return str(caught.value)
+
+
+def test_checked_collectives_compare_the_name_of_the_unit(ranks: Ranks) -> None:
+    said = ranks(2).run(checked)
+    assert said[0] == said[1]
+    assert "rank 0 calls gather for forward blocks.3" in said[0]
+    assert "rank 1 calls gather for forward blocks.2" in said[0]
+
+
+def on_an_accelerator(rank: int, difference: str) -> tuple[str, int]:
+    """Differ in the fourth step on simulated streams; return the error and when it came."""
+    model = sharded(reshard_after_forward=difference == "gathered")
+    after_a_good_step(model)
+    orders = ((0, 1, 3, 4), (0, 2, 3, 4))  # in which backward gathers as many of each size
+    with watched(Device(), model):
+        for step in range(2, 6):
+            if step == 3 and difference == "reduced":
+                model.blocks[1 + rank].set_requires_gradient_sync(False)
+            used = orders[rank] if step == 3 and difference == "gathered" else ALL
+            try:
+                out = model(inputs(rank), used)
+            except DisagreementError as error:
+                return str(error), step
+            out.sum().backward()
+            for block in model.blocks:
+                block.set_requires_gradient_sync(True)
+    return "", -1
+
+
+@pytest.mark.parametrize("difference", ["gathered", "reduced"])
+def test_on_accelerators_the_next_forward_says_which_gradients_are_wrong(
+    ranks: Ranks, difference: str
+) -> None:
+    said = ranks(2).run(on_an_accelerator, difference)
+    assert said[0] == said[1]
+    text, step = said[0]
+    assert step == 4
+    assert text.startswith("the gradients of backward 4 are wrong: ")
+    assert f"rank 0 {difference} blocks." in text
+
+
+@given(st.integers(0, 2**TAG_BITS - 1), st.sampled_from([1, 2, 4, 8]))
+def test_the_digits_of_a_tag_are_exact_in_every_dtype(number: int, itemsize: int) -> None:
+    dtypes = {
+        1: [torch.float8_e4m3fn, torch.float8_e5m2],
+        2: [torch.float16, torch.bfloat16],
+        4: [torch.float32],
+        8: [torch.float64],
+    }
+    digits = torch.tensor(tag_digits(number, itemsize), dtype=torch.float64)
+    for dtype in dtypes[itemsize]:
+        assert number_of(digits.to(dtype).double().tolist(), itemsize) == number
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2**TAG_BITS - 1), min_size=2, max_size=600),
+    st.booleans(),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    st.booleans(),
+)
+def test_summed_flags_say_whether_all_numbers_are_equal(
+    numbers: list[int], equal: bool, dtype: torch.dtype, averaged: bool
+) -> None:
+    if equal:
+        numbers = numbers[:1] * len(numbers)
+    total = torch.zeros(2 * TAG_BITS, dtype=dtype)
+    for number in numbers:  # one after the other, as a ring adds, with all its rounding
+        own = torch.tensor(tag_flags(number), dtype=dtype)
+        total += own / len(numbers) if averaged else own
+    zeros = total.tolist().count(0.0)
+    assert (zeros == TAG_BITS) == (len(set(numbers)) == 1)
+    assert zeros <= TAG_BITS
