@@ -275,7 +275,10 @@ def counts_messages(group: Any, device: torch.device) -> bool:
     wrapper = getattr(distributed_c10d, "_ProcessGroupWrapper", None)
     if wrapper is None or not isinstance(group, ProcessGroup):
         return False
-    return isinstance(cast(Any, group)._get_backend(device), wrapper)
+    try:
+        return isinstance(cast(Any, group)._get_backend(device), wrapper)
+    except RuntimeError:  # a group written in Python has no backend
+        return False
 
 
 def makes_groups_alone() -> bool:

@@ -385,7 +385,11 @@ def registers_memory(group: object, device: torch.device) -> bool:
     """Return whether the backend that serves a device allocates memory to communicate in."""
     if not isinstance(group, ProcessGroup):
         return False
-    return bool(cast(Any, group)._get_backend(device).supports_tensor_alloc(device))
+    try:
+        backend: Any = cast(Any, group)._get_backend(device)
+    except RuntimeError:  # a group written in Python has no backend
+        return False
+    return bool(backend.supports_tensor_alloc(device))
 
 
 def is_extended(tensor: Tensor) -> bool:

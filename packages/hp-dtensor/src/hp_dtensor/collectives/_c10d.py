@@ -29,22 +29,48 @@ from ._interface import (
 )
 
 
-def _first(owner: Any, *names: str) -> Any:
-    for name in names:
-        if hasattr(owner, name):
-            return getattr(owner, name)
-    raise ImportError(f"torch {owner} has none of {names}; hp-dtensor supports torch >= 2.11")
+def _names(*names: str) -> tuple[str, ...]:
+    """Return the names of one method of process groups, with this torch version's name first."""
+    known = [name for name in names if hasattr(ProcessGroup, name)]
+    if not known:
+        raise ImportError(f"torch {ProcessGroup} has none of {names}; hp-dtensor needs torch 2.11+")
+    return (known[0], *(name for name in names if name != known[0]))
 
 
-_c10d_gather_single = _first(ProcessGroup, "all_gather_single", "_allgather_base")
-_c10d_scatter_single = _first(ProcessGroup, "reduce_scatter_single", "_reduce_scatter_base")
-_c10d_exchange = _first(ProcessGroup, "all_to_all_single", "alltoall_base")
-_c10d_gather = _first(
-    ProcessGroup, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
-)
-_c10d_scatter = _first(
-    ProcessGroup, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
-)
+# torch 2.13 renamed these methods. The older name is the second.
+_GATHER_SINGLE = _names("all_gather_single", "_allgather_base")
+_SCATTER_SINGLE = _names("reduce_scatter_single", "_reduce_scatter_base")
+_EXCHANGE = _names("all_to_all_single", "alltoall_base")
+_GATHER = _names("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_SCATTER = _names("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+_REDUCE = _names("allreduce_coalesced")
+
+
+def _method(group: ProcessGroup, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the method of a process group that starts a collective.
+
+    A subclass of ``ProcessGroup`` may override the method under its new or its old name.
+    """
+    if type(group) is not ProcessGroup:
+        names = _overridden(group, names) or names
+    method: Callable[..., Any] = getattr(group, names[0])
+    return method
+
+
+def _overridden(group: ProcessGroup, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names under which a subclass overrides a method of ``ProcessGroup``."""
+    own = type(group)
+    return tuple(x for x in names if getattr(own, x, None) is not getattr(ProcessGroup, x, None))
+
+
+def _takes_lists(group: ProcessGroup, names: tuple[str, ...], device: torch.device) -> bool:
+    """Return whether a group can start one collective of several tensors.
+
+    A group written in Python without a backend can do so only if it overrides the method.
+    """
+    if type(group) is ProcessGroup or _overridden(group, names):
+        return True
+    return _backend_of(group, device) is not None
 
 
 def _asynchronous(options: Any, op: Any = None) -> Any:
@@ -72,12 +98,12 @@ def _real(tensor: Tensor, op: Any = None) -> Tensor:
 
 
 def _all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Any:
-    return _c10d_gather_single(group, _real(output), _real(input), _GATHERED)
+    return _method(group, _GATHER_SINGLE)(_real(output), _real(input), _GATHERED)
 
 
 def _reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: ProcessGroup) -> Any:
     parts = _real(output, op), _real(input, op)
-    return _direct(_c10d_scatter_single, ReduceScatterOptions(), group, *parts, op=op)
+    return _direct(_method(group, _SCATTER_SINGLE), ReduceScatterOptions(), *parts, op=op)
 
 
 def _all_to_all_single(
@@ -86,7 +112,8 @@ def _all_to_all_single(
     if input.is_complex() or output.dtype != input.dtype:  # the latter raises
         how: dict[str, Any] = {"group": group, "async_op": True}
         return dist.all_to_all_single(output, input, receive or None, send or None, **how)
-    return _direct(_c10d_exchange, AllToAllOptions(), group, output, input, receive, send)
+    start = _method(group, _EXCHANGE)
+    return _direct(start, AllToAllOptions(), output, input, receive, send)
 
 
 _OPS: dict[ReduceOp, Any] = {
@@ -210,11 +237,13 @@ class TorchCollectives:
         if len(pairs) == 1:
             work = _all_gather_single(*pairs[0], group)
             return _Pending([work], outs, inputs, finish)
-        if pairs and _backend(group, inputs[0].device) != "gloo":
+        alone, together = pairs, list[_Pair]()
+        if pairs and _backend(group, inputs[0].device) == "gloo":
+            alone, together = _split_to_pack(pairs)
+        elif pairs and _takes_lists(group, _GATHER, inputs[0].device):
             parts = [_real(x) for x in dense], [_real(x) for x in inputs]
-            work = _direct(_c10d_gather, AllgatherOptions(), group, *parts)
+            work = _direct(_method(group, _GATHER), AllgatherOptions(), *parts)
             return _Pending([work], outs, inputs, finish)
-        alone, together = _split_to_pack(pairs)
         if together:
             packed, copy_out = _packed(together, 1, axis.size)
             finish = _both(copy_out, finish)
@@ -247,8 +276,8 @@ class TorchCollectives:
             >>> start = TorchCollectives().prepare_all_gather(axis, shard, whole)
             >>> start().wait()
         """
-        group = _prepared_group(axis)
-        return partial(_c10d_gather_single, group, _real(output), _real(input), _GATHERED)
+        start = _method(_prepared_group(axis), _GATHER_SINGLE)
+        return partial(start, _real(output), _real(input), _GATHERED)
 
     def prepare_reduce_scatter(
         self, axis: Axis, op: ReduceOp = "sum"
@@ -272,12 +301,13 @@ class TorchCollectives:
             >>> start = TorchCollectives().prepare_reduce_scatter(axis)
             >>> start(own, rows).wait()
         """
-        group, options, kind = _prepared_group(axis), _SCATTERED[op], _OPS[op]
+        scatter = _method(_prepared_group(axis), _SCATTER_SINGLE)
+        options, kind = _SCATTERED[op], _OPS[op]
 
         def start(output: Tensor, input: Tensor) -> Waitable:
             if input.is_complex():
                 output, input = _real(output, kind), _real(input, kind)
-            work: Waitable = _c10d_scatter_single(group, output, input, options)
+            work: Waitable = scatter(output, input, options)
             return work
 
         return start
@@ -295,7 +325,7 @@ class TorchCollectives:
         check_divisible(axis, inputs)
         if op != "avg" and outputs is not None and _is_one_pair(inputs, outputs):
             pair = _real(outputs[0], _OPS[op]), _real(inputs[0], _OPS[op])
-            work = _c10d_scatter_single(_group(axis), *pair, _SCATTERED[op])
+            work = _method(_group(axis), _SCATTER_SINGLE)(*pair, _SCATTERED[op])
             return _Single(work, outputs[0], inputs[0])
         inputs = [tensor.contiguous() for tensor in inputs]
         outs = _outputs(inputs, outputs, lambda n: n // axis.size)
@@ -311,10 +341,16 @@ class TorchCollectives:
             work = _reduce_scatter_single(output, packed, reduce, group)
         elif len(inputs) == 1:
             work = _reduce_scatter_single(dense[0], inputs[0], reduce, group)
+        elif inputs and not _takes_lists(group, _SCATTER, inputs[0].device):
+            singles = [
+                partial(_reduce_scatter_single, *pair, reduce, group)
+                for pair in zip(dense, inputs, strict=True)
+            ]
+            works, error = _started(singles)
+            return _Pending(works, outs, inputs, finish, error)
         else:
-            options = ReduceScatterOptions()
             parts = [_real(x, reduce) for x in dense], [_real(x, reduce) for x in inputs]
-            work = _direct(_c10d_scatter, options, group, *parts, op=reduce)
+            work = _direct(_method(group, _SCATTER), ReduceScatterOptions(), *parts, op=reduce)
         return _Pending([work], outs, inputs, finish)
 
     def all_reduce(self, axis: Axis, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
@@ -332,17 +368,21 @@ class TorchCollectives:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in dense:
             alike.setdefault(tensor.dtype, []).append(tensor)
-        start = group.allreduce_coalesced
-        starts = [
-            partial(
-                _direct,
-                start,
-                AllreduceCoalescedOptions(),
-                [_real(x, reduce) for x in same],
-                op=reduce,
-            )
-            for same in alike.values()
-        ]
+        if outs and not _takes_lists(group, _REDUCE, outs[0].device):
+            single: dict[str, Any] = {"op": reduce, "group": group, "async_op": True}
+            starts = [partial(dist.all_reduce, tensor, **single) for tensor in dense]
+        else:
+            start = _method(group, _REDUCE)
+            starts = [
+                partial(
+                    _direct,
+                    start,
+                    AllreduceCoalescedOptions(),
+                    [_real(x, reduce) for x in same],
+                    op=reduce,
+                )
+                for same in alike.values()
+            ]
         works, error = _started(starts)
         return _Pending(works, outs, dense, finish, error)
 
