@@ -66,8 +66,11 @@ def _overridden(group: ProcessGroup, names: tuple[str, ...]) -> tuple[str, ...]:
 def _takes_lists(group: ProcessGroup, names: tuple[str, ...], device: torch.device) -> bool:
     """Return whether a group can start one collective of several tensors.
 
-    A group written in Python without a backend can do so only if it overrides the method.
+    A group written in Python without a backend can do so only if it overrides the method. gloo
+    reduces lists of CPU tensors only.
     """
+    if names is _REDUCE and device.type != "cpu" and _backend(group, device) == "gloo":
+        return False
     if type(group) is ProcessGroup or _overridden(group, names):
         return True
     return _backend_of(group, device) is not None
@@ -428,11 +431,17 @@ class TorchCollectives:
             for output, tensor in own:
                 output.copy_(tensor)
         arriving = [(peer, x) for peer, x in outs if peer != me]
-        dense, copy_out = _dense([x for _, x in arriving])
-        places = [(peer, x) for (peer, _), x in zip(arriving, dense, strict=True)]
         leaving = [(peer, x) for peer, x in sent if peer != me]
-        works = [] if group is None else _sent_and_received(group, axis, leaving, places)
-        return _Pending(works, [x for _, x in outs], [*dense, *(x for _, x in sent)], copy_out)
+        filled = [x for _, x in outs]
+        if group is None or not (leaving or arriving):
+            return _Pending([], filled)
+        staged = _needs_staging(group, [x for _, x in (*leaving, *arriving)])
+        dense, copy_out = _dense([x for _, x in arriving], on_cpu=staged)
+        if staged:
+            leaving = [(peer, x.detach().cpu()) for peer, x in leaving]
+        places = [(peer, x) for (peer, _), x in zip(arriving, dense, strict=True)]
+        works = _sent_and_received(group, axis, leaving, places)
+        return _Pending(works, filled, [*dense, *(x for _, x in leaving)], copy_out)
 
     def broadcast(self, axis: Axis, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Overwrite each tensor with the source's; see `Collectives.broadcast`."""
@@ -461,8 +470,6 @@ def _sent_and_received(
     Where it has none, as gloo, torch's function starts them one by one too, and looks up the group
     and the peer several times for each. The group's own methods are called here, in that order.
     """
-    if not (sends or receives):
-        return []
     backend = _backend_of(group, (*sends, *receives)[0][1].device)
     if backend is None or backend.supports_coalescing:
         operations = [
@@ -537,12 +544,28 @@ def _packed(pairs: Sequence[_Pair], rows_in: int, rows_out: int) -> tuple[_Pair,
     return (whole, flat), copy_out
 
 
-def _dense(outputs: Sequence[Tensor]) -> tuple[list[Tensor], Finish | None]:
+def _needs_staging(group: ProcessGroup, tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors must be copied to CPU memory before gloo sends or receives them.
+
+    gloo's send and receive use the address of a tensor without a check of its device. An address of
+    CUDA memory ends the process. The collectives of gloo copy CUDA tensors themselves.
+    """
+    devices = {x.device for x in tensors if x.device.type != "cpu"}
+    return any(_backend(group, device) == "gloo" for device in devices)
+
+
+def _dense(
+    outputs: Sequence[Tensor], *, on_cpu: bool = False
+) -> tuple[list[Tensor], Finish | None]:
     """Return contiguous tensors for the outputs, and what then copies those that are others.
 
-    Gloo writes from an output's first element on, whatever its strides.
+    Gloo writes from an output's first element on, whatever its strides. With ``on_cpu`` the
+    contiguous tensors are in CPU memory, without the values of the outputs.
     """
-    dense = [tensor.contiguous() for tensor in outputs]
+    if on_cpu:
+        dense = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
+    else:
+        dense = [tensor.contiguous() for tensor in outputs]
     apart = [(x, y) for x, y in zip(outputs, dense, strict=True) if x is not y]
 
     def copy_out(_: list[Tensor]) -> None:
